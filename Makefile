@@ -1,3 +1,4 @@
+# make help    this list
 # make train   installs into .venv and trains the quickstart model
 # make test    lint, types, import order and the tests
 # make test-all   the same with the tests that try every case where make test tries some
@@ -17,7 +18,11 @@ JOBS ?= 3
 
 PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: train test test-all test-fast test-gpu lint docs bench bench-gpu demos clean
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all test-fast test-gpu lint docs bench bench-gpu demos clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)

@@ -5,6 +5,7 @@ import sys
 
 NAMES = (
     "startup",
+    "wrong_commands",
     "runs_listing",
     "pages",
     "sweep_store",
@@ -13,6 +14,7 @@ NAMES = (
     "step_overhead",
     "step_time",
     "packed_rows",
+    "long_text_memory",
     "loss_head",
     "data_pipeline",
     "image_audio_loading",

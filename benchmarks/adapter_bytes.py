@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks.axes_bytes import CASES, LAYERS, MODEL, Case, measure
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.architectures.formulas.traffic import all_reduced
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.planner.traffic import all_reduced
 
 KINDS = ("none", "lora", "dora")
 RANK, WHOLE = 16, "replicated gradients summed"

@@ -2,7 +2,7 @@
 
 Tensor, sequence and context parallelism: what the forward pass of one micro-batch leaves for its backward pass, of one
 Llama block (the difference between models of two and four), over the block's bytes in one process and
-:func:`mgpu_pipe.planner.memory.activation_share`.
+:func:`mgpu_pipe.architectures.formulas.kept_memory.activation_share`.
 
 Pipeline: the most that a stage holds after any forward pass of a 1F1B step batch, gradients of weights aside, over
 what the first one left times the most passes in flight. What comes on top are messages under way.
@@ -17,9 +17,8 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.parallel.pipeline_streams import streams
-from mgpu_pipe.parallel.pipeline_timing import most_in_flight
-from mgpu_pipe.planner.memory import activation_share, norm_bytes
+from mgpu_pipe.architectures.formulas.kept_memory import activation_share, norm_bytes
+from mgpu_pipe.parallel.pipeline.work_order import most_in_flight, streams
 
 ROWS, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 256, 128, 8, 512
 STAGES, MICRO_BATCHES = 4, 8
@@ -57,7 +56,7 @@ def fill(model: Any) -> None:
     import torch
 
     from mgpu_pipe.models.build import materialise_buffers, recipe_of
-    from mgpu_pipe.models.parts import fill_parameters
+    from mgpu_pipe.models.local_shards import fill_parameters
 
     fill_parameters(model, lambda name, part: torch.full(part.shape, 0.01), torch.device("cpu"))
     materialise_buffers(model, recipe_of(model), torch.device("cpu"))
@@ -82,9 +81,9 @@ def _left(axis: str, layers: int) -> int:
 
     from mgpu_pipe.objectives.causal_lm import CausalLMObjective
     from mgpu_pipe.objectives.packed_text import packed_text
-    from mgpu_pipe.parallel.context import apply_context_parallel, context_of
-    from mgpu_pipe.parallel.memory import ForwardMeter
-    from mgpu_pipe.parallel.tensor import apply_tensor_parallel
+    from mgpu_pipe.parallel.context.attention import apply_context_parallel, context_of
+    from mgpu_pipe.parallel.device_memory import ForwardMeter
+    from mgpu_pipe.parallel.tensor.apply import apply_tensor_parallel
 
     world = dist.get_world_size()
     cp = context_size(axis, world)
@@ -113,8 +112,8 @@ def stage_bytes() -> tuple[int, int]:
     import torch.distributed as dist
 
     from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-    from mgpu_pipe.parallel.memory import AllocationWatch, storage_bytes
-    from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
+    from mgpu_pipe.parallel.device_memory import AllocationWatch, storage_bytes
+    from mgpu_pipe.parallel.pipeline.run_pipeline import Pipeline, PipelinePlan
 
     model = built(2 * STAGES)
     objective = CausalLMObjective(model, None, lambda step: 1.0, "auto")

@@ -27,7 +27,7 @@ PEERS = {"tp": "parallelize_module", "pp": "Schedule1F1B"}
 
 
 def configured(axis: str) -> Any:
-    from mgpu_pipe.config.compose import compose
+    from mgpu_pipe.config.hydra.compose import compose
 
     config, _ = compose(
         [
@@ -53,7 +53,7 @@ def blocks(axis: str) -> dict[str, list[float]]:
     """Of both loops, seconds of every step after the warm-up of each block, and the last block's losses."""
     import torch.distributed as dist
 
-    from mgpu_pipe.data.text.prepare import prepare
+    from mgpu_pipe.data.text.prepare_text import prepare
 
     config = configured(axis)
     prepared = prepare(config)
@@ -72,7 +72,7 @@ def own_block(config: Any, prepared: Any, axis: str) -> tuple[list[float], list[
     from mgpu_pipe.config.freeze import freeze
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.runs.metrics_file import read_metrics
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
@@ -235,7 +235,7 @@ def pipeline_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
 
 
 def main() -> None:
-    from mgpu_pipe.data.text.prepare import prepare
+    from mgpu_pipe.data.text.prepare_text import prepare
 
     rows = []
     for axis in sys.argv[1:] or list(PEERS):

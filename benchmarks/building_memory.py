@@ -35,7 +35,7 @@ def measure(folder: str) -> list[dict[str, Any]]:
     """Bytes at the peak of building, for each case."""
     from mgpu_pipe.config.schema import ModelConfig
     from mgpu_pipe.models.build import build_meta
-    from mgpu_pipe.parallel.memory import AllocationWatch
+    from mgpu_pipe.parallel.device_memory import AllocationWatch
 
     found = []
     for strategy, weights in CASES:
@@ -67,13 +67,14 @@ def _strategy(name: str, source: Any) -> Any:
     import torch.distributed as dist
 
     from mgpu_pipe.models.build import materialise
-    from mgpu_pipe.models.slices import FolderWeights
+    from mgpu_pipe.models.weights.slices import FolderWeights
     from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-    from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
-    from mgpu_pipe.strategies.deepspeed_config import generate
-    from mgpu_pipe.strategies.parallel_model import ParallelModel, ParallelOptions
-    from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
+    from mgpu_pipe.parallel.parallelize import ParallelOptions
     from mgpu_pipe.topology import BatchPlan, ParallelDims
+    from mgpu_pipe.training.deepspeed.deepspeed_config import generate
+    from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
+    from mgpu_pipe.training.deepspeed.zero_engine import prepare_deepspeed
+    from mgpu_pipe.training.parallel_model import ParallelModel
 
     def draw(model: Any, device: torch.device) -> None:
         materialise(model, 1, device)
@@ -96,7 +97,7 @@ def _strategy(name: str, source: Any) -> Any:
 
 def _part(model: Any) -> int:
     """Bytes of this rank's weights."""
-    from mgpu_pipe.models.parts import local_tensor
+    from mgpu_pipe.models.local_shards import local_tensor
 
     return sum(getattr(p, "ds_tensor", local_tensor(p)).nbytes for p in model.parameters())
 

@@ -115,7 +115,7 @@ def stall(folder: str, nbytes: int) -> dict[str, float]:
 
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.config.schema import CheckpointConfig
-    from mgpu_pipe.training.checkpointing import Checkpointer
+    from mgpu_pipe.training.save_and_resume import Checkpointer
 
     held = Held(*own_shards(nbytes, LLAMA_1B))
     total = sum(shard.tensor.nbytes for shard in (*held.model, *held.optimizer))
@@ -145,8 +145,8 @@ def write(folder: str, nbytes: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from mgpu_pipe.checkpoint import files
-    from mgpu_pipe.checkpoint.host import byte_view
+    from mgpu_pipe.checkpoint import file_operations as files
+    from mgpu_pipe.checkpoint.host_bytes import byte_view
     from mgpu_pipe.checkpoint.save import save
 
     root, rank = Path(folder), dist.get_rank()

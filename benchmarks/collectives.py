@@ -1,7 +1,7 @@
 """Counts the collectives of a training step by name, and the bytes that each process sends.
 
-Bytes are those of the ring algorithms (see :mod:`mgpu_pipe.planner.traffic`); a reduction to one process passes its
-bytes along a chain that ends there.
+Bytes are those of the ring algorithms (see :mod:`mgpu_pipe.architectures.formulas.traffic`); a reduction to one
+process passes its bytes along a chain that ends there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mgpu_pipe.planner.traffic import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
 
 STEP = 2
 """The step that is counted; the first builds what later ones reuse."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.planner.memory import activation_share
+from mgpu_pipe.architectures.formulas.kept_memory import activation_share
 
 TOKENS, PROCESSES = 32768, 4
 WARM_UP = 64
@@ -33,8 +33,8 @@ def measure(method: str, tokens: int) -> dict[str, float]:
     from mgpu_pipe.models.build import build_meta, materialise
     from mgpu_pipe.objectives.causal_lm import CausalLMObjective
     from mgpu_pipe.objectives.packed_text import packed_text
-    from mgpu_pipe.parallel.context import apply_context_parallel, context_of
-    from mgpu_pipe.parallel.memory import AllocationWatch
+    from mgpu_pipe.parallel.context.attention import apply_context_parallel, context_of
+    from mgpu_pipe.parallel.device_memory import AllocationWatch
 
     config = {
         "vocab_size": VOCABULARY,

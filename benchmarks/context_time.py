@@ -108,7 +108,7 @@ def blocks(tokens: int) -> dict[str, list[float]]:
     from mgpu_pipe.config.schema import ModelConfig
     from mgpu_pipe.models.build import build_meta, materialise
     from mgpu_pipe.objectives.packed_text import packed_text
-    from mgpu_pipe.parallel.context import apply_context_parallel, context_of
+    from mgpu_pipe.parallel.context.attention import apply_context_parallel, context_of
 
     register_by_hand()
     ids = torch.randint(0, MODEL["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))

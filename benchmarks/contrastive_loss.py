@@ -39,11 +39,11 @@ from torch.distributed.nn import functional as collectives
 from benchmarks.collectives import Counted, _Mode
 from benchmarks.processes import run_group
 from benchmarks.support import KEEPING, finish
+from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
-from mgpu_pipe.parallel.memory import AllocationWatch
-from mgpu_pipe.planner.traffic import all_reduced, exchanged
-from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.parallel.device_memory import AllocationWatch
 from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.strategy import EngineStrategy
 
 SAMPLES, WIDTH, WORLDS, REPEATS = 2048, 512, (2, 4, 8), 9
 SCALE, BIAS, OPEN_CLIP = 1 / 0.07, -1.0, "open_clip_torch==3.3.0"
@@ -97,7 +97,7 @@ def ours(samples: int, siglip: bool = False) -> Way:
 
     def gradients(images: torch.Tensor, texts: torch.Tensor) -> Gradients:
         batch = {"pixel_values": images, "input_ids": texts}
-        objective.meet([batch], 1, world)
+        objective.gather_features([batch], 1, world)
         (objective.micro_batch_loss(batch) / samples).backward()
         return taken(images, texts, 1)
 

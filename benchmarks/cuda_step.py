@@ -18,19 +18,18 @@ from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.device_watch import Events, watching
-from mgpu_pipe.compat.lightning_private import quiet_libraries
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import ListedStepBatches, StepBatch
-from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import materialise, run_model
+from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.packed_text import random_packed_text
-from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.optim.optimizers import optimizer_factory
+from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.optimizers import optimizer_factory
-from mgpu_pipe.training.plugins import strategy_class
-from mgpu_pipe.training.trainer import bare_trainer
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.training.trainer import bare_trainer, strategy_class
 
 ROWS, TOKENS, MICRO_BATCHES = 2, 64, 2
 STEPS = 3
@@ -149,12 +148,13 @@ def _train(case: Case, events: Events) -> list[int]:
     """The sizes of the communicators."""
     config = configuration(case)
     dims = ParallelDims.resolve(config.strategy, case.ranks)
-    told = {
-        "parallel/expert_exchange: of": ROWS * TOKENS * 2 // (dims.ep * dims.tp),  # every expert is given as much
-        "parallel/pipeline: run_step_batch": 1,  # torch asks all stages whether they know their shapes
+    known = {
+        # every expert gets as many tokens
+        "parallel/expert/token_exchange: from_assignments": ROWS * TOKENS * 2 // (dims.ep * dims.tp),
+        "parallel/pipeline/run_pipeline: run_step_batch": 1,  # torch asks all stages whether they know their shapes
     }
     batches = [step_batch(step, dims) for step in range(STEPS)]
-    with process_group(case.ranks, case.rank) as groups, _unchecked(config), watching(events, told):
+    with process_group(case.ranks, case.rank) as groups, _unchecked(config), watching(events, known):
         fit(config, dims, torch.device("cuda", 0), batches, _Second(events))
         return sorted(groups.values())
 

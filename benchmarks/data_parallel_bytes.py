@@ -2,7 +2,8 @@
 
 ``llama_small`` trains for two steps of two micro-batches on groups of 2, 4 and 8 CPU processes through the product's
 own ``train``. Kept are weights, gradients and AdamW's state; the closed forms are
-:func:`mgpu_pipe.planner.memory.state_bytes` and :func:`mgpu_pipe.planner.traffic.state_traffic`. Under fsdp less is
+:func:`mgpu_pipe.architectures.formulas.kept_memory.state_bytes` and
+:func:`mgpu_pipe.architectures.formulas.traffic.state_traffic`. Under fsdp less is
 sent: a plan keeps the last unit gathered and never gathers a lookup for the backward pass.
 ``python -m benchmarks.data_parallel_bytes [sizes]``.
 """
@@ -16,8 +17,8 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.planner.memory import state_bytes
-from mgpu_pipe.planner.traffic import state_traffic
+from mgpu_pipe.architectures.formulas.kept_memory import state_bytes
+from mgpu_pipe.architectures.formulas.traffic import state_traffic
 
 MICRO_BATCHES = 2
 CASES = (("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16"), ("fsdp", "bf16_true"), ("hsdp", "fp32"))
@@ -29,11 +30,11 @@ def measure(cases: list[tuple[str, str]], *overrides: str) -> list[dict[str, Any
     import torch.distributed as dist
 
     from benchmarks.collectives import CollectiveCounter
-    from mgpu_pipe.config.compose import compose
     from mgpu_pipe.config.freeze import freeze
+    from mgpu_pipe.config.hydra.compose import compose
     from mgpu_pipe.config.paths import RunPaths
-    from mgpu_pipe.data.text.prepare import prepare
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.data.text.prepare_text import prepare
+    from mgpu_pipe.training.train import train
 
     world, rank = dist.get_world_size(), dist.get_rank()
     found = []

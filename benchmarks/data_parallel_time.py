@@ -24,7 +24,7 @@ MODEL, BATCH = "llama_small", 8
 
 
 def configured(strategy: str) -> Any:
-    from mgpu_pipe.config.compose import compose
+    from mgpu_pipe.config.hydra.compose import compose
 
     config, _ = compose(
         [
@@ -50,7 +50,7 @@ def blocks(strategy: str, peer: Block) -> dict[str, list[float]]:
     """Seconds of every step after the warm-up, of both."""
     import torch.distributed as dist
 
-    from mgpu_pipe.data.text.prepare import prepare
+    from mgpu_pipe.data.text.prepare_text import prepare
 
     config = configured(strategy)
     prepared = prepare(config)
@@ -69,7 +69,7 @@ def own_block(config: Any, prepared: Any) -> list[float]:
     from mgpu_pipe.config.freeze import freeze
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.runs.metrics_file import read_metrics
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))
@@ -134,7 +134,7 @@ def compare(name: str, title: str, peer: Block, names: dict[str, str]) -> None:
     Args:
         names: of the peer, for each strategy.
     """
-    from mgpu_pipe.data.text.prepare import prepare
+    from mgpu_pipe.data.text.prepare_text import prepare
 
     rows = []
     for strategy in names:

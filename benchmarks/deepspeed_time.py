@@ -18,20 +18,20 @@ import torch.distributed as dist
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import train_step_batches
-from mgpu_pipe.data.text.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.optim.optimizers import optimizer_factory
 from mgpu_pipe.runs.metrics_file import read_metrics
-from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
-from mgpu_pipe.strategies.zero_engine import LossModule
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.training.optimizers import optimizer_factory
-from mgpu_pipe.training.run import train
+from mgpu_pipe.training.deepspeed.deepspeed_config import deepspeed_config
+from mgpu_pipe.training.deepspeed.zero_engine import LossModule
+from mgpu_pipe.training.train import train
 
 WORLD, BLOCKS, STEPS, WARM_UP = 2, 9, 10, 3
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.collectives import _group_size
-from mgpu_pipe.planner.traffic import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
 
 PRODUCT = Path(__file__).parents[1] / "mgpu_pipe"
 ATEN = torch.ops.aten

@@ -8,9 +8,10 @@ refused. At the end: metrics.csv and the exported weights equal the undisturbed 
 and no temporary folder is there. That no process of ours maps a file of ``/dev/shm`` is looked at before each signal.
 
     python -m benchmarks.disturbances --count 200
+    python -m benchmarks.disturbances --count 110 --objectives
 
-Launcher and workers are forked from a server that imported everything (``--real 0.1``: a tenth of the attempts are the
-program itself, imports and all).
+The second line disturbs runs of every objective and of LoRA, as many times each. Launcher and workers are forked from a
+server that imported everything (``--real 0.1``: a tenth of the attempts are the program itself, imports and all).
 """
 
 from __future__ import annotations
@@ -33,21 +34,17 @@ from typing import Any
 
 from benchmarks.support import finish
 from mgpu_pipe.checkpoint.manifest import read_manifest
-from mgpu_pipe.checkpoint.select import newest_valid
+from mgpu_pipe.checkpoint.selection import newest_valid
 from tests.support.command import REPOSITORY
+from tests.support.objectives import OBJECTIVES, list_overrides
 from tests.support.program import ForkedProgram
 
 STEPS, WORLD_SIZE = 16, 2
-COMMAND = (
+SHORT = (
     "strategy=ddp",
     f"trainer.devices={WORLD_SIZE}",
-    "model=llama_tiny",
-    "model.config.num_hidden_layers=2",
-    "data=synthetic",
-    "data.seq_len=32",
     "data.global_batch_size=8",
     "data.micro_batch_size=2",
-    "data.synthetic.num_documents=100",
     "optimizer.lr=3e-4",
     "trainer.accelerator=cpu",
     "precision=fp32",
@@ -59,6 +56,14 @@ COMMAND = (
     "launch.threads_per_worker=1",
     "launch.collective_timeout=60",
     "trainer.deterministic=true",
+)
+COMMAND = (
+    *SHORT,
+    "model=llama_tiny",
+    "model.config.num_hidden_layers=2",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.synthetic.num_documents=100",
 )
 COLUMNS = ("step", "train/loss", "train/grad_norm", "lr", "val/loss")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGSTOP)
@@ -209,7 +214,7 @@ def phase_of(folder: Path, cache: Path, verb: str, rows_before: int, children: i
         return verb
     if not children:
         return "first moments"
-    if not list(cache.glob("tokens/*.packs-*/manifest.json")):
+    if not list(cache.rglob("manifest.json")):
         return "preparation"
     if list(folder.glob("checkpoints/*.partial")):
         return "saving"
@@ -222,10 +227,11 @@ class Disturbances:
     Args:
         place: an empty folder for everything.
         real: share of attempts that are the program itself.
+        command: overrides of the run.
     """
 
-    def __init__(self, place: Path, seed: int, real: float) -> None:
-        self._place, self._chance, self._real = place, random.Random(seed), real
+    def __init__(self, place: Path, seed: int, real: float, command: tuple[str, ...] = COMMAND) -> None:
+        self._place, self._chance, self._real, self._command = place, random.Random(seed), real, command
         self.tally = Tally()
         self._warm = place / "cache"
         self._truth = self._undisturbed()
@@ -235,7 +241,7 @@ class Disturbances:
         folder.parent.mkdir()
         out = folder.with_name("exported")
         for words in (
-            [*COMMAND, f"run.dir={folder}", "checkpoint.keep_last=0"],
+            [*self._command, f"run.dir={folder}", "checkpoint.keep_last=0"],
             ["export", str(folder), "--out", str(out)],
         ):
             code, said = Program(words, folder.parent, self._warm, real=False).wait()
@@ -260,7 +266,7 @@ class Disturbances:
         folder, out = place / "run", place / "exported"
         newest = 0
         for verb, words in (
-            ("train", [*COMMAND, *more, f"run.dir={folder}"]),
+            ("train", [*self._command, *more, f"run.dir={folder}"]),
             ("export", ["export", str(folder), "--out", str(out), "--force"]),
         ):
             most = DISTURBED_AT_MOST if verb == "train" else 1
@@ -372,23 +378,62 @@ def _signal(pids: list[int], members: dict[int, str], number: signal.Signals) ->
                 continue
 
 
+def list_objectives(place: Path) -> dict[str, tuple[str, ...]]:
+    """Overrides of a short run of every objective and of LoRA; trains their base model below ``place``."""
+    base, model = place / "base", place / "model"
+    text = ("model=llama_tiny", "data=synthetic", "data.seq_len=64")
+    for words in ([*SHORT, *text, f"run.dir={base}"], ["export", str(base), "--out", str(model)]):
+        code, said = Program(words, place, place / "cache", real=False).wait()
+        if code:
+            raise Disturbed(f"the base model's run ended with {code}: {said[-2000:]}")
+    return {
+        **{name: (*SHORT, *list_overrides(name, place)) for name in OBJECTIVES},
+        "distill": (*SHORT, *text, "objective=distill", f"objective.teacher={model}", "objective.teacher_weight=0.7"),
+        "lora": (*SHORT, *text, "model=hf", f"model.path={model}", "peft=lora", "peft.r=4", "optimizer.lr=3e-3"),
+    }
+
+
+def disturb_objectives(place: Path, seed: int, real: float, count: int) -> Tally:
+    """Disturb ``count`` attempts, the same number for each objective."""
+    commands = list_objectives(place)
+    total = Tally()
+    for number, (name, command) in enumerate(commands.items()):
+        folder = place / name
+        folder.mkdir()
+        disturbances = Disturbances(folder, seed + number, real, command)
+        share = count // len(commands) + (number < count % len(commands))
+        try:
+            disturbances.go(share)
+        except Disturbed as error:
+            raise Disturbed(f"{name}: {error}") from error
+        print(f"{name}: {share} disturbances", file=sys.stderr, flush=True)
+        total.by_phase += disturbances.tally.by_phase
+        total.ends += disturbances.tally.ends
+        total.runs += disturbances.tally.runs
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", type=float, default=0.1, help="share of attempts that are not forked")
+    parser.add_argument("--objectives", action="store_true", help="disturb runs of every objective")
     arguments = parser.parse_args()
     began = time.monotonic()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the programs would rightly ignore it
     with tempfile.TemporaryDirectory() as place:
-        disturbances = Disturbances(Path(place), arguments.seed, arguments.real)
-        disturbances.go(arguments.count)
-    tally = disturbances.tally
+        if arguments.objectives:
+            tally = disturb_objectives(Path(place), arguments.seed, arguments.real, arguments.count)
+        else:
+            disturbances = Disturbances(Path(place), arguments.seed, arguments.real)
+            disturbances.go(arguments.count)
+            tally = disturbances.tally
     phases = sorted({phase for phase, _ in tally.by_phase})
     table = [[phase, *(tally.by_phase[phase, number.name] for number in SIGNALS)] for phase in phases]
     ends = ", ".join(f"{code}: {times}" for code, times in sorted(tally.ends.items()))
     out = finish(
-        "disturbances",
+        "disturbances_objectives" if arguments.objectives else "disturbances",
         f"{arguments.count} disturbances over {tally.runs} runs and exports: none lost, none different",
         ["phase", *(number.name for number in SIGNALS)],
         table,

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.planner.traffic import expert_traffic
+from mgpu_pipe.architectures.formulas.traffic import expert_traffic
 
 MICRO_BATCHES, ROWS, LENGTH = 2, 4, 64
 CONFIG = {
@@ -41,9 +41,8 @@ def measure() -> dict[str, dict[str, int]]:
     import torch.distributed as dist
 
     from mgpu_pipe.models.build import build_meta, materialise, materialise_buffers, recipe_of
-    from mgpu_pipe.models.layout import layouts_of
-    from mgpu_pipe.models.parts import fill_parameters
-    from mgpu_pipe.parallel.expert import apply_expert_parallel
+    from mgpu_pipe.models.local_shards import fill_parameters, layouts_of
+    from mgpu_pipe.parallel.expert.experts import apply_expert_parallel
 
     world, rank = dist.get_world_size(), dist.get_rank()
     whole = materialise(build_meta(_model()), SEED, "cpu")

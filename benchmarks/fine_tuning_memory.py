@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support import finish
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.data.prepare import prepare
-from mgpu_pipe.models.adapters.nf4 import BLOCK, GROUP
+from mgpu_pipe.models.adapters.qlora import BLOCK, GROUP
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.models.plans import decoder_blocks
-from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy
+from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.objectives.distill_keys import DistillConfig
-from mgpu_pipe.objectives.divergence import Teaching, linear_distillation
-from mgpu_pipe.parallel.memory import AllocationWatch
-from mgpu_pipe.training.run import train
+from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy
+from mgpu_pipe.objectives.losses.divergence import Teaching, linear_distillation
+from mgpu_pipe.parallel.device_memory import AllocationWatch
+from mgpu_pipe.training.train import train
 
 MODEL = "model=llama_small"
 TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY = 2048, 256, 512, 32_768

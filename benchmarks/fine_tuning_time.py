@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from benchmarks.step_time import framework_block, plain_block, plain_loss
 from benchmarks.support import KEEPING, finish
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.pretrained import load_pretrained
+from mgpu_pipe.models.weights.pretrained import load_pretrained
 
 BLOCKS, STEPS, WARM_UP = 3, 14, 3
 COMMON = ("model=llama_small", "checkpoint=none", "data.validation_fraction=0", "logger=none", "trainer.progress=off")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import finish
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.runs.metrics_file import read_metrics
 

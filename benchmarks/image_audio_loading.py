@@ -26,12 +26,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.support import finish
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.decode import resampled
+from mgpu_pipe.data.audio.decode_audio import resampled
+from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
-from mgpu_pipe.data.audio.read import Sound
-from mgpu_pipe.data.image.pixels import Pixels
+from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.objectives.registry import objective_class
@@ -87,7 +87,7 @@ class Work:
 def picture_reader(config: RunConfig) -> tuple[Read, Collate]:
     from PIL import Image
 
-    pixels = Pixels.of(config.data, config.model)
+    pixels = Pixels.from_config(config.data, config.model)
 
     def read(path: Path) -> Any:
         with Image.open(path) as image:
@@ -99,8 +99,8 @@ def picture_reader(config: RunConfig) -> tuple[Read, Collate]:
 def sound_reader(config: RunConfig) -> tuple[Read, Collate]:
     import soundfile
 
-    sound = Sound.of(config.data, config.model)
-    extract, window = None, LogMel.of(config.model, sound.rate)
+    sound = Sound.from_config(config.data, config.model)
+    extract, window = None, LogMel.from_model(config.model, sound.rate)
     if window is not None:
         from transformers import WhisperFeatureExtractor
 

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.support import finish
-from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy
-from mgpu_pipe.parallel.memory import AllocationWatch
+from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy
+from mgpu_pipe.parallel.device_memory import AllocationWatch
 
 VOCABULARY, TOKENS = 128_256, 16_384
 ROUNDS = 3

@@ -14,33 +14,33 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.collectives import CollectiveCounter, _group_size, _Mode
-from mgpu_pipe.planner.traffic import BACKWARD, FORWARD, all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.traffic import BACKWARD, FORWARD, all_reduced, exchanged
 
 FUNCTIONS = {
-    # mgpu_pipe.parallel.tensor_collectives and tensor_gradients
+    # parallel.tensor.collectives
     "all_reduce_sum": "activations summed",
     "all_gather_sequence": "sequence gathered",
     "reduce_scatter_sequence": "sequence reduce-scattered",
     "all_gather_parts": "softmax of the vocabulary gathered",
     "all_reduce_together": "replicated gradients summed",
-    # context_ring and context_ulysses
+    # parallel.context.ring and parallel.context.ulysses
     "pass_keys_and_values": "keys and values passed",
     "pass_key_and_value_gradients": "their gradients passed",
     "sequence_to_heads": "sequence to heads",
     "heads_to_sequence": "heads to sequence",
     # models.adapters.dora
     "_factors": "lengths of rows summed",
-    # pipeline_tied, gradients and strategies.parallel_model
+    # parallel.pipeline.schedule, optim.gradients and training.step_gradients
     "reduce_tied_gradients": "tied gradients exchanged",
     "counted_norm": "gradient norm",
     "_sum_flags": "used gradients",
-    "_summed": "loss and stop flag",
+    "_all_reduced": "loss and stop flag",
     # torch's FSDP2
     "foreach_all_gather": "weights gathered",
     "foreach_reduce": "gradients reduce-scattered",
 }
 """What is sent, by the innermost of these functions on the stack."""
-BY_THE_CLOCK = "leaves"
+BY_THE_CLOCK = "should_leave"
 """Votes on whether to stop between micro-batches: as many as the last step's time says, four bytes each, of the host.
 """
 PIPELINE = "_batch_p2p"

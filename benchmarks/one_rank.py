@@ -35,15 +35,15 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.cuda_step import CASES, EXPERTS, MICRO_BATCHES, ROWS, TOKENS, Case, fit, process_group
 from benchmarks.device_watch import Events
 from benchmarks.support import finish
-from mgpu_pipe.compat.lightning_private import quiet_libraries
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.objectives.packed_text import random_packed_text
-from mgpu_pipe.parallel.memory import AllocationWatch
-from mgpu_pipe.strategies.micro_batch_stop import MicroBatchStop
+from mgpu_pipe.parallel.device_memory import AllocationWatch
+from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.step_gradients import MicroBatchStop
 
 MIB = 1 << 20
 STEPS, COUNTED = 5, 1
@@ -117,7 +117,7 @@ def _alone() -> Iterator[None]:
             tensor.fill_(0 if tensor.is_floating_point() else 1)
         return receive(group, tensors, *args)
 
-    never = mock.patch.object(MicroBatchStop, "leaves", return_value=False)
+    never = mock.patch.object(MicroBatchStop, "should_leave", return_value=False)
     with mock.patch.object(dist.ProcessGroup, "recv", received), never:
         yield
 

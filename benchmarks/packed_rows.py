@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from benchmarks.step_time import framework_block
 from benchmarks.support import finish
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.prepare_text import prepare
 
 BLOCKS, STEPS, TOKENS, DOCUMENTS = 3, 9, 2048, 8
 LENGTHS = (256, 1024, 2048)

@@ -14,8 +14,7 @@ from pathlib import Path
 from benchmarks.runs_listing import cpu_seconds
 from benchmarks.startup import seconds
 from benchmarks.support import finish
-from mgpu_pipe.runs.metrics_file import MetricsWriter
-from mgpu_pipe.runs.rank_metrics import OWN_COLUMNS
+from mgpu_pipe.runs.metrics_file import RANK_COLUMNS, MetricsWriter
 from tests.report.browser import Browser
 from tests.report.fake_runs import make_run
 from tests.support.command import REPOSITORY
@@ -31,7 +30,7 @@ def main() -> None:
         folder = Path(name)
         run = make_run(folder, steps=STEPS, summary={"world_size": RANKS})
         for rank in range(RANKS):
-            writer = MetricsWriter(run.rank_metrics(rank), columns=OWN_COLUMNS)
+            writer = MetricsWriter(run.rank_metrics(rank), columns=RANK_COLUMNS)
             for step in range(1, STEPS + 1):
                 writer.append({"step": step, "data_s": 1 / step, "cpu_s": 0.3 + step % 7, "peak_gib": 1.5 + rank})
             writer.close()

@@ -4,8 +4,8 @@ The product's stages and torch's schedules run for real, on 4 processes with glo
 stage; only compute is replaced by sleeps, so that two cores can hold any number of stages. A sleep is calibrated: it
 ends when its time is up on the clock, whatever it began late by. Traced is the share of the ranks' time, from the first
 start to the last end, in which no rank's stage works; theoretical is the same with messages that take no time
-(:func:`mgpu_pipe.parallel.pipeline_timing.theoretical_bubble`). The best of several step batches counts, for others are
-disturbed by what else the machine does.
+(:func:`mgpu_pipe.parallel.pipeline.work_order.theoretical_bubble`). The best of several step batches counts, for
+others are disturbed by what else the machine does.
 
 What Python and gloo do between two actions is idle time, too, about a millisecond an action however long that is:
 *host* tells it apart. Schedules without a bubble to speak of have longer actions, so that the ratio is the schedule's
@@ -94,8 +94,8 @@ def measure(cases: list[tuple[str, int, float]], step_batches: int) -> list[list
     """The spans in which this rank worked, by case and step batch."""
     from functools import partial
 
-    from mgpu_pipe.parallel.pipeline_schedule import ScheduledStage, build_schedule
-    from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
+    from mgpu_pipe.parallel.pipeline.schedule import ScheduledStage, build_schedule
+    from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
 
     found = []
     for name, micro_batches, unit_s in cases:
@@ -143,8 +143,7 @@ def host_seconds(by_rank: list[list[tuple[float, float]]], ideal: float) -> floa
 
 
 def main() -> None:
-    from mgpu_pipe.parallel.pipeline_streams import SCHEDULES
-    from mgpu_pipe.parallel.pipeline_timing import theoretical_bubble
+    from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES, theoretical_bubble
 
     given = float(sys.argv[1]) if len(sys.argv) > 1 else None
     step_batches = int(sys.argv[2]) if len(sys.argv) > 2 else WINDOWS

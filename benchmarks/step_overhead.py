@@ -24,18 +24,17 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import CSVLogger
 
 from benchmarks.support import finish
-from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, TrainerConfig
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.data.step_batch import BatchSpec, Field, StepBatch
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.runs.metrics_file import MetricsWriter
-from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.checkpointing import Checkpointer
+from mgpu_pipe.training.mesh import MeshStrategy
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.recorder import StepRecorder
+from mgpu_pipe.training.save_and_resume import Checkpointer
 
 STEPS, BLOCKS = 1000, 5
 EMPTY, FULL = "Lightning manual, no bar, no logger", "Lightning automatic, bar and CSV"

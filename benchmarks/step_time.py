@@ -21,16 +21,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.support import finish
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import train_step_batches
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.training.run import train
+from mgpu_pipe.training.train import train
 
 BLOCKS, STEPS, WARM_UP = 3, 14, 3
 

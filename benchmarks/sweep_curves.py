@@ -44,7 +44,7 @@ PROCESSES = 2
 
 
 def main() -> None:
-    from mgpu_pipe.config.compose import compose
+    from mgpu_pipe.config.hydra.compose import compose
     from mgpu_pipe.data.prepare import prepare
 
     prepare(compose(BASE)[0])
@@ -74,7 +74,7 @@ def record(share: int) -> None:
     """Train every ``PROCESSES``-th run that the table lacks, and append its values and held-out losses."""
     import torch
 
-    from mgpu_pipe.config.compose import compose
+    from mgpu_pipe.config.hydra.compose import compose
     from mgpu_pipe.data.prepare import prepare
     from mgpu_pipe.launch.distributed import World, launcher_store, process_group
 
@@ -103,7 +103,7 @@ def curve(config: Any, prepared: Any) -> list[float]:
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.errors import NonFiniteError
     from mgpu_pipe.runs.metrics_file import read_metrics
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     with tempfile.TemporaryDirectory() as folder:
         paths = RunPaths(Path(folder))

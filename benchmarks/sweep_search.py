@@ -18,8 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks.support import finish
 from benchmarks.sweep_curves import DECAYS, KEYS, RATES, STEPS, TABLE, WARM_UPS, grid
-from mgpu_pipe.sweep.pruning import promoted, rungs_of
-from mgpu_pipe.sweep.search import Kind, Tried, suggest
+from mgpu_pipe.sweep.search import Kind, Tried, promoted, rungs_of, suggest
 from mgpu_pipe.sweep.space import parameter
 
 TRIALS, SEEDS, FIRST, SAMPLED = 30, 200, 50, 10

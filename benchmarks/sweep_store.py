@@ -18,9 +18,9 @@ from pathlib import Path
 from benchmarks.runs_listing import cpu_seconds
 from benchmarks.startup import TRAIN, first_step, seconds, to_first_step
 from benchmarks.support import finish
-from mgpu_pipe.config.replace_file import replace_file
-from mgpu_pipe.sweep.point import FINISHED, RUNNING, Point, me
+from mgpu_pipe.sweep.point import FINISHED, RUNNING, Point, worker_id
 from mgpu_pipe.sweep.store import Store, create, find
+from mgpu_pipe.system.local_files import replace_file
 from tests.sweep.support import asked, recorded_sweep
 
 RUNS = ROWS = 1000
@@ -63,7 +63,7 @@ def main() -> None:
 
 def _record(store: Store, point: Point) -> None:
     """What the store does for a run: it is taken, its folder noted, its end recorded."""
-    taken = store.change(point, status=RUNNING, owner=me(), attempts=1)
+    taken = store.change(point, status=RUNNING, owner=worker_id(), attempts=1)
     noted = taken and store.change(taken, folder="/outputs/run/2026-01-01_00-00-00-00000000")
     assert noted and store.change(noted, status=FINISHED, owner="", metrics={"val/loss": 2.0}, wall_s=3.0)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from mgpu_pipe.parallel.memory import storage_bytes
+from mgpu_pipe.parallel.device_memory import storage_bytes
 
 
 class UpdateWatch(pl.Callback):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mgpu_pipe.commands import find_verb, verb_names
+from mgpu_pipe.cli.verbs import find_verb, verb_names
 from mgpu_pipe.config.json_schema import INTERPOLATION, json_schema
 
 project = "mgpu_pipe"

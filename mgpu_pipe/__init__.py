@@ -11,18 +11,17 @@ From Python, with the command line's words as a list::
 See :mod:`mgpu_pipe.api`; nothing of it is imported before it is asked for.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
 __version__ = "0.1.0"
 __all__ = ["Comparison", "Plan", "Run", "check", "compare", "compose", "open_run", "train"]
 
+TYPE_CHECKING = False  # the working folder may still be looked in: nothing is imported here
 if TYPE_CHECKING:
+    from typing import Any
+
     from mgpu_pipe.api import Comparison, Plan, Run, check, compare, compose, open_run, train
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the exit code it ends the program with.
+"""Every error a user can see, and its exit code.
 
 A message is one line that names the key, the value and the fix. The command line prints it without a
 traceback; anything that is not an :class:`MgpuError` is a defect of this program and keeps its traceback.
@@ -7,9 +7,13 @@ traceback; anything that is not an :class:`MgpuError` is a defect of this progra
 from __future__ import annotations
 
 import json
+import re
 import sys
+import traceback
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -19,8 +23,52 @@ EXIT_STOPPED = 75
 
 def one_line(text: object) -> str:
     """``text`` on one line, :func:`concealed`, and without control characters, which a terminal would follow."""
-    line = " ".join(part.strip() for part in concealed(str(text)).splitlines())
-    return "".join(character if character.isprintable() else "\ufffd" for character in line)
+    line = _abridged(" ".join(part.strip() for part in concealed(str(text)).splitlines()))
+    return printable(line, keep="")
+
+
+HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's categories of control and format characters, surrogates, and separators of lines and paragraphs."""
+JOINERS = "\u200c\u200d"
+"""Format characters that Persian, Hindi and emoji are written with."""
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """``text`` with U+FFFD for every character that a terminal would follow or hide.
+
+    Args:
+        keep: control characters that stay in the text.
+    """
+    if text.isprintable():
+        return text
+    return "".join("\ufffd" if _is_hidden(character, keep) else character for character in text)
+
+
+def _is_hidden(character: str, keep: str) -> bool:
+    return unicodedata.category(character) in HIDDEN_CATEGORIES and character not in keep + JOINERS
+
+
+def print_line(text: object = "", *, file: TextIO | None = None, flush: bool = False) -> None:
+    """Print one line; control characters of file names and contents do not reach the terminal."""
+    print(printable(str(text), keep="\t"), file=file, flush=flush)
+
+
+def print_text(text: object = "", *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print a text of several lines; its control characters do not reach the terminal."""
+    print(printable(str(text)), end=end, file=file, flush=flush)
+
+
+LONGEST_SHOWN = 3000
+"""Characters of an error's line; a picture or a whole document may stand where a name should."""
+LONGEST_WORD, SHOWN = 1000, 80
+
+
+def _abridged(line: str) -> str:
+    """``line`` with long words cut, and its middle removed if it is long; the fix at its end stays."""
+    if len(line) > LONGEST_WORD:
+        line = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda word: f"{word[0][:SHOWN]}...", line)
+    half = LONGEST_SHOWN // 2
+    return line if len(line) <= LONGEST_SHOWN else f"{line[:half]} ... {line[-half:]}"
 
 
 _hidden: dict[str, str] = {}
@@ -28,26 +76,26 @@ SHORTEST_HIDDEN = 4
 """Shorter values keep no secret, and would be found in every text."""
 
 
-def hide(value: str, shown: str) -> None:
-    """From now on ``shown`` stands in the place of ``value`` wherever :func:`concealed` is asked."""
+def hide(value: str, replacement: str) -> None:
+    """Register a secret: :func:`concealed` replaces ``value`` by ``replacement`` from now on."""
     if len(value) >= SHORTEST_HIDDEN:
-        _hidden[value] = shown
+        _hidden[value] = replacement
 
 
 def concealed(text: str) -> str:
-    """``text`` with the interpolation in the place of every value that came from the environment."""
+    """``text`` with every value from the environment replaced by its interpolation."""
     for value in sorted(_hidden, key=len, reverse=True):
         text = text.replace(value, _hidden[value])
     return text
 
 
 class MgpuError(Exception):
-    """Base of every error that is told to the user in one line."""
+    """Base of every error that the user sees in one line."""
 
     exit_code = EXIT_FAILURE
 
     def to_json(self) -> str:
-        """The form in which a worker hands its error to the launcher."""
+        """The JSON form in which a worker passes its error to the launcher."""
         return json.dumps({"type": type(self).__name__, "message": str(self), "exit_code": self.exit_code})
 
 
@@ -69,8 +117,8 @@ class ConfigError(BadInputError):
 
     def __init__(self, key: str, value: object, fix: str, reason: str = "") -> None:
         self.key, self.value, self.fix, self.reason = key, value, fix, reason
-        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-        super().__init__(f"{key}={shown}: {reason + '; ' if reason else ''}{fix}")
+        value_text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        super().__init__(f"{key}={value_text}: {reason + '; ' if reason else ''}{fix}")
 
 
 class ConfigErrors(BadInputError):
@@ -143,7 +191,12 @@ class WorkerError(MgpuError):
 def print_error(error: MgpuError) -> None:
     """Print an error on stderr, one line; several errors one line each."""
     for single in error.errors if isinstance(error, ConfigErrors) else [error]:
-        print("error:", one_line(single), file=sys.stderr)
+        print_line(f"error: {one_line(single)}", file=sys.stderr)
+
+
+def print_traceback() -> None:
+    """Print the stack of the error that is being handled on stderr: a defect of this program."""
+    print_text(concealed(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def raised_by(check: Callable[[], None]) -> list[BadInputError]:
@@ -158,5 +211,7 @@ def raised_by(check: Callable[[], None]) -> list[BadInputError]:
 
 
 def section_of(error: BadInputError) -> str:
-    """The section of the configuration whose key an error names; empty where it names none."""
+    """The section of the configuration whose key an error names, ``data`` of a file; empty where it names none."""
+    if isinstance(error, DataError):
+        return "data"
     return str(getattr(error, "key", "")).split(".")[0]

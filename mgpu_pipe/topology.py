@@ -1,8 +1,8 @@
-"""Who is where: parallel sizes, their validation, each rank's coordinates, and the torch device mesh.
+"""Parallel sizes, their validation, each rank's coordinates, and the torch device mesh.
 
-Nothing here imports torch until a mesh is asked for. An *axis* is a dimension of the mesh; a *dim* is a dimension
+Only building a mesh imports torch. An *axis* is a dimension of the mesh; a *dim* is a dimension
 of a tensor. Mesh order, outermost first: pp, dp_replicate, dp_shard, cp, tp, so that tensor parallelism, which
-talks most, stays inside a node.
+communicates most, stays inside a node.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.schema import DataConfig
-from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ SPREAD = {
     "ep": (3, 5),
     "expert_shard": (2, 4),
 }
-"""Which of the sizes of :class:`Meshes` the ranks of a group differ in, by the group's name: pp, dp_replicate, the
-data-parallel shards between expert groups and those inside of one, cp, tp."""
+"""Indices of the sizes of :class:`Meshes` in which the ranks of a group differ, by group name. The sizes are pp,
+dp_replicate, the data-parallel shards between expert groups and those inside one, cp, tp."""
 MAX_AUTO_MICRO_BATCH = 8
 
 
@@ -105,7 +105,7 @@ class ParallelDims:
 
     @property
     def cuts_the_model(self) -> bool:
-        """Whether a rank holds parts of the weights only."""
+        """Whether a rank holds only a part of the weights."""
         return self.world_size > self.dp_replicate
 
     @property
@@ -123,12 +123,12 @@ class ParallelDims:
         return {axis: position[axis] for axis in AXES}
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which share of every step's samples ``rank`` takes."""
+        """Index of the share of every step's samples that ``rank`` takes."""
         at = self.coordinates(rank)
         return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
 
     def randomness_rank(self, rank: int) -> int:
-        """Numbers the ranks whose dropout differs: tensor-parallel ones draw the same, for they share activations.
+        """Number of the rank among those whose dropout differs; tensor-parallel ranks share activations and the number.
 
         Within data parallelism it is the data-parallel rank, whatever the other sizes.
         """
@@ -136,14 +136,14 @@ class ParallelDims:
         return self.data_parallel_rank(rank) + self.data_parallel_size * (at["cp"] + self.cp * at["pp"])
 
     def own_randomness_rank(self, rank: int) -> int:
-        """Numbers all ranks, after those of :meth:`randomness_rank`: for what tensor-parallel ranks hold parts of."""
+        """Number of the rank for activations that tensor-parallel ranks split; follows :meth:`randomness_rank`'s."""
         number = self.world_size // self.tp
         return self.randomness_rank(rank) + number * (1 + self.coordinates(rank)["tp"])
 
     def describe(self) -> str:
         """The sizes that matter, e.g. ``dp_replicate=4``; ``one process`` where all are 1."""
-        shown = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1]
-        return " x ".join(shown) or "one process"
+        sizes = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) > 1]
+        return " x ".join(sizes) or "one process"
 
     def as_dict(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in (*AXES, "ep")}
@@ -152,11 +152,11 @@ class ParallelDims:
 class Meshes:
     """Process groups and device meshes of ranks that differ in some axes alone; the same ranks have one group.
 
-    A group is made when it is first asked for, as a GPU's memory pays for each: all of the world are its own group, and
-    a rank alone, which sends nothing, has one of gloo. Every call is collective: all ranks ask for the same, in the
+    A group is created on first use, because each costs GPU memory. All ranks of the world use the world group, and a
+    single rank, which sends nothing, a gloo group. Every call is collective: all ranks request the same groups in the
     same order.
 
-    Beside :data:`AXES` there are ``dp_shard_cp``, over which FSDP2 shards, for context-parallel ranks hold the same
+    Besides :data:`AXES` there are ``dp_shard_cp``, over which FSDP2 shards, for context-parallel ranks hold the same
     parameters; ``stage``, all ranks of a pipeline stage; ``replica``, those that hold one copy of a stage between them;
     and ``ep``, which re-cuts dp_shard * tp: its ranks hold different experts and see, together, the tokens of one
     context-parallel rank of each of their data-parallel shards; ``expert_shard``, those that hold the same experts.
@@ -172,11 +172,11 @@ class Meshes:
         """The ranks that differ from this one along ``axis`` alone."""
         spread = tuple(at for at in SPREAD[axis] if self._sizes[at] > 1)
         if spread not in self._groups:
-            self._groups[spread] = self._made(spread, axis)
+            self._groups[spread] = self._create(spread, axis)
         return self._groups[spread]
 
     def mesh(self, *axes: str) -> DeviceMesh:
-        """Over ``axes``, the outermost first."""
+        """The device mesh over ``axes``, the outermost first."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
 
@@ -206,20 +206,20 @@ class Meshes:
         ranks = torch.arange(prod(self._sizes)).reshape(self._sizes).permute(*fixed, *spread)
         return ranks.reshape(-1, prod(self._sizes[at] for at in spread))
 
-    def _made(self, spread: tuple[int, ...], name: str) -> ProcessGroup:
+    def _create(self, spread: tuple[int, ...], name: str) -> ProcessGroup:
         import torch.distributed as dist
 
-        ranks, own = self._ranks(spread), dist.get_rank()
+        ranks, rank = self._ranks(spread), dist.get_rank()
         if len(ranks) == 1:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         if not spread:
-            made = [dist.new_group([own], backend="gloo", use_local_synchronization=True)]
+            groups = [dist.new_group([rank], backend="gloo", use_local_synchronization=True)]
         elif dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
-            made = [dist.split_group(split_ranks=ranks.tolist(), group_desc=name)]
+            groups = [dist.split_group(split_ranks=ranks.tolist(), group_desc=name)]
         else:
-            made = [dist.new_group(group, group_desc=name) for group in ranks.tolist()]
-        (mine,) = [group for group in made if isinstance(group, dist.ProcessGroup)]
+            groups = [dist.new_group(group, group_desc=name) for group in ranks.tolist()]
+        (mine,) = [group for group in groups if isinstance(group, dist.ProcessGroup)]
         return mine
 
 

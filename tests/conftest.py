@@ -15,14 +15,15 @@ import pytest
 
 import mgpu_pipe
 from mgpu_pipe import errors
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.threads import limit_threads
-from mgpu_pipe.launch.extensions import prepare_extensions
-from mgpu_pipe.strategies.build_extension import FOLDER
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.launch.deepspeed_build import prepare_extensions
+from mgpu_pipe.system.threads import limit_threads
+from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from tests.support.needs import need_nvme, need_torch_compile
 from tests.support.tables import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown  # noqa: F401  pytest finds hooks here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
+os.environ.pop("COLUMNS", None)  # tables print whole where no terminal and no width cuts them
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for GPUs spoils CUDA for forked programs
 limit_threads(os.environ)
 # Ignored under nohup, and in what a script starts in the background; the programs that tests start would inherit it.

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import mgpu_pipe
-from mgpu_pipe import cli
 from mgpu_pipe.api import Run
+from mgpu_pipe.cli import main as cli
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, RunFolderError, WorkerError
 from tests.support.command import column, environment, mgpu, run_folder, wait_for_step
 

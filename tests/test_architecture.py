@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from scripts.house import circle, drawn, module_graph, room_graph
+from scripts.house import PACKAGE, circle, drawn, module_graph, room_graph
+from scripts.words import places
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,17 +24,27 @@ def test_a_circle_is_found_and_what_follows_is_not_drawn() -> None:
     assert drawn({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == ["a  -> b", "b  -> c", "c"]
 
 
+def test_no_name_and_no_docstring_is_of_the_words_that_the_house_does_without() -> None:
+    assert not [(file.name, *place) for file in PACKAGE.rglob("*.py") for place in places(file)]
+
+
+def test_such_words_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "file.py"
+    file.write_text('def told(one: int) -> None:\n    """As above."""\n    _own = one\n')
+    assert [word for _, word in places(file)] == ["told", '"As above."', "one", "_own"]
+
+
 def test_the_documents_name_every_room_in_the_order_of_the_layers() -> None:
     listed = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
     contract = (ROOT / "pyproject.toml").read_text().partition("layers = [")[2]
     layers = re.findall(r'^    "mgpu_pipe\.([^"]+)",$', contract, re.MULTILINE)
     assert listed == [room.removeprefix("mgpu_pipe.") for layer in layers for room in layer.split(" | ")]
-    assert set(room_graph(module_graph())) == {*listed, "child", "__main__"}
+    assert set(room_graph(module_graph())) == {*listed, "import_path", "__main__"}
 
 
 def test_the_files_that_contributors_are_sent_to_are_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = re.findall(r"`((?:mgpu_pipe|conf|tests|docs|config|launch|checks|strategies)/[\w/]+\.\w+)`", text)
+    named = re.findall(r"`((?:mgpu_pipe|conf|tests|docs|config|launch|checks|training|data)/[\w/]+\.\w+)`", text)
     assert len(named) > 5
     for name in named:
         assert any((folder / name).is_file() for folder in (ROOT, ROOT / "mgpu_pipe")), name

@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe import __version__, cli
-from mgpu_pipe.commands import verb_names
+from mgpu_pipe import __version__
+from mgpu_pipe.cli import main as cli
+from mgpu_pipe.cli.verbs import verb_names
 from mgpu_pipe.config.convert import all_keys
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.synonyms import MEANT, VALUES
 from mgpu_pipe.errors import EXIT_STOPPED, DataError
-from mgpu_pipe.launch import stop
-from mgpu_pipe.runs.continue_line import Asked
+from mgpu_pipe.launch import signals as stop
+from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.sweep.store import Store, stores
 from tests.support.no_launch import Result, launches_by
 
@@ -73,10 +74,12 @@ def test_check_imports_what_it_needs_alone(tmp_path: Path, overrides: list[str])
     """No library that computes or draws, no scan of installed packages, none of the rooms that a run is made of."""
     left_out = {"torch", "transformers", "pytorch_lightning", "pyarrow", "tokenizers", "numpy", "rich"}
     left_out |= {"importlib.metadata", "mgpu_pipe.report.run_view"}
-    left_out |= {f"mgpu_pipe.{room}" for room in ("checkpoint", "inference", "objectives.base", "runs", "training")}
+    left_out |= {
+        f"mgpu_pipe.{room}" for room in ("checkpoint", "inference", "objectives.base", "runs", "training.train")
+    }
     program = textwrap.dedent(f"""
         import sys
-        from mgpu_pipe.cli import main
+        from mgpu_pipe.cli.main import main
         assert main(["check", *{overrides!r}]) == 0
         print(sorted({left_out!r} & set(sys.modules)))
     """)
@@ -124,8 +127,8 @@ def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
         (["train", "conf/data/mine.yaml"], "chosen by its name: the word is data=mine"),
         (["check", "experiment=conf/experiment/mine.yaml"], "use experiment=mine, with the file as ./conf/experiment/"),
         (["resume", "outputs/run"], "no such verb; add checkpoint.resume=auto"),
-        (["check", "model", "=", "llama_tiny"], "write KEY=VALUE as one word, without spaces round the ="),
-        (["check", "trainer.max_steps=2,"], "cannot be read (mismatched input '<EOF>'); quote the value"),
+        (["check", "model", "=", "llama_tiny"], "an override has no spaces and no colon; write model=llama_tiny"),
+        (["check", "trainer.max_steps=2,"], "and no commas; write trainer.max_steps=2"),
         (["check", "lora.alpha=8"], "lora.alpha=8: no such key; did you mean peft.alpha?"),
         (["check", "optimizer.name=adamw"], "choose it by optimizer=<option>"),
         (["generate", "--max_new_tokens", "3"], "--max_new_tokens; did you mean --max-new-tokens? see"),
@@ -139,7 +142,7 @@ def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
         (["schema", "x"], "mgpu-pipe schema: unrecognized arguments: x"),
         (["ls", "model", "data"], "mgpu-pipe ls: unrecognized arguments: data"),
         (["-sc", "query=bash"], "set it up by mgpu-pipe -sc install=bash"),
-        (["check", "--resolve"], "--resolve: goes with --cfg job"),
+        (["check", "--resolve"], "--resolve: only works with --cfg job"),
         (["--learning-rate", "3e-4"], "keys are set by key=value, without dashes; did you mean optimizer.lr?"),
         (["check", "--optimizer.lr=1"], "keys are set by key=value, without dashes; optimizer.lr=..."),
     ],
@@ -253,7 +256,7 @@ def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 def test_bash_completes_verbs_and_overrides(tmp_path: Path):
     """The function that ``-sc install=bash`` sets up, called as bash calls it."""
     program = tmp_path / "mgpu-pipe"
-    start = f"import sys; sys.argv[0] = {str(program)!r}; from mgpu_pipe.cli import program; program()"
+    start = f"import sys; sys.argv[0] = {str(program)!r}; from mgpu_pipe.cli.main import program; program()"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -c "{start}" "$@"\n')
     program.chmod(0o755)
     script = textwrap.dedent("""
@@ -318,7 +321,7 @@ def test_a_reader_that_leaves_early_causes_no_trace(tmp_path: Path):
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
-typed: list[Asked] = []
+typed: list[CommandLine] = []
 """What the launcher below was told about the command line."""
 
 
@@ -330,7 +333,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     ends: dict[int, int | Exception] = {}
     tables: list[list[RunPaths]] = []
 
-    def launch(config: RunConfig, asked: Asked) -> Result:
+    def launch(config: RunConfig, asked: CommandLine) -> Result:
         assert asked.command[0] == "mgpu-pipe"
         seen.append(config)
         typed.append(asked)

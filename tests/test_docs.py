@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.commands import verb_names
+from mgpu_pipe.cli.verbs import verb_names
 from mgpu_pipe.config.json_schema import json_schema
 from tests.support.command import REPOSITORY, environment
 from tests.support.documented import ELSEWHERE, blocks, overrides, pages, run

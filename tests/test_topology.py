@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.schema import DataConfig
-from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import StepResult
-from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.training.mesh import MeshStrategy
 
 
 class LoggedMesh(MeshStrategy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mgpu_pipe.config.strategy import StrategyConfig
+from mgpu_pipe.config.group_keys import StrategyConfig
 
 
 @dataclass

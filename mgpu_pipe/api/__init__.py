@@ -1,9 +1,8 @@
-"""What ``import mgpu_pipe`` offers: the verbs as functions, which take the command line's words as a list.
+"""Python API of ``import mgpu_pipe``: the verbs as functions of the command line's words.
 
-What is wrong is raised as what the command line prints: a :class:`~mgpu_pipe.errors.ConfigError` with ``key``,
-``value``, ``fix`` and ``reason``, several of them as one :class:`~mgpu_pipe.errors.ConfigErrors`, anything else that
-the user gave as a :class:`~mgpu_pipe.errors.BadInputError`. torch is imported by what needs a model, and by nothing
-else.
+Errors are those that the command line prints: a :class:`~mgpu_pipe.errors.ConfigError` with ``key``, ``value``, ``fix``
+and ``reason``, several of them as one :class:`~mgpu_pipe.errors.ConfigErrors`, and any other bad input as a
+:class:`~mgpu_pipe.errors.BadInputError`. torch is imported only by functions that need a model.
 """
 
 from __future__ import annotations
@@ -16,26 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.api.exceptions import as_exceptions
-from mgpu_pipe.api.run import PathLike, Run
+from mgpu_pipe.api.run import PathLike, Run, as_exceptions
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigErrors, WorkerError, concealed
+from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigErrors, WorkerError, concealed, printable
 
 if TYPE_CHECKING:
     from mgpu_pipe.checks.notices import Notice
-    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.config.hydra.compose import Composition
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
-    """The typed configuration that ``overrides`` give; nothing of it is checked beyond keys and types.
+    """Compose the typed configuration of ``overrides``; checks keys and types only.
 
     Args:
         overrides: the command line's words, such as ``["model=llama_tiny", "optimizer.lr=1e-4"]``; also
-            ``--config-dir`` and its like.
+            ``--config-dir`` and similar flags.
 
     Raises:
-        BadInputError: everything that is wrong with them; see the module.
+        BadInputError: all errors of the overrides; see the module.
     """
     with as_exceptions():
         composition = _composed(overrides)
@@ -46,12 +44,12 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would be, of a configuration that can run. Its text is what ``mgpu-pipe check`` prints.
+    """Plan of a run whose configuration can run. Its text is the output of ``mgpu-pipe check``.
 
     Attributes:
         config: the configuration.
-        rows: names, and what there is to say: model, data, topology, batch arithmetic.
-        notices: what is worth knowing and stops nothing.
+        rows: names and texts: model, data, topology, batch arithmetic.
+        notices: warnings that do not stop the run.
     """
 
     config: RunConfig
@@ -61,46 +59,46 @@ class Plan:
     def __str__(self) -> str:
         width = max(len(name) for name, _ in self.rows) + 2
         notes = [f"note: {notice.key}: {notice.text}" for notice in self.notices]
-        return concealed("\n".join([*notes, *(f"{name:<{width}}{value}" for name, value in self.rows)]))
+        return printable(concealed("\n".join([*notes, *(f"{name:<{width}}{value}" for name, value in self.rows)])))
 
 
 def check(overrides: Sequence[str] = ()) -> Plan:
-    """Compose and check everything that can be known before a process starts; start nothing. Without torch.
+    """Compose and check a configuration without starting a process or importing torch.
 
     Raises:
-        BadInputError: everything that is wrong; see the module.
+        BadInputError: all errors; see the module.
     """
     with as_exceptions():
         return plan(_composed(overrides))
 
 
 def plan(composition: Composition) -> Plan:
-    """What the run of ``composition`` would be.
+    """Plan of the run of ``composition``.
 
     Raises:
-        ConfigErrors: everything that is wrong with it.
+        ConfigErrors: all errors of the configuration.
     """
     from mgpu_pipe.launch.composed import notices_of
     from mgpu_pipe.report.overview import overview
 
-    told = notices_of(composition, elsewhere=True)
-    return Plan(composition.config, tuple(overview(composition.config, composition.own)), tuple(told))
+    notices = notices_of(composition, elsewhere=True)
+    return Plan(composition.config, tuple(overview(composition.config, composition.local_options)), tuple(notices))
 
 
 def train(overrides: Sequence[str] = ()) -> Run:
-    """Train as ``mgpu-pipe train`` does: its processes, its folder, its progress (in a notebook, below the cell).
+    """Train like ``mgpu-pipe train``; progress goes to stderr, or below the cell of a notebook.
 
-    An interrupt (Ctrl-C, or a notebook's stop button) saves and ends the run, whose status is ``stopped`` then.
+    An interrupt (Ctrl-C, or a notebook's stop button) saves and ends the run with status ``stopped``.
 
     Args:
-        overrides: of one run; a sweep is one call for each of its points.
+        overrides: overrides of one run; call once for each point of a sweep.
 
     Returns:
         The run, finished or stopped.
 
     Raises:
-        BadInputError: everything that is wrong with it; see the module.
-        WorkerError: its processes failed; the message is the first failing rank's.
+        BadInputError: all errors of the configuration; see the module.
+        WorkerError: a process failed; has the message of the first failing rank.
     """
     from mgpu_pipe.launch.composed import checked, launched
 
@@ -118,12 +116,12 @@ def train(overrides: Sequence[str] = ()) -> Run:
 
 
 def open_run(folder: PathLike | None = None) -> Run:
-    """A run's folder; without one, that of the run begun last below ``outputs``, as the verbs take it.
+    """Open a run by its folder; without one, the latest run below ``outputs``.
 
     Raises:
-        RunFolderError: there is no such folder, or it is not a run's.
+        RunFolderError: no such folder, or it is not a run's.
     """
-    from mgpu_pipe.runs.newest import named_or_newest
+    from mgpu_pipe.runs.latest import named_or_newest
 
     with as_exceptions():
         run = Run(named_or_newest(None if folder is None else Path(folder).expanduser(), None))
@@ -133,14 +131,14 @@ def open_run(folder: PathLike | None = None) -> Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several runs side by side.
+    """Comparison of several runs.
 
     Attributes:
-        runs: as they were given.
-        apart: for each run what sets it apart from the others, as ``key=value``.
+        runs: the runs, in the order of the arguments.
+        apart: for each run its differences from the others, as ``key=value``.
         table: for each run its ``run`` (a folder), ``status``, ``steps``, ``train/loss``, ``val/loss``, the
-            objective's headline, ``tokens_per_s``, ``peak_gib`` and ``wall_s``; NaN where it was not measured. A list
-            of dicts, which ``pandas.DataFrame`` takes.
+            objective's headline, ``tokens_per_s``, ``peak_gib`` and ``wall_s``, with NaN if not measured; and
+            ``strategies`` of all its attempts. A list of dicts for ``pandas.DataFrame``.
     """
 
     runs: tuple[Run, ...]
@@ -148,7 +146,7 @@ class Comparison:
     table: list[dict[str, Any]]
 
     def show(self) -> None:
-        """Print the table, the best run marked, as ``mgpu-pipe report`` does."""
+        """Print the table like ``mgpu-pipe report``, with the best run marked."""
         from mgpu_pipe.report.tables import runs_table
 
         runs_table([RunPaths(run.folder) for run in self.runs])
@@ -185,6 +183,7 @@ def compare(*runs: Run | PathLike) -> Comparison:
             "tokens_per_s": view.tokens_per_s,
             "peak_gib": view.peak_gib,
             "wall_s": view.wall_s,
+            "strategies": view.strategies,
         }
         for view in views
     ]
@@ -193,12 +192,12 @@ def compare(*runs: Run | PathLike) -> Comparison:
 
 def _composed(overrides: Sequence[str]) -> Composition:
     """Compose the words of one run."""
-    from mgpu_pipe.config import hydra_cli
-    from mgpu_pipe.launch.composed import find_own_classes
+    from mgpu_pipe.config.hydra import command_line as hydra_cli
+    from mgpu_pipe.import_path import allow_own_classes
 
     if isinstance(overrides, str):
         raise BadInputError(f"{overrides}: give a list of overrides, one text each: {overrides.split()}")
-    find_own_classes()
+    allow_own_classes()
     parsed = hydra_cli.parse([str(word) for word in overrides])
     if parsed.help or hydra_cli.asks_hydra(parsed):
         raise BadInputError(f"{' '.join(overrides)}: asks the command line to print something; leave it out")
@@ -210,8 +209,8 @@ def _composed(overrides: Sequence[str]) -> Composition:
 
 @contextmanager
 def _environment_of_a_run() -> Iterator[None]:
-    """What the program ``mgpu-pipe`` sets for itself and its workers, and nothing of it afterwards."""
-    from mgpu_pipe.config.threads import limit_threads
+    """Sets the variables of the program ``mgpu-pipe`` for itself and its workers, and restores them afterwards."""
+    from mgpu_pipe.system.threads import limit_threads
 
     before = dict(os.environ)
     limit_threads(os.environ)

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mgpu_pipe.api.exceptions import as_exceptions
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.errors import BadInputError, ConfigErrors, MgpuError, concealed
+from mgpu_pipe.system.local_files import is_folder
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from mgpu_pipe.checkpoint.step import Step
-    from mgpu_pipe.inference.load import LoadedRun
+    from mgpu_pipe.checkpoint.layout import Step
+    from mgpu_pipe.inference.open import LoadedRun
     from mgpu_pipe.report.run_view import RunView
+
+
+@contextmanager
+def as_exceptions() -> Iterator[None]:
+    """Raises a single error as itself, and removes values of the environment from messages."""
+    try:
+        yield
+    except ConfigErrors as several:
+        for error in several.errors:
+            error.args = (concealed(str(error)),)
+        if len(several.errors) == 1:
+            raise several.errors[0] from None
+        raise ConfigErrors(several.errors) from None
+    except MgpuError as error:
+        error.args = (concealed(str(error)),)
+        raise
+
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
 
 class Run:
-    """A run's folder. Everything is read when it is asked for, so that a run which still trains shows its progress.
+    """A run's folder. Every property reads it anew, so a running run shows its progress.
 
     Args:
         folder: the run's folder; :func:`open_run` finds and checks it.
@@ -39,7 +57,7 @@ class Run:
         return f"Run({str(self.folder)!r}: {view.status} at step {view.steps:,})"
 
     def view(self) -> RunView:
-        """Everything of its folder that can be read, now; what is broken is named in its ``problems``."""
+        """Present content of the folder; ``problems`` names unreadable files."""
         from mgpu_pipe.report.run_view import load_run
 
         with as_exceptions():
@@ -47,7 +65,7 @@ class Run:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The configuration that it was launched with. Somebody else's is data: ``${...}`` in it stays text."""
+        """The configuration of its launch; in another user's run ``${...}`` stays text."""
         from mgpu_pipe.config.freeze import load_untrusted
 
         with as_exceptions():
@@ -55,27 +73,27 @@ class Run:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """How it ended (``summary.json``); empty while it trains."""
+        """Content of ``summary.json``; empty while it trains."""
         return self.view().summary
 
     @property
     def status(self) -> str:
-        """``finished``, ``stopped``, ``failed``, or ``unfinished``: it still trains, or was killed."""
+        """``finished``, ``stopped``, ``failed``, or ``unfinished`` (still training, or killed)."""
         return self.view().status
 
     @property
     def error(self) -> str:
-        """Why it failed; empty where it did not."""
+        """Reason why it failed; empty if it did not."""
         return self.view().error
 
     @property
     def step(self) -> int:
-        """Optimizer steps that it took."""
+        """Number of optimizer steps taken."""
         return self.view().steps
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:
-        """The columns of ``metrics.csv``, each of as many values as there are rows; NaN where a cell is empty.
+        """Columns of ``metrics.csv``, with a value per row and NaN for an empty cell.
 
         ``step`` is int64 and counts from 1, all others are float64: ``train/loss``, ``lr``, ``val/loss``, ...
         """
@@ -88,7 +106,7 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Step]:
-        """Its committed checkpoints, the earliest first; their files' sizes are checked, not their bytes."""
+        """Committed checkpoints, the earliest first; checks file sizes, not bytes."""
         from mgpu_pipe.checkpoint import layout
         from mgpu_pipe.checkpoint.inventory import inspect_step
 
@@ -96,28 +114,28 @@ class Run:
         return [inspect_step(step, folder, "size") for step, folder in steps.items()]
 
     def model(self, step: int | None = None, device: str = "auto") -> PreTrainedModel:
-        """The trained model in fp32, in evaluation mode; the same object at every call with the same arguments.
+        """The trained model in fp32 and evaluation mode; the same object for the same arguments.
 
         Args:
-            step: of this checkpoint; None: of the newest whole one.
-            device: ``auto`` (cuda where there is a GPU), ``cpu``, ``cuda``, ``cuda:1``, ...
+            step: step of the checkpoint; None for the newest whole one.
+            device: ``auto`` (cuda if there is a GPU), ``cpu``, ``cuda``, ``cuda:1``, ...
 
         Raises:
-            BadInputError: there is no such checkpoint, or it is damaged.
+            BadInputError: no such checkpoint, or it is damaged.
         """
         return self._loaded(step, device).model
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer that it was trained with.
+        """The tokenizer of the run.
 
         Raises:
-            BadInputError: it keeps none.
+            BadInputError: the run has no tokenizer.
         """
         from mgpu_pipe.inference.generation import load_tokenizer
 
         with as_exceptions():
             folder = RunPaths(self.folder).tokenizer
-            if not folder.is_dir():
+            if not is_folder(folder):
                 raise BadInputError(f"{self.folder}: keeps no tokenizer")
             return load_tokenizer(folder)
 
@@ -134,16 +152,16 @@ class Run:
         device: str = "auto",
         raw: bool = False,
     ) -> list[str]:
-        """The continuation of each prompt, without the prompt; what a model that answers writes for it.
+        """Continuation of each prompt, without the prompt; or the answer of a model that answers.
 
-        Encoder-decoder models answer, and those that were trained on conversations.
+        Encoder-decoder models and models trained on conversations answer.
 
         Args:
             temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.
             top_k, top_p: draw among the likeliest only; None does not restrict.
-            seed: of the draws; a prompt's continuation does not depend on the others.
+            seed: seed of the draws; continuations do not depend on other prompts.
             step, device: as in :meth:`model`.
-            raw: continue the prompt, whatever the model was trained on.
+            raw: continue the prompt even if the model answers.
 
         Raises:
             BadInputError: the model writes no text, or a prompt fills its context.
@@ -167,7 +185,7 @@ class Run:
             )
 
     def report(self, out: PathLike | None = None) -> Path:
-        """Write the report, by default to the run's own ``report.html``; returns its path."""
+        """Write the report, by default to the run's ``report.html``; returns its path."""
         from mgpu_pipe.report.html import write_report
 
         paths = RunPaths(self.folder)
@@ -176,16 +194,16 @@ class Run:
 
     def _loaded(self, step: int | None, device: str) -> LoadedRun:
         from mgpu_pipe.checkpoint.layout import step_folder
-        from mgpu_pipe.inference.arguments import device_of
-        from mgpu_pipe.inference.load import load_run
+        from mgpu_pipe.inference.model_arguments import resolve_device
+        from mgpu_pipe.inference.open import load_run
 
         with as_exceptions():
             folder = self.folder if step is None else step_folder(RunPaths(self.folder).checkpoints, step)
             newest = self.checkpoints[-1].path if step is None and self.checkpoints else folder
-            asked = (newest, device_of(device))
-            if self._held is None or self._held[0] != asked:
-                self._held = (asked, load_run(folder, asked[1]))
-            return self._held[1]
+            source = (newest, resolve_device(device))
+            if self._cached_model is None or self._cached_model[0] != source:
+                self._cached_model = (source, load_run(folder, source[1]))
+            return self._cached_model[1]
 
-    _held: tuple[tuple[Path, str], LoadedRun] | None = None
-    """The model loaded last, and what was asked for."""
+    _cached_model: tuple[tuple[Path, str], LoadedRun] | None = None
+    """The model loaded last, with its checkpoint and device."""

@@ -1,8 +1,8 @@
-"""Saving beside training: values are copied to host memory, and a thread writes the copies.
+"""Saves during training: copies values to host memory, and a thread writes the copies.
 
-Collectives of two threads must not share a process group: the thread's have a gloo group of their own, in which every
-rank's thread makes the same calls in the same order, one save after another. The calling thread's are in the world's
-group, between those of training. So all ranks must call the methods here at the same place.
+Two threads must not share a process group. So the saving thread has its own gloo group, in which all ranks make the
+same calls in the same order, one save after another. The calling thread uses the world's group between training's
+collectives, so all ranks must call these methods at the same place.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size, together
+from mgpu_pipe.checkpoint.host_bytes import exchange_json, rank_and_size, run_on_all_ranks
 from mgpu_pipe.checkpoint.layout import KINDS
-from mgpu_pipe.checkpoint.save import Plan, planned_for
+from mgpu_pipe.checkpoint.save import Plan, shards_to_write
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 
 ALIGNMENT = 64
-"""Copies begin at multiples of so many bytes: a cache line, and a multiple of every dtype's size."""
+"""Alignment of copies in bytes: a cache line, and a multiple of every dtype's size."""
 
 NOT_COPIED = "a checkpoint's values could not be copied to host memory; checkpoint.async_save=false needs none"
 
@@ -30,9 +30,9 @@ Write = Callable[[list[LocalShard], list[LocalShard]], object]
 
 
 class HostCopies:
-    """Host memory for the values of one save, kept for the next; page-locked where they come from a GPU.
+    """Host memory for the values of a save, reused by the next save; page-locked for values on a GPU.
 
-    A GPU copies on a stream of its own, while it computes what writes none of the values.
+    A GPU copies on a separate stream, in parallel with computation that does not write the values.
     """
 
     def __init__(self) -> None:
@@ -44,31 +44,31 @@ class HostCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of the memory."""
         return self._memory.numel()
 
     def reserve(self, shards: Sequence[LocalShard]) -> None:
-        """Begin to take the memory for these, in a thread: page-locking many gigabytes takes seconds."""
-        _, size = _places(shards)
+        """Start to allocate memory for these shards in a thread, because page-locking gigabytes takes seconds."""
+        _, size = _copy_offsets(shards)
         devices = _gpus(shards)
 
         def allocate() -> None:
             for device in devices:
-                torch.cuda.set_device(device)  # of this thread, which else would begin to use the first GPU
-            with suppress(RuntimeError):  # said by the save
+                torch.cuda.set_device(device)  # otherwise this thread would use the first GPU
+            with suppress(RuntimeError):  # the save reports it
                 self._allocate(size, pinned=bool(devices))
 
         self._reserving = threading.Thread(target=allocate, name="checkpoint-memory", daemon=True)
         self._reserving.start()
 
     def take(self, shards: Sequence[LocalShard]) -> list[LocalShard]:
-        """Copies of the local shards, in this object's memory: the next call overwrites them.
+        """Copies of the local shards in this object's memory; the next call overwrites them.
 
-        Those of tensors on a GPU are made when :meth:`wait` returns, and the tensors may be written after
-        :meth:`before_writing`; those of others when this returns.
+        Copies of CPU tensors are complete on return. Copies of GPU tensors are complete after :meth:`wait`; their
+        tensors may be written after :meth:`before_writing`.
         """
         self._join()
-        places, size = _places(shards)
+        places, size = _copy_offsets(shards)
         devices = _gpus(shards)
         if size > self.nbytes or (devices and not self._pinned):
             self._allocate(size, pinned=bool(devices))
@@ -88,25 +88,25 @@ class HostCopies:
             else:
                 copy.copy_(tensor)
             copies.append(LocalShard(shard.tensor_slice, shard.global_shape, copy))
-        # Blocking: who waits for one sleeps meanwhile.
+        # Blocking events let the waiting thread sleep.
         self._copied = {
             device: self._streams[device].record_event(torch.cuda.Event(blocking=True)) for device in devices
         }
         return copies
 
     def before_writing(self) -> None:
-        """Have the GPUs, not the host, wait until the last :meth:`take` has read the tensors."""
+        """Make the GPUs, but not the host, wait until the last :meth:`take` has read the tensors."""
         for device, event in self._copied.items():
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
-        """Wait until the copies of the last :meth:`take` are made; any thread may."""
+        """Wait for the copies of the last :meth:`take`, from any thread."""
         for device, event in self._copied.items():
             with torch.cuda.device(device):
                 event.synchronize()
 
     def release(self) -> None:
-        """Free the memory; what :meth:`take` returned is invalid from now on."""
+        """Free the memory; this invalidates the copies of :meth:`take`."""
         self._join()
         self._allocate(0, pinned=False)
 
@@ -122,13 +122,13 @@ class HostCopies:
         self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new
         self._memory = torch.empty(size, dtype=torch.uint8)
         if pinned and size:
-            # torch's own allocator of page-locked memory rounds up to a power of two: up to twice the model.
+            # torch's pinned allocator rounds up to a power of two, up to twice the model.
             _check_cuda(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0))
             self._pinned = True
 
 
-def _places(shards: Sequence[LocalShard]) -> tuple[list[int], int]:
-    """The byte at which each copy begins, and the bytes of all."""
+def _copy_offsets(shards: Sequence[LocalShard]) -> tuple[list[int], int]:
+    """Start of each copy and size of all, in bytes."""
     places, size = [], 0
     for shard in shards:
         places.append(size)
@@ -146,10 +146,10 @@ def _check_cuda(code: object) -> None:
 
 
 class BackgroundSaver:
-    """One save at a time, beside training. Collective: made, and every method called, by all ranks alike.
+    """Runs one save at a time during training. All ranks must construct it and call its methods alike.
 
     Args:
-        timeout_s: a save fails where a rank takes more seconds than this to reach its next part.
+        timeout_s: a save fails if a rank takes more seconds than this to reach its next part.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -161,49 +161,49 @@ class BackgroundSaver:
 
     @property
     def running(self) -> bool:
-        """Whether this rank's part of a save is still running. Not collective: ranks may differ."""
+        """Whether this rank's part of a save is still running. Not collective; ranks may differ."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def error(self) -> Exception | None:
-        """Why a save failed, until :meth:`wait` has returned it. Not collective."""
+        """The error of a failed save, until :meth:`wait` has returned it. Not collective."""
         return self._error
 
     def running_anywhere(self) -> bool:
-        """Whether any rank's part of a save is still running; the same on all."""
+        """Whether any rank's part of a save is still running; all ranks get the same answer."""
         return any(exchange_json(self.running, None))
 
     def reserve(self, plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> None:
-        """Take the memory for copies of this rank's share of the planned values, beside training; before the first
-        save. Not collective."""
-        mine = _planned(plan, model, optimizer)
+        """Start to allocate memory for this rank's planned values, before the first save. Not collective."""
+        mine = _planned_shards(plan, model, optimizer)
         self._copies.reserve([*mine[0], *mine[1]])
 
     def before_writing(self) -> None:
-        """To be called before values that were given to :meth:`start` are written; waits on the device alone."""
+        """Call this before writing values that :meth:`start` saves; only the device waits."""
         self._copies.before_writing()
 
     def start(self, plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard], write: Write) -> None:
-        """Copy this rank's share of the planned values and begin to write it; after :meth:`wait` for the save before.
-        Values are not to be changed before :meth:`before_writing`.
+        """Copy this rank's planned values and start to write them, after :meth:`wait` for the previous save.
+
+        The caller must not change values before :meth:`before_writing`.
 
         Raises:
-            CheckpointSaveError: on all ranks, when one has no memory for its copies.
+            CheckpointSaveError: on all ranks, if one has no memory for its copies.
         """
         assert self._thread is None and self._error is None
-        mine = _planned(plan, model, optimizer)
+        mine = _planned_shards(plan, model, optimizer)
         copies: list[LocalShard] = []
-        together(lambda: copies.extend(self._copies.take([*mine[0], *mine[1]])), NOT_COPIED, None)
+        run_on_all_ranks(lambda: copies.extend(self._copies.take([*mine[0], *mine[1]])), NOT_COPIED, None)
         parts = copies[: len(mine[0])], copies[len(mine[0]) :]
 
         def run() -> None:
             try:
-                together(self._copies.wait, NOT_COPIED, self.group)
+                run_on_all_ranks(self._copies.wait, NOT_COPIED, self.group)
                 write(*parts)
-            except Exception as error:  # whatever it is reaches the run through wait()
+            except Exception as error:  # wait() passes any error to the run
                 self._error = error
 
-        # A daemon: where training itself failed, the process must not wait for ranks that are gone.
+        # A daemon, so that after a failure of training the process does not wait for lost ranks.
         self._thread = threading.Thread(target=run, name="checkpoint-save", daemon=True)
         self._thread.start()
 
@@ -222,10 +222,12 @@ class BackgroundSaver:
         self._copies.release()
 
 
-def _planned(
+def _planned_shards(
     plan: Plan, model: Sequence[LocalShard], optimizer: Sequence[LocalShard]
 ) -> tuple[list[LocalShard], list[LocalShard]]:
-    """What this rank is to write of the weights, and of the optimizer's state."""
+    """The shards of weights and of optimizer state that the plan assigns to this rank."""
     rank, _ = rank_and_size(None)
-    weights, state = (planned_for(plan, rank, kind, part) for kind, part in zip(KINDS, (model, optimizer), strict=True))
+    weights, state = (
+        shards_to_write(plan, rank, kind, part) for kind, part in zip(KINDS, (model, optimizer), strict=True)
+    )
     return weights, state

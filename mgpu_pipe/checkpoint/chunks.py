@@ -1,21 +1,96 @@
-"""SHA-256 of every 4 MiB chunk of a file: taken while writing, checked while reading."""
+"""SHA-256 of every 4 MiB chunk of a file, computed while writing and checked while reading."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NoReturn
 
-from mgpu_pipe.checkpoint import files
+from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.errors import CheckpointError
 
+MAX_INTEGER = 2**63 - 1
+
+
+def canonical(value: object) -> bytes:
+    """UTF-8 JSON with sorted keys and no spaces; equal values give equal bytes.
+
+    Raises:
+        ValueError: NaN or infinity, which JSON does not have.
+        TypeError: a value that JSON does not have.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse(data: bytes, where: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        CheckpointError: not UTF-8, not JSON, NaN or infinity, nested too deeply, or with a repeated name.
+    """
+    try:
+        return json.loads(
+            data.decode("utf-8"), object_pairs_hook=_refuse_repeated_names, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: is not valid JSON ({error})") from error
+
+
+def _refuse_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        seen: set[str] = set()
+        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {repeated[:80]!r} appears twice")
+    return content
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def as_object(value: object, where: str, keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """``value`` as a JSON object, with exactly ``keys`` unless they are None."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where}: is not a JSON object")
+    if keys is not None and set(value) != set(keys):
+        raise CheckpointError(f"{where}: has the keys {sorted(value)}, not {sorted(keys)}")
+    return value
+
+
+def as_list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise CheckpointError(f"{where}: is not a list")
+    return value
+
+
+def as_text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"{where}: is not text")
+    return value
+
+
+def as_size(value: object, where: str) -> int:
+    """A count, size or offset: an integer from 0 to 2**63 - 1."""
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        text = repr(value)
+        raise CheckpointError(f"{where}: {text[:40]} is no size")
+    return value
+
+
+def as_sizes(value: object, where: str) -> tuple[int, ...]:
+    return tuple(as_size(item, where) for item in as_list(value, where))
+
+
 CHUNK_BYTES = 4 * 1024 * 1024
-MOST_BEHIND = 4
-"""Chunks that the hashing threads may lag behind the stream."""
+MAX_LAG = 4
+"""Most chunks by which the hashing threads lag behind the stream."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +105,8 @@ class ChunkHasher:
     """Hashes a stream of bytes chunk by chunk.
 
     Args:
-        threads: hash on as many threads while the caller goes on; 0 hashes in the caller's. What was given to
-            :meth:`update` must then stay as it is until :meth:`record` returns.
+        threads: number of hashing threads; 0 hashes in the caller's thread. With threads, the data of :meth:`update`
+            must not change until :meth:`record` returns.
     """
 
     def __init__(self, threads: int = 0) -> None:
@@ -55,7 +130,7 @@ class ChunkHasher:
                 self._end_chunk()
 
     def record(self) -> FileRecord:
-        """The record of all that was given; ends the threads."""
+        """The record of all data so far; ends the threads."""
         if self._size % CHUNK_BYTES:
             self._end_chunk()
         hashes = tuple(digest if isinstance(digest, str) else digest.result() for digest in self._finished)
@@ -72,9 +147,9 @@ class ChunkHasher:
             self._finished.append(self._digest.hexdigest())
             self._digest = hashlib.sha256()
             return
-        behind = len(self._finished) - MOST_BEHIND
-        if behind >= 0:  # what is not hashed yet is kept in memory
-            oldest = self._finished[behind]
+        lagging = len(self._finished) - MAX_LAG
+        if lagging >= 0:  # unhashed chunks stay in memory, so wait for the oldest
+            oldest = self._finished[lagging]
             assert not isinstance(oldest, str)
             oldest.result()
         self._finished.append(self._pool.submit(_hash_of, self._current))
@@ -96,7 +171,7 @@ def record_of(data: files.Buffer) -> FileRecord:
 
 
 class ChunkedFile:
-    """A file that is read by ranges; each chunk that a read touches is checked once.
+    """A file for reading ranges; the first read of a chunk checks its hash.
 
     Args:
         path: the file.
@@ -109,12 +184,12 @@ class ChunkedFile:
     def __init__(self, path: Path, expected: FileRecord | None) -> None:
         self.path = path
         self.bytes_read = 0
-        """Bytes asked of the file system so far."""
+        """Bytes read from the file system so far."""
         self._expected = expected
         self._descriptor, self.size = files.open_regular(path)
         self._checked: set[int] = set()
-        self._held_index = -1
-        self._held = bytearray()
+        self._cached_index = -1
+        self._cached = bytearray()
         if expected is not None and self.size != expected.size:
             self.close()
             raise CheckpointError(size_fault(path, self.size, expected))
@@ -147,20 +222,20 @@ class ChunkedFile:
     def _read_within_chunk(self, index: int, position: int, target: memoryview) -> None:
         start = index * CHUNK_BYTES
         size = min(CHUNK_BYTES, self.size - start)
-        if index == self._held_index:
-            target[:] = memoryview(self._held)[position - start : position - start + target.nbytes]
+        if index == self._cached_index:
+            target[:] = memoryview(self._cached)[position - start : position - start + target.nbytes]
         elif index in self._checked:
             self._fetch(position, target)
         elif target.nbytes == size:
             self._fetch(start, target)
             self._check_hash(index, target)
         else:
-            # Keep the chunk: neighbouring reads are of the same one more often than not.
-            self._held_index, self._held = -1, bytearray(size)
-            self._fetch(start, memoryview(self._held))
-            self._check_hash(index, self._held)
-            self._held_index = index
-            target[:] = memoryview(self._held)[position - start : position - start + target.nbytes]
+            # Cache the chunk, because the next read is usually in the same one.
+            self._cached_index, self._cached = -1, bytearray(size)
+            self._fetch(start, memoryview(self._cached))
+            self._check_hash(index, self._cached)
+            self._cached_index = index
+            target[:] = memoryview(self._cached)[position - start : position - start + target.nbytes]
 
     def _fetch(self, offset: int, target: memoryview) -> None:
         files.read_into(self._descriptor, offset, target, self.path)
@@ -190,7 +265,7 @@ def check_bytes(data: files.Buffer, expected: FileRecord, path: Path) -> None:
     """Check a small file that was read whole.
 
     Raises:
-        CheckpointError: its size or a chunk's hash is another; names file and chunk.
+        CheckpointError: its size or a chunk's hash differs; the error names file and chunk.
     """
     actual = record_of(data)
     if actual.size != expected.size:

@@ -1,4 +1,4 @@
-"""How two checkpoints differ, tensor by tensor, read in blocks: no tensor is ever whole in memory."""
+"""Compares two checkpoints tensor by tensor in blocks, so that no tensor is whole in memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from mgpu_pipe.checkpoint.host import blocks
+from mgpu_pipe.checkpoint.host_bytes import blocks
 from mgpu_pipe.checkpoint.layout import KINDS
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 
 BATCH_BYTES = 64 * 1024 * 1024
-"""Elements are read in batches of so many bytes (as float64): a file's header is parsed once a batch."""
+"""Bytes of a batch of elements (as float64); each batch parses a file's header once."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,18 @@ class TensorDifference:
     name: str
     kind: str
     relative: float
-    """``norm(a - b) / norm(a)``; infinite where a value is not finite on one side alone, or ``a`` is zero."""
+    """``norm(a - b) / norm(a)``; infinite if a value is not finite on only one side, or ``a`` is zero."""
     largest: float
     """Largest ``|a - b|`` of an element."""
 
 
 @dataclass
 class Comparison:
-    """Of the tensors of two checkpoints."""
+    """Equal and differing tensors of two checkpoints."""
 
     equal: int = 0
     differing: list[TensorDifference] = field(default_factory=list)
-    """The largest relative difference first."""
+    """Sorted by relative difference, largest first."""
     unlike: list[str] = field(default_factory=list)
     """Tensors of only one of the checkpoints, or of another shape."""
 
@@ -46,29 +46,29 @@ class Comparison:
 
 
 def compare_tensors(a: Path, b: Path, kinds: tuple[str, ...] = KINDS) -> Comparison:
-    """Compare the tensors of two step folders, whatever strategies wrote them; every chunk read is checked.
+    """Compare the tensors of two step folders, written under any strategies; checks every chunk that it reads.
 
     Raises:
-        CheckpointError: one of them is damaged; names file and chunk.
+        CheckpointError: a checkpoint is damaged; the error names file and chunk.
     """
-    one, other = CheckpointReader(a), CheckpointReader(b)
+    first, second = CheckpointReader(a), CheckpointReader(b)
     result = Comparison()
-    if one.manifest.root == other.manifest.root:
-        result.equal = sum(len(one.names(kind)) for kind in kinds)
+    if first.manifest.root == second.manifest.root:
+        result.equal = sum(len(first.names(kind)) for kind in kinds)
         return result
     for kind in kinds:
-        there, here = set(other.names(kind)), one.names(kind)
-        result.unlike += [f"{name} is only in the first" for name in here if name not in there]
-        result.unlike += [f"{name} is only in the second" for name in there - set(here)]
-        both = []
-        for name in here:
-            if name in there and one.shape(name) != other.shape(name):
-                result.unlike.append(f"{name} has the shapes {list(one.shape(name))} and {list(other.shape(name))}")
-            elif name in there:
-                both.append(name)
-        sums = {name: _Sums() for name in both}
-        for batch in _batches(one, both):
-            _add(one, other, kind, batch, sums)
+        second_names, first_names = set(second.names(kind)), first.names(kind)
+        result.unlike += [f"{name} is only in the first" for name in first_names if name not in second_names]
+        result.unlike += [f"{name} is only in the second" for name in second_names - set(first_names)]
+        common = []
+        for name in first_names:
+            if name in second_names and first.shape(name) != second.shape(name):
+                result.unlike.append(f"{name} has the shapes {list(first.shape(name))} and {list(second.shape(name))}")
+            elif name in second_names:
+                common.append(name)
+        sums = {name: _Sums() for name in common}
+        for batch in _batches(first, common):
+            _add_batch(first, second, kind, batch, sums)
         for name, total in sums.items():
             if total.difference or total.unlike:
                 result.differing.append(TensorDifference(name, kind, total.relative, total.largest))
@@ -80,13 +80,13 @@ def compare_tensors(a: Path, b: Path, kinds: tuple[str, ...] = KINDS) -> Compari
 
 @dataclass
 class _Sums:
-    """Of one tensor, in float64 over its blocks."""
+    """Sums over the blocks of one tensor, in float64."""
 
     difference: float = 0.0
     reference: float = 0.0
     largest: float = 0.0
     unlike: bool = False
-    """A value is NaN or infinite on one side, and something else on the other."""
+    """Whether a value is NaN or infinite on one side and different on the other."""
 
     @property
     def relative(self) -> float:
@@ -96,7 +96,7 @@ class _Sums:
 
 
 def _batches(reader: CheckpointReader, names: list[str]) -> Iterator[list[tuple[TensorSlice, tuple[int, ...]]]]:
-    """Blocks of the tensors, several together, in the order of the files."""
+    """Batches of blocks of the tensors, in the order of the files."""
     batch: list[tuple[TensorSlice, tuple[int, ...]]] = []
     size = 0
     for name in names:
@@ -112,15 +112,15 @@ def _batches(reader: CheckpointReader, names: list[str]) -> Iterator[list[tuple[
         yield batch
 
 
-def _add(
-    one: CheckpointReader,
-    other: CheckpointReader,
+def _add_batch(
+    first: CheckpointReader,
+    second: CheckpointReader,
     kind: str,
     batch: list[tuple[TensorSlice, tuple[int, ...]]],
     sums: dict[str, _Sums],
 ) -> None:
     shards = []
-    for reader in (one, other):
+    for reader in (first, second):
         shards.append(
             [
                 LocalShard(tensor_slice, global_shape, torch.empty(tensor_slice.shape, dtype=torch.float64))
@@ -133,8 +133,8 @@ def _add(
         total.reference += float(left.square().sum())
         if torch.equal(left, right):
             continue
-        alike = (left == right) | (left.isnan() & right.isnan())
-        difference = torch.where(alike, 0.0, left - right)
+        equal = (left == right) | (left.isnan() & right.isnan())
+        difference = torch.where(equal, 0.0, left - right)
         if not bool(difference.isfinite().all()):
             total.unlike, total.largest = True, inf
         total.difference += float(difference.square().sum())

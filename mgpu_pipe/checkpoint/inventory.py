@@ -1,4 +1,4 @@
-"""What checkpoints a run has: which step, how large, saved by what, whole or not. Torch-free."""
+"""Lists and inspects a run's checkpoints: step, size, configuration and faults."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from typing import Any
 
 import yaml
 
-from mgpu_pipe.checkpoint import files, layout
+from mgpu_pipe.checkpoint import file_operations as files
+from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, FileRecord
-from mgpu_pipe.checkpoint.integrity import Verify, hashing_pool, read_state
-from mgpu_pipe.checkpoint.manifest import Manifest, read_manifest
-from mgpu_pipe.checkpoint.ruined import ruined_steps
-from mgpu_pipe.checkpoint.step import Step
-from mgpu_pipe.config.dotted import leaves
-from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, parse_yaml
+from mgpu_pipe.checkpoint.layout import Step
+from mgpu_pipe.checkpoint.manifest import Manifest, Verify, hashing_pool, read_manifest, read_state
+from mgpu_pipe.checkpoint.selection import ruined_steps
+from mgpu_pipe.config.convert import leaves
 from mgpu_pipe.errors import CheckpointError, RunFolderError
+from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, exists, is_file, is_folder, parse_yaml
 
 
 def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
-    """The ``checkpoints`` folder that ``source`` means, and the committed steps asked for, ascending.
+    """The ``checkpoints`` folder of ``source`` and its committed steps, ascending.
 
     Args:
-        source: a run's folder, its ``checkpoints`` folder, or a step's folder (that step alone).
+        source: a run's folder, its ``checkpoints`` folder, or a step's folder (only that step).
 
     Raises:
         RunFolderError: there is no such folder.
-        CheckpointError: it holds no checkpoint.
+        CheckpointError: the folder has no checkpoint.
     """
     folder = source.expanduser()
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise RunFolderError(f"{source}: no such folder; give a run's folder or one of its checkpoints/step-*")
     layout.refuse_links(folder)
     name = layout.parse_folder_name(folder.name)
-    if name is not None or (folder / layout.MANIFEST).exists():
+    if name is not None or exists(folder / layout.MANIFEST):
         if name is not None and name[1] in (layout.PARTIAL, layout.DELETING):
             raise CheckpointError(f"{source}: is an unfinished checkpoint; give a committed step-* folder")
         step = name[0] if name is not None else read_manifest(folder).step
         return folder.parent, {step: folder}
-    root = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    root = folder / "checkpoints" if is_folder(folder / "checkpoints") else folder
     steps = layout.committed(root)
     if not steps:
         raise CheckpointError(f"{source}: holds no checkpoint; give a run's folder or one of its checkpoints/step-*")
@@ -49,22 +49,22 @@ def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Folders that killed processes left, or that a save in progress fills; the next save removes them."""
+    """Folders of killed processes or of a save in progress; the next save removes them."""
     committed = set(layout.committed(root).values())
     return [path for _, _, path in layout.folders(root) if path not in committed]
 
 
 def inspect_step(step: int, folder: Path, verify: Verify) -> Step:
-    """Everything about one committed step; never raises for what is wrong with it.
+    """Everything about one committed step; returns its faults instead of raising.
 
     Args:
-        verify: ``full`` hashes every chunk of every file, ``size`` looks at the files' sizes.
+        verify: ``full`` hashes every chunk of every file, ``size`` checks the files' sizes.
     """
     if folder.is_symlink():
         return Step(step, folder, (layout.is_a_link(folder),))
     try:
-        saved = (folder / layout.MANIFEST).stat().st_mtime if (folder / layout.MANIFEST).is_file() else None
-        nbytes = sum(file.lstat().st_size for file in folder.iterdir() if file.is_file())
+        saved = (folder / layout.MANIFEST).stat().st_mtime if is_file(folder / layout.MANIFEST) else None
+        nbytes = sum(file.lstat().st_size for file in folder.iterdir() if is_file(file))
     except OSError as error:
         return Step(step, folder, (f"{folder}: cannot be read ({error.strerror})",))
     config = _config(folder)
@@ -85,7 +85,7 @@ def inspect_step(step: int, folder: Path, verify: Verify) -> Step:
 
 
 def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:
-    """Everything wrong with the files of a manifest: missing, of another size and, with ``full``, every bad chunk."""
+    """All faults of a manifest's files: missing, of another size and, with ``full``, every damaged chunk."""
     items = sorted(manifest.files.items())
     if verify != "full":
         return [fault for name, record in items for fault in _faults_of(folder / name, record, chunks=False)]
@@ -95,7 +95,7 @@ def file_faults(folder: Path, manifest: Manifest, verify: Verify) -> list[str]:
 
 
 def _submit_chunks(pool: ThreadPoolExecutor, path: Path, record: FileRecord) -> list[Any]:
-    """Tasks that check one file: its size, then ranges of its chunks beside one another."""
+    """Tasks that check one file: its size, then ranges of its chunks in parallel."""
     missing = _faults_of(path, record, chunks=False)
     if missing:
         return [pool.submit(lambda: missing)]
@@ -118,7 +118,7 @@ def _faults_of(path: Path, record: FileRecord, chunks: bool) -> list[str]:
 
 
 def _chunk_faults(path: Path, record: FileRecord, first: int, end: int) -> list[str]:
-    """What is wrong with the chunks ``[first, end)``; unlike a load, it goes on after the first."""
+    """All faults of the chunks ``[first, end)``; unlike a load, it does not stop at the first."""
     faults: list[str] = []
     buffer = memoryview(bytearray(CHUNK_BYTES))
     try:
@@ -145,15 +145,15 @@ def _mapping(value: object) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Leaves that differ: dotted path and both values as JSON, ``-`` where there is none."""
-    a, b = leaves(one), leaves(other)
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Leaves that differ: dotted path and both values as JSON, ``-`` for a missing one."""
+    a, b = leaves(first), leaves(second)
     return [
-        (key, _shown(a, key), _shown(b, key))
+        (key, _value_text(a, key), _value_text(b, key))
         for key in dict.fromkeys([*a, *b])
         if key not in a or key not in b or a[key] != b[key]
     ]
 
 
-def _shown(values: Mapping[str, Any], key: str) -> str:
+def _value_text(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key], default=str) if key in values else "-"

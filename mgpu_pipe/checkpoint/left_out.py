@@ -1,6 +1,6 @@
-"""Frozen weights that a checkpoint leaves out: it names the folder that they come from and the digest of its weights.
+"""Frozen weights that a checkpoint leaves out: it names their model folder and the digest of its weights.
 
-A frozen weight stays what its folder gave, so a step need not hold it once more.
+A frozen weight never changes, so a step need not store it again.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_text
+from mgpu_pipe.checkpoint.chunks import as_list, as_object, as_text
 from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.errors import CheckpointError
-from mgpu_pipe.models.folder import check_model_folder, weight_files
-from mgpu_pipe.models.hub_folder import whole_folder
+from mgpu_pipe.models.weights.folder import check_model_folder, weight_files, whole_folder
 
 KEY = "left_out"
-"""In ``state.json``."""
+"""The field in ``state.json``."""
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What a step does not hold, and where it is.
+    """Weights that a step leaves out, and their folder.
 
     Attributes:
         folder: the Hugging Face folder, absolute, or its name on the Hub at a commit.
         digest: SHA-256 over its weight files.
-        names: the parameters.
+        names: names of the parameters.
     """
 
     folder: str
@@ -38,7 +37,7 @@ class LeftOut:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, folder: str, cache: Path, names: Sequence[str]) -> LeftOut:
+    def from_folder(cls, folder: str, cache: Path, names: Sequence[str]) -> LeftOut:
         """The weights ``names`` of ``folder``."""
         place = whole_folder(folder)
         known_as = folder if is_at_commit(folder) else str(place.absolute())
@@ -46,10 +45,10 @@ class LeftOut:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], where: Path) -> LeftOut | None:
-        """What the ``state.json`` of a step says; None where the step holds all weights.
+        """The weights that the ``state.json`` of a step lists as left out; None if the step has all weights.
 
         Raises:
-            CheckpointError: what it says cannot be.
+            CheckpointError: the entry is malformed.
         """
         if state.get(KEY) is None:
             return None
@@ -62,11 +61,11 @@ class LeftOut:
         return {KEY: asdict(self)}
 
     def require(self, folder: Path | None, cache: Path, step: Path) -> None:
-        """Refuse another ``folder`` than the one whose weights the ``step`` leaves out.
+        """Refuse a ``folder`` whose weights are not those that the ``step`` leaves out.
 
         Raises:
-            CheckpointError: the folder has other weights, or no folder is given.
-            ModelFolderError: it is no whole model folder.
+            CheckpointError: the folder has other weights, or is None.
+            ModelFolderError: the model folder is incomplete.
         """
         if folder is None:
             raise CheckpointError(
@@ -81,10 +80,10 @@ class LeftOut:
 
 
 def weights_digest(folder: Path, cache: Path) -> str:
-    """SHA-256 over the names and contents of a model folder's weight files; known files are not read again.
+    """SHA-256 over the names and contents of a model folder's weight files; the cache avoids reading known files.
 
     Raises:
-        ModelFolderError: it is no whole model folder.
+        ModelFolderError: the model folder is incomplete.
     """
     folder = folder.expanduser()
     check_model_folder(folder)

@@ -1,6 +1,4 @@
-"""Loading: each rank fills its own local shards from the tensor slices there are, and reads no more than that
-takes.
-"""
+"""Loads checkpoints: each rank fills its local shards from the stored tensor slices and reads only what it needs."""
 
 from __future__ import annotations
 
@@ -13,24 +11,31 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.checkpoint.host import DTYPES, SLICE_BYTES, blocks, byte_view, select
-from mgpu_pipe.checkpoint.integrity import Verify, check_sizes, read_small_file, read_state
+from mgpu_pipe.checkpoint.host_bytes import DTYPES, SLICE_BYTES, blocks, byte_view, select
 from mgpu_pipe.checkpoint.layout import CONFIG
 from mgpu_pipe.checkpoint.left_out import LeftOut
-from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from mgpu_pipe.checkpoint.manifest import (
+    Manifest,
+    StoredTensor,
+    Verify,
+    check_sizes,
+    read_manifest,
+    read_small_file,
+    read_state,
+)
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES, Entry, TensorFile
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
 
 MIN_GAP_BYTES = 4096
-"""Runs that lie closer together than a page are read as one: the kernel reads whole pages anyway."""
+"""Smallest gap in bytes between separate reads; the kernel reads whole pages anyway."""
 
 _MAX_DIFFERENCES_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One intersection: ``tensor_slice`` of the stored ``source``, wanted by ``shard``."""
+    """The intersection ``tensor_slice`` of the stored ``source`` and ``shard``."""
 
     source: TensorSlice
     tensor_slice: TensorSlice
@@ -41,12 +46,12 @@ class CheckpointReader:
     """A step's folder, opened for reading.
 
     Args:
-        folder: the folder that holds manifest.json.
-        verify: ``full`` checks the SHA-256 of every chunk that a read touches, each once; ``size`` checks that all
-            files are there with their sizes; ``off`` believes the files as far as memory safety allows.
+        folder: the folder with manifest.json.
+        verify: ``full`` checks the SHA-256 of every chunk on its first read; ``size`` checks that all files exist with
+            their sizes; ``off`` checks only what memory safety needs.
 
     Raises:
-        CheckpointError: no valid manifest, a file missing or of another size, a damaged state.json.
+        CheckpointError: the manifest is invalid, a file is missing or of another size, or state.json is damaged.
     """
 
     def __init__(self, folder: Path, verify: Verify = "full") -> None:
@@ -57,13 +62,13 @@ class CheckpointReader:
             check_sizes(folder, self.manifest)
         self.state: dict[str, Any] = read_state(folder, self.manifest, verify)
         self.left_out = LeftOut.from_state(self.state, folder)
-        """Frozen weights that lie elsewhere. Whoever opens the step fills them, once :meth:`LeftOut.require` is met."""
+        """Frozen weights in another folder. The caller fills them after :meth:`LeftOut.require`."""
         self.bytes_read = 0
-        """Bytes of tensor files read so far, headers and whole checked chunks included."""
+        """Bytes of tensor files read so far, with headers and whole checked chunks."""
 
     @property
     def config_text(self) -> str:
-        """The run's configuration as it was saved: YAML, not yet read."""
+        """The saved configuration as YAML text."""
         return read_small_file(self.folder, CONFIG, self.manifest, self.verify).decode("utf-8")
 
     def names(self, kind: str) -> list[str]:
@@ -71,7 +76,7 @@ class CheckpointReader:
         return list(self.manifest.tensors[kind])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The whole shape of a tensor of either kind; an optimizer's name has a "/", a parameter's has none."""
+        """The unsharded shape of a tensor of either kind; only names of optimizer state contain a "/"."""
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -85,7 +90,7 @@ class CheckpointReader:
         raise CheckpointError(f"{self.folder}: holds no tensor {name}")
 
     def differences(self, expected: Mapping[str, Sequence[int]], kind: str) -> list[str]:
-        """How the checkpoint's tensors differ from ``name -> whole shape`` of a live model or optimizer."""
+        """Differences of the checkpoint's tensors from ``name -> whole shape`` of a live model or optimizer."""
         extra = [f"{name} is only in the checkpoint" for name in self.manifest.tensors[kind] if name not in expected]
         return self._unfilled(expected, kind) + extra
 
@@ -93,24 +98,22 @@ class CheckpointReader:
         """Refuse a checkpoint of another model or optimizer.
 
         Args:
-            expected: ``name -> whole shape`` of everything, over all ranks.
+            expected: ``name -> whole shape`` of all tensors, over all ranks.
 
         Raises:
-            CheckpointError: the differences, listed.
+            CheckpointError: there are differences; the error lists them.
         """
         self._refuse(self.differences(expected, kind), kind)
 
     def read(self, shards: Sequence[LocalShard], kind: str) -> None:
-        """Fill the local shards' tensors in place; no collective call, every rank reads for itself.
+        """Fill the local shards' tensors in place, except those of :attr:`left_out`. Not collective.
 
-        Those of :attr:`left_out` stay as they are.
-
-        Give all local shards at once: a chunk is read and checked once a call. Values are converted where the live
-        tensor's dtype is another than the stored one. A tensor may be any view on any device.
+        Pass all local shards at once, because each call reads and checks a chunk once. Reading converts values to the
+        live tensor's dtype. A tensor may be any view on any device.
 
         Raises:
-            CheckpointError: a name is missing or a shape differs (all listed), before anything is read; or a chunk
-                that is read is damaged (file and chunk are named): then some local shards may have been filled.
+            CheckpointError: a name is missing or a shape differs (the error lists all), before any read; or a chunk is
+                damaged (the error names file and chunk), after some local shards may have been filled.
         """
         self._refuse(self._unfilled({shard.tensor_slice.name: shard.global_shape for shard in shards}, kind), kind)
         parts: dict[str, list[_Part]] = {}
@@ -123,9 +126,9 @@ class CheckpointReader:
                     f"{shard.tensor_slice.key}: the tensor's shape {list(shard.tensor.shape)} is not its slice's"
                 )
             for source, file in self.manifest.tensors[kind][shard.tensor_slice.name].tensor_slices:
-                both = source.intersection(shard.tensor_slice)
-                if both is not None:
-                    parts.setdefault(file, []).append(_Part(source, both, shard))
+                overlap = source.intersection(shard.tensor_slice)
+                if overlap is not None:
+                    parts.setdefault(file, []).append(_Part(source, overlap, shard))
         for name in sorted(parts):
             self._read_from(name, parts[name], self.manifest.tensors[kind])
 
@@ -146,13 +149,13 @@ class CheckpointReader:
 
     def _refuse(self, differences: Sequence[str], kind: str) -> None:
         if differences:
-            shown = "; ".join(differences[:_MAX_DIFFERENCES_SHOWN])
+            listed = "; ".join(differences[:_MAX_DIFFERENCES_SHOWN])
             more = len(differences) - _MAX_DIFFERENCES_SHOWN
             rest = f"; and {more} more" if more > 0 else ""
-            raise CheckpointError(f"{self.folder}: is a checkpoint of another {kind}: {shown}{rest}")
+            raise CheckpointError(f"{self.folder}: is a checkpoint of another {kind}: {listed}{rest}")
 
     def _read_from(self, name: str, parts: list[_Part], tensors: Mapping[str, StoredTensor]) -> None:
-        """Fill every part that lies in one file, in the file's order."""
+        """Fill every part from one file, in the file's order."""
         with TensorFile(self.folder / name, self.manifest.files[name] if self.verify == "full" else None) as file:
             step = file.metadata.get("step")
             if step != str(self.manifest.step):
@@ -164,23 +167,23 @@ class CheckpointReader:
 
 
 def _locate(file: TensorFile, source: TensorSlice, dtype: str) -> int:
-    """First byte of a stored tensor slice, after checking that the file's header agrees with the manifest."""
+    """First byte of a stored tensor slice, after a check that the file's header agrees with the manifest."""
     stored = file.entries.get(source.key)
     if stored is None or stored.entry != Entry(source.key, dtype, source.shape):
-        shown = f"{stored.entry.dtype} {list(stored.entry.shape)}" if stored else "nothing"
+        found_text = f"{stored.entry.dtype} {list(stored.entry.shape)}" if stored else "nothing"
         raise CheckpointError(
-            f"{file.path}: holds {shown} under {source.key}, the manifest says {dtype} {list(source.shape)}"
+            f"{file.path}: holds {found_text} under {source.key}, the manifest says {dtype} {list(source.shape)}"
         )
     return stored.start
 
 
 def _fill(file: TensorFile, start: int, part: _Part, dtype: str) -> None:
     in_source = _relative(part.tensor_slice, part.source)
-    in_piece = _relative(part.tensor_slice, part.shard.tensor_slice)
+    in_shard = _relative(part.tensor_slice, part.shard.tensor_slice)
     target = part.shard.tensor.detach()
     for offsets, shape in blocks(part.tensor_slice.shape, ITEM_BYTES[dtype]):
         at = tuple(a + b for a, b in zip(in_source, offsets, strict=True))
-        to = tuple(a + b for a, b in zip(in_piece, offsets, strict=True))
+        to = tuple(a + b for a, b in zip(in_shard, offsets, strict=True))
         place = select(target, to, shape)
         as_stored = place.device.type == "cpu" and place.is_contiguous() and place.dtype == DTYPES[dtype]
         block = place if as_stored else torch.empty(shape, dtype=DTYPES[dtype])
@@ -195,7 +198,7 @@ def _relative(tensor_slice: TensorSlice, origin: TensorSlice) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Rows:
-    """Equal runs of elements at equal distances: ``count`` runs of ``run`` elements, ``stride`` apart."""
+    """``count`` runs of ``run`` elements each, at a distance of ``stride`` elements."""
 
     first: int
     count: int
@@ -204,9 +207,9 @@ class _Rows:
 
 
 def _rows(global_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[_Rows]:
-    """Where a block's elements lie in a row-major tensor, in the block's own row-major order."""
+    """Positions of a block's elements in a row-major tensor, in the block's row-major order."""
     strides = [prod(global_shape[dim + 1 :]) for dim in range(len(global_shape))]
-    split = len(global_shape)  # dims from here on are taken whole, so they and the one before them are one run
+    split = len(global_shape)  # dims from here on are whole, so they form one run with the dim before them
     while split > 0 and shape[split - 1] == global_shape[split - 1]:
         split -= 1
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
@@ -223,7 +226,7 @@ def _rows(global_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[
 def _read_block(
     file: TensorFile, start: int, global_shape: tuple[int, ...], offsets: tuple[int, ...], block: torch.Tensor
 ) -> None:
-    """Read the block at ``offsets`` of a stored tensor of that shape, whose data begins at byte ``start``."""
+    """Read the block at ``offsets`` of a stored tensor of ``global_shape``, whose data begins at byte ``start``."""
     item = block.element_size()
     target = byte_view(block)
     done = 0

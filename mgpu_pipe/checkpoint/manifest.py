@@ -1,29 +1,43 @@
-"""``manifest.json``: what a checkpoint holds, and the hashes that prove it. Written last, read first.
+"""``manifest.json``: contents and hashes of a checkpoint, written last and read first.
 
-A folder without a valid manifest is not a checkpoint. The manifest is parsed as if an enemy had written it: nothing
-in it leads outside the folder, and every tensor slice it lists is shown to tile its tensor before one byte is read.
+A folder without a valid manifest is not a checkpoint. The parser treats the manifest as hostile: no name may lead
+outside the folder, and the tensor slices must tile their tensors before any byte is read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mgpu_pipe.checkpoint import files
-from mgpu_pipe.checkpoint.chunks import FileRecord, number_of_chunks
+from mgpu_pipe.checkpoint import file_operations as files
+from mgpu_pipe.checkpoint.chunks import (
+    ChunkedFile,
+    FileRecord,
+    as_list,
+    as_object,
+    as_size,
+    as_sizes,
+    as_text,
+    canonical,
+    check_bytes,
+    number_of_chunks,
+    parse,
+    size_fault,
+)
 from mgpu_pipe.checkpoint.layout import CONFIG, FORMAT_VERSION, KINDS, MANIFEST, STATE
-from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_size, as_sizes, as_text, canonical, parse
 from mgpu_pipe.checkpoint.tensor_file import ITEM_BYTES
 from mgpu_pipe.checkpoint.tensor_slices import TensorSlice, tiling_fault
 from mgpu_pipe.errors import CheckpointError
 
 MAX_MANIFEST_BYTES = 1 << 30
-"""Far above a real one: about 100 bytes a tensor slice."""
+"""Limit far above real manifests, which have about 100 bytes per tensor slice."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -31,12 +45,12 @@ _KEYS = ("format_version", "step", "tensors", "files", "root")
 
 
 class OtherFormatError(CheckpointError):
-    """The checkpoint is as it was written, by another version of this program."""
+    """The checkpoint is undamaged, but another version of this program wrote it."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's whole shape, its safetensors dtype, and the file that holds each of its tensor slices."""
+    """A tensor's unsharded shape, its safetensors dtype, and the file of each of its tensor slices."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -52,13 +66,13 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def encode(self) -> bytes:
-        """The manifest's bytes, with the root hash over all the rest."""
+        """The manifest's bytes, with the root hash over the other fields."""
         body = self._body()
         return canonical({**body, "root": _root_hash(body)})
 
     @property
     def root(self) -> str:
-        """SHA-256 over the whole content: equal roots are equal checkpoints."""
+        """SHA-256 over the whole content; checkpoints with equal roots are equal."""
         return _root_hash(self._body())
 
     def _body(self) -> dict[str, object]:
@@ -93,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a step's folder.
 
     Raises:
-        CheckpointError: there is none, it was changed after it was written, or it contradicts itself.
+        CheckpointError: the manifest is missing, changed after writing, or contradictory.
     """
     path = folder / MANIFEST
     if not path.is_symlink() and not path.exists():
@@ -106,7 +120,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 
     Raises:
         OtherFormatError: another version of this program wrote it.
-        CheckpointError: anything missing, unknown, of a wrong type, unsafe or contradictory.
+        CheckpointError: something is missing, unknown, of a wrong type, unsafe or contradictory.
     """
     value = as_object(parse(data, where), where)
     version = value.get("format_version")
@@ -140,7 +154,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
 def _check_room(
     tensors: Mapping[str, Mapping[str, StoredTensor]], records: Mapping[str, FileRecord], where: str
 ) -> None:
-    """Refuse slices that their files are too small for: memory would be taken for numbers that are nowhere."""
+    """Refuse slices that do not fit into their files, before memory is allocated for them."""
     needed: dict[str, int] = {}
     for tensor in (tensor for named in tensors.values() for tensor in named.values()):
         for tensor_slice, file in tensor.tensor_slices:
@@ -186,3 +200,76 @@ def _parse_tensor(name: str, value: Any, records: Mapping[str, FileRecord], wher
     if fault:
         raise CheckpointError(f"{where}: {fault}")
     return StoredTensor(shape, dtype, tuple(tensor_slices))
+
+
+Verify = Literal["full", "size", "off"]
+
+MAX_SMALL_FILE_BYTES = 64 * 1024 * 1024
+"""Limit in bytes of state.json and config.yaml, which are read whole."""
+
+_MAX_HASHING_THREADS = 8
+
+
+def check_folder(folder: Path, verify: Verify) -> Manifest:
+    """Check a step's folder as a whole.
+
+    Args:
+        verify: ``full`` checks the hash of every chunk of every file; ``size`` checks that every file exists with its
+            size; ``off`` checks only the manifest.
+
+    Raises:
+        CheckpointError: a check fails; the error names the file and, with ``full``, the chunk.
+    """
+    manifest = read_manifest(folder)
+    if verify == "full":
+        with hashing_pool() as pool:
+            for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), sorted(manifest.files.items())):
+                pass
+    elif verify == "size":
+        check_sizes(folder, manifest)
+    return manifest
+
+
+def hashing_pool() -> ThreadPoolExecutor:
+    """Threads that read and hash files in parallel; hashlib releases the GIL."""
+    return ThreadPoolExecutor(min(_MAX_HASHING_THREADS, os.cpu_count() or 1), thread_name_prefix="checkpoint-hash")
+
+
+def _check_file(path: Path, record: FileRecord) -> None:
+    with ChunkedFile(path, record) as file:
+        file.check()
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Check that every file of the manifest is a plain file of the recorded size.
+
+    Raises:
+        CheckpointError: the first file that is not.
+    """
+    for name, record in sorted(manifest.files.items()):
+        descriptor, size = files.open_regular(folder / name)
+        os.close(descriptor)
+        if size != record.size:
+            raise CheckpointError(size_fault(folder / name, size, record))
+
+
+def read_small_file(folder: Path, name: str, manifest: Manifest, verify: Verify) -> bytes:
+    """The bytes of state.json or config.yaml; ``verify="full"`` checks their hash."""
+    data = files.read_file(folder / name, MAX_SMALL_FILE_BYTES)
+    if verify == "full":
+        check_bytes(data, manifest.files[name], folder / name)
+    return data
+
+
+def read_state(folder: Path, manifest: Manifest, verify: Verify) -> dict[str, Any]:
+    """The content of state.json.
+
+    Raises:
+        CheckpointError: the file is damaged, of another format version, or of another step than the manifest.
+    """
+    where = str(folder / STATE)
+    state = as_object(parse(read_small_file(folder, STATE, manifest, verify), where), where)
+    for key, expected in (("format_version", FORMAT_VERSION), ("step", manifest.step)):
+        if state.get(key) != expected:
+            raise CheckpointError(f"{where}: {key} is {state.get(key)!r}, the manifest says {expected}")
+    return state

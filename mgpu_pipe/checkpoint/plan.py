@@ -1,4 +1,4 @@
-"""Who writes what: a pure function of what every rank holds, so that every rank computes the same plan."""
+"""Assigns tensor slices to ranks for writing; a pure function of all ranks' shards, so all compute the same plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mgpu_pipe.errors import CheckpointSaveError
 
 
 @dataclass(frozen=True)
-class Held:
-    """A tensor slice that a rank holds, and what the rank says about its tensor."""
+class ShardRecord:
+    """A rank's tensor slice, with kind, shape and dtype of its tensor."""
 
     kind: str
     tensor_slice: TensorSlice
@@ -33,38 +33,38 @@ class Held:
         ]
 
     @classmethod
-    def from_json(cls, value: Sequence[object]) -> Held:
+    def from_json(cls, value: Sequence[object]) -> ShardRecord:
         kind, name, offsets, shape, global_shape, dtype = value
         tensor_slice = TensorSlice(str(name), tuple(offsets), tuple(shape))  # type: ignore[arg-type]
         return cls(str(kind), tensor_slice, tuple(global_shape), str(dtype))  # type: ignore[arg-type]
 
 
-def plan_files(by_rank: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredTensor]]:
-    """Assign every tensor slice to the file of exactly one of the ranks that hold it, balancing bytes.
+def plan_files(by_rank: Sequence[Sequence[ShardRecord]]) -> dict[str, dict[str, StoredTensor]]:
+    """Assign every tensor slice to the file of exactly one of its holders, balancing bytes.
 
-    The largest tensor slices are dealt first, each to the least loaded of its holders (the lowest rank of equals).
-    Empty tensor slices of a tensor that is not empty (a rank without a shard) are left out.
+    Each slice, the largest first, goes to the least loaded of its holders (the lowest rank of equals). Empty slices of
+    a nonempty tensor (a rank without a shard) are left out.
 
     Args:
-        by_rank: what each rank holds, in the order of ranks.
+        by_rank: each rank's records, in the order of ranks.
 
     Returns:
         ``[kind][name]``: the manifest's tensors.
 
     Raises:
-        CheckpointSaveError: ranks disagree about a tensor's shape or dtype, a rank lists a tensor slice twice, or the
+        CheckpointSaveError: ranks disagree on a tensor's shape or dtype, a rank lists a tensor slice twice, or the
             tensor slices do not cover each tensor exactly once.
     """
     holders: dict[tuple[str, TensorSlice], list[int]] = {}
-    facts: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+    types: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
     for rank, tensor_slices in enumerate(by_rank):
         for item in tensor_slices:
-            fact = (item.global_shape, item.dtype)
-            agreed = facts.setdefault((item.kind, item.tensor_slice.name), fact)
-            if agreed != fact:
+            tensor_type = (item.global_shape, item.dtype)
+            known = types.setdefault((item.kind, item.tensor_slice.name), tensor_type)
+            if known != tensor_type:
                 raise CheckpointSaveError(
-                    f"{item.kind} tensor {item.tensor_slice.name}: rank {rank} has {_describe(fact)}, "
-                    f"another rank {_describe(agreed)}"
+                    f"{item.kind} tensor {item.tensor_slice.name}: rank {rank} has {_describe(tensor_type)}, "
+                    f"another rank {_describe(known)}"
                 )
             if item.tensor_slice.volume == 0 and 0 not in item.global_shape:
                 continue
@@ -74,17 +74,17 @@ def plan_files(by_rank: Sequence[Sequence[Held]]) -> dict[str, dict[str, StoredT
                     f"{item.kind} tensor {item.tensor_slice.name}: rank {rank} lists {item.tensor_slice.key} twice"
                 )
             ranks.append(rank)
-    writers = _deal(holders, {key: ITEM_BYTES[dtype] for key, (_, dtype) in facts.items()}, len(by_rank))
-    tiles: dict[tuple[str, str], list[tuple[TensorSlice, str]]] = {key: [] for key in facts}
+    writers = _deal(holders, {key: ITEM_BYTES[dtype] for key, (_, dtype) in types.items()}, len(by_rank))
+    tiles: dict[tuple[str, str], list[tuple[TensorSlice, str]]] = {key: [] for key in types}
     for (kind, tensor_slice), rank in writers.items():
         tiles[kind, tensor_slice.name].append((tensor_slice, tensor_file_name(kind, rank)))
     tensors: dict[str, dict[str, StoredTensor]] = {kind: {} for kind in KINDS}
-    for (kind, name), placed in sorted(tiles.items()):
-        shape, dtype = facts[kind, name]
-        fault = tiling_fault(shape, [tensor_slice for tensor_slice, _ in placed])
+    for (kind, name), slices in sorted(tiles.items()):
+        shape, dtype = types[kind, name]
+        fault = tiling_fault(shape, [tensor_slice for tensor_slice, _ in slices])
         if fault:
             raise CheckpointSaveError(f"{kind} tensor {name} of shape {list(shape)} is not held exactly once: {fault}")
-        tensors[kind][name] = StoredTensor(shape, dtype, tuple(sorted(placed)))
+        tensors[kind][name] = StoredTensor(shape, dtype, tuple(sorted(slices)))
     return tensors
 
 
@@ -96,7 +96,7 @@ def _deal(
 
     load = [0] * world_size
     writers: dict[tuple[str, TensorSlice], int] = {}
-    # Tensor slices with one holder come first: nothing can be chosen there, and the others are dealt around them.
+    # Tensor slices with one holder come first, because there is no choice; the others balance around them.
     for key in sorted(holders, key=lambda k: (len(holders[k]) > 1, -nbytes(k), k)):
         rank = min(holders[key], key=lambda r: (load[r], r))
         load[rank] += nbytes(key)
@@ -104,5 +104,5 @@ def _deal(
     return writers
 
 
-def _describe(fact: tuple[tuple[int, ...], str]) -> str:
-    return f"{fact[1]} {list(fact[0])}"
+def _describe(tensor_type: tuple[tuple[int, ...], str]) -> str:
+    return f"{tensor_type[1]} {list(tensor_type[0])}"

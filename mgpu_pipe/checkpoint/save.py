@@ -1,7 +1,7 @@
-"""Saving: all ranks write their tensor slices into a partial folder, which gets its name when it is whole.
+"""Saves checkpoints: all ranks write their tensor slices into a partial folder, which is renamed when it is complete.
 
-The order is what makes a save safe against a crash at any instant: every data file flushed, then the manifest, then
-the folder's entries, then the rename, then the parent folder.
+The order makes a save safe against a crash at any instant: flush every data file, then the manifest, then the folder's
+entries, then rename, then flush the parent folder.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.checkpoint import files, layout
-from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, record_of
-from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size, together
-from mgpu_pipe.checkpoint.finite import NotFinite, all_finite
-from mgpu_pipe.checkpoint.host import dtype_name, host_bytes
+import numpy as np
+
+from mgpu_pipe.checkpoint import file_operations as files
+from mgpu_pipe.checkpoint import layout
+from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, canonical, record_of
+from mgpu_pipe.checkpoint.file_operations import Buffer
+from mgpu_pipe.checkpoint.host_bytes import dtype_name, exchange_json, host_bytes, rank_and_size, run_on_all_ranks
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
-from mgpu_pipe.checkpoint.plan import Held, plan_files
-from mgpu_pipe.checkpoint.strict_json import canonical
+from mgpu_pipe.checkpoint.plan import ShardRecord, plan_files
 from mgpu_pipe.checkpoint.tensor_file import Entry, file_order, write_tensor_file
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointSaveError
@@ -28,11 +29,40 @@ from mgpu_pipe.errors import CheckpointSaveError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+
+_LEAST_NOT_FINITE = {
+    "F64": (8, 0x7FF0_0000_0000_0000),
+    "F32": (4, 0x7F80_0000),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F8_E4M3": (1, 0x7F),
+    "F8_E5M2": (1, 0x7C),
+}
+"""Bytes of a number, and the smallest bits (without the sign) of a non-finite one, by safetensors dtype."""
+
+
+class NotFinite(Exception):
+    """A tensor to save contains infinity or NaN; ``what`` names it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is not finite")
+        self.what = what
+
+
+def all_finite(data: Buffer, dtype: str) -> bool:
+    """Whether all numbers in ``data`` (complete elements of a safetensors dtype) are finite; integers always are."""
+    if dtype not in _LEAST_NOT_FINITE or not len(data):
+        return True
+    size, least = _LEAST_NOT_FINITE[dtype]
+    bits = np.frombuffer(data, f"<u{size}")
+    return int(bits.view(f"<i{size}").max()) < least and int(bits.max()) < least + (1 << (8 * size - 1))
+
+
 _log = logging.getLogger(__name__)
 
 
 Plan = Mapping[str, Mapping[str, StoredTensor]]
-"""``[kind][name]``: which file gets which tensor slice."""
+"""``[kind][name]``: the file of each tensor slice."""
 
 
 def save(
@@ -47,26 +77,26 @@ def save(
     """Write the checkpoint of ``step`` and return its folder. A collective call over ``group``.
 
     Args:
-        root: the run's ``checkpoints`` folder, made if missing; the same on all ranks, on a file system they share.
+        root: the run's ``checkpoints`` folder, made if missing; the same on all ranks, on a shared file system.
         step: completed optimizer steps.
         model: this rank's local shards of the weights.
         optimizer: this rank's local shards of the optimizer's state, named ``<parameter>/<state key>``.
-        state: the content of state.json (JSON values); rank 0's counts. ``step`` and ``format_version`` are added.
-        config_file: copied to config.yaml by rank 0.
-        group: the process group that saves; None is the world, or this process alone where there is none.
+        state: the content of state.json (JSON values), from rank 0; the save adds ``step`` and ``format_version``.
+        config_file: rank 0 copies it to config.yaml.
+        group: the process group that saves; None is the world, or only this process without a world.
 
     Raises:
-        CheckpointSaveError: on all ranks, when anything failed on any of them. What was committed before is
-            untouched, and the partial folder is gone.
-        NotFinite: on all ranks, when a weight or a part of the optimizer's state is infinite or NaN on any of them;
-            likewise.
+        CheckpointSaveError: on all ranks, if anything failed on any rank. Committed steps stay, and the partial folder
+            is removed.
+        NotFinite: on all ranks, if a weight or optimizer state is infinite or NaN on any rank. Committed steps stay,
+            and the partial folder is removed.
     """
     plan = Planner().plan(root, step, model, optimizer, group)
     return write(root, step, plan, model, optimizer, state, config_file, group)
 
 
 class Planner:
-    """Decides who writes what, and keeps the decision as long as every rank holds what it held."""
+    """Plans which rank writes which tensor slice, and reuses the plan while all ranks' shards stay the same."""
 
     def __init__(self) -> None:
         self._digests: list[str] = []
@@ -80,23 +110,23 @@ class Planner:
         optimizer: Sequence[LocalShard],
         group: dist.ProcessGroup | None,
     ) -> Plan:
-        """The files of a save; the same on all ranks. A collective call; the arguments are those of :func:`save`.
+        """The files of a save, the same on all ranks. A collective call with the arguments of :func:`save`.
 
         Raises:
-            CheckpointSaveError: on all ranks, when a rank's local shards cannot be saved, or all local shards together
+            CheckpointSaveError: on all ranks, if a rank's local shards cannot be saved, or all local shards together
                 do not cover every tensor exactly once.
         """
         failed = _failure(root, step)
-        entries: list[Held] = []
+        entries: list[ShardRecord] = []
 
         def digest() -> str:
             entries.extend(describe(model, optimizer))
             return hashlib.sha256(canonical([item.to_json() for item in entries])).hexdigest()
 
-        digests = together(digest, failed, group)
+        digests = run_on_all_ranks(digest, failed, group)
         if digests != self._digests:
-            replies = together(lambda: [item.to_json() for item in entries], failed, group)
-            self._plan = plan_files([[Held.from_json(item) for item in reply] for reply in replies])
+            replies = run_on_all_ranks(lambda: [item.to_json() for item in entries], failed, group)
+            self._plan = plan_files([[ShardRecord.from_json(item) for item in reply] for reply in replies])
             self._digests = digests
         return self._plan
 
@@ -112,12 +142,12 @@ def write(
     group: dist.ProcessGroup | None = None,
     before_manifest: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Write what was planned, and commit it. A collective call over ``group``; see :func:`save`.
+    """Write the planned files and commit the step. A collective call over ``group``; see :func:`save`.
 
     Args:
-        model: at least the local shards of the weights that the plan gives to this rank.
-        optimizer: the same of the optimizer's state.
-        before_manifest: called on rank 0 when all data is on the disk and the manifest is not.
+        model: at least the local shards of the weights that the plan assigns to this rank.
+        optimizer: at least the local shards of optimizer state that the plan assigns to this rank.
+        before_manifest: called on rank 0 after all data is on the disk and before the manifest is written.
     """
     rank, _ = rank_and_size(group)
     folder = layout.step_folder(root, step, layout.PARTIAL)
@@ -146,16 +176,16 @@ def write(
             layout.commit(root, step)
 
     try:
-        together(begin, failed, group)
-        written = together(write_mine, failed, group)
+        run_on_all_ranks(begin, failed, group)
+        written = run_on_all_ranks(write_mine, failed, group)
         for part in written:
             if "not_finite" in part:
                 raise NotFinite(part["not_finite"])
-        together(finish, failed, group)
+        run_on_all_ranks(finish, failed, group)
     except (CheckpointSaveError, NotFinite):
         if rank == 0:
             _clean_up(root)
-        exchange_json(None, group)  # no rank goes on before the partial folder is gone
+        exchange_json(None, group)  # all ranks wait until the partial folder is removed
         raise
     return layout.step_folder(root, step)
 
@@ -164,8 +194,8 @@ def _failure(root: Path, step: int) -> str:
     return f"the checkpoint of step {step} could not be written to {root}"
 
 
-def planned_for(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """The local shards that the plan has this rank write."""
+def shards_to_write(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """The local shards that the plan assigns to this rank."""
     name = layout.tensor_file_name(kind, rank)
     mine = {
         tensor_slice for tensor in plan[kind].values() for tensor_slice, file in tensor.tensor_slices if file == name
@@ -173,14 +203,14 @@ def planned_for(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShard]) 
     return [shard for shard in shards if shard.tensor_slice in mine]
 
 
-def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> list[Held]:
-    """What this rank holds.
+def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> list[ShardRecord]:
+    """The records of this rank's shards.
 
     Raises:
-        ValueError: a local shard's tensor does not have its tensor slice's shape, is not materialised, or has no known
-            dtype.
+        ValueError: a local shard's tensor does not have its tensor slice's shape, is not materialised, or has an
+            unknown dtype.
     """
-    entries: list[Held] = []
+    entries: list[ShardRecord] = []
     for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True):
         for shard in shards:
             if tuple(shard.tensor.shape) != shard.tensor_slice.shape or shard.tensor.device.type == "meta":
@@ -188,7 +218,7 @@ def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> li
                     f"{shard.tensor_slice.key} of shape {list(shard.tensor_slice.shape)} is given a tensor of shape "
                     f"{list(shard.tensor.shape)} on {shard.tensor.device}"
                 )
-            entries.append(Held(kind, shard.tensor_slice, tuple(shard.global_shape), dtype_name(shard.tensor)))
+            entries.append(ShardRecord(kind, shard.tensor_slice, tuple(shard.global_shape), dtype_name(shard.tensor)))
     return entries
 
 
@@ -201,7 +231,7 @@ def write_files(
     optimizer: Sequence[LocalShard],
     texts: Mapping[str, bytes],
 ) -> list[tuple[str, int, list[str]]]:
-    """Write this rank's files and flush them, all at once: each flush waits for the disk.
+    """Write and flush this rank's files in parallel, because each flush waits for the disk.
 
     Args:
         texts: further files by their names.
@@ -210,7 +240,7 @@ def write_files(
         Name, size in bytes and chunk hashes of each.
 
     Raises:
-        NotFinite: a tensor holds infinity or NaN.
+        NotFinite: a tensor contains infinity or NaN.
     """
     with ThreadPoolExecutor(len(layout.KINDS) + 1, thread_name_prefix="checkpoint-write") as pool:
         jobs = [
@@ -247,15 +277,15 @@ def _write_texts(folder: Path, texts: Mapping[str, bytes]) -> dict[str, FileReco
 
 
 def file_metadata(kind: str, step: int) -> dict[str, str]:
-    """The header metadata of a checkpoint's tensor file; a reader tells files of another step by it."""
+    """The header metadata of a checkpoint's tensor file; a reader detects files of another step by it."""
     return {"format": "pt", "kind": kind, "step": str(step)}
 
 
 def _finite_bytes(kind: str, shards: Iterable[tuple[str, LocalShard]]) -> Iterator[memoryview]:
-    """The local shards' bytes in parts of at most a chunk, each looked at while it is at hand to be written and hashed.
+    """The local shards' bytes in parts of at most a chunk, each checked just before it is hashed and written.
 
     Raises:
-        NotFinite: a local shard holds infinity or NaN.
+        NotFinite: a local shard contains infinity or NaN.
     """
     what = "weight" if kind == layout.KINDS[0] else "optimizer state"
     for dtype, shard in shards:
@@ -285,5 +315,5 @@ def _clean_up(root: Path) -> None:
     try:
         layout.clean(root)
     except OSError as error:
-        # The failed save has raised its own error; what is left here is never read, and the next save removes it.
+        # The save raises its error. The partial folder is never read, and the next save removes it.
         _log.warning("%s: a partial checkpoint could not be removed (%s)", root, error)

@@ -1,8 +1,8 @@
-"""Safetensors files, written as a stream and read by ranges.
+"""Writes safetensors files as a stream and reads them by ranges.
 
 The format is https://github.com/huggingface/safetensors#format: eight bytes of little-endian header length, a JSON
-header of ``name -> {dtype, shape, data_offsets}``, then the raw little-endian data without holes. Nothing here
-imports torch: the writer takes bytes, the reader fills them.
+header of ``name -> {dtype, shape, data_offsets}``, then the raw little-endian data without holes. The writer takes
+bytes and the reader fills them, so this module needs no torch.
 """
 
 from __future__ import annotations
@@ -16,9 +16,19 @@ from math import prod
 from pathlib import Path
 from types import TracebackType
 
-from mgpu_pipe.checkpoint import files
-from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, ChunkedFile, ChunkHasher, FileRecord
-from mgpu_pipe.checkpoint.strict_json import as_list, as_object, as_size, as_sizes, as_text, parse
+from mgpu_pipe.checkpoint import file_operations as files
+from mgpu_pipe.checkpoint.chunks import (
+    CHUNK_BYTES,
+    ChunkedFile,
+    ChunkHasher,
+    FileRecord,
+    as_list,
+    as_object,
+    as_size,
+    as_sizes,
+    as_text,
+    parse,
+)
 from mgpu_pipe.errors import CheckpointError
 
 ITEM_BYTES = {
@@ -38,13 +48,13 @@ ITEM_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Size in bytes of one element of each safetensors dtype that a checkpoint may hold."""
+"""Size in bytes of one element, by safetensors dtype."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's own limit."""
+"""The limit of the safetensors library."""
 
 HASHING_THREADS = 2
-"""Threads that hash what one more writes: with SHA instructions one of them keeps up with most disks."""
+"""Threads that hash next to the writing thread; with SHA instructions one keeps up with most disks."""
 
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
@@ -64,12 +74,12 @@ class Entry:
 
 
 def file_order(entries: Iterable[Entry]) -> list[Entry]:
-    """The order of the data in a file: wide elements first, so that each tensor is aligned to its element."""
+    """The order of the data in a file: wide elements first, so that each tensor is aligned to its elements."""
     return sorted(entries, key=lambda entry: (-ITEM_BYTES[entry.dtype], entry.name))
 
 
 def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    """Length and header of a file that holds ``entries`` in this order; padded so that the data starts at 8 bytes."""
+    """Length and header of a file with ``entries`` in this order, padded to a multiple of 8 bytes."""
     header: dict[str, object] = {_METADATA: dict(metadata)}
     position = 0
     for entry in entries:
@@ -88,30 +98,30 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> byte
 def write_tensor_file(
     path: Path, entries: Sequence[Entry], metadata: Mapping[str, str], data: Iterable[files.Buffer]
 ) -> FileRecord:
-    """Write a new file as a stream, hash it on the way, and flush it to the disk.
+    """Write a new file as a stream, hash it while writing, and flush it to the disk.
 
     Args:
         path: the file, which must not exist.
         entries: the tensors, in the order of their data.
         metadata: the header's text-to-text metadata.
-        data: the tensors' host bytes one after another, cut anywhere.
+        data: the tensors' host bytes in order, split anywhere.
 
     Raises:
-        OSError: the disk is full, the folder cannot be written, ...; names the path.
+        OSError: the disk is full, the folder cannot be written, ...; the error names the path.
     """
     header, size = encode_header(entries, metadata), sum(entry.nbytes for entry in entries)
     hasher = ChunkHasher(HASHING_THREADS if size > CHUNK_BYTES else 0)
     with files.naming(path):
         descriptor = files.create(path)
         try:
-            written = begun = 0
+            written = flushed = 0
             for part in _parts(chain((header,), data)):
                 hasher.update(part)
                 files.write(descriptor, part)
                 written += part.nbytes
-                if written - begun >= CHUNK_BYTES:
-                    files.begin_flush(descriptor, begun, written - begun)
-                    begun = written
+                if written - flushed >= CHUNK_BYTES:
+                    files.begin_flush(descriptor, flushed, written - flushed)
+                    flushed = written
             files.sync(descriptor)
             record = hasher.record()
             if record.size != len(header) + size:
@@ -123,7 +133,7 @@ def write_tensor_file(
 
 
 def _parts(data: Iterable[files.Buffer]) -> Iterator[memoryview]:
-    """The bytes in parts of at most a chunk: one is hashed while another is written."""
+    """The bytes in parts of at most a chunk, so that one is hashed while another is written."""
     for buffer in data:
         rest = memoryview(buffer)
         while rest.nbytes:
@@ -133,21 +143,21 @@ def _parts(data: Iterable[files.Buffer]) -> Iterator[memoryview]:
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """Where a tensor lies in a file: absolute ``start`` in bytes."""
+    """A tensor with its absolute ``start`` in the file, in bytes."""
 
     entry: Entry
     start: int
 
 
 class TensorFile:
-    """A safetensors file that is read by ranges; its header is checked before anything is believed.
+    """A safetensors file for reading ranges, with a checked header.
 
     Args:
         path: the file.
-        expected: the hashes that reads are checked against; None checks none.
+        expected: hashes to check reads against; None checks nothing.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or its header does not describe it.
+        CheckpointError: the file is missing or damaged, or its header does not describe it.
     """
 
     def __init__(self, path: Path, expected: FileRecord | None) -> None:
@@ -207,7 +217,7 @@ def _parse_entry(name: str, value: object, where: str) -> tuple[int, int, Entry]
 
 
 def _place(spans: list[tuple[int, int, Entry]], start: int, size: int, where: str) -> dict[str, StoredEntry]:
-    """The entries' places in the file, once it is known that they fill its data without overlap or hole."""
+    """The entries' places in the file, after a check that they fill its data without overlap or hole."""
     position = 0
     placed: dict[str, StoredEntry] = {}
     for begin, end, entry in sorted(spans, key=lambda span: span[:2]):

@@ -1,6 +1,6 @@
-"""Tensor slices: a rank's part of a tensor in the coordinates of the unsharded module.
+"""Tensor slices: a rank's parts of a tensor in the coordinates of the unsharded module.
 
-Every engine's sharding is tensor slices. A :class:`LocalShard` is a tensor slice with the live tensor that fills it.
+They describe the sharding of every engine. A :class:`LocalShard` is a tensor slice with its live tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TensorSlice:
         return cls(name, (0,) * len(shape), tuple(shape))
 
     def intersection(self, other: TensorSlice) -> TensorSlice | None:
-        """The block both tensor slices cover, or None."""
+        """The block that both tensor slices cover; None without overlap."""
         if self.name != other.name or len(self.shape) != len(other.shape):
             return None
         low = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
@@ -51,8 +51,7 @@ class TensorSlice:
 
 @dataclass
 class LocalShard:
-    """A tensor slice, the shape of the whole tensor it belongs to, and the live tensor (of the tensor slice's shape)
-    that fills it.
+    """A tensor slice with the shape of its unsharded tensor and its live tensor, of the slice's shape.
 
     Saving reads ``tensor``; loading writes into it in place.
     """
@@ -63,9 +62,9 @@ class LocalShard:
 
 
 def tiling_fault(global_shape: Sequence[int], tensor_slices: Sequence[TensorSlice]) -> str | None:
-    """Why ``tensor_slices`` do not cover every element of a tensor exactly once; None if they do.
+    """The reason why ``tensor_slices`` do not cover every element of a tensor exactly once; None if they do.
 
-    Tensor slices that lie inside, do not overlap and have the tensor's volume together leave no gap.
+    Slices inside the tensor that do not overlap and have its volume together leave no gap.
     """
     for tensor_slice in tensor_slices:
         if len(tensor_slice.offsets) != len(global_shape) or len(tensor_slice.shape) != len(global_shape):
@@ -89,52 +88,98 @@ def tiling_fault(global_shape: Sequence[int], tensor_slices: Sequence[TensorSlic
 
 
 class _TooEntangled(Exception):
-    """Many tensor slices that no straight cut separates."""
+    """Too many tensor slices remain that no straight cut separates."""
 
 
 MOST_ENTANGLED = 512
-"""Tensor slices that are compared pair by pair. What strategies cut falls apart by straight cuts, one dim after
-another.
+"""Most tensor slices that are compared in pairs. Straight cuts along one dim after another separate the slices of every
+strategy.
 """
-MOST_LOOKS = 64
-"""Times that a tensor slice may be looked at: cuts that lie in one another."""
+MOST_VISITS = 64
+"""Most visits of a tensor slice, which bounds nested cuts."""
 
 
 def _first_overlap(tensor_slices: list[TensorSlice], dims: Sequence[int]) -> tuple[TensorSlice, TensorSlice] | None:
-    """Two tensor slices that overlap; None if none do. Straight cuts part the tensor slices until few are left
-    together.
+    """Two tensor slices that overlap; None if none do. Straight cuts separate the slices into small groups.
 
     Raises:
-        _TooEntangled: more are left together than are compared, or parting them takes too many cuts.
+        _TooEntangled: a group is too large to compare in pairs, or separating takes too many cuts.
     """
-    left = [tensor_slices]
-    looks = MOST_LOOKS * len(tensor_slices) + MOST_ENTANGLED
-    while left:
-        together = left.pop()
-        looks -= len(together)
-        parts = next((parts for dim in dims if len(parts := _parted(together, dim)) > 1), None)
+    pending = [tensor_slices]
+    visits = MOST_VISITS * len(tensor_slices) + MOST_ENTANGLED
+    while pending:
+        group = pending.pop()
+        visits -= len(group)
+        parts = next((parts for dim in dims if len(parts := _separate(group, dim)) > 1), None)
         if parts is not None:
-            left += [part for part in parts if len(part) > 1]
-            if looks < 0:
+            pending += [part for part in parts if len(part) > 1]
+            if visits < 0:
                 raise _TooEntangled
-        elif len(together) > MOST_ENTANGLED:
+        elif len(group) > MOST_ENTANGLED:
             raise _TooEntangled
         else:
-            looks -= len(together) ** 2 // MOST_ENTANGLED
-            for index, tensor_slice in enumerate(together):
-                for other in together[:index]:
+            visits -= len(group) ** 2 // MOST_ENTANGLED
+            for index, tensor_slice in enumerate(group):
+                for other in group[:index]:
                     if not dims or other.intersection(tensor_slice):
                         return other, tensor_slice
     return None
 
 
-def _parted(tensor_slices: list[TensorSlice], dim: int) -> list[list[TensorSlice]]:
-    """The tensor slices in groups that a straight cut across ``dim`` separates."""
+def _separate(tensor_slices: list[TensorSlice], dim: int) -> list[list[TensorSlice]]:
+    """The tensor slices in groups that straight cuts across ``dim`` separate."""
     groups: list[list[TensorSlice]] = []
     end = -1
-    for tensor_slice in sorted(tensor_slices, key=lambda one: (one.offsets[dim], one.shape[dim])):
+    for tensor_slice in sorted(tensor_slices, key=lambda item: (item.offsets[dim], item.shape[dim])):
         if tensor_slice.offsets[dim] >= end:
             groups.append([])
         groups[-1].append(tensor_slice)
         end = max(end, tensor_slice.offsets[dim] + tensor_slice.shape[dim])
     return groups
+
+
+def flat_slices(name: str, shape: Sequence[int], start: int, stop: int) -> list[TensorSlice]:
+    """Tensor slices with the elements ``start`` to ``stop`` of the flattened (row-major) tensor, in order.
+
+    Each tensor slice is contiguous in the flattened tensor, so its elements are a slice of the range. There are at most
+    ``2 * len(shape) - 1``: partial blocks before and after a run of whole ones, in every dim but the last. An empty
+    range has none.
+
+    Raises:
+        ValueError: the range leaves the tensor.
+    """
+    if not 0 <= start <= stop <= prod(shape):
+        raise ValueError(f"elements {start} to {stop} are not in a tensor of shape {list(shape)}")
+    if start == stop:
+        return []
+    return [TensorSlice(name, offsets, sizes) for offsets, sizes in _split_range(tuple(shape), start, stop)]
+
+
+_Block = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _split_range(shape: tuple[int, ...], start: int, stop: int) -> list[_Block]:
+    """Offsets and shapes of the blocks of a non-empty range."""
+    if not shape:
+        return [((), ())]
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # rows [first, last) are whole
+    if first > last:  # inside one row
+        return _split_row(last, shape, start, stop, inner)
+    blocks: list[_Block] = []
+    if start < first * inner:
+        blocks += _split_row(first - 1, shape, start, first * inner, inner)
+    if last > first:
+        rest = shape[1:]
+        blocks.append(((first, *(0 for _ in rest)), (last - first, *rest)))
+    if stop > last * inner:
+        blocks += _split_row(last, shape, last * inner, stop, inner)
+    return blocks
+
+
+def _split_row(row: int, shape: tuple[int, ...], start: int, stop: int, inner: int) -> list[_Block]:
+    """The blocks of a range inside one row."""
+    return [
+        ((row, *offsets), (1, *sizes))
+        for offsets, sizes in _split_range(shape[1:], start - row * inner, stop - row * inner)
+    ]

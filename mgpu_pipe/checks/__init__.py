@@ -1,1 +1,1 @@
-"""What can be known to be wrong with a run before a worker starts. Imports no torch."""
+"""Checks of a run before a worker starts, without importing torch."""

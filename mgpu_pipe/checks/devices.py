@@ -1,25 +1,151 @@
-"""Checks of the GPUs that a run would use, and of what its processes talk by. No torch."""
+"""Checks of a run's GPUs, compilers, network interfaces and numeric types."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
 
-from mgpu_pipe.config.hardware import gpu_capability, usable_gpus, used_memory, why_no_gpu
-from mgpu_pipe.config.interfaces import INTERFACES, told_interfaces
+from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.config.interfaces import INTERFACES, configured_interfaces
 from mgpu_pipe.config.resolve import AMPERE, device_type, resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.kernels.layers import obstacle
+from mgpu_pipe.parallel.pipeline.work_order import splits_backward
+from mgpu_pipe.system.hardware import (
+    cpu_is_fast_at_bf16,
+    cpu_is_fast_at_fp16,
+    gpu_capability,
+    usable_gpus,
+    used_memory,
+    why_no_flash_attention_3,
+    why_no_gpu,
+)
+
+
+def compiler(names: Sequence[str] = ("c++",)) -> str | None:
+    """The first of ``names`` that is installed, or ``CXX`` instead if it is set; None if it is missing."""
+    wanted = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [wanted] if wanted else names)), None)
+
+
+def has_python_headers() -> bool:
+    """Whether ``Python.h`` is in this Python's include folders; distributions ship it in a separate package."""
+    paths = sysconfig.get_paths()
+    return any((Path(paths[name]) / "Python.h").is_file() for name in ("include", "platinclude"))
+
+
+def missing_compiler(key: str, value: object, who: str) -> Iterator[ConfigError]:
+    """The error of a missing compiler.
+
+    Args:
+        who: who compiles what, as a clause.
+    """
+    wanted = os.environ.get("CXX")
+    there = f"CXX={wanted} is not there" if wanted else "there is no C++ compiler"
+    fix = "install one (Debian and Ubuntu: apt-get install g++), or set CXX"
+    yield ConfigError(key, value, fix, f"{who}, and {there}")
+
+
+def missing_headers(key: str, value: object, who: str) -> Iterator[ConfigError]:
+    """The error of missing Python headers; nothing if they are installed."""
+    if not has_python_headers():
+        fix = "install them (Debian and Ubuntu: apt-get install python3-dev; Fedora: python3-devel)"
+        yield ConfigError(key, value, fix, f"{who}, and Python's headers (Python.h) are not here")
+
+
+FP8_CAPABILITY = (8, 9)
+"""The first GPUs with float8 matrix units (Ada, Hopper)."""
+COMPILERS = ("g++", "c++", "clang++")
+
+
+def numerics_errors(config: RunConfig) -> list[BadInputError]:
+    """Errors of precision, kernels, offload and compilation that this machine or the mesh engine cannot do."""
+    kernel_errors = (*_fp8_errors(config), *_flash_errors(config), *_liger_errors(config))
+    return [*kernel_errors, *_offload_errors(config), *_compile_errors(config)]
+
+
+def emulated_type(config: RunConfig) -> str | None:
+    """The run's 16-bit type on a CPU without units for it; None if the CPU has units or the type is another."""
+    if device_type(config) != "cpu":
+        return None
+    short = resolve_precision(config).removesuffix("_true")
+    units: dict[str, Callable[[], bool]] = {"bf16": cpu_is_fast_at_bf16, "fp16": cpu_is_fast_at_fp16}
+    return short if short in units and not units[short]() else None
+
+
+def _fp8_errors(config: RunConfig) -> list[BadInputError]:
+    if config.precision.name != "fp8":
+        return []
+    capability = gpu_capability() if device_type(config) == "cuda" else None
+    if capability is None or capability < FP8_CAPABILITY:
+        has = "there is none" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        reason = f"float8 needs a GPU of compute capability 8.9 or higher, and {has}"
+        return [ConfigError("precision.name", "fp8", "use precision=bf16", reason)]
+    if config.model.compile is False:
+        reason = "float8 products are slower than bf16's where their scaling is not compiled"
+        return [ConfigError("model.compile", False, "use auto or true, or precision=bf16", reason)]
+    if PathFinder.find_spec("torchao") is None:
+        reason = "float8 needs the package torchao"
+        return [ConfigError("precision.name", "fp8", "install it (pip install torchao), or use precision=bf16", reason)]
+    return []
+
+
+def _flash_errors(config: RunConfig) -> list[BadInputError]:
+    if config.model.flash_attention != "fa3" or not (why := why_no_flash_attention_3()):
+        return []
+    return [ConfigError("model.flash_attention", "fa3", "use fa2", why)]
+
+
+def _liger_errors(config: RunConfig) -> list[BadInputError]:
+    if config.model.kernels != "liger" or not (fields := model_fields(config)):
+        return []
+    problem = obstacle(config, str(fields.get("model_type")), splits_backward(config.strategy))
+    return [] if problem is None else [ConfigError("model.kernels", "liger", problem[1], problem[0])]
+
+
+def _offload_errors(config: RunConfig) -> list[BadInputError]:
+    strategy = config.strategy
+    if strategy.engine != "mesh" or strategy.offload == "none":
+        return []
+    if strategy.offload == "nvme":
+        reason = "the mesh engine offloads to host memory only"
+        return [ConfigError("strategy.offload", "nvme", "use strategy=zero3_nvme, or cpu", reason)]
+    if device_type(config) == "cpu":
+        reason = "on the CPU everything is in host memory already"
+        return [ConfigError("strategy.offload", "cpu", "use none", reason)]
+    return []
+
+
+def _compile_errors(config: RunConfig) -> list[BadInputError]:
+    return compile_errors() if config.model.compile is True and device_type(config) == "cpu" else []
+
+
+def compile_errors() -> list[BadInputError]:
+    """Errors of a compiler or headers that torch.compile needs on the CPU and does not find."""
+    what = ("model.compile", True, "torch.compile builds C++ code on the CPU")
+    return [*(missing_compiler(*what) if compiler(COMPILERS) is None else ()), *missing_headers(*what)]
+
 
 IN_USE = 0.05
-"""Share of a GPU's memory above which somebody else is computing there."""
+"""Share of a GPU's memory above which another process uses it."""
 GIB = 1 << 30
 
 
 def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[ConfigError]:
-    """What this machine lacks; arguments as of :func:`mgpu_pipe.checks.values.relation_errors`."""
+    """Errors of devices and interfaces that this machine lacks.
+
+    Args:
+        joined: this process is a rank of a world that was started from outside, and may see only its own GPU.
+        elsewhere: the run may be for another machine with GPUs.
+    """
     if config.launch.type != "local" and not joined:
-        return []  # of a job, its nodes tell
+        return []  # a job's nodes check their devices
     interfaces = [] if elsewhere else _interface_errors(config, joined)
     if device_type(config) == "cpu":
         return interfaces
@@ -38,7 +164,7 @@ def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Conf
 
 def _interface_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
     kind = device_type(config)
-    if (not joined and world_size(config) == 1) or told_interfaces(kind) != []:
+    if (not joined and world_size(config) == 1) or configured_interfaces(kind) != []:
         return []
     variable, there = INTERFACES[kind], ", ".join(name for _, name in socket.if_nameindex())
     reason = "it means none of this machine's network interfaces"
@@ -46,7 +172,7 @@ def _interface_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
 
 
 def _age_errors(config: RunConfig) -> list[ConfigError]:
-    """Types and kernels that the GPU is too old for; of float8 see :mod:`mgpu_pipe.checks.numerics`."""
+    """Errors of types and kernels that need a newer GPU, except float8."""
     capability = gpu_capability()
     if capability is None or capability >= AMPERE:
         return []
@@ -61,10 +187,14 @@ def _age_errors(config: RunConfig) -> list[ConfigError]:
 
 
 def device_notices(config: RunConfig) -> list[tuple[str, str]]:
-    """Key and text of what is worth knowing about this machine's GPUs."""
+    """Key and text of notices about this machine's GPUs."""
     if device_type(config) == "cuda":
-        held = {number: of for number, of in used_memory().items() if of[0] > IN_USE * of[1]}
-        return [("trainer.devices", _in_use(number, *of)) for number, of in held.items()]
+        memory = used_memory().items()
+        return [
+            ("trainer.devices", _in_use(number, used, total))
+            for number, (used, total) in memory
+            if used > IN_USE * total
+        ]
     why = why_no_gpu()
     if config.trainer.accelerator == "auto" and why.startswith(("the NVIDIA driver", "CUDA_VISIBLE_DEVICES")):
         return [("trainer.accelerator", f"runs on CPU: {why}")]

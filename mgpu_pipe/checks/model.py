@@ -2,127 +2,261 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.config.hub import is_at_commit, local_folder
+from mgpu_pipe.architectures.family import FLASH
+from mgpu_pipe.architectures.find import document_isolation, family_of
+from mgpu_pipe.checks.fitting import fitting_objectives, model_fix
+from mgpu_pipe.config.hub import hub_name, is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.plain_files import MAX_JSON_BYTES, parse_json, read_bytes
+from mgpu_pipe.config.plugins import AUDIO_SOURCES, DATA_SOURCES, IMAGE_SOURCES
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.alphabet import own_alphabet
-from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.families.family import FLASH
-from mgpu_pipe.families.find import document_isolation
+from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
+from mgpu_pipe.system.local_files import exists, is_file, is_folder
 from mgpu_pipe.topology import ParallelDims
 
-BEHIND_PADDING = (
+DECIDED_BY: Mapping[str, tuple[str, ...]] = {
+    "is_decoder": (
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"),
+        *("xlm-roberta-xl", "xmod"),
+    ),
+    "causal": ("xlm",),
+}
+"""Fields that must be true, by family. They are measured, because other classes ignore a field of that name (GPT-NeoX).
+``tests/checks/test_causality.py`` measures every family again."""
+ALL_FAMILIES = "is_causal"
+"""A field that, when false, makes transformers' masks show later tokens in every family."""
+BIDIRECTIONAL = "use_bidirectional_attention"
+OF_IMAGES = "vision"
+"""A value of :data:`BIDIRECTIONAL` that concerns only images (Gemma 4)."""
+
+
+def check_causality(fields: Mapping[str, Any], objectives: Callable[[str], str] = lambda model_type: "") -> None:
+    """Raise if a token of the model sees later tokens.
+
+    Args:
+        fields: of the model's configuration, with its ``model_type``.
+        objectives: returns the objectives that train a model type unchanged, e.g. ``objective=masked_lm``.
+
+    Raises:
+        ConfigError: the family, or the field.
+    """
+    reason = "its tokens see those that they are to predict"
+    model_type = fields.get("model_type")
+    family = family_of(str(model_type))
+    if not family.causal:
+        raise ConfigError("model.type", model_type, "use a causal model", reason)
+    for name, families in DECIDED_BY.items():
+        if model_type in families and fields.get(name) is not True:
+            others = objectives(str(model_type))
+            fix = f"use {f'{others}, or ' if others else ''}model.config.{name}=true"
+            raise ConfigError(f"model.config.{name}", fields.get(name, False), fix, reason)
+    if fields.get(ALL_FAMILIES, True) is False:
+        fix = f"take {ALL_FAMILIES} out of config.json where its maker trained it on the next token"
+        raise ConfigError(f"model.config.{ALL_FAMILIES}", False, fix, reason)
+    mixing = family.mixes_tokens
+    if fields.get(mixing):
+        fix = f"use model.config.{mixing}=false"
+        raise ConfigError(f"model.config.{mixing}", True, fix, "its result depends on the micro-batch's other tokens")
+    if fields.get(BIDIRECTIONAL) not in (None, False, OF_IMAGES):
+        raise ConfigError(f"model.config.{BIDIRECTIONAL}", fields[BIDIRECTIONAL], "leave it out", reason)
+
+
+def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: str = "auto") -> None:
+    """Raise if documents of a packed sample would see each other.
+
+    Args:
+        fields: of the model's configuration, with its ``model_type``.
+
+    Raises:
+        ConfigError: ``data.packing`` packs, and the family (or its flash attention) cannot keep documents apart.
+    """
+    model_type = str(fields["model_type"])
+    isolation = document_isolation(model_type, fields)
+    if packing == "none" or isolation == "positions":
+        return
+    if isolation == "none":
+        setting = family_of(model_type).unpacked_with
+        having = f" with {setting}=true" if setting else ""
+        raise ConfigError(
+            "data.packing",
+            packing,
+            "use data.packing=none",
+            f"attention of the {model_type} family{having} is not known to stay inside documents of a packed sample",
+        )
+    if attn_implementation in FLASH:
+        reason = f"the {model_type} family needs a mask for packed samples, which flash attention does not take"
+        raise ConfigError("model.attn_implementation", attn_implementation, "use sdpa, or data.packing=none", reason)
+
+
+POSITIONS_AFTER_PADDING = (
     *("altclip", "camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-"""Families like RoBERTa, whose first position is the one behind ``pad_token_id``."""
+"""Families like RoBERTa, whose first position is ``pad_token_id + 1``."""
 
 
 def model_fields(config: RunConfig) -> dict[str, Any]:
-    """The model's configuration fields as far as they are known without torch; empty where there is no model."""
+    """The model's configuration fields that are known without torch; empty without a valid model."""
     from mgpu_pipe.models.fields import resolved_fields
 
     if (config.model.type is None) == (config.model.path is None):
         return {}
     try:
         return resolved_fields(config.model)
-    except BadInputError:  # said by the check of the model itself
+    except BadInputError:  # check_model reports it
         return {}
 
 
 def check_model(config: RunConfig) -> None:
-    from mgpu_pipe.models.fields import check_model_config
-    from mgpu_pipe.models.folder import check_model_folder, check_vocabulary, read_config_json
-    from mgpu_pipe.models.hub_folder import check_weights_listed
+    from mgpu_pipe.data.text.tokenizer_folder import existing_file
+    from mgpu_pipe.models.fields import ModelClassError, check_model_config
+    from mgpu_pipe.models.weights.folder import (
+        check_model_folder,
+        check_vocabulary,
+        check_weights_listed,
+        read_config_json,
+    )
 
     model = config.model
     if (model.type is None) == (model.path is None):
-        return  # said by relation_errors
+        return  # value_errors reports it
     if model.path is not None:
-        if is_at_commit(model.path):  # its weights are fetched by the launch, and looked at then
+        if is_at_commit(model.path):  # the launch fetches and checks its weights
             check_weights_listed(model.path)
             folder = local_folder(model.path)
             ids, made_for = _tokenizer_ids(config)
             if ids is not None:
                 check_vocabulary(folder, read_config_json(folder), ids, made_for)
-        elif not model.path.strip() or not Path(model.path).expanduser().exists():
-            return  # said by value_errors
+        elif not model.path.strip() or not is_folder(Path(model.path).expanduser()):
+            return  # value_errors reports it
         else:
             check_model_folder(model.path, *_tokenizer_ids(config))
-    check_model_config(model, description(config.objective.name).model_class)
+            if _reads_text(config):
+                existing_file(config)
+    elif _tokenizer_is_here(config) and _reads_text(config):
+        existing_file(config)
+    objective = description(config.objective.name)
+    try:
+        check_model_config(model, objective.model_class)
+    except ModelClassError as error:
+        raise ConfigError(error.key, error.value, model_fix(config, error.fix), error.reason) from error
+
+
+def check_tokenizer_size(config: RunConfig) -> None:
+    """Refuse a model vocabulary smaller than the data's tokenizer.
+
+    :func:`check_model_folder` compares the vocabulary of a folder without overrides.
+    """
+    from mgpu_pipe.data.model_field import model_vocab_size
+    from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size
+
+    if config.data.source not in DATA_SOURCES or config.data.source in AUDIO_SOURCES or not _reads_text(config):
+        return
+    model, template = config.model, config.data.chat_template
+    if model.path is None and config.data.tokenizer == "auto":
+        special: Sequence[str] = ()
+        if template is not None:
+            from mgpu_pipe.data.text.chat_templates import SPECIAL
+
+            special = SPECIAL.get(template, ())
+        trained_vocab_size(config, special)
+    elif "vocab_size" in model.config if model.path else _tokenizer_is_here(config):
+        size, ids = model_vocab_size(model), _tokenizer_ids(config)[0]
+        if size is not None and ids is not None and ids > size:
+            raise ConfigError(
+                "model.config.vocab_size", size, f"use at least {ids}", f"the tokenizer has {ids} entries"
+            )
+
+
+def _tokenizer_is_here(config: RunConfig) -> bool:
+    """Whether the configuration names an existing local tokenizer; value_errors reports a missing one."""
+    named = config.data.tokenizer
+    return named != "auto" and hub_name(named) is None and exists(Path(named).expanduser())
+
+
+def _reads_text(config: RunConfig) -> bool:
+    """Whether the model's tokenizer prepares the data; a plug-in's arrays and an alphabet need none."""
+    source = config.data.source
+    if source in IMAGE_SOURCES or (source in AUDIO_SOURCES and config.objective.name == "ctc"):
+        return False
+    if source in DATA_SOURCES:
+        return True
+    from mgpu_pipe.data.arrays import array_class  # imports numpy, which other checks do without
+
+    return array_class(source) is None
 
 
 def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
-    """Of the tokenizer of a fine-tuning run: its ids (largest + 1), None where there is no tokenizer.json; and the
-    vocabulary of the model that it was trained for, where it says so."""
-    from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, json_file
+    """Number of ids (largest + 1) of a fine-tuning run's tokenizer, and the vocabulary size that it was made for.
+
+    Each is None if unknown: without a tokenizer.json, or without the vocabulary size in its settings.
+    """
+    from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, json_file, token_texts
+    from mgpu_pipe.data.text.tokenizer_record import REPLACE
 
     chosen = config.model.path if config.data.tokenizer == "auto" else config.data.tokenizer
     path = local_folder(str(chosen), "model.path" if config.data.tokenizer == "auto" else "data.tokenizer")
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
+    file = path / "tokenizer.json" if is_folder(path) else path
+    if not is_file(file):
         return None, None
     try:
-        content = parse_json(read_bytes(file, MAX_JSON_BYTES), file)
-        vocabulary = content["model"]["vocab"]
-        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-        ids += [token["id"] for token in content.get("added_tokens") or []]
-        settings = file.with_name(CONFIG)
-        made_for = json_file(settings).get(MODEL_VOCABULARY) if settings.is_file() else None
-        return int(max(ids)) + 1, made_for if isinstance(made_for, int) else None
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "data.tokenizer", file, "give a whole tokenizer.json", f"cannot be read ({type(error).__name__})"
-        ) from error
+        ids = token_texts(file)
+    except ModelFolderError as error:
+        reason = str(error).removeprefix(f"{file}: ").removesuffix(REPLACE)
+        raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json", reason) from error
+    if not ids:
+        raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json", "holds no vocabulary")
+    settings = file.with_name(CONFIG)
+    made_for = json_file(settings).get(MODEL_VOCABULARY) if is_file(settings) else None
+    return max(ids) + 1, made_for if isinstance(made_for, int) else None
 
 
 def check_attention(config: RunConfig) -> None:
-    from mgpu_pipe.checks.causality import check_causality
-    from mgpu_pipe.checks.packing import check_packing
 
     fields = model_fields(config)
-    told = description(config.objective.name)
+    objective = description(config.objective.name)
     model_type, flash = fields.get("model_type"), config.model.attn_implementation in FLASH
     if model_type is None:
         return
-    if told.families and model_type not in told.families:
+    if objective.families and model_type not in objective.families:
         key = "model.type" if config.model.path is None else "model.path"
         value = config.model.type if config.model.path is None else config.model.path
-        reason = f"objective.name={told.name} does not train the {model_type} family"
-        raise ConfigError(key, value, f"use one of the families {', '.join(told.families)}", reason)
+        reason = f"objective.name={objective.name} does not train the {model_type} family"
+        raise ConfigError(key, value, f"use one of the families {', '.join(objective.families)}", reason)
     refused = config.objective.model_errors(fields)
     if refused:
         raise refused[0]
-    if told.attention == "causal":
-        check_causality(fields)
-        pairs = told.samples == "preferences"
+    if objective.attention == "causal":
+        check_causality(fields, fitting_objectives)
+        pairs = objective.samples == "preferences"
         if pairs and document_isolation(str(model_type), fields) == "none":
             reason = f"attention of the {model_type} family is not known to stay inside one of a pair's conversations"
-            raise ConfigError("objective.name", told.name, "use a model of another family, such as llama", reason)
-        check_packing(fields, "best_fit" if pairs else config.data.packing, config.model.attn_implementation)
-    elif told.samples == "picture_chats" and config.data.packing != "none":
+            raise ConfigError("objective.name", objective.name, "use a model of another family, such as llama", reason)
+        check_packing(fields, "best_fit" if pairs else resolve_packing(config), config.model.attn_implementation)
+    elif objective.samples == "picture_chats" and resolve_packing(config) != "none":
         text = {"model_type": "llama", **(fields.get("text_config") or {})}
         if flash or document_isolation(text["model_type"], text) not in ("positions", "axes"):
             reason = f"attention{' of ' + text['model_type'] if not flash else ''} does not tell conversations apart"
             raise ConfigError(
                 "data.packing", config.data.packing, "use none, or model.attn_implementation=auto", reason
             )
-    elif flash and told.attention != "own":
+    elif flash and objective.attention != "own":
         fix, reason = (
             "use sdpa or eager",
-            f"objective.name={told.name} needs a mask, which flash attention does not take",
+            f"objective.name={objective.name} needs a mask, which flash attention does not take",
         )
         raise ConfigError("model.attn_implementation", config.model.attn_implementation, fix, reason)
 
 
 def peft_errors(config: RunConfig) -> list[BadInputError]:
-    """What adapters cannot be combined with."""
+    """Errors of settings that adapters cannot be combined with."""
     peft, errors = config.peft, list[BadInputError]()
     if peft.name == "none":
         return []
@@ -150,37 +284,33 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def check_names(config: RunConfig) -> None:
-    """Each pattern matches a parameter: their names are those of the model on the meta device, without weights. Where
-    a tower's features are kept, none of its parameters learns."""
-    keeps_features = getattr(config.data, "cache_features", False)
-    if config.model.freeze or config.peft.name != "none" or config.optimizer.groups or keeps_features:
+    """Refuse patterns that match no parameter of the model, which is built on the meta device.
+
+    If a tower's features are cached, refuse trained parameters in it.
+    """
+    caches_features = getattr(config.data, "cache_features", False)
+    if config.model.freeze or config.peft.name != "none" or config.optimizer.groups or caches_features:
         from mgpu_pipe.models.build import run_model
-        from mgpu_pipe.training.parameter_groups import treatments
+        from mgpu_pipe.optim.groups import treatments
 
         model = run_model(config)
         treatments(model, config.optimizer)
-        if keeps_features:
+        if caches_features:
             from mgpu_pipe.objectives.registry import objective_class
-            from mgpu_pipe.objectives.tower_features import SeesPictures
+            from mgpu_pipe.objectives.tower_features import PictureObjective
 
             objective = objective_class(config.objective.name).from_config(config, model, None, lambda step: 1.0)
-            if isinstance(objective, SeesPictures) and objective.features is not None:
+            if isinstance(objective, PictureObjective) and objective.features is not None:
                 objective.features.check()
         if config.peft.name == "qlora":
-            from mgpu_pipe.parallel.tensor_cut import check_blocks
+            from mgpu_pipe.parallel.tensor.cut import check_blocks
 
             dims = ParallelDims.resolve(config.strategy, world_size(config))
             check_blocks(model, dims.tp, cuts_experts=dims.ep == 1)
         if config.peft.init_from is not None:
-            from mgpu_pipe.models.adapters.lora import is_adapter
             from mgpu_pipe.models.adapters.peft_folder import check_peft_folder
 
-            trained = {
-                name: tuple(one.shape) if is_adapter(name) else None  # the data may add rows to others
-                for name, one in model.named_parameters()
-                if one.requires_grad
-            }
-            check_peft_folder(config.peft, trained)
+            check_peft_folder(config.peft, model, adapters_alone=True)
 
 
 def sequence_errors(config: RunConfig) -> list[BadInputError]:
@@ -188,12 +318,12 @@ def sequence_errors(config: RunConfig) -> list[BadInputError]:
     limit, padding = fields.get("max_position_embeddings"), fields.get("pad_token_id", 1)
     text = fields.get("text_config")
     kinds = (fields.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
-    if isinstance(limit, int) and isinstance(padding, int) and set(kinds) & set(BEHIND_PADDING):
+    if isinstance(limit, int) and isinstance(padding, int) and set(kinds) & set(POSITIONS_AFTER_PADDING):
         limit -= padding + 1
     if isinstance(limit, int) and config.data.seq_len > limit:
-        own = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
-        own = f"text_config.{own}" if isinstance(text, Mapping) else own
-        fix = f"use at most {limit}, or raise model.config.{own}"
+        field = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
+        field = f"text_config.{field}" if isinstance(text, Mapping) else field
+        fix = f"use at most {limit}, or raise model.config.{field}"
         reason = f"model {config.model.name} has {limit} positions"
         return [ConfigError("data.seq_len", config.data.seq_len, fix, reason)]
     return []

@@ -1,23 +1,150 @@
-"""What is worth knowing and stops nothing."""
+"""Notices about a configuration that do not stop the run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
-from mgpu_pipe.checks.devices import device_notices
+from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model import model_fields
-from mgpu_pipe.checks.numerics import emulated_type
 from mgpu_pipe.checks.start import joined
-from mgpu_pipe.checks.unused_keys import unused_options
-from mgpu_pipe.config.hardware import gpu_count, torch_has_cuda
-from mgpu_pipe.config.resolve import world_size
+from mgpu_pipe.config.plugins import (
+    AUDIO_SOURCES,
+    CONVERSATION_SOURCES,
+    DATA_SOURCES,
+    ENGINES,
+    IMAGE_SOURCES,
+    PAIR_SOURCES,
+)
+from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.hardware import gpu_count, torch_has_cuda
 from mgpu_pipe.topology import ParallelDims
+
+MESH = "mesh"
+DEFAULT = RunConfig()
+SIZES = tuple(ParallelDims().as_dict())
+
+
+def unused_options(config: RunConfig) -> list[tuple[str, str]]:
+    """Keys that are set but have no effect, each with the reason; a sweep over strategies may set them."""
+    unused = [*_data(config), *_schedule(config), *_checkpoint(config), *_precision(config), *_peft(config)]
+    if config.optimizer.ema.evaluate and config.optimizer.ema.decay is None:
+        unused.append(("optimizer.ema.evaluate", "optimizer.ema.decay=null keeps no average"))
+    if config.run.dir is not None and config.run.root != DEFAULT.run.root:
+        unused.append(("run.root", "run.dir says where the run is"))
+    if config.strategy.engine in ENGINES:  # a plug-in's engine may read any key
+        unused += _strategy(config)
+    return unused
+
+
+def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:
+    strategy, default = config.strategy, DEFAULT.strategy
+    dims, mesh = _sizes(config), config.strategy.engine == MESH
+    if strategy.offload_path is not None and strategy.offload != "nvme":
+        yield "strategy.offload_path", "strategy.offload=nvme alone writes to it"
+    for key in ("deepspeed", "deepspeed_config") if mesh else ():
+        if getattr(strategy, key) != getattr(default, key):
+            yield f"strategy.{key}", "strategy.engine=mesh does not use DeepSpeed"
+    if strategy.fsdp != default.fsdp and not (mesh and dims.dp_shard * dims.cp > 1):
+        yield "strategy.fsdp", f"strategy={strategy.name} does not shard by FSDP2 here"
+    plain = dims.dp_replicate == dims.world_size > 1 and resolve_precision(config) == "fp32"
+    if strategy.bucket_mib != default.bucket_mib and mesh and not plain:
+        yield "strategy.bucket_mib", "only replicas in fp32 sum gradients in buckets of a size to choose"
+    for key in ("schedule", "stages_per_rank") if dims.pp == 1 else ():
+        if getattr(strategy.pipeline, key) != getattr(default.pipeline, key):
+            yield f"strategy.pipeline.{key}", "strategy.pp=1 is no pipeline"
+    if config.precision.reduce != "fp32" and dims.data_parallel_size * dims.cp == 1:
+        yield "precision.reduce", "no data-parallel processes send one another gradients"
+    if dims.cp == 1 and strategy.context != default.context:
+        yield "strategy.context.method", "strategy.cp=1 keeps sequences whole"
+    if dims.cp > 1 and config.model.attn_implementation != "auto":
+        yield "model.attn_implementation", "context parallelism brings attention of its own"
+
+
+def _sizes(config: RunConfig) -> ParallelDims:
+    """The sizes of the axes; if they do not fit the world, ``auto`` counts as used."""
+    try:
+        return ParallelDims.resolve(config.strategy, world_size(config))
+    except ConfigError:
+        sizes = {axis: getattr(config.strategy, axis) for axis in SIZES}
+        return ParallelDims(**{axis: 2 if size == "auto" else size for axis, size in sizes.items()})
+
+
+def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
+    data = config.data
+    if data.source not in DATA_SOURCES:  # a plug-in's source may read any key
+        return
+    for key, sources in (
+        ("text_column", ("jsonl", "parquet", "labelled_jsonl", "audio_list")),
+        ("second_text_column", ("labelled_jsonl",)),
+        ("label_column", ("labelled_jsonl", "image_list", "image_tar")),
+        ("classes", ("labelled_jsonl", *IMAGE_SOURCES)),
+        ("messages_column", CONVERSATION_SOURCES),
+        ("format", ("chat_jsonl",)),
+        ("source_column", ("pairs_jsonl",)),
+        ("target_column", ("pairs_jsonl",)),
+        ("target_len", PAIR_SOURCES),
+        ("numbers", ("number_words", "spoken_chat", "spoken_preferences", "mixture")),
+        ("synthetic", ("synthetic",)),
+    ):
+        if getattr(data, key) != getattr(DEFAULT.data, key) and data.source not in sources:
+            yield f"data.{key}", f"data.source={data.source} has none"
+    for key in ("seq_len", "tokenizer", "on_too_long") if data.source in IMAGE_SOURCES else ():
+        if getattr(data, key) != getattr(DEFAULT.data, key):
+            yield f"data.{key}", f"data.source={data.source} gives pictures"
+    if data.source in AUDIO_SOURCES and data.seq_len != DEFAULT.data.seq_len:
+        yield "data.seq_len", f"data.source={data.source} gives recordings"
+    if data.source == "labelled_jsonl" and data.packing == "best_fit":
+        yield "data.packing", "data.source=labelled_jsonl gives each sample a row of its own"
+
+
+def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
+    scheduler = config.scheduler
+    if scheduler.decay_steps is not None and scheduler.name != "wsd":
+        yield "scheduler.decay_steps", "scheduler=wsd alone has a decay of its own length"
+    if scheduler.name == "constant" and scheduler.min_lr_ratio != DEFAULT.scheduler.min_lr_ratio:
+        yield "scheduler.min_lr_ratio", "scheduler=constant stays at the peak"
+
+
+def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.precision.fp8_recipe != DEFAULT.precision.fp8_recipe and config.precision.name != "fp8":
+        yield "precision.fp8_recipe", f"the run computes in {resolve_precision(config)}; it is for precision=fp8"
+    if not config.precision.tf32 or uses_tf32(config):
+        return
+    precision = resolve_precision(config)
+    if precision != "fp32":
+        yield "precision.tf32", f"the run computes in {precision}; TF32 is for precision=fp32"
+    else:
+        yield "precision.tf32", "TF32 is a mode of CUDA GPUs of compute capability 8.0 and higher"
+
+
+def _peft(config: RunConfig) -> Iterator[tuple[str, str]]:
+    if config.peft.name == "none":
+        for field in fields(config.peft):
+            if field.name != "name" and getattr(config.peft, field.name) != getattr(DEFAULT.peft, field.name):
+                yield f"peft.{field.name}", "peft=none has no adapters; use peft=lora"
+
+
+def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:
+    checkpoint, default = config.checkpoint, DEFAULT.checkpoint
+    for key in ("when_busy", "on_save_error"):
+        if not checkpoint.saves_on_the_way() and getattr(checkpoint, key) != getattr(default, key):
+            yield f"checkpoint.{key}", "without checkpoint.every_n_steps nothing is saved beside training"
+    if checkpoint.frozen_weights == "leave_out":
+        if not config.model.freeze and config.peft.name == "none":
+            yield "checkpoint.frozen_weights", "model.freeze=[] freezes no weights"
+        elif config.model.path is None and checkpoint.init_from is None:
+            yield "checkpoint.frozen_weights", "the weights come from no folder that a checkpoint could name"
+    if not checkpoint.keep_best and checkpoint.best_metric != default.best_metric:
+        yield "checkpoint.best_metric", "checkpoint.keep_best=0 keeps none for being best"
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something worth knowing that stops nothing."""
+    """A message about a key that does not stop the run."""
 
     key: str
     text: str
@@ -25,6 +152,9 @@ class Notice:
 
 def notices(config: RunConfig) -> list[Notice]:
     notices = [Notice(key, f"does nothing here: {why}") for key, why in unused_options(config)]
+    if config.data.packing == "auto" and resolve_packing(config) == "none" and config.data.tokens():
+        text = "auto is none: nothing is known to keep documents of one row apart in this model; each has a row, padded"
+        notices.append(Notice("data.packing", text))
     if config.run.starts_from is not None:
         text = (
             f"experiment={config.run.starts_from} is trained first, unless {config.run.root} holds a finished run of it"
@@ -49,12 +179,23 @@ def notices(config: RunConfig) -> list[Notice]:
         dims = ParallelDims.resolve(config.strategy, world_size(config))
         devices = dims.world_size // config.trainer.num_nodes
         notices += [Notice(key, text) for key, text in across_nodes(dims, devices)]
-    notices += _noise_notice(config)
+    notices += [*_warm_up_notice(config), *_noise_notice(config)]
     keep = config.checkpoint
     if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
         text = f"{keep.best_metric} is measured at the end only; set trainer.val_every_n_steps"
         notices.append(Notice("checkpoint.keep_best", text))
     return notices
+
+
+def _warm_up_notice(config: RunConfig) -> list[Notice]:
+    scheduler = config.scheduler
+    horizon = scheduler.total_steps or config.trainer.max_steps
+    if horizon is None or scheduler.warmup_steps <= horizon:
+        return []
+    source = "scheduler.total_steps" if scheduler.total_steps else "trainer.max_steps"
+    resumed = "" if scheduler.total_steps else "; a resumed run keeps the schedule that it began with"
+    text = f"{scheduler.warmup_steps} is longer than {source}={horizon}: all {horizon} steps are warm-up{resumed}"
+    return [Notice("scheduler.warmup_steps", text)]
 
 
 def _noise_notice(config: RunConfig) -> list[Notice]:

@@ -1,4 +1,4 @@
-"""What DeepSpeed and NVMe offload need of this machine, looked for before a worker starts. No torch, no DeepSpeed."""
+"""Checks of this machine for DeepSpeed and NVMe offload, without importing torch or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mgpu_pipe.checks.toolchain import compiler, missing_compiler, missing_headers
-from mgpu_pipe.child import bound
+from mgpu_pipe.architectures.formulas.kept_memory import FP32, optimizer_bytes, state_bytes
+from mgpu_pipe.architectures.formulas.parameters import count_parameters
+from mgpu_pipe.checks.devices import compiler, missing_compiler, missing_headers
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.planner.memory import FP32, optimizer_bytes, state_bytes
-from mgpu_pipe.planner.parameters import count_parameters
+from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.local_files import exists, is_folder
 
 COMPILE_TIMEOUT_S = 60
 COMPILES = "DeepSpeed compiles an extension"
@@ -25,7 +26,7 @@ AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_destroy(0) == 1; }\n"
 
 
 def offload_errors(config: RunConfig) -> list[BadInputError]:
-    """Everything missing for the deepspeed engine with this configuration's offload."""
+    """Errors of everything that the deepspeed engine and this configuration's offload lack."""
     errors: list[BadInputError] = []
     if importlib.util.find_spec("deepspeed") is None:
         reason = "DeepSpeed is not installed"
@@ -39,15 +40,15 @@ def offload_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _has_cuda_headers() -> bool:
-    """Where torch's extension builder looks for the toolkit."""
+    """Whether the CUDA toolkit is where torch's extension builder looks for it."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    return bool(named or shutil.which("nvcc") or Path("/usr/local/cuda").is_dir())
+    return bool(named or shutil.which("nvcc") or is_folder(Path("/usr/local/cuda")))
 
 
 def offloaded_bytes(config: RunConfig) -> int | None:
-    """Bytes that all ranks of one node keep on the disk; None where the model's size is not known without torch.
+    """Bytes on disk of all ranks of one node; None if the model's size is unknown without torch.
 
-    For every parameter an fp32 master weight, an fp32 gradient, and the optimizer's state.
+    Each parameter has an fp32 master weight, an fp32 gradient and the optimizer's state.
     """
     count = count_parameters(resolved_fields(config.model))
     if count is None:
@@ -57,17 +58,17 @@ def offloaded_bytes(config: RunConfig) -> int | None:
 
 
 def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
-    key, given = "strategy.offload_path", config.strategy.offload_path
-    if given is None:
+    key, folder = "strategy.offload_path", config.strategy.offload_path
+    if folder is None:
         yield ConfigError(key, None, "give a folder on the NVMe disk", "strategy.offload=nvme writes to one")
         return
-    path = Path(given).expanduser()
-    if not path.is_dir():
-        reason = "this is no folder" if path.exists() else "nothing is there"
-        yield ConfigError(key, given, "make the folder, or give another", reason)
+    path = Path(folder).expanduser()
+    if not is_folder(path):
+        reason = "it is not a folder" if exists(path) else "no such folder"
+        yield ConfigError(key, folder, "make the folder, or give another", reason)
         return
     if not _writable(path):
-        yield ConfigError(key, given, "give a folder that can be written", "it cannot be written")
+        yield ConfigError(key, folder, "give a folder that can be written", "it cannot be written")
         return
     needed, free = offloaded_bytes(config), shutil.disk_usage(path).free
     if needed is not None and needed > free:
@@ -75,7 +76,7 @@ def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
             f"the optimizer state of {world_size(config) // config.trainer.num_nodes} processes takes "
             f"{needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
         )
-        yield ConfigError(key, given, "give a larger disk, or use strategy.offload=cpu", reason)
+        yield ConfigError(key, folder, "give a larger disk, or use strategy.offload=cpu", reason)
 
 
 def _writable(folder: Path) -> bool:
@@ -90,7 +91,7 @@ def _writable(folder: Path) -> bool:
 
 
 def compiler_errors() -> list[BadInputError]:
-    """What is missing for the file access that DeepSpeed compiles: a compiler, Python's headers, ninja, libaio."""
+    """Errors of missing tools for DeepSpeed's compiled file access: a compiler, Python's headers, ninja, libaio."""
     return list(_compiler_errors())
 
 

@@ -1,7 +1,7 @@
-"""Whether the configured optimizer can be built, saved, and used on this topology. No torch in this process.
+"""Checks that the configured optimizer can be built, saved, and used on this topology.
 
-torch's own optimizers are known; any other, and values that are not plain numbers, are tried on tiny tensors in a
-process of their own (:mod:`mgpu_pipe.training.optimizer_probe`).
+torch's optimizers are known. Others, and options that are not plain numbers, are tried on tiny tensors in a separate
+process (:mod:`mgpu_pipe.optim.probe`), so that this process does not import torch.
 """
 
 from __future__ import annotations
@@ -11,23 +11,89 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class
+from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
+from mgpu_pipe.config.targets.source_class import NoSuchName, NotAClass, Unknown, find_class
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.strategies.deepspeed_config import ENGINE
+from mgpu_pipe.import_path import python_module
 from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE
 
-MUON = "mgpu_pipe.parallel.muon.Muon"
-ADAMW_BF16 = "mgpu_pipe.training.adamw_bf16.AdamWBf16"
+BF16_BETAS_BELOW = 1 - 2**-7
+"""Bound of the betas; from here on a bfloat16 moment does not decay, see :mod:`mgpu_pipe.optim.adamw_bf16`."""
+NOT_NEGATIVE = (
+    *("eps", "momentum", "alpha", "lr_decay", "initial_accumulator_value", "momentum_decay", "adamw_lr", "adamw_eps"),
+)
+SWITCHES = ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable", "centered", "nesterov")
+MOST_STEPS = 99
+ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+Rule = tuple[Callable[[Any], bool], str, str]
+"""A function that tests a value, the fix, and the reason."""
+
+
+def option_errors(optimizer: OptimizerConfig, betas_below: float = 1.0, why_below: str = "") -> list[ConfigError]:
+    """An error for every option of ``optimizer`` outside the range that its constructor accepts.
+
+    Args:
+        betas_below: exclusive upper bound of the betas.
+        why_below: the reason for a bound other than 1.
+    """
+    errors = []
+    for option, value in optimizer.options.items():
+        rule = _rule(option, betas_below, why_below)
+        if rule is not None and not rule[0](value):
+            _, fix, reason = rule
+            key = f"optimizer.options.{option}"
+            errors.append(ConfigError(key, value, f"give {fix}, or leave it out", reason or "out of range"))
+    return errors
+
+
+def _rule(option: str, betas_below: float, why_below: str) -> Rule | None:
+    if option in ("betas", "adamw_betas"):
+        below = 1.0 if option == "adamw_betas" else betas_below
+        example = "[0.9, 0.95]"
+        fix = f"two numbers of at least 0 and below {below:g}, such as {example}"
+        return lambda value: is_pair(value) and all(0 <= beta < below for beta in value), fix, why_below
+    if option in NOT_NEGATIVE:
+        return lambda value: is_number(value) and value >= 0, "a number of at least 0", ""
+    if option == "rho":
+        return lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1", ""
+    if option == "etas":
+        fix = "a number above 0 and below 1 and one above 1, such as [0.5, 1.2]"
+        return lambda value: is_pair(value) and 0 < value[0] < 1 < value[1], fix, ""
+    if option == "step_sizes":
+        return is_pair, "two numbers, such as [1e-6, 50]", ""
+    if option == "ns_steps":
+        most = f"a whole number from 1 to {MOST_STEPS}"
+        return lambda value: is_number(value) and value == int(value) and 1 <= value <= MOST_STEPS, most, ""
+    if option == "adjust_lr_fn":
+        return lambda value: value in ADJUSTMENTS, "original, match_rms_adamw or null", ""
+    if option in SWITCHES:
+        may_be_null = option in ("foreach", "fused")
+        words = "true, false or null" if may_be_null else "true or false"
+        return lambda value: isinstance(value, bool) or (value is None and may_be_null), words, ""
+    return None
+
+
+def is_pair(value: object) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(map(is_number, value))
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
+
+
+MUON = "mgpu_pipe.optim.muon.Muon"
+ADAMW_BF16 = "mgpu_pipe.optim.adamw_bf16.AdamWBf16"
 KEY = "optimizer._target_"
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""torch's optimizers whose update of an element depends on that element alone."""
+"""torch's optimizers whose update of an element depends only on that element."""
 STATE_AT_START = ("Adagrad",)
-"""torch's optimizers whose constructor makes the state; DeepSpeed knows this one."""
+"""torch's optimizers whose constructor creates the state; DeepSpeed supports this one."""
 TIMEOUT_S = 120.0
 ADAMW = "use optimizer=adamw without optimizer._target_ and optimizer.options"
 
@@ -35,7 +101,7 @@ Findings = Mapping[str, Any]
 
 
 def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
-    """What is wrong with ``optimizer``, given sizes that are right."""
+    """Errors of ``optimizer`` on this topology, whose sizes must be valid."""
     optimizer = config.optimizer
     if optimizer.ema.decay is not None and config.strategy.offload == "nvme":
         fix = "use strategy=zero3_cpu, or leave it out"
@@ -45,7 +111,7 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
     if guard.factor is not None and guard.action == "skip" and config.strategy.offload == "nvme":
         reason = "strategy.offload=nvme was never tried with an update left out"
         return [ConfigError("optimizer.spike_guard.action", "skip", "use stop, or strategy=zero3_cpu", reason)]
-    target, name = optimizer._target_, torchs_own(optimizer._target_)
+    target, name = optimizer._target_, torch_optimizer_name(optimizer._target_)
     if name == "Muon":
         reason = "it takes matrices alone, and a model has other parameters"
         return [ConfigError(KEY, target, "use optimizer=muon, which gives the others to AdamW", reason)]
@@ -55,6 +121,10 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
     if target == ADAMW_BF16 and config.strategy.offload == "nvme":
         reason = "DeepSpeed swaps state in fp32 alone to the disk"
         return [ConfigError(KEY, target, f"use strategy=zero3_cpu, or {ADAMW}", reason)]
+    if name is not None or target in (MUON, ADAMW_BF16):
+        in_bf16 = (BF16_BETAS_BELOW, "bfloat16 loses a moment's decay") if target == ADAMW_BF16 else ()
+        if errors := option_errors(optimizer, *in_bf16):
+            return errors
     below = 0.99 if target == ADAMW_BF16 else 1.0
     plain = all(_is_plain(*option, below) for option in optimizer.options.items())
     if target == MUON and plain:
@@ -62,23 +132,23 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
     if (name in ELEMENTWISE or target == ADAMW_BF16) and plain:
         findings: Findings = {"scope": "element", "in_place": True, "state_at_start": name in STATE_AT_START}
     else:
-        given = {
+        request = {
             "target": target,
             "lr": optimizer.lr,
             "weight_decay": optimizer.weight_decay,
             "options": optimizer.options,
             "cuda": device_type(config) == "cuda",
         }
-        findings = _tried(json.dumps(given))
+        findings = _probe(json.dumps(request))
     if findings.get("refusal") is not None:
         return [_refusal(config, findings)]
-    if target == MUON:  # it puts together what is cut
+    if target == MUON:  # Muon gathers sharded matrices
         return []
     return [*_scope_errors(config, dims, str(findings["scope"])), *_zero_errors(config, name, findings)]
 
 
-def torchs_own(target: str) -> str | None:
-    """The name of one of torch's own optimizers, by whatever path it is named; None for others."""
+def torch_optimizer_name(target: str) -> str | None:
+    """The class name of one of torch's optimizers, by any import path; None for other classes."""
     try:
         cls = find_class(target)
     except (NoSuchName, NotAClass, Unknown):
@@ -86,29 +156,27 @@ def torchs_own(target: str) -> str | None:
     return cls.name if cls.module.startswith("torch.optim.") else None
 
 
-def _is_plain(option: str, value: object, betas_below: float) -> bool:
-    """Whether every optimizer that takes ``option``, and betas up to there, takes this value."""
+def _is_plain(option: str, value: Any, betas_below: float) -> bool:
+    """Whether every optimizer that has ``option`` accepts this value, with betas below ``betas_below``."""
     if option in ("betas", "adamw_betas"):
-        return isinstance(value, list | tuple) and len(value) == 2 and all(_in(beta, betas_below) for beta in value)
-    return option in ("eps", "momentum", "adamw_lr", "adamw_eps") and _in(value, float("inf"))
-
-
-def _in(value: object, below: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < below
+        return is_pair(value) and all(0 <= beta < betas_below for beta in value)
+    return option in ("eps", "momentum", "adamw_lr", "adamw_eps") and is_number(value) and 0 <= value < float("inf")
 
 
 @functools.lru_cache(maxsize=256)
-def _tried(given: str) -> Findings:
-    """What the probe finds out; a sweep's jobs ask the same."""
+def _probe(request: str) -> Findings:
+    """The result of the probe for a JSON request; cached, because a sweep's jobs repeat requests."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "mgpu_pipe.training.optimizer_probe"]
+    command = python_module("mgpu_pipe.optim.probe")
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            command, input=request, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S
+        )
     except subprocess.TimeoutExpired:
         return {"refusal": f"three steps of it on a tiny tensor take over {TIMEOUT_S:g} s"}
     lines = done.stdout.strip().splitlines()
@@ -146,7 +214,7 @@ def _scope_errors(config: RunConfig, dims: ParallelDims, scope: str) -> list[Con
 
 
 def _zero_errors(config: RunConfig, name: str | None, findings: Findings) -> list[ConfigError]:
-    """What DeepSpeed cannot do, which gives the optimizer flat tensors of its own once that is built."""
+    """Errors with DeepSpeed, which replaces the parameters by flat tensors after the optimizer's construction."""
     if config.strategy.engine != ENGINE:
         return []
     target, fix = config.optimizer._target_, f"use strategy=fsdp, or {ADAMW}"

@@ -1,16 +1,16 @@
-"""What a pipeline cannot do, refused before launch. No torch."""
+"""Checks of pipeline parallelism: schedule, stages, layers and micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mgpu_pipe.architectures.find import axes_of, stages_of
+from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.find import axes_of, stages_of
 from mgpu_pipe.models.fields import VISION, part_fields
-from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, StagesPerRank, micro_batches_fit, stages_by_rank
-from mgpu_pipe.planner.pipeline import layer_costs, stage_layers
+from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES, StagesPerRank, micro_batches_fit, stages_by_rank
 
 SCHEDULE_KEY = "strategy.pipeline.schedule"
 LAYERS_KEY = "strategy.pipeline.layers"
@@ -27,13 +27,13 @@ def pipeline_errors(
     stages_per_rank: StagesPerRank = "auto",
     checkpointing: str = "none",
 ) -> list[ConfigError]:
-    """Everything about the pipeline that cannot work; nothing where ``pp`` is 1.
+    """Errors of the pipeline's settings; none if ``pp`` is 1.
 
     Args:
         fields: of the model's configuration, with ``num_hidden_layers``.
         num_micro_batches: of a step batch.
         compile_model: ``model.compile``.
-        layers: the number of layers of every stage, by hand; None balances them.
+        layers: the configured number of layers of every stage; None balances them.
         stages_per_rank: ``strategy.pipeline.stages_per_rank``.
         checkpointing: ``strategy.activation_checkpointing``.
     """
@@ -67,7 +67,7 @@ def pipeline_errors(
     if not errors or errors[-1].key != "strategy.pipeline.stages_per_rank":
         stages = sum(map(len, stages_by_rank(schedule, pp, stages_per_rank)))
         num_layers = fields.get("num_hidden_layers")
-        if isinstance(num_layers, int):  # unknown of a family that is refused above
+        if isinstance(num_layers, int):  # unknown for a family refused above
             errors += _layer_errors(num_layers, schedule, pp, stages, layers)
         if not errors and isinstance(fields.get(VISION), Mapping):
             errors += _picture_errors(fields, stages, layers)
@@ -80,25 +80,29 @@ def pipeline_errors(
 
 
 def _picture_errors(fields: Mapping[str, Any], stages: int, by_hand: Sequence[int] | None) -> list[ConfigError]:
-    """Of a model that adds what its tower sees behind several layers (DeepStack, arXiv:2406.04334): all of them have to
-    be in the first stage."""
-    added = len(part_fields(str(fields["model_type"]), VISION, fields[VISION]).get("deepstack_visual_indexes") or ())
+    """An error if the first stage lacks layers to which the vision tower's features are added.
+
+    They belong to DeepStack (arXiv:2406.04334), which adds features after several layers.
+    """
+    num_deepstack = len(
+        part_fields(str(fields["model_type"]), VISION, fields[VISION]).get("deepstack_visual_indexes") or ()
+    )
     first = len(stage_layers(layer_costs(fields, 1), stages, by_hand)[0])
-    if first >= added:
+    if first >= num_deepstack:
         return []
-    rest, others = fields["num_hidden_layers"] - added, stages - 1
+    rest, others = fields["num_hidden_layers"] - num_deepstack, stages - 1
     if rest < others:
         fix = f"use a pipeline of fewer stages: at most {rest + 1}"
     else:
-        cut = [added, *(rest // others + (index < rest % others) for index in range(others))]
-        fix = f"give the first at least {added}, e.g. {LAYERS_KEY}=[{','.join(map(str, cut))}]"
-    given = ",".join(map(str, by_hand)) if by_hand else "auto"
-    reason = f"pictures are added behind the first {added} layers, and the first stage would have {first}"
-    return [ConfigError(LAYERS_KEY, given, fix, reason)]
+        cut = [num_deepstack, *(rest // others + (index < rest % others) for index in range(others))]
+        fix = f"give the first at least {num_deepstack}, e.g. {LAYERS_KEY}=[{','.join(map(str, cut))}]"
+    layers_value = ",".join(map(str, by_hand)) if by_hand else "auto"
+    reason = f"pictures are added behind the first {num_deepstack} layers, and the first stage would have {first}"
+    return [ConfigError(LAYERS_KEY, layers_value, fix, reason)]
 
 
 def fitting_micro_batches(schedule: str, pp: int, wanted: int) -> list[int]:
-    """The nearest numbers of micro-batches below and above ``wanted`` that the schedule takes."""
+    """The nearest numbers of micro-batches below and above ``wanted`` that the schedule accepts."""
     below = next((n for n in range(wanted - 1, 0, -1) if micro_batches_fit(schedule, pp, n)), None)
     above = next(n for n in range(wanted + 1, wanted + 4 * pp + 2) if micro_batches_fit(schedule, pp, n))
     return [above] if below is None else [below, above]
@@ -126,15 +130,19 @@ def _layer_errors(
         return [ConfigError("strategy.pp", pp, fix, f"{schedule} cuts {num_layers} layers into {stages} stages")]
     if by_hand is None:
         return []
-    given = ",".join(map(str, by_hand))
+    layers_value = ",".join(map(str, by_hand))
     if len(by_hand) != stages:
         return [
-            ConfigError(LAYERS_KEY, given, f"give {stages} numbers", f"{schedule} with pp={pp} has {stages} stages")
+            ConfigError(
+                LAYERS_KEY, layers_value, f"give {stages} numbers", f"{schedule} with pp={pp} has {stages} stages"
+            )
         ]
     if min(by_hand) < 1:
-        return [ConfigError(LAYERS_KEY, given, "give every stage at least 1 layer")]
+        return [ConfigError(LAYERS_KEY, layers_value, "give every stage at least 1 layer")]
     if sum(by_hand) != num_layers:
         even = [num_layers // stages + (index < num_layers % stages) for index in range(stages)]
         reason = f"the sum is {sum(by_hand)}, the model has {num_layers} layers"
-        return [ConfigError(LAYERS_KEY, given, f"make the sum {num_layers}, e.g. {','.join(map(str, even))}", reason)]
+        return [
+            ConfigError(LAYERS_KEY, layers_value, f"make the sum {num_layers}, e.g. {','.join(map(str, even))}", reason)
+        ]
     return []

@@ -1,21 +1,61 @@
-"""What the sizes of strategy, world and batch ask of one another and of the model."""
+"""Checks that the sizes of strategy, world, batch and model fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from operator import ge, gt, le, lt
+from typing import Any
+
 from mgpu_pipe.checks.memory import memory_errors
-from mgpu_pipe.checks.model import model_fields, sequence_errors
+from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.synonyms import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_errors
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_errors
+
+LIMITS = {
+    "at_least": (ge, "of at least"),
+    "above": (gt, "above"),
+    "at_most": (le, "of at most"),
+    "below": (lt, "below"),
+}
+
+
+def range_errors(config: Any, path: str = "") -> list[ConfigError]:
+    """Errors of numbers outside the limits in their fields' metadata, in ``config`` and its nested dataclasses."""
+    return list(_errors(config, path))
+
+
+def _errors(node: Any, path: str) -> Iterator[ConfigError]:
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from _errors(value, f"{path}.{name}")
+    if not is_dataclass(node):
+        return
+    for field in fields(node):
+        value, key = getattr(node, field.name), f"{path}.{field.name}" if path else field.name
+        yield from _errors(value, key)
+        for limit, bound in field.metadata.items():
+            if limit in LIMITS and isinstance(value, int | float) and not isinstance(value, bool):
+                within, words = LIMITS[limit]
+                if not within(value, bound):
+                    meant = VALUES.get(key, {}).get(str(value))
+                    fix = f"use {meant}" if meant else f"use a number {words} {bound}{field.metadata.get('or', '')}"
+                    yield ConfigError(key, value, fix, "no such number" if meant else "")
 
 
 def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputError]:
-    """Strategy, world, batch and sequence; ``elsewhere`` as of :func:`mgpu_pipe.checks.preflight.preflight`."""
+    """Errors of strategy, world and batch.
+
+    Args:
+        elsewhere: nothing is started here; the run may be for another machine with GPUs.
+    """
     errors: list[BadInputError] = _strategy_errors(config)
     if not errors:
         try:
@@ -27,11 +67,11 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
             errors += [] if errors else memory_errors(config, dims, plan, elsewhere)
         except ConfigError as error:
             errors.append(error)
-    return [*errors, *sequence_errors(config)]
+    return errors
 
 
 def update_errors(config: RunConfig) -> list[ConfigError]:
-    """The optimizer, which is right by itself, on the strategy's sizes; nothing where :func:`size_errors` has them."""
+    """Errors of the optimizer on the strategy's sizes; none if :func:`size_errors` reports the strategy."""
     if _strategy_errors(config):
         return []
     try:
@@ -59,7 +99,7 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _router_errors(config: RunConfig) -> list[BadInputError]:
-    from mgpu_pipe.checks.experts import router_loss_errors
+    from mgpu_pipe.checks.model_axes import router_loss_errors
 
     model_type = model_fields(config).get("model_type")
     coefficient = getattr(config.objective, "router_aux_loss", 0.0)
@@ -67,8 +107,8 @@ def _router_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _reduction_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[ConfigError]:
-    """Where gradients that are sent in bf16 would also lose accuracy elsewhere."""
-    one = f"data.micro_batch_size={plan.samples_per_process}"
+    """Errors of ``precision.reduce=bf16`` where it would round more than the sent gradients."""
+    one_micro_batch = f"data.micro_batch_size={plan.samples_per_process}"
     key, computes = "precision.reduce", resolve_precision(config)
     if config.precision.reduce == "fp32":
         return []
@@ -76,7 +116,7 @@ def _reduction_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) ->
         return [ConfigError(key, "bf16", "use fp32, or precision=bf16", f"the run computes in {computes}")]
     holder = "pipeline stages" if dims.pp > 1 else "replicas"
     if (dims.pp > 1 or dims.dp_replicate > 1) and config.strategy.engine == "mesh" and plan.num_micro_batches > 1:
-        fix = "use fp32, or strategy=fsdp" + (f", or {one}" if dims.pp == 1 else "")
+        fix = "use fp32, or strategy=fsdp" + (f", or {one_micro_batch}" if dims.pp == 1 else "")
         reason = f"{holder} would sum up {plan.num_micro_batches} micro-batches in bf16 too"
         return [ConfigError(key, "bf16", fix, reason)]
     return []

@@ -1,19 +1,19 @@
-"""The slots of a configuration: where a `_target_` may stand, and the base class that each takes."""
+"""Checks of a configuration's slots: the places for a `_target_`, with the base class of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mgpu_pipe.checks.callback_needs import CALLBACKS, callback_errors
-from mgpu_pipe.checks.logger_needs import logger_errors
-from mgpu_pipe.config.build import TARGET, check_target
+from mgpu_pipe.checks.lightning_needs import CALLBACKS, callback_errors, logger_errors
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
-from mgpu_pipe.config.source_class import NoSuchName, NotAClass, Unknown, find_class, inherited_names, signature
 from mgpu_pipe.config.suggest import choose_from, nearest
+from mgpu_pipe.config.targets.build_target import TARGET, check_target
+from mgpu_pipe.config.targets.source_class import NoSuchName, NotAClass, Unknown, find_class, inherited_names, signature
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.conf_folders import conf_dir
 
 OPTIMIZER_BASE = "torch.optim.Optimizer"
 LOGGER_BASE = "pytorch_lightning.loggers.Logger"
@@ -26,7 +26,7 @@ LOGGER_PROVIDES = ("save_dir",)
 
 
 def slot_errors(config: RunConfig) -> list[ConfigError]:
-    """Everything wrong with the leaves of ``config``; builds and calls nothing."""
+    """Errors of the leaves of ``config``; builds and calls nothing."""
     errors = _optimizer_errors(config.optimizer)
     for section, leaves, base, provided in (
         ("logger", config.logger, LOGGER_BASE, LOGGER_PROVIDES),
@@ -39,6 +39,10 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
                 fix = f"did you mean {section}.{meant}?"
                 errors += [ConfigError(f"{key}.{word}", value, fix, "no such key") for word, value in leaf.items()]
                 continue
+            if isinstance(leaf, Mapping) and leaf and TARGET not in leaf and _is_option(section, name):
+                fix, reason = f"choose it too, by {section}={name}", f"{section}={name} is not chosen"
+                errors += [ConfigError(f"{key}.{word}", value, fix, reason) for word, value in leaf.items()]
+                continue
             errors += check_target(leaf, base, key, provided) or [
                 *logger_errors(leaf, key),
                 *callback_errors(leaf, key, bool(config.logger)),
@@ -47,8 +51,12 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
     return errors
 
 
+def _is_option(section: str, name: str) -> bool:
+    return (conf_dir() / section / f"{name}.yaml").is_file()
+
+
 def _metric_errors(config: RunConfig, leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
-    """What an early stopping looks at: a metric that the objective logs; a plug-in's may log any."""
+    """Errors of early stopping: it must monitor a metric that the objective logs. A plug-in's may log any."""
     if EARLY_STOPPING not in inherited_names(leaf[TARGET], CALLBACKS) or config.objective.name not in OBJECTIVES:
         return
     monitor, mode = leaf["monitor"], leaf.get("mode", "min")
@@ -63,7 +71,7 @@ def _metric_errors(config: RunConfig, leaf: Mapping[str, Any], key: str) -> Iter
 
 
 def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
-    """An early stopping in a run that is evaluated at its end only."""
+    """An error of early stopping in a run whose only evaluation is at its end."""
     every, last = config.trainer.val_every_n_steps, config.trainer.max_steps
     if every is not None and (last is None or every < last):
         return
@@ -75,7 +83,7 @@ def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
 
 
 NEEDS_CLOSURE = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
-"""torch's; of others it is known when they are built."""
+"""torch's optimizers that need a closure; for others this is known after construction."""
 
 
 def _optimizer_errors(optimizer: OptimizerConfig) -> list[ConfigError]:
@@ -89,14 +97,14 @@ def _optimizer_errors(optimizer: OptimizerConfig) -> list[ConfigError]:
     if not errors and optimizer._target_ in NEEDS_CLOSURE:
         fix, reason = "use one that takes given gradients", "it evaluates the loss itself, several times a step"
         errors.append(ConfigError("optimizer._target_", optimizer._target_, fix, reason))
-    if not errors and optimizer.weight_decay and "weight_decay" not in _names(optimizer._target_):
+    if not errors and optimizer.weight_decay and "weight_decay" not in _argument_names(optimizer._target_):
         reason = f"{optimizer._target_} takes no weight decay"
         errors.append(ConfigError("optimizer.weight_decay", optimizer.weight_decay, "use 0", reason))
     return errors
 
 
-def _names(target: str) -> tuple[str, ...]:
-    """The arguments of a class by source; those that are always given where source does not tell."""
+def _argument_names(target: str) -> tuple[str, ...]:
+    """The arguments of a class, from its source; without known arguments, those that are always passed."""
     try:
         taken = signature(find_class(target))
     except (NoSuchName, NotAClass, Unknown):

@@ -1,4 +1,4 @@
-"""Where a run begins: the checkpoint it starts from, and its folder."""
+"""Checks of a run's starting checkpoint, its folder and its cache."""
 
 from __future__ import annotations
 
@@ -6,54 +6,88 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_pipe.config.joined_world import joined_processes
-from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
+from mgpu_pipe.system.joined_world import joined_processes
+from mgpu_pipe.system.local_files import exists, is_folder, name_problem, shortened
+
+
+def base_run_errors(config: RunConfig) -> list[ConfigError]:
+    """Errors of ``run.starts_from``: another source of weights, or a launch that cannot train the base run first."""
+    name = config.run.starts_from
+    if name is None:
+        return []
+    gives_weights = config.objective.started_from(Path(name)) is None
+    if gives_weights and (config.checkpoint.init_from is not None or config.model.path is not None):
+        taken = "checkpoint.init_from" if config.checkpoint.init_from is not None else "model.path"
+        return [ConfigError("run.starts_from", name, f"leave it or {taken} out", f"{taken} brings weights too")]
+    if config.launch.type != "local" or joined():
+        fix = "run that experiment first, and give its folder by checkpoint.init_from"
+        return [ConfigError("run.starts_from", name, fix, "one command trains both on this machine alone")]
+    return []
 
 
 def check_start(config: RunConfig) -> None:
-    """Check that what the run begins from is a checkpoint whose files have their sizes."""
+    """Check that the run starts from a checkpoint whose files have the recorded sizes."""
     start = config.checkpoint
     for key, source in (("checkpoint.resume", start.resume), ("checkpoint.init_from", start.init_from)):
-        if source in (None, "none", "auto") or not Path(source).expanduser().exists():
+        if source in (None, "none", "auto") or not exists(Path(source).expanduser()):
             continue  # value_errors reports what does not exist
         if key == "checkpoint.init_from" and (start.resume == "auto" or _is_model_folder(Path(source).expanduser())):
-            continue  # a run that goes on needs it no more
-        from mgpu_pipe.checkpoint.select import resolve_source
+            continue  # a resumed run does not need it, and a model folder has no step
+        from mgpu_pipe.checkpoint.selection import resolve_source
 
         resolve_source(source, start.on_corruption, "size", key)
 
 
 def _is_model_folder(folder: Path) -> bool:
-    return (folder / "config.json").exists() and not (folder / "manifest.json").exists()
+    return exists(folder / "config.json") and not exists(folder / "manifest.json")
 
 
 def run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInputError]:
-    """The run's folder can be made and is not another run's; in a joined world rank 0's launch looks itself."""
+    """Errors of a run folder that cannot be made or belongs to another run; rank 0 of a joined world checks later."""
     if joined():
         return []
     run = config.run
-    key, given = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
-    if not given.strip():
-        return []  # said by value_errors
-    folder = Path(given).expanduser()
-    if folder.exists() and not folder.is_dir():
+    key, path_text = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
+    if not path_text.strip():
+        return []  # value_errors reports it
+    folder = Path(path_text).expanduser()
+    named = {key: path_text, **({"run.name": run.name} if run.dir is None else {})}
+    for name, value in named.items():
+        if problem := name_problem(value):
+            return [ConfigError(name, shortened(value), "shorten it", problem)]
+    if exists(folder) and not is_folder(folder):
         return [ConfigError(key, folder, "give another folder", "this is a file")]
     existing = folder
-    while not existing.exists() and existing != existing.parent:
+    while not exists(existing) and existing != existing.parent:
         existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if not is_folder(existing) or not os.access(existing, os.W_OK | os.X_OK):
         return [ConfigError(key, folder, "give a folder that can be written", f"{existing} cannot be written")]
-    if run.dir is None or not folder.is_dir():
+    if run.dir is None or not is_folder(folder):
         return []
-    from mgpu_pipe.runs.folder import refuse_contents
     from mgpu_pipe.runs.lock import is_held
+    from mgpu_pipe.runs.run_folder import refuse_contents
 
     paths = RunPaths(folder.absolute())
-    if is_held(paths.lock):  # the launch waits for who holds it, or names them
+    if is_held(paths.lock):  # the launch waits for the holder or reports it
         return []
     return raised_by(lambda: refuse_contents(paths, config.checkpoint.resume == "auto", alone))
+
+
+def cache_errors(config: RunConfig) -> list[BadInputError]:
+    """Errors of a cache folder that neither exists nor can be made."""
+    folder = cache_folder(config.data.cache_dir)
+    if problem := name_problem(folder):
+        return [ConfigError("data.cache_dir", shortened(folder), "shorten it, or set MGPU_PIPE_CACHE", problem)]
+    existing = folder.absolute()
+    while not exists(existing) and existing != existing.parent:
+        existing = existing.parent
+    if is_folder(existing) and os.access(existing, os.W_OK | os.X_OK):
+        return []
+    reason = f"{existing} cannot be written" if is_folder(existing) else f"{existing} is a file"
+    return [ConfigError("data.cache_dir", folder, "give a folder that can be written, or set MGPU_PIPE_CACHE", reason)]
 
 
 def joined() -> bool:

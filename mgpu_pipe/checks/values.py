@@ -1,4 +1,4 @@
-"""Checks of a typed configuration that need nothing but itself, the file system and this machine."""
+"""Checks of a configuration's values and contradictions, against the file system and this machine."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import fields, is_dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from mgpu_pipe.checks.base_run import base_run_errors
 from mgpu_pipe.checks.devices import device_errors
-from mgpu_pipe.checks.ranges import range_errors
+from mgpu_pipe.checks.sizes import range_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
+from mgpu_pipe.checks.start import base_run_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.eval_tasks import ranked
 from mgpu_pipe.config.hub import hub_name
-from mgpu_pipe.config.objective import description, descriptions
 from mgpu_pipe.config.plugins import FILE_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
 from mgpu_pipe.config.suggest import choose_from
+from mgpu_pipe.config.synonyms import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.system.local_files import exists, is_file
 
 TAG = r"[\w.:+-]{1,32}"
 FREE_TEXTS = ("objective.sample_prompts", "objective.sample_texts")
@@ -28,7 +29,7 @@ FREE_TEXTS = ("objective.sample_prompts", "objective.sample_texts")
 
 
 def value_errors(config: RunConfig) -> list[BadInputError]:
-    """Keys whose value is wrong whatever other sections say."""
+    """Errors of values that are wrong regardless of other sections."""
     return [
         *empty_texts(config),
         *range_errors(config),
@@ -44,11 +45,11 @@ def value_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = False) -> list[BadInputError]:
-    """Keys that contradict one another, or this machine.
+    """Errors of keys that contradict each other or this machine.
 
     Args:
-        joined: this process is a rank of a world that was started from outside, and may see its own GPU only.
-        elsewhere: a run on GPUs may be meant for another machine than this one without any.
+        joined: this process is a rank of a world that was started from outside, and may see only its own GPU.
+        elsewhere: the run may be for another machine with GPUs.
     """
     return [
         *device_errors(config, joined, elsewhere),
@@ -56,7 +57,6 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
         *_schedule_errors(config),
         *_held_out_errors(config),
         *_sample_errors(config),
-        *sample_errors(config),
         *config.objective.run_errors(config),
         *base_run_errors(config),
         *early_stopping_errors(config),
@@ -73,16 +73,16 @@ def _get(config: RunConfig, key: str) -> object:
 
 
 def empty_texts(config: RunConfig) -> list[ConfigError]:
-    """Texts that say nothing: an empty path is the working directory, or the root folder, which nobody means."""
+    """Errors of empty texts; an empty path would mean the working directory or the root folder."""
     errors = []
     for key, value in _texts(config):
-        if not value.strip() or "\0" in value:
-            errors.append(ConfigError(key, repr(value) if value else "", _instead(key)))
+        if not value.strip():
+            errors.append(ConfigError(key, repr(value) if value else "", _empty_text_fix(key)))
     return errors
 
 
 def _texts(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every text of the schema's own keys, also in lists, with its key."""
+    """Every text of the schema's keys, also in lists, with its key."""
     for field in fields(node):  # type: ignore[arg-type]
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
         if is_dataclass(value):
@@ -92,12 +92,12 @@ def _texts(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield from ((key, text) for text in texts if isinstance(text, str))
 
 
-def _instead(key: str) -> str:
+def _empty_text_fix(key: str) -> str:
     return "give a folder, or leave it out" if key in ("run.root", "run.dir") else "give a value, or leave it out"
 
 
 def _name_errors(config: RunConfig) -> list[ConfigError]:
-    """Names of data sources, objectives and launchers: this package's, or a plug-in's."""
+    """Errors of unknown names of data sources, objectives, launchers and metrics, and of run names and tags."""
     errors = []
     names = ((DATA, config.data.source), (OBJECTIVE, config.objective.name), (LAUNCH, config.launch.type))
     for section, value in names:
@@ -122,26 +122,31 @@ def _path_errors(config: RunConfig) -> list[ConfigError]:
     for key in ("model.path", "checkpoint.init_from"):
         value = _get(config, key)
         if key == "model.path" and isinstance(value, str) and hub_name(value):
-            continue  # asked for when its commit was looked up
-        if isinstance(value, str) and not Path(value).expanduser().exists():
-            errors.append(ConfigError(key, value, "correct the path", "nothing is there"))
+            continue  # the look-up of its commit has checked it
+        if isinstance(value, str) and not exists(Path(value).expanduser()):
+            fix = "check the path"
+            if key == "model.path":
+                fix = "check the path, or give a name on the Hub (<org>/<name>)"
+            errors.append(ConfigError(key, value, fix, "no such file or folder"))
         elif isinstance(value, str) and _is_foreign(Path(value).expanduser()):
             fix = f"make a folder of it by mgpu-pipe import --from {value} --out <folder> model=..."
             errors.append(ConfigError(key, value, fix, "is another program's checkpoint"))
     tokenizer = config.data.tokenizer
-    if tokenizer != "auto" and not hub_name(tokenizer) and not Path(tokenizer).expanduser().exists():
+    if tokenizer != "auto" and not hub_name(tokenizer) and not exists(Path(tokenizer).expanduser()):
         fix = "give a tokenizer folder, a tokenizer.json or a name on the Hub (<org>/<name>), or auto"
-        errors.append(ConfigError("data.tokenizer", tokenizer, fix, "nothing is there"))
+        errors.append(ConfigError("data.tokenizer", tokenizer, fix, "no such file or folder"))
     resume = config.checkpoint.resume
-    if resume not in ("none", "auto") and not Path(resume).expanduser().exists():
+    if resume not in ("none", "auto") and not exists(Path(resume).expanduser()):
+        meant = VALUES["checkpoint.resume"].get(resume.lower())
         fix = choose_from(resume, ["none", "auto"]) + ", or give a run or step folder"
+        fix = f"use {meant}" if meant else fix
         errors.append(ConfigError("checkpoint.resume", resume, fix, "no such folder"))
     return errors
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether this is a torch file or DeepSpeed's folder."""
-    return path.is_file() or any(any(path.glob(pattern)) for pattern in ("*_optim_states.pt", "*/*_optim_states.pt"))
+    """Whether this is a torch file or a DeepSpeed folder."""
+    return is_file(path) or any(any(path.glob(pattern)) for pattern in ("*_optim_states.pt", "*/*_optim_states.pt"))
 
 
 def _model_choice(config: RunConfig) -> list[ConfigError]:
@@ -181,20 +186,15 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
     total = scheduler.total_steps or config.trainer.max_steps
     if total is None or total < 1 or scheduler.warmup_steps < 0:  # range_errors reports the latter two
         return []
-    errors = []
     if scheduler.warmup_ratio is not None and scheduler.warmup_steps:
         reason = f"scheduler.warmup_steps={scheduler.warmup_steps} is set too"
         return [ConfigError("scheduler.warmup_ratio", scheduler.warmup_ratio, "leave one of the two out", reason)]
-    warmup = scheduler.warmup(total)
+    decay, room = scheduler.decay_steps, total - scheduler.warmup(total)
+    if scheduler.name != "wsd" or not decay or decay <= room:
+        return []
     source = "scheduler.total_steps" if scheduler.total_steps else "trainer.max_steps"
-    if scheduler.warmup_steps > total:
-        reason = f"longer than {source}={total}"
-        errors.append(ConfigError("scheduler.warmup_steps", scheduler.warmup_steps, f"use at most {total}", reason))
-    elif scheduler.name == "wsd" and scheduler.decay_steps and warmup + scheduler.decay_steps > total:
-        reason = f"warm-up and decay are longer than {source}={total}"
-        fix = f"use at most {total - warmup}"
-        errors.append(ConfigError("scheduler.decay_steps", scheduler.decay_steps, fix, reason))
-    return errors
+    fix = f"use at most {room}" if room else f"use a scheduler.warmup_steps of at most {max(0, total - decay)}"
+    return [ConfigError("scheduler.decay_steps", decay, fix, f"warm-up and decay are longer than {source}={total}")]
 
 
 def _missing_paths(config: RunConfig) -> list[ConfigError]:
@@ -206,18 +206,6 @@ def _missing_paths(config: RunConfig) -> list[ConfigError]:
         return []
     fix = "give files or globs: data.paths=['/corpus/*']"
     return [ConfigError("data.paths", "[]", fix, f"data.source={data.source} reads files")]
-
-
-def sample_errors(config: RunConfig) -> list[ConfigError]:
-    """The data is of the kind that the objective trains on; a package's own may be anything."""
-    source, told = config.data.source, description(config.objective.name)
-    if source not in plugins.DATA_SOURCES or plugins.SAMPLES.get(source, "packed_text") == told.samples:
-        return []
-    fitting = [name for name in plugins.DATA_SOURCES if plugins.SAMPLES.get(name, "packed_text") == told.samples]
-    theirs = [one.name for one in descriptions() if one.samples == plugins.SAMPLES.get(source)]
-    reason = f"objective.name={config.objective.name} trains on {told.samples.replace('_', ' ')}"
-    for_it = f"objective={' or objective='.join(theirs)} for this data, or " if theirs else ""
-    return [ConfigError("data.source", source, f"use {for_it}data={' or data='.join(fitting)}", reason)]
 
 
 def _balance_errors(config: RunConfig) -> list[ConfigError]:

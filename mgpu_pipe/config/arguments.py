@@ -1,4 +1,4 @@
-"""Arguments of the verbs that take no configuration: a wrong one is an error of one line, as everywhere."""
+"""Argument parser of the verbs that take no configuration; a wrong argument is an error of one line."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import EXIT_OK, BadInputError
+from mgpu_pipe.system.local_files import name_problem, shortened
 
 
 class VerbParser(argparse.ArgumentParser):
-    """``argparse`` that raises instead of leaving the program, and takes no abbreviations."""
+    """``argparse`` that raises instead of exiting, and accepts no abbreviations."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        self.register("type", Path, path_argument)  # for every argument of type=Path
 
     def error(self, message: str) -> NoReturn:
-        raise BadInputError(f"{self.prog}: {message}; {self._meant(message)}see {self.prog} --help")
+        raise BadInputError(f"{self.prog}: {message}; {self._suggestion(message)}see {self.prog} --help")
 
-    def _meant(self, message: str) -> str:
-        """The flag or the override that an unknown flag is like."""
+    def _suggestion(self, message: str) -> str:
+        """The flag, choice or override nearest to a wrong word, as a question."""
+        if chosen := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
+            close = nearest(chosen[1], re.findall(r"[\w-]+", chosen[2]))
+            return f"did you mean {close}? " if close else ""
         flag = message.partition("unrecognized arguments: --")[2].partition(" ")[0].partition("=")[0]
         if not flag:
             return ""
@@ -33,7 +39,7 @@ class VerbParser(argparse.ArgumentParser):
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace | None:
-    """The arguments; None after ``--help``, which was answered.
+    """Parsed arguments; None after ``--help``.
 
     Raises:
         BadInputError: a wrong argument.
@@ -44,6 +50,13 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
         if ended.code not in (None, EXIT_OK):
             raise
         return None
+
+
+def path_argument(text: str) -> Path:
+    """Path of an argument; refuses a name that no file or folder can have."""
+    if problem := name_problem(text):
+        raise argparse.ArgumentTypeError(f"{shortened(text)}: {problem}; check the path")
+    return Path(text)
 
 
 def positive_int(text: str) -> int:

@@ -1,6 +1,6 @@
 """Strict conversion of plain values to the dataclass tree, and back.
 
-Nothing is coerced but a whole number to a float. Every error of the whole tree is collected; each names the key's
+Only whole numbers are coerced, to float. Every error of the tree is collected; each names the key's
 full path, the value and the fix.
 """
 
@@ -11,42 +11,74 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from mgpu_pipe.config.interpolation import MISSING, written
+from mgpu_pipe.config.hydra.interpolation import MISSING, written
+from mgpu_pipe.config.moved import with_present_classes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, all_hints, hints
 from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
-from mgpu_pipe.config.synonyms import SECTION_NAMES, known_elsewhere, value_elsewhere
+from mgpu_pipe.config.synonyms import FORMS, SECTION_NAMES, VALUES, known_elsewhere, value_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.system.local_files import is_text
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves of nested mappings by dotted path; lists and empty mappings are leaves."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            flat.update(leaves(value, f"{path}."))
+        else:
+            flat[path] = value
+    return flat
+
+
+def merged(before: Any, after: Any) -> Any:
+    """``after`` over ``before``; mappings are merged at every depth."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        return after
+    return {**before, **{key: merged(before.get(key), value) for key, value in after.items()}}
+
+
+def setting(value: object) -> str:
+    """A configured value as a user types it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(setting, value))}]"
+    if isinstance(value, str) and (not value or value != value.strip() or "," in value):
+        return repr(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
 
 T = TypeVar("T")
-MOST_ERRORS = 40
-"""Unknown keys that are told; a file of a hundred thousand of them would keep the search for likely ones busy."""
+DEVICES = "trainer.devices"
+MAX_UNKNOWN_KEYS = 40
+"""Limit of reported unknown keys: searching suggestions for 100,000 keys would take long."""
 Errors = list[ConfigError]
 
 
 class _Refused:
-    """Stands for a value that an error was recorded for."""
+    """Placeholder of a value whose error was recorded."""
 
 
 REFUSED = _Refused()
 
 
 def convert(cls: type[T], mapping: Mapping[str, Any]) -> tuple[T, list[BadInputError]]:
-    """``mapping`` as an instance of the dataclass ``cls``, and every unknown key and wrong type.
+    """Convert ``mapping`` to the dataclass ``cls``; returns it with every unknown key and wrong type.
 
-    Keys that are not given, or that are refused, keep their defaults.
+    Missing and refused keys keep their defaults.
     """
     errors: Errors = []
-    return _dataclass(cls, mapping, "", errors), list(errors)
+    return _dataclass(cls, with_present_classes(mapping), "", errors), list(errors)
 
 
 def to_plain(config: Any, leaf: Callable[[Any], Any] = written) -> dict[str, Any]:
-    """The nested dictionary of a dataclass, as it may be written: texts of the environment as interpolations.
+    """Nested dictionary of a dataclass, safe to write: texts of the environment as interpolations.
 
     Args:
-        leaf: what becomes of values that are no sections.
+        leaf: converts values that are not sections.
     """
     return {field.name: _plain(getattr(config, field.name), leaf) for field in dataclasses.fields(config)}
 
@@ -73,24 +105,40 @@ def all_keys() -> tuple[str, ...]:
     return tuple(key for key, _ in schema_keys())
 
 
+def key_kind(key: str) -> str:
+    """``schema`` for a key of the schema, ``own`` for a plug-in's or an objective's own, ``mapping`` for one that holds
+    a free-form mapping, ``free`` for one below it, else ``unknown``.
+    """
+    is_plugin_key, hint = False, cast(Any, RunConfig)
+    for word in key.split("."):
+        if get_origin(hint) is dict:
+            return "free"
+        if not dataclasses.is_dataclass(hint) or word not in all_hints(hint):  # type: ignore[arg-type]
+            return "unknown"
+        is_plugin_key, hint = is_plugin_key or word not in hints(hint), all_hints(hint)[word]  # type: ignore[arg-type]
+    if get_origin(hint) is dict:
+        return "mapping"
+    return "own" if is_plugin_key else "schema"
+
+
 SEE = "see the keys with: mgpu-pipe schema"
 
 
 def unknown_key(path: str, value: object) -> ConfigError:
-    """The error for a key that the schema does not have."""
+    """Error for a key that is not in the schema."""
     section, _, rest = path.partition(".")
     if rest and section in SECTION_NAMES:
         return ConfigError(
             path, value, f"did you mean {nearest_key(f'{SECTION_NAMES[section]}.{rest}', all_keys())}?", "no such key"
         )
     close = _corrected(path)
-    elsewhere = None if close and _last(close) == _last(path) else known_elsewhere(path)
+    elsewhere = None if close and _last(close) == _last(path) else known_elsewhere(path, value)
     close = close or nearest_key(path, all_keys())
     return ConfigError(path, value, elsewhere or (f"did you mean {close}?" if close else SEE), "no such key")
 
 
-def _anothers_key(key: str, value: object, owners: list[str]) -> ConfigError:
-    return ConfigError(key, _shown(value), f"leave it out, or choose {' or '.join(owners)}", "no such key here")
+def _misplaced_key(key: str, value: object, owners: list[str]) -> ConfigError:
+    return ConfigError(key, _for_message(value), f"leave it out, or choose {' or '.join(owners)}", "no such key here")
 
 
 def _last(key: str) -> str:
@@ -98,7 +146,7 @@ def _last(key: str) -> str:
 
 
 def _corrected(path: str) -> str | None:
-    """``path`` with each misspelt word replaced by the nearest one of its section; None if one is like none."""
+    """``path`` with each misspelt word corrected within its section; None if a word has no near match."""
     hint: Any = RunConfig
     words = []
     for word in path.split("."):
@@ -125,24 +173,27 @@ def _dataclass(cls: Any, mapping: Any, path: str, errors: Errors) -> Any:
     if section:
         cls = section.keys(section.chosen_by(mapping))
     types_of = hints(cls)
-    given: dict[str, Any] = {}
+    converted_values: dict[str, Any] = {}
     for name, value in mapping.items():
         key = _join(path, name)
         if name not in types_of:
-            if len(errors) < MOST_ERRORS:
+            if len(errors) < MAX_UNKNOWN_KEYS:
                 owners = section.owners(name) if section else []
-                errors.append(_anothers_key(key, value, owners) if owners else unknown_key(key, _shown(value)))
+                errors.append(_misplaced_key(key, value, owners) if owners else unknown_key(key, _for_message(value)))
             continue
         converted = _value(types_of[name], value, key, errors)
         if converted is not REFUSED:
-            given[name] = converted
-    return cls(**given)
+            converted_values[name] = converted
+    return cls(**converted_values)
 
 
 def _value(hint: Any, value: Any, key: str, errors: Errors) -> Any:
-    """``value`` as ``hint`` wants it, or ``REFUSED`` with an error recorded."""
+    """``value`` converted to ``hint``, or ``REFUSED`` with an error recorded."""
     if isinstance(value, str) and value == MISSING:
         errors.append(ConfigError(key, value, f"write {key}=<{_plain_name(hint)}>", "must be given"))
+        return REFUSED
+    if isinstance(value, str) and (not is_text(value) or "\0" in value):
+        errors.append(ConfigError(key, repr(value), "correct it", "holds a zero byte or half a character"))
         return REFUSED
     if dataclasses.is_dataclass(hint):
         if isinstance(value, Mapping):
@@ -191,13 +242,13 @@ def _list(hint: Any, value: Any, key: str, errors: Errors) -> Any:
 
 
 def _mapping(hint: Any, value: Mapping[Any, Any], key: str, errors: Errors) -> dict[str, Any]:
-    """A mapping by names of the user's own: of sections, or free-form with any plain values and nothing missing."""
+    """A mapping by the user's names: of sections, or free-form with any plain values and nothing missing."""
     _, item_hint = get_args(hint)
     converted: dict[str, Any] = {}
     for name, item in value.items():
         where = _join(key, name)
         if not isinstance(name, str):
-            errors.append(ConfigError(where, _shown(item), "write the name as text"))
+            errors.append(ConfigError(where, _for_message(item), "write the name as text"))
         elif isinstance(item, str) and item == MISSING:
             errors.append(ConfigError(where, item, f"write {where}=<value>", "must be given"))
         else:
@@ -215,26 +266,31 @@ def _refuse(hint: Any, value: Any, key: str, errors: Errors) -> Any:
     elif not fix:
         close = nearest(value, words) if isinstance(value, str) else None
         fix = f"did you mean {close}? (or use {type_name(hint)})" if close else f"use {type_name(hint)}"
-    errors.append(ConfigError(key, _shown(value), fix, reason))
+    errors.append(ConfigError(key, _for_message(value), fix, reason))
     return REFUSED
 
 
 def _diagnosis(arms: tuple[Any, ...], value: Any, key: str) -> tuple[str, str]:
-    """The reason and the fix of the common slips; empty where the type says it all."""
+    """Reason and fix of common mistakes; empty if the type explains enough."""
     if value is None:
         return "null is not a value of this key", ""
+    if meant := VALUES.get(key, {}).get(str(value).lower()):
+        return "no such value", f"use {meant}"
+    if key == DEVICES and isinstance(value, list):
+        numbers = ",".join(map(str, value))
+        return "it is a number of devices", f"use {DEVICES}={len(value)}, and CUDA_VISIBLE_DEVICES={numbers} before it"
     if isinstance(value, str) and (int in arms or float in arms) and _reads_as_number(value):
         return "this is text, not a number", f"leave out the inner quotes: {key}={value}"
     if str in arms and (_is_number(value) or isinstance(value, bool)):
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        return "this is not text", value_elsewhere(key, text) or f"quote it twice: {key}=\"'{text}'\""
+        return "this is not text", value_elsewhere(key, text) or FORMS.get(key) or f"quote it twice: {key}=\"'{text}'\""
     if isinstance(value, float) and value.is_integer() and int in arms:
         return "a whole number is wanted", f"write {int(value)}"
     return "", ""
 
 
 def type_name(hint: Any) -> str:
-    """A type in words, as it stands in messages."""
+    """Words for a type, for messages."""
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(type_name(arm) for arm in get_args(hint))
     if get_origin(hint) is Literal:
@@ -265,6 +321,6 @@ def _reads_as_number(text: str) -> bool:
     return True
 
 
-def _shown(value: Any) -> Any:
-    shown = written(value)
-    return f'"{shown}"' if isinstance(value, str) and _reads_as_number(value) else shown
+def _for_message(value: Any) -> Any:
+    text = written(value)
+    return f'"{text}"' if isinstance(value, str) and _reads_as_number(value) else text

@@ -1,4 +1,4 @@
-"""The keys of the tasks that a model is measured by, beside its held-out loss. No torch."""
+"""Keys of evaluation tasks, next to the held-out loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class EvalTask:
-    """Questions, or texts, from local files, and one figure of them, val/<name of the task>."""
+    """A task of questions or texts from local files; its figure is the metric val/<name of the task>."""
 
     kind: Literal["answers", "choice", "perplexity"] = "answers"
     """answers: the share of generated answers that are right, word for word; choice: of questions whose right choice
@@ -23,9 +23,9 @@ class EvalTask:
     """Files or globs: lines as of data=chat_jsonl (answers), of {prompt, choices, answer} (choice), text files or JSON
     lines with a text (perplexity)."""
     source: Literal["rule_chat"] | None = None
-    """In the place of paths, the held-out conversations of data=rule_chat (answers)."""
+    """Instead of paths: the held-out conversations of data=rule_chat (answers)."""
     pattern: str | None = None
-    """A regular expression: what it finds in an answer is compared, its first group where it has one (answers)."""
+    """Regular expression; its match in an answer (the first group, if any) is compared (answers)."""
     max_samples: int | None = field(default=256, metadata={"at_least": 1})
     """At most this many rows, evenly taken; null takes all."""
     batch_size: int = field(default=32, metadata={"at_least": 1})
@@ -45,32 +45,32 @@ class EvalConfig:
 
 
 def ranked(config: RunConfig) -> tuple[str, ...]:
-    """The metrics that a step's checkpoint keeps, for ``checkpoint.keep_best``, and a sweep goes by."""
+    """Metrics that ``checkpoint.keep_best`` and a sweep may rank by."""
     of_tasks = (metric.key for metric in task_metrics(config.eval.tasks))
     return (*description(config.objective.name).ranked, *of_tasks)
 
 
 def metric_of(config: RunConfig, key: str) -> Metric | None:
-    """The objective's, or a task's."""
+    """Metric ``key`` of the objective or of a task."""
     of_tasks = {metric.key: metric for metric in task_metrics(config.eval.tasks)}
     return of_tasks.get(key) or description(config.objective.name).metric(key)
 
 
 def higher_is_better(config: Mapping[str, Any], key: str) -> bool:
-    """Whether the metric ``key`` of a run, whose configuration is here as it is written, is better the higher it is."""
-    found = config
+    """Whether a higher value of the metric ``key`` is better, from a run's written configuration."""
+    section = config
     for name in ("eval", "tasks", key.partition("/")[2]):
-        below = found.get(name)
-        found = below if isinstance(below, Mapping) else {}
-    if found:
-        return found.get("kind") != "perplexity"
+        below = section.get(name)
+        section = below if isinstance(below, Mapping) else {}
+    if section:
+        return section.get("kind") != "perplexity"
     objective = config.get("objective")
     metric = description(str(objective.get("name") if isinstance(objective, Mapping) else None)).metric(key)
     return metric is not None and metric.higher_is_better
 
 
 def task_metrics(tasks: Mapping[str, EvalTask]) -> tuple[Metric, ...]:
-    """What the tasks measure, one figure each."""
+    """Metrics of the tasks, one each."""
     units = {"answers": "right", "choice": "right", "perplexity": ""}
     return tuple(
         Metric(

@@ -1,4 +1,4 @@
-"""Freezes a configuration to a file, reads it back, and gives it an identity."""
+"""Writes a run's configuration to a file, reads it back and hashes it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import yaml
 from omegaconf import OmegaConf
 
 from mgpu_pipe.config.convert import convert, to_plain
-from mgpu_pipe.config.interpolation import escaped, plain_values, unescaped
+from mgpu_pipe.config.hydra.interpolation import escaped, plain_values, unescaped
+from mgpu_pipe.config.moved import with_first_classes
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, parse_yaml, read_bytes
-from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.untrusted_run import check_environment_use
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, parse_yaml, read_bytes, replace_file
 
 HEADER = "# The run's configuration, composed once; every worker reads it from here.\n"
 HASH_LENGTH = 16
 
 
 def freeze(config: RunConfig, path: Path, *, flush: bool = True) -> None:
-    """Write ``config`` as YAML, whole or not at all; ``flush``: it is on the disk on return.
+    """Write ``config`` as YAML, atomically; with ``flush`` it is on disk on return.
 
-    Texts of the environment (``${oc.env:...}``) are written as the interpolation, never as their value.
+    Texts from the environment are written as ``${oc.env:...}``, never as their value.
     """
     sections = escaped(_with_interpolations(config))
     text = "".join(_written(name, repr(value), value) for name, value in sections.items())
@@ -34,7 +35,7 @@ def freeze(config: RunConfig, path: Path, *, flush: bool = True) -> None:
 
 
 def _written(name: str, key: str, value: object) -> str:
-    """A section as YAML; the points of a sweep have most in common."""
+    """YAML of a section, cached because the points of a sweep share most sections."""
     text = _sections.get((name, key))
     if text is None:
         text = _sections[name, key] = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True)
@@ -49,9 +50,15 @@ def load(path: Path) -> RunConfig:
 
     Raises:
         BadInputError: the file is missing, no plain file or not YAML.
-        ConfigErrors: it does not fit the schema, or names an environment variable that is not set.
+        ConfigErrors: the values do not fit the schema, or an environment variable is not set.
+        ConfigError: the file is another user's and reads the environment.
     """
     values, _ = _read(path)
+    check_environment_use(path, values)
+    return _resolved(values)
+
+
+def _resolved(values: dict[str, Any]) -> RunConfig:
     resolved, errors = plain_values(OmegaConf.create(values))
     config, mistyped = convert(RunConfig, resolved)
     if errors or mistyped:
@@ -60,18 +67,18 @@ def load(path: Path) -> RunConfig:
 
 
 def load_untrusted(path: Path) -> tuple[RunConfig, bool]:
-    """Read a configuration that somebody else may have written.
+    """Read a configuration that another user may have written.
 
     Returns:
-        The configuration, and whether this user's own launches wrote it (:func:`remember`). Then it is as
-        :func:`load` gives it; else it is data: interpolations stay texts, and nothing of the environment is looked up.
+        The configuration, and whether this user's launches wrote it (:func:`remember`). If so, it equals the result
+        of :func:`load`. Otherwise interpolations stay texts, and the environment is not read.
 
     Raises:
-        BadInputError, ConfigErrors: as :func:`load`.
+        BadInputError, ConfigErrors: see :func:`load`.
     """
     values, digest = _read(path)
     if _known(digest).exists():
-        return load(path), True
+        return _resolved(values), True
     config, mistyped = convert(RunConfig, _literal(values))
     if mistyped:
         raise ConfigErrors(mistyped)
@@ -79,12 +86,22 @@ def load_untrusted(path: Path) -> tuple[RunConfig, bool]:
 
 
 def remember(path: Path) -> None:
-    """Keep in the user's cache that this configuration is one of their own; without a cache, it is not known later."""
-    known = _known(hashlib.sha256(path.read_bytes()).hexdigest())
+    """Record in the user's cache that this configuration is theirs; without a cache, nothing is recorded."""
+    remember_bytes(path.read_bytes())
+
+
+def remember_bytes(content: bytes) -> None:
+    """Record in the user's cache that their launches wrote ``content``."""
+    known = _known(hashlib.sha256(content).hexdigest())
     with suppress(OSError, ConfigError):
         private_folder(known.parents[1])
         known.parent.mkdir(exist_ok=True)
         known.touch()
+
+
+def is_remembered(content: bytes) -> bool:
+    """Whether this user's launches wrote ``content`` (:func:`remember_bytes`)."""
+    return _known(hashlib.sha256(content).hexdigest()).exists()
 
 
 def _known(digest: str) -> Path:
@@ -92,7 +109,7 @@ def _known(digest: str) -> Path:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """The values of a YAML file as they are written, and the SHA-256 of its bytes."""
+    """Raw values of a YAML file, and the SHA-256 of its bytes."""
     try:
         data = read_bytes(path, MAX_CONFIG_BYTES)
         values = parse_yaml(data)
@@ -104,7 +121,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _literal(value: Any) -> Any:
-    """Values as :func:`load` would give them, but with interpolations as the texts they are."""
+    """Values as :func:`load` returns them, but with interpolations left as texts."""
     if isinstance(value, dict):
         return {key: _literal(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -113,14 +130,14 @@ def _literal(value: Any) -> Any:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Hexadecimal identity of a configuration: the start of the SHA-256 of its sorted JSON.
+    """Hexadecimal hash of a configuration: the start of the SHA-256 of its sorted JSON.
 
-    It depends on what is written, so not on the values of the environment.
+    It hashes the written values, never those of the environment.
     """
-    text = json.dumps(to_plain(config), sort_keys=True, ensure_ascii=True)
+    text = json.dumps(with_first_classes(to_plain(config)), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]
 
 
 def _with_interpolations(config: RunConfig) -> dict[str, object]:
-    """Nested plain values that still hold texts of the environment as such, for :func:`escaped`."""
+    """Nested plain values with texts of the environment unconverted, for :func:`escaped`."""
     return to_plain(config, leaf=lambda value: value)

@@ -1,9 +1,9 @@
-"""Names on the Hugging Face Hub: which commit they mean, and where their files lie on this machine. No torch.
+"""Names on the Hugging Face Hub: resolves them to commits and finds their files in this machine's cache.
 
 ``<org>/<name>[@revision]`` is a model or a tokenizer, ``hf://datasets/<org>/<name>[@revision]/<file or glob>`` files of
-a data set. A run keeps the name at a commit; every process finds the files in its own machine's cache by that name, so
-that no path of one machine stands in a configuration. All access is ``huggingface_hub``'s own: its cache, its token,
-``HF_ENDPOINT``, ``HF_HUB_OFFLINE``. It is imported only where there is such a name.
+a data set. A run's configuration pins the name to a commit and holds no path of a machine; every process finds the
+files in its machine's cache by that name. All access goes through ``huggingface_hub``: its cache, its token,
+``HF_ENDPOINT``, ``HF_HUB_OFFLINE``. It is imported only if a configuration has such a name.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from mgpu_pipe.config.plugins import FILE_SOURCES
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.local_files import exists, is_file
 
 T = TypeVar("T")
 DATA = "hf://"
@@ -36,8 +37,10 @@ SMALL = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
-"""Files of a model that say what it is; its weights come with the launch."""
+"""Description files of a model; the launch fetches its weights."""
 LISTED = 4
 _REPOSITORY = r"\w[\w.-]*/\w[\w.-]*"
 _MODEL = re.compile(rf"({_REPOSITORY})(?:@([^@\s]+))?")
@@ -47,11 +50,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class HubName:
-    """What a name says.
+    """A parsed name on the Hub.
 
     Attributes:
-        revision: a branch, tag or commit; None: the repository's main branch.
-        files: of a data set, a file or a glob.
+        revision: a branch, tag or commit; None for the repository's main branch.
+        files: file or glob of a data set.
     """
 
     kind: Literal["model", "dataset"]
@@ -61,7 +64,7 @@ class HubName:
 
     @property
     def commit(self) -> str | None:
-        """The revision, where it is a commit."""
+        """The revision if it is a commit, else None."""
         return self.revision if self.revision and _COMMIT.fullmatch(self.revision) else None
 
     def __str__(self) -> str:
@@ -70,33 +73,33 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """The model or tokenizer that ``text`` names; None for a path. What exists here is a path, as for transformers."""
-    found = _MODEL.fullmatch(text)
-    if found is None or text.endswith(".json"):
+    """Name of a model or tokenizer; None for a path. An existing path wins, as in transformers."""
+    match = _MODEL.fullmatch(text)
+    if match is None or text.endswith(".json"):
         return None
-    name = HubName("model", *found.groups())
-    return name if name.commit or not Path(text).exists() else None
+    name = HubName("model", *match.groups())
+    return name if name.commit or not exists(Path(text)) else None
 
 
 def data_name(text: str, key: str = "data.paths") -> HubName | None:
-    """The files of a data set that ``text`` names; None for a path.
+    """Name of a data set's files; None for a path.
 
     Raises:
-        ConfigError: it begins like such a name, but is not one.
+        ConfigError: ``text`` starts with ``hf://`` but is no valid name.
     """
     if not text.startswith(DATA):
         return None
-    found = _DATASET.fullmatch(text)
-    if found is None:
+    match = _DATASET.fullmatch(text)
+    if match is None:
         raise ConfigError(key, text, "write it as hf://datasets/<org>/<name>[@revision]/<file or glob>")
-    return HubName("dataset", *found.groups())
+    return HubName("dataset", *match.groups())
 
 
 def hub_names(config: RunConfig) -> Iterator[tuple[str, HubName]]:
-    """Every key that names something on the Hub, and the name.
+    """Every key with a name on the Hub, and that name.
 
     Raises:
-        ConfigError: as of :func:`data_name`.
+        ConfigError: see :func:`data_name`.
     """
     data = config.data
     for key, text in (("model.path", config.model.path or ""), ("data.tokenizer", data.tokenizer)):
@@ -110,9 +113,9 @@ def hub_names(config: RunConfig) -> Iterator[tuple[str, HubName]]:
 
 
 def file_lists(data: DataConfig) -> Iterator[tuple[str, Any]]:
-    """What has ``paths`` and ``validation_paths``, by its key: ``data``, and each source of a mixture."""
+    """Sections with ``paths`` and ``validation_paths`` by key: ``data`` and each source of a mixture."""
     yield "data", data
-    yield from ((f"data.sources.{name}", one) for name, one in _mixed(data).items())
+    yield from ((f"data.sources.{name}", source) for name, source in _mixed(data).items())
 
 
 def _mixed(data: DataConfig) -> dict[str, Any]:
@@ -120,38 +123,38 @@ def _mixed(data: DataConfig) -> dict[str, Any]:
 
 
 def _with_files(files: T, names: dict[str, str]) -> T:
-    lists = {name: [names.get(one, one) for one in getattr(files, name)] for name in ("paths", "validation_paths")}
+    lists = {name: [names.get(path, path) for path in getattr(files, name)] for name in ("paths", "validation_paths")}
     return replace(files, **lists)  # type: ignore[type-var]  # a dataclass
 
 
 def names_files(config: RunConfig) -> bool:
-    """Whether a key names a model, a tokenizer or data, which may be here or on the Hub."""
+    """Whether a key names a model, a tokenizer or data, local or on the Hub."""
     data = config.data
-    files = any(one.paths or one.validation_paths for _, one in file_lists(data))
+    files = any(section.paths or section.validation_paths for _, section in file_lists(data))
     return config.model.path is not None or data.tokenizer != "auto" or files
 
 
 def with_names(config: RunConfig, names: dict[str, str]) -> RunConfig:
-    """``config`` with other texts in the place of these names."""
+    """``config`` with each name replaced by its value in ``names``."""
     model, data = config.model, config.data
     path = None if model.path is None else names.get(model.path, model.path)
     data = _with_files(replace(data, tokenizer=names.get(data.tokenizer, data.tokenizer)), names)
     if mixed := _mixed(data):
-        sources: dict[str, Any] = {name: _with_files(one, names) for name, one in mixed.items()}
+        sources: dict[str, Any] = {name: _with_files(source, names) for name, source in mixed.items()}
         data = replace(data, sources=sources)  # type: ignore[call-arg]  # a mixture's own key
     return replace(config, model=replace(model, path=path), data=data)
 
 
 def without_revisions(config: RunConfig) -> RunConfig:
-    """``config`` with every name as if no revision had been given: what two nodes can be compared by."""
+    """``config`` with the revision removed from every name, for comparing two nodes."""
     return with_names(config, {str(name): str(replace(name, revision=None)) for _, name in hub_names(config)})
 
 
 def commit_of(name: HubName, key: str) -> str:
-    """The commit that a name means now; without the Hub, the one that the cache knows.
+    """Commit that a name resolves to now; offline, the cached commit.
 
     Raises:
-        ConfigError: there is no such name, or it cannot be asked for.
+        ConfigError: no such name, or the Hub cannot be reached.
     """
     with asking(name, key):
         from huggingface_hub import HfApi
@@ -160,66 +163,65 @@ def commit_of(name: HubName, key: str) -> str:
 
 
 def local_folder(text: str | Path, key: str = "model.path") -> Path:
-    """The folder of a model or tokenizer: a path as it is, a name at a commit in this machine's cache, its
-    :data:`SMALL` files fetched.
+    """Folder of a model or tokenizer: a path unchanged; for a name at a commit, the cache with its :data:`SMALL` files.
 
     Raises:
-        ConfigError: they cannot be fetched.
+        ConfigError: the files cannot be fetched.
     """
     name = _at_commit(text)
     return Path(text).expanduser() if name is None else fetch(name, SMALL, key)
 
 
 def is_at_commit(text: str | Path) -> bool:
-    """Whether this is a name at a commit, and so no path."""
+    """Whether ``text`` is a name at a commit, not a path."""
     return _at_commit(text) is not None
 
 
 def _at_commit(text: str | Path) -> HubName | None:
-    found = _MODEL.fullmatch(str(text))
-    name = None if found is None else HubName("model", *found.groups())
+    match = _MODEL.fullmatch(str(text))
+    name = None if match is None else HubName("model", *match.groups())
     return name if name is not None and name.commit else None
 
 
 def data_files(text: str, key: str) -> list[Path]:
-    """The files of a data set's name at a commit, sorted, fetched into this machine's cache.
+    """Fetch the files of a data set's name at a commit into this machine's cache; returns their sorted paths.
 
     Raises:
-        ConfigError: no file of the repository matches, or they cannot be fetched.
+        ConfigError: no file of the repository matches, or the files cannot be fetched.
     """
     name = data_name(text, key)
     assert name is not None and name.commit, text
     names = matching(name, key)
-    folder = fetch(name, tuple(glob.escape(one) for one in names), key)
-    return [folder / one for one in names]
+    folder = fetch(name, tuple(glob.escape(file) for file in names), key)
+    return [folder / file for file in names]
 
 
 def matching(name: HubName, key: str) -> list[str]:
-    """The repository's files that the file or glob of ``name`` means.
+    """Files of the repository that match the file or glob of ``name``, sorted.
 
     Raises:
-        ConfigError: none does.
+        ConfigError: no file matches.
     """
-    there = listing(name, key)
+    files = listing(name, key)
     pattern = _as_regex(name.files)
-    found = sorted(one for one in there if one == name.files or pattern.fullmatch(one))
-    if not found:
-        shown = ", ".join(there[:LISTED]) + (f" and {len(there) - LISTED} more" if len(there) > LISTED else "")
-        raise ConfigError(key, name, f"give a file or a glob of what is there: {shown}", "matches no file")
-    return found
+    matches = sorted(file for file in files if file == name.files or pattern.fullmatch(file))
+    if not matches:
+        examples = ", ".join(files[:LISTED]) + (f" and {len(files) - LISTED} more" if len(files) > LISTED else "")
+        raise ConfigError(key, name, f"give a file or a glob of what is there: {examples}", "matches no file")
+    return matches
 
 
 def listing(name: HubName, key: str) -> list[str]:
-    """The files that the repository has at the commit of ``name``, sorted."""
+    """Files of the repository at the commit of ``name``, sorted."""
     there = _cached_listing(name)
     if there is None:
         folder = fetch(name, SMALL if name.kind == "model" else ("README.md",), key)
         there = _cached_listing(name)
-    if there is None:  # what another program fetched, and nothing can be asked now
+    if there is None:  # another program fetched it, and the Hub is out of reach
         if name.kind == "dataset":
             fix, reason = "fetch it with the network once", "the cache does not know which files the data set has"
             raise ConfigError(key, name, fix, reason)
-        there = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        there = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if is_file(path))
     return there
 
 
@@ -236,25 +238,26 @@ def _cached_listing(name: HubName) -> list[str] | None:
 
 @lru_cache(maxsize=64)
 def fetch(name: HubName, patterns: tuple[str, ...], key: str) -> Path:
-    """The folder of ``name`` (at a commit) in this machine's cache, with the files that match; nothing is asked of the
-    Hub where they are there. Processes that call it at once fetch a file once.
+    """Fetch the matching files of ``name`` (at a commit) into this machine's cache; returns the folder.
+
+    Cached files cause no request. Concurrent processes fetch each file once.
 
     Raises:
-        ConfigError: they cannot be fetched.
+        ConfigError: the files cannot be fetched.
     """
     with asking(name, key):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
 
-        what: Any = {"repo_type": name.kind, "revision": name.commit, "allow_patterns": list(patterns)}
-        if _cached_listing(name) is not None:  # without it the cache cannot tell whether it holds all
+        options: Any = {"repo_type": name.kind, "revision": name.commit, "allow_patterns": list(patterns)}
+        if _cached_listing(name) is not None:  # without the listing the cache cannot tell whether it is complete
             with suppress(LocalEntryNotFoundError):
-                return Path(snapshot_download(name.repository, local_files_only=True, **what))
-        return Path(snapshot_download(name.repository, **what))
+                return Path(snapshot_download(name.repository, local_files_only=True, **options))
+        return Path(snapshot_download(name.repository, **options))
 
 
 def _as_regex(pattern: str) -> re.Pattern[str]:
-    """A glob as :mod:`glob` reads it: ``*`` stays in a folder, ``**/`` does not, names with a dot first are named."""
+    """Regex of a glob as :mod:`glob` reads it: only ``**/`` crosses folders, and wildcards skip hidden names."""
     text = ""
     for part in re.split(r"(\*\*/|\*|\?|\[[^\]]+\])", pattern):
         if part in ("**/", "*", "?"):
@@ -272,15 +275,15 @@ def _as_regex(pattern: str) -> re.Pattern[str]:
 
 @contextmanager
 def asking(name: HubName, key: str) -> Iterator[None]:
-    """Turn what the library raises, which has no base of its own, into one line.
+    """Turn every error of ``huggingface_hub``, which has no common base class, into a ConfigError.
 
     Raises:
-        ConfigError: naming ``key``, the name and what to do.
+        ConfigError: naming ``key``, the name and the fix.
     """
     try:
         from huggingface_hub.utils import disable_progress_bars, logging
 
-        logging.set_verbosity_error()  # what goes wrong is told here
+        logging.set_verbosity_error()  # errors are reported here
         if not sys.stderr.isatty():
             disable_progress_bars()
         yield
@@ -292,45 +295,45 @@ def asking(name: HubName, key: str) -> Iterator[None]:
 
 
 def refusal(name: HubName, error: Exception) -> tuple[str, str]:
-    """What to do about an error of ``huggingface_hub``, and what happened."""
+    """Fix and reason for an error of ``huggingface_hub``."""
     from huggingface_hub import constants, errors
 
-    what = "model" if name.kind == "model" else "data set"
+    noun = "model" if name.kind == "model" else "data set"
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None and len(causes) < 8:
         causes.append(cause)
     log_in = "log in (hf auth login) or set HF_TOKEN"
-    for one in causes:
-        response = getattr(one, "response", None)
+    for cause_ in causes:
+        response = getattr(cause_, "response", None)
         status = getattr(response, "status_code", None)
-        if isinstance(one, errors.GatedRepoError):
+        if isinstance(cause_, errors.GatedRepoError):
             page = f"{constants.ENDPOINT}/{'datasets/' if name.kind == 'dataset' else ''}{name.repository}"
-            return f"ask for access on {page}, then {log_in}", f"the {what} is gated, and this account has no access"
-        if isinstance(one, errors.RevisionNotFoundError):
+            return f"ask for access on {page}, then {log_in}", f"the {noun} is gated, and this account has no access"
+        if isinstance(cause_, errors.RevisionNotFoundError):
             return "give a branch, tag or commit that it has", f"{name.repository} has no revision {name.revision}"
-        if isinstance(one, errors.LocalTokenNotFoundError):
+        if isinstance(cause_, errors.LocalTokenNotFoundError):
             return log_in, f"there is no token for {constants.ENDPOINT}"
-        if isinstance(one, errors.RepositoryNotFoundError):
+        if isinstance(cause_, errors.RepositoryNotFoundError):
             path = "no such path here, and " if name.kind == "model" and name.revision is None else ""
             fix = f"correct the name; if it is private, {log_in}"
-            return fix, f"{path}no {what} of this name on {constants.ENDPOINT} that this account may see"
+            return fix, f"{path}no {noun} of this name on {constants.ENDPOINT} that this account may see"
         if status in (401, 403):
             return f"{log_in} with a token that may", f"{constants.ENDPOINT} refuses this account ({status})"
         if status is not None:
             fix = "try again later; HF_HUB_OFFLINE=1 goes on with what the cache holds"
             return fix, f"{constants.ENDPOINT} answers with an error ({status})"
-        if isinstance(one, errors.HFValidationError):
-            return "correct the name", _first_line(one)
-    if constants.HF_HUB_OFFLINE or any(isinstance(one, errors.OfflineModeIsEnabled) for one in causes):
+        if isinstance(cause_, errors.HFValidationError):
+            return "correct the name", _first_line(cause_)
+    if constants.HF_HUB_OFFLINE or any(isinstance(cause_, errors.OfflineModeIsEnabled) for cause_ in causes):
         fix = "unset HF_HUB_OFFLINE and fetch it once"
         return fix, f"HF_HUB_OFFLINE is set, and the cache ({constants.HF_HUB_CACHE}) does not hold it whole"
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)) or not isinstance(
         error, OSError
     ):
         fix = "look at the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 goes on with what the cache holds"
-        broken = any(type(one).__name__ in ("RemoteProtocolError", "ReadError") for one in causes)
-        what = "broke the transfer off" if broken else "cannot be reached"
-        return fix, f"{constants.ENDPOINT} {what} ({_first_line(causes[-1])})"
+        broken = any(type(cause_).__name__ in ("RemoteProtocolError", "ReadError") for cause_ in causes)
+        noun = "broke the transfer off" if broken else "cannot be reached"
+        return fix, f"{constants.ENDPOINT} {noun} ({_first_line(causes[-1])})"
     return "free some space or look at the network, and try again", f"fetching it failed ({_first_line(error)})"
 
 

@@ -1,4 +1,4 @@
-"""The network interfaces that the ranks were told to use. No torch."""
+"""Network interfaces that NCCL and gloo are configured to use."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 import socket
 
 INTERFACES = {"cuda": "NCCL_SOCKET_IFNAME", "cpu": "GLOO_SOCKET_IFNAME"}
-"""The variable that NCCL, and gloo, read."""
+"""Environment variable of NCCL and of gloo."""
 
 
-def told_interfaces(device_type: str) -> list[str] | None:
-    """Those of this machine that the variable means, as NCCL reads it; gloo takes whole names alone.
+def configured_interfaces(device_type: str) -> list[str] | None:
+    """This machine's interfaces that the variable selects, as NCCL reads it; gloo accepts whole names only.
 
-    None where nothing is told.
+    None if the variable is not set.
     """
-    told = os.environ.get(INTERFACES[device_type], "")
-    if not told:
+    selection = os.environ.get(INTERFACES[device_type], "")
+    if not selection:
         return None
     there = [name for _, name in socket.if_nameindex()]
     if device_type == "cpu":
-        return [name for name in there if name in told.split(",")]
-    all_but, whole = told.startswith("^"), told.lstrip("^").startswith("=")
-    names = tuple(told.lstrip("^=").split(","))
+        return [name for name in there if name in selection.split(",")]
+    all_but, whole = selection.startswith("^"), selection.lstrip("^").startswith("=")
+    names = tuple(selection.lstrip("^=").split(","))
     return [name for name in there if (name in names if whole else name.startswith(names)) != all_but]

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import functools
+import inspect
 import types
+from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
+from mgpu_pipe.config import schema
 from mgpu_pipe.config.convert import to_plain
-from mgpu_pipe.config.docs import class_documentation, field_documentation
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, hints
+
+
+@functools.lru_cache(maxsize=None)
+def field_documentation() -> dict[tuple[str, str], str]:
+    """Documentation below each field, by ``(class name, field name)``."""
+    sections = [hint for hint in hints(schema.RunConfig).values() if isinstance(hint, type) and is_dataclass(hint)]
+    classes: list[type] = [
+        schema.RunConfig,
+        *sections,
+        *(keys for section in SECTIONS.values() for keys in section.all_keys().values()),
+    ]
+    files = dict.fromkeys(map(inspect.getfile, classes))
+    nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
+    texts: dict[tuple[str, str], str] = {}
+    for node in nodes:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, after in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+                texts[node.name, field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
+    return texts
+
+
+def class_documentation(cls: type) -> str:
+    """Docstring of a section; empty without one."""
+    text = cls.__doc__ or ""
+    return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split())
+
 
 INTERPOLATION = {"type": "string", "pattern": r"\$\{.+\}"}
 LIMITS = {"at_least": "minimum", "above": "exclusiveMinimum", "at_most": "maximum", "below": "exclusiveMaximum"}
@@ -17,10 +51,9 @@ SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool:
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a run's configuration file; every key carries its documentation and default.
+    """JSON schema of a run's configuration file, with the documentation and default of every key.
 
-    Any value may also be an interpolation, ``${...}``, as OmegaConf reads it. The defaults list and Hydra's own
-    node, which configuration files of the tree also hold, are allowed as they are.
+    Any value may also be an OmegaConf interpolation, ``${...}``. The defaults list and Hydra's node are unrestricted.
     """
     schema = _section(RunConfig, RunConfig())
     schema["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
@@ -39,7 +72,7 @@ def _section(cls: Any, defaults: Any) -> dict[str, Any]:
         elif dataclasses.is_dataclass(hint):
             entry = _section(hint, default)
         else:
-            entry = _with_interpolation(_of(hint)) | {"default": to_plain(defaults)[field.name]}
+            entry = _with_interpolation(_type_schema(hint)) | {"default": to_plain(defaults)[field.name]}
             entry |= {LIMITS[name]: bound for name, bound in field.metadata.items() if name in LIMITS}
         text = documentation.get((cls.__name__, field.name))
         properties[field.name] = {"description": text, **entry} if text else entry
@@ -47,17 +80,19 @@ def _section(cls: Any, defaults: Any) -> dict[str, Any]:
     return {"type": "object", **described, "properties": properties, "additionalProperties": False}
 
 
-def _of(hint: Any) -> dict[str, Any]:
+def _type_schema(hint: Any) -> dict[str, Any]:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_of(arm) for arm in get_args(hint)]}
+        return {"anyOf": [_type_schema(arm) for arm in get_args(hint)]}
     if origin is Literal:
         return {"enum": list(get_args(hint))}
     if origin is list:
-        return {"type": "array", "items": _of(get_args(hint)[0])}
+        return {"type": "array", "items": _type_schema(get_args(hint)[0])}
     if origin is dict:
         item = get_args(hint)[1]
-        return {"type": "object"} | ({"additionalProperties": _of(item)} if dataclasses.is_dataclass(item) else {})
+        return {"type": "object"} | (
+            {"additionalProperties": _type_schema(item)} if dataclasses.is_dataclass(item) else {}
+        )
     if dataclasses.is_dataclass(hint):
         return _section(hint, hint())  # type: ignore[operator]
     return {"type": SCALARS[hint]} if hint in SCALARS else {}

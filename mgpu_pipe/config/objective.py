@@ -1,8 +1,8 @@
-"""What code without torch knows of an objective: its keys, its metrics, and the kind of model that it trains.
+"""Description of an objective for code without torch: its keys, its metrics and the kind of model that it trains.
 
-Beside each objective lies a module ``<name>_keys`` with its :data:`DESCRIPTION`, which imports no torch. An installed
-package names its description in the entry point group ``mgpu_pipe.objective_keys``, under its objective's name; one
-that names none has the keys and metrics of causal language modelling.
+Each objective has a module ``<name>_keys`` with a :data:`DESCRIPTION`, which imports no torch. An installed package
+registers its description in the entry point group ``mgpu_pipe.objective_keys`` under its objective's name; without
+one, it has the keys and metrics of causal language modelling.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from mgpu_pipe.config import plugins
 from mgpu_pipe.errors import ConfigError
 
 TRAINING_METRICS = ("train/loss", "train/grad_norm", "lr")
-"""What every step's row has."""
+"""Metrics of every logged step."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What an evaluation measures.
+    """A metric of an evaluation.
 
     Attributes:
-        key: in metrics files and summaries.
-        title: in tables and reports.
-        unit: behind the value.
-        short: its title where there is little room.
-        digits: behind the point in ``mgpu-pipe eval``.
-        percent: a share, shown as a percentage.
-        higher_is_better: as of an accuracy.
-        headline: the one that a run is told by.
-        baseline: the entry of the data's figures that it is compared with.
-        of_loss: gives it from the held-out loss, where a run did not record it.
+        key: name in metrics files and summaries.
+        title: name in tables and reports.
+        unit: text after the value.
+        short: abbreviated title.
+        digits: digits after the point in ``mgpu-pipe eval``.
+        percent: whether the value is a share, shown as a percentage.
+        higher_is_better: whether a higher value is better, as for an accuracy.
+        headline: whether it is the main metric of a run.
+        baseline: entry of the data's figures that it is compared with.
+        of_loss: computes it from the held-out loss, for runs that did not record it.
     """
 
     key: str
@@ -50,27 +50,27 @@ class Metric:
 
     @property
     def name(self) -> str:
-        """The key without its section."""
+        """``key`` without its section."""
         return self.key.partition("/")[2]
 
 
 @dataclass(frozen=True)
 class Description:
-    """An objective without its mathematics.
+    """Keys, metrics and requirements of an objective.
 
     Attributes:
         name: ``objective.name``.
         keys: the dataclass of ``objective.*``, a subclass of ``ObjectiveConfig``.
-        metrics: what its evaluation measures; the held-out loss, ``val/loss``, first.
-        measured: from the sums over the held-out samples (of losses, of what ``evaluation_sums`` gives besides, and the
-            loss denominator) to the metrics by key.
-        counts: what the loss denominator counts.
+        metrics: metrics of its evaluation; the held-out loss, ``val/loss``, first.
+        measured: computes the metrics by key from the sums over the held-out samples: losses, the further sums of
+            ``evaluation_sums`` and the loss denominator.
+        counts: noun for the loss denominator.
         model_class: transformers' class that builds its models.
-        samples: the kind of data that it trains on; a package may bring its own kind instead.
-        families: those whose models it trains; empty for all that the other checks let pass.
-        attention: how tokens see one another: causal, in both directions, an encoder's and a decoder's, or as the
-            model's own code has it.
-        refused_axes: of ``strategy``, those that the objective cannot be spread over.
+        samples: kind of data that it trains on; a package may bring another kind.
+        families: model families that it trains; empty for all that pass the other checks.
+        attention: attention between tokens: causal, bidirectional, encoder and decoder, or that of the
+            model's own code.
+        refused_axes: axes of ``strategy`` that the objective does not support.
     """
 
     name: str
@@ -93,16 +93,16 @@ class Description:
 
     @property
     def ranked(self) -> tuple[str, ...]:
-        """The metrics that a step's checkpoint keeps, for ``checkpoint.keep_best``."""
+        """Metrics that ``checkpoint.keep_best`` may rank by."""
         return (*TRAINING_METRICS, *(metric.key for metric in self.metrics))
 
 
 @functools.lru_cache(maxsize=None)
 def description(name: str) -> Description:
-    """Of the objective of that name; of an unknown one that of causal language modelling.
+    """Description of the objective ``name``; that of causal language modelling for an unknown name.
 
     Raises:
-        ConfigError: what a package registers is no description, or cannot be imported.
+        ConfigError: a package registers no Description, or cannot be imported.
     """
     group = plugins.OBJECTIVE_KEYS_GROUP
     if name not in plugins.OBJECTIVES and name in plugins.registered(group):
@@ -117,5 +117,5 @@ def description(name: str) -> Description:
 
 
 def descriptions() -> list[Description]:
-    """Of this project's objectives and of those that installed packages describe."""
+    """Descriptions of this project's objectives and of those of installed packages."""
     return [description(name) for name in (*plugins.OBJECTIVES, *plugins.registered(plugins.OBJECTIVE_KEYS_GROUP))]

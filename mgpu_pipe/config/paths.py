@@ -1,4 +1,4 @@
-"""Where things lie in a run's folder, and where cached data lies."""
+"""Layout of a run's folder, and the folder of cached data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.system.local_files import exists
 
 COMPARISON = "comparison.html"
 """A report of several runs."""
-CACHE_CONTENT = {"fingerprints", "tokenizers", "tokens", "extensions", "configurations"}
-"""What the folder of cached data holds."""
+CACHE_CONTENT = {"fingerprints", "tokenizers", "tokens", "extensions", "configurations", "compiled"}
+"""Names of everything in the folder of cached data."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class RunPaths:
 
     @property
     def data(self) -> Path:
-        """What the launcher prepared (``Prepared`` as JSON), for the workers and for later readers."""
+        """The prepared data (``Prepared`` as JSON), for workers and later readers."""
         return self.root / "data.json"
 
     @property
+    def deepspeed(self) -> Path:
+        """Settings passed to DeepSpeed, in runs of that engine."""
+        return self.root / "deepspeed.json"
+
+    @property
     def tokenizer(self) -> Path:
-        """The run's own copy of its tokenizer's folder."""
+        """The run's copy of its tokenizer folder."""
         return self.root / "tokenizer"
 
     @property
@@ -49,8 +55,13 @@ class RunPaths:
 
     @property
     def samples(self) -> Path:
-        """What the model made of the prompts as training went on."""
+        """Continuations of the prompts during training."""
         return self.root / "samples.jsonl"
+
+    @property
+    def logger(self) -> Path:
+        """The W&B or MLflow runs that the loggers write to."""
+        return self.root / "logger.json"
 
     @property
     def summary(self) -> Path:
@@ -58,7 +69,7 @@ class RunPaths:
 
     @property
     def attempts(self) -> Path:
-        """The history of a job's attempts (:mod:`mgpu_pipe.runs.history`)."""
+        """The history of a run's attempts (:mod:`mgpu_pipe.runs.history`)."""
         return self.root / "attempts.json"
 
     @property
@@ -71,7 +82,7 @@ class RunPaths:
 
     @property
     def profile(self) -> Path:
-        """Traces of its steps, and what a GPU's memory held when it ran out."""
+        """Traces of steps, and GPU memory snapshots of out-of-memory errors."""
         return self.root / "profile"
 
     @property
@@ -86,16 +97,16 @@ class RunPaths:
         return self.logs / f"rank-{rank}.log"
 
     def rank_metrics(self, rank: int) -> Path:
-        """Times and memory of one of several ranks, by step."""
+        """Times and memory of a rank by step, in runs of several ranks."""
         return self.logs / f"rank-{rank}.csv"
 
     def rank_error(self, rank: int) -> Path:
-        """Where a worker leaves its own error for the launcher; removed at each attempt's start."""
+        """A worker's error, for the launcher; removed at the start of each attempt."""
         return self.logs / f"rank-{rank}.error.json"
 
 
 def cache_folder(configured: str | None) -> Path:
-    """The folder of tokenised data: the configured one, ``$MGPU_PIPE_CACHE``, or the user's cache folder."""
+    """Folder of cached data: the configured one, ``$MGPU_PIPE_CACHE``, or the user's cache folder."""
     chosen = configured or os.environ.get("MGPU_PIPE_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -103,13 +114,13 @@ def cache_folder(configured: str | None) -> Path:
 
 
 def private_folder(folder: Path) -> None:
-    """Make the folder of cached data, for this user alone, or check that nobody else can write into the one there is.
+    """Create the folder of cached data for this user alone, or check that no other user can write into it.
 
     Raises:
-        ConfigError: it belongs to somebody else, or others may write into it.
-        OSError: it cannot be made.
+        ConfigError: the folder belongs to another user, or others may write into it.
+        OSError: the folder cannot be created.
     """
-    if not folder.exists():
+    if not exists(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()
@@ -126,10 +137,10 @@ def private_folder(folder: Path) -> None:
 
 
 def working_directory() -> str:
-    """The folder that this program runs in.
+    """Working directory of this program.
 
     Raises:
-        BadInputError: it was deleted.
+        BadInputError: the folder was deleted.
     """
     try:
         return os.getcwd()

@@ -1,4 +1,4 @@
-"""What installed packages register through entry points: names, found without importing them, and what they name."""
+"""Entry points of installed packages: their names, read without imports, and their objects."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.moved import accept_old_modules
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,10 +55,10 @@ FILE_SOURCES = (
     *PICTURE_CHAT_SOURCES[2:],
     *AUDIO_SOURCES[1:],
 )
-"""Those that read the files of data.paths."""
+"""Sources that read the files of data.paths."""
 PREFERENCE_SOURCES = ("preferences_jsonl", "spoken_preferences")
 CONVERSATION_SOURCES = ("chat_jsonl", *PREFERENCE_SOURCES, "spoken_chat", "rule_chat", *PICTURE_CHAT_SOURCES)
-"""Those whose rows a chat template renders."""
+"""Sources whose rows a chat template renders."""
 SAMPLES = {
     "labelled_jsonl": "labelled_text",
     **dict.fromkeys(PREFERENCE_SOURCES, "preferences"),
@@ -67,47 +68,48 @@ SAMPLES = {
     **dict.fromkeys(PICTURE_CHAT_SOURCES, "picture_chats"),
     **dict.fromkeys(AUDIO_SOURCES, "speech"),
 }
-"""The kind of samples that a data source gives; packed text where it is not listed."""
+"""Kind of samples of a data source; packed text for any other."""
 OBJECTIVES = (
     *("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "distill"),
     *("image_classification", "contrastive", "vision_language", "ctc", "speech_seq2seq"),
 )
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")
-LONGEST = 300
-"""Characters of a stranger's message."""
+MAX_MESSAGE = 300
+"""Limit of characters of another package's error message."""
 
 
 def registered(group: str) -> tuple[str, ...]:
-    """Names in an entry point group, sorted. Scans the installed distributions: some 10 ms."""
+    """Sorted names of an entry point group. Scans the installed distributions, about 10 ms."""
     return tuple(sorted({point.name for point in entry_points(group)}))
 
 
 def load(key: str, name: str, group: str) -> Any:
-    """What the entry point ``name`` of ``group`` names; its package is imported.
+    """Import and return the object of the entry point ``name`` of ``group``.
 
     Raises:
-        ConfigError: there is none, or it cannot be imported.
+        ConfigError: no such entry point, or its import fails.
     """
     points = {point.name: point for point in entry_points(group)}
     if name not in points:
         raise ConfigError(key, name, f"use one of {', '.join(points)}", "no such name")
+    accept_old_modules()
     try:
         return points[name].load()
-    except Exception as error:  # a stranger's module may raise anything
+    except Exception as error:  # another package's module may raise anything
         reason = f"the entry point {points[name].value} cannot be imported ({type(error).__name__}: {error})"
-        raise ConfigError(key, name, "correct that package", " ".join(reason.split())[:LONGEST]) from error
+        raise ConfigError(key, name, "correct that package", " ".join(reason.split())[:MAX_MESSAGE]) from error
 
 
 def entry_points(group: str) -> EntryPoints:
-    from importlib import metadata  # its own imports cost as much as a scan, and most commands make none
+    from importlib import metadata  # importing it costs as much as a scan, and most commands need none
 
     return metadata.entry_points(group=group)
 
 
 @contextmanager
 def installed_modules_alone() -> Iterator[None]:
-    """Import without the working folder, which may be somebody else's: only a `_target_` brings code from there."""
+    """Import without the working directory, which may be another user's: only a `_target_` may import from it."""
     try:
         here = {"", os.getcwd()}
     except FileNotFoundError:

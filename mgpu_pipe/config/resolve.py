@@ -1,28 +1,30 @@
-"""What ``auto`` means on this machine and in this world. No torch."""
+"""Values of ``auto`` on this machine and in this world."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from mgpu_pipe.config.hardware import gpu_capability, usable_gpus
-from mgpu_pipe.config.joined_world import joined_processes
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.system.hardware import gpu_capability, usable_gpus
+from mgpu_pipe.system.joined_world import joined_processes
 
 AMPERE = (8, 0)
-"""The compute capability of the first GPUs with bf16 and TF32 units."""
+"""Compute capability of the first GPUs with bf16 and TF32 units."""
 Precision = Literal["fp32", "bf16", "bf16_true", "fp16", "fp8"]
 
 
 def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
-    """Where training runs: the accelerator asked for, else CUDA where torch can use a GPU."""
+    """Device type of training: the configured accelerator; ``auto`` is CUDA if torch can use a GPU."""
     if config.trainer.accelerator == "auto":
         return "cuda" if usable_gpus() else "cpu"
     return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
 
 
 def devices_per_node(config: RunConfig) -> int:
-    """Processes a node; ``auto`` is 1 under ``strategy=single``, else as many as torchrun or srun started here; in a
-    world of our own 1 on CPU, all GPUs on CUDA."""
+    """Processes per node; ``auto`` is 1 under ``strategy=single``, else the number that torchrun or srun started.
+
+    Without torchrun or srun, ``auto`` is 1 on CPU and the number of GPUs on CUDA.
+    """
     if config.trainer.devices != "auto":
         return config.trainer.devices
     if config.strategy.name == "single":
@@ -36,26 +38,25 @@ def devices_per_node(config: RunConfig) -> int:
 
 
 def world_size(config: RunConfig) -> int:
-    """Processes of the run over all nodes."""
+    """Processes of the run on all nodes."""
     return devices_per_node(config) * config.trainer.num_nodes
 
 
 def leaves_out_frozen_weights(config: RunConfig) -> bool:
-    """Whether checkpoints are to leave out the frozen weights that come from a folder."""
+    """Whether checkpoints leave out frozen weights that come from a folder."""
     chosen = config.checkpoint.frozen_weights
     return chosen == "leave_out" or (chosen == "auto" and config.peft.name != "none")
 
 
 def resolve_precision(config: RunConfig) -> Precision:
-    """The precision that ``auto`` means here: bf16 on GPUs that have it, else fp32."""
+    """Configured precision; ``auto`` is bf16 on GPUs that support it, else fp32."""
     if config.precision.name != "auto":
         return config.precision.name
     return "bf16" if device_type(config) == "cuda" and _is_ampere() else "fp32"
 
 
 def uses_tf32(config: RunConfig) -> bool:
-    """Whether fp32 products round their inputs to TF32: asked for, on a GPU that has it, in a run that computes in
-    fp32."""
+    """Whether fp32 products round their inputs to TF32: configured, in an fp32 run on a GPU that supports it."""
     fits = device_type(config) == "cuda" and _is_ampere() and resolve_precision(config) == "fp32"
     return config.precision.tf32 and fits
 

@@ -15,11 +15,8 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from mgpu_pipe.config.eval_tasks import EvalConfig
-from mgpu_pipe.config.optimizer import OptimizerConfig, SchedulerConfig
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.group_keys import Auto, OptimizerConfig, PeftConfig, SchedulerConfig, StrategyConfig, SweepConfig
 from mgpu_pipe.config.plugins import CONVERSATION_SOURCES, PAIR_SOURCES
-from mgpu_pipe.config.strategy import Auto, StrategyConfig
-from mgpu_pipe.config.sweep_keys import SweepConfig
 from mgpu_pipe.errors import ConfigError
 
 
@@ -28,14 +25,14 @@ class RunOptions:
     name: str = "run"
     """Name of the run; its folders are outputs/<name>/<date>_<time>-<hash8>."""
     dir: str | None = None
-    """The run's folder, when it is to be known beforehand; refused with -m."""
+    """Folder of this run; null generates it from name, time and hash. Not allowed with -m."""
     root: str = "outputs"
     """The folder that holds all runs."""
     starts_from: str | None = None
-    """An experiment whose weights and tokenizer the run starts from: a finished run of it below run.root, or one that
-    is made first."""
+    """Experiment whose weights and tokenizer the run starts from: its latest finished run below run.root, or one that
+    runs first."""
     tags: list[str] = field(default_factory=list)
-    """Short words by which mgpu-pipe runs finds it again."""
+    """Labels that mgpu-pipe runs filters by."""
 
 
 @dataclass
@@ -121,8 +118,15 @@ class DataConfig:
     """Tokens a sample; of pairs, tokens a source; of preferences, tokens of both conversations."""
     target_len: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Tokens a target, of pairs; auto is data.seq_len."""
-    packing: Literal["best_fit", "none"] = "best_fit"
-    """best_fit packs whole documents into samples; none gives each document its own, padded."""
+    on_too_long: Literal["auto", "refuse", "drop", "truncate", "split"] = "auto"
+    """Treatment of a text, conversation or caption longer than data.seq_len (target: data.target_len; recording:
+    data.max_seconds): refuse the data, drop and count it, truncate its end, or split it into several samples. auto
+    splits text without roles, truncates captions and drops samples that have an answer."""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """A file, document, picture or recording that cannot be read: stop before training, or log, count and skip it."""
+    packing: Literal["auto", "best_fit", "none"] = "auto"
+    """best_fit packs whole documents into samples; none pads each document to a sample; auto is best_fit where the
+    model's family keeps documents apart, else none."""
     global_batch_size: int = field(default=32, metadata={"at_least": 1})
     """Samples an optimizer step, over all processes; fixes the mathematics."""
     micro_batch_size: int | Auto = field(default="auto", metadata={"at_least": 1})
@@ -134,33 +138,33 @@ class DataConfig:
     validation_fraction: float = field(default=0.05, metadata={"at_least": 0, "below": 1})
     """Share of the documents that is held out; 0 holds out none."""
     validation_paths: list[str] = field(default_factory=list)
-    """Files or globs held out instead of a share of the documents."""
+    """Files or globs to evaluate on, instead of a share of the documents."""
     validation_max_samples: int | None = field(default=256, metadata={"at_least": 1})
     """At most this many held-out samples an evaluation; null takes all."""
     num_workers: int = field(default=0, metadata={"at_least": 0})
     """Loader processes a rank; 0 loads in the training process, which is fastest for text."""
     tokenize_workers: int | Auto = field(default="auto", metadata={"at_least": 1})
-    """Processes that tokenise; auto is one a core."""
+    """Processes that tokenise; auto uses one a core."""
     cache_dir: str | None = None
     """Where tokenised data is kept; null: $MGPU_PIPE_CACHE, else mgpu_pipe in the user's cache folder."""
 
     def holds_conversations(self) -> bool:
-        """Whether the model is trained to answer, by a chat template."""
+        """Whether a chat template renders the samples."""
         return self.source in CONVERSATION_SOURCES
 
     def sample_text(self) -> str:
-        """What a sample is, for people."""
-        packing = "packed by best fit" if self.packing == "best_fit" else "one document a sample, padded"
+        """Description of a sample, for people."""
+        packing = "one document a sample, padded" if self.packing == "none" else "packed by best fit"
         if self.target_tokens():
             return f"{self.seq_len} tokens a source, {self.target_tokens()} a target, padded"
         return f"{self.seq_len} tokens a sample, {packing}"
 
     def tokens(self) -> int:
-        """Tokens of a sample, padding included; 0 where nobody counts them."""
+        """Tokens of a sample with padding; 0 if samples have no tokens."""
         return self.seq_len + self.target_tokens()
 
     def target_tokens(self) -> int:
-        """Tokens of a padded target; 0 where samples are no pairs."""
+        """Tokens of a padded target; 0 unless samples are pairs."""
         if self.source not in PAIR_SOURCES:
             return 0
         return self.seq_len if self.target_len == "auto" else self.target_len
@@ -168,35 +172,39 @@ class DataConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """The keys of every objective; each has a subclass of its own (:mod:`mgpu_pipe.config.objective`)."""
+    """Keys of every objective; each objective has a subclass (:mod:`mgpu_pipe.config.objective`)."""
 
     name: str = "causal_lm"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     def shrunk(self, tokens: int) -> Self:
-        """These keys in a small run of ``verify``, whose micro-batches have ``tokens`` tokens."""
+        """These keys for a small run of ``verify`` with ``tokens`` tokens per micro-batch."""
         return self
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
-        """What the objective cannot do with a model of these configuration fields."""
+        """Errors of the objective with a model of these configuration fields."""
         return []
 
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        """What the objective cannot do with the other keys of the run."""
+        """Errors of the objective with the other keys of the run."""
         if getattr(config.data, "cache_features", False):
             return [ConfigError("data.cache_features", True, "use false", f"{self.name} computes them in every step")]
         return []
 
     def started_from(self, run: Path) -> Self | None:
-        """These keys with the run of ``run.starts_from``; None where it gives the run its first weights instead."""
+        """These keys with the run of ``run.starts_from``; None if that run supplies the first weights instead."""
         return None
 
     def tokenizer_errors(self, folder: Path) -> list[ConfigError]:
-        """What the objective cannot do with the run's tokenizer, which is in ``folder``."""
+        """Errors of the objective with the run's tokenizer in ``folder``."""
         return []
 
+    def with_tokenizer(self, folder: Path) -> Self:
+        """These keys with ``auto`` resolved by the run's tokenizer in ``folder``."""
+        return self
+
     def reserved_ids(self) -> int:
-        """The last ids of the model's vocabulary that no tokenizer may use."""
+        """Number of last ids of the vocabulary that no tokenizer may use."""
         return 0
 
     def prompts(self) -> tuple[list[str], int]:
@@ -217,10 +225,10 @@ class PrecisionConfig:
     """fp32; bf16, fp16, fp8: compute alone, weights, gradient reduction and optimizer in fp32; bf16_true: everything
     in bf16; auto: bf16 on GPUs that have it, else fp32."""
     reduce: Literal["fp32", "bf16"] = "fp32"
-    """The type in which data-parallel processes send gradients to one another; bf16 sends half the bytes, for runs that
-    compute in bf16 or fp8."""
+    """Type of the gradients in the data-parallel reduction; bf16 sends half the bytes, for runs that compute in bf16 or
+    fp8."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """How precision=fp8 scales, by torchao's names: one factor a tensor is fastest, one a row holds outliers better."""
+    """Scaling of precision=fp8, by torchao's names: one factor a tensor is fastest, one a row keeps outliers better."""
     tf32: bool = False
     """Let fp32 matrix products and convolutions on CUDA round their inputs to TF32 (10 bits): faster, and results
     agree to about 1e-3 instead of 1e-6; for precision=fp32."""
@@ -235,39 +243,39 @@ class CheckpointConfig:
     save_last: bool = True
     """Save after the last step."""
     keep_last: int = field(default=2, metadata={"at_least": 0})
-    """Newest checkpoints kept, the newest that a finite step followed always among them; 0 keeps all."""
+    """Latest checkpoints to keep; the latest that a finite step followed always stays. 0 keeps all."""
     keep_every: int | None = field(default=None, metadata={"at_least": 1})
-    """Checkpoints whose step is a multiple of this are kept for good."""
+    """Keep each checkpoint whose step is a multiple of this."""
     keep_best: int = field(default=0, metadata={"at_least": 0})
-    """Checkpoints with the best best_metric (the lowest, unless higher is better) kept besides."""
+    """Also keep this many checkpoints with the best best_metric (the lowest, unless higher is better)."""
     best_metric: str = "val/loss"
     """Metric that keep_best ranks by."""
     frozen_weights: Literal["auto", "save", "leave_out"] = "auto"
-    """Weights that model.freeze or adapters keep as their folder gave them: saved like all others, or left out; then a
-    checkpoint names that folder and the digest of its weights. auto leaves them out beside adapters."""
+    """Weights that model.freeze or adapters leave unchanged: save them, or leave them out and record their folder and
+    the digest of its weights. auto leaves them out with adapters."""
     async_save: bool = True
-    """Write beside training, which waits only while its state is copied to host memory; false waits for the write."""
+    """Write in the background; training waits only for the copy to host memory. false waits for the write."""
     when_busy: Literal["wait", "skip"] = "wait"
-    """A save that is due while the one before is still being written: wait for that one, or leave this one out."""
+    """If a save is due while the previous one is still being written: wait for it, or skip the new save."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """A save that fails (a full disk): stop the run, or warn and train on; the run's last save always stops it."""
+    """If a save fails (a full disk): stop the run, or warn and continue; a failed last save always stops it."""
     resume: str = "none"
-    """none, auto (go on in run.dir, else in the newest run of run.name with the same model, data, objective, optimizer,
+    """none, auto (resume run.dir, else the latest run of run.name with the same model, data, objective, optimizer,
     scheduler and seed), or a run or step folder."""
     init_from: str | None = None
-    """Run, step or Hugging Face folder to take the weights alone from."""
+    """Run, step or Hugging Face folder to load the weights from, without optimizer state."""
     verify: Literal["full", "size", "off"] = "full"
-    """What a load checks: chunk hashes, file sizes, or nothing."""
+    """Check on loading: chunk hashes, file sizes, or nothing."""
     on_corruption: Literal["fallback", "stop"] = "fallback"
-    """A damaged checkpoint: take the one before it, or stop."""
+    """If a checkpoint is damaged: use the previous one, or stop."""
 
     def saves_on_the_way(self) -> bool:
-        """Whether more is saved than the run's end."""
+        """Whether the run saves before its end."""
         return self.every_n_steps is not None or self.every_n_minutes is not None
 
 
 def seconds_of(text: str) -> float | None:
-    """Of DD:HH:MM:SS; None of anything else."""
+    """Seconds of a DD:HH:MM:SS text; None for any other text."""
     parts = text.split(":")
     if len(parts) != 4 or not all(part.isdecimal() and len(part) < 6 for part in parts):
         return None
@@ -307,7 +315,7 @@ class TrainerConfig:
     """First and last step that trainer.profile is of."""
 
     def max_seconds(self) -> float | None:
-        """Of max_time; None where there is no limit, or it cannot be read."""
+        """Seconds of max_time; None without a limit, or if it cannot be read."""
         return None if self.max_time is None else seconds_of(self.max_time)
 
 
@@ -327,7 +335,7 @@ class LaunchConfig:
 
 @dataclass
 class RunConfig:
-    """One run, whole. Composed once, validated, frozen to <run>/config.yaml, read by every worker."""
+    """A whole run: composed once, validated, frozen to <run>/config.yaml, read by every worker."""
 
     seed: int = field(default=1234, metadata={"at_least": 0, "at_most": 2**63 - 1})
     """Seeds weights, data order and sampling."""

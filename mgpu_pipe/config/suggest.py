@@ -8,11 +8,11 @@ from collections.abc import Iterable
 CUTOFF = 0.6
 LISTED = 30
 LONGEST_WORD = 120
-"""Nothing longer is a slip of the fingers, and comparing takes quadratic time."""
+"""A longer word is no typo, and comparing takes quadratic time."""
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = CUTOFF) -> str | None:
-    """The option most like ``word``, or None where none is like it."""
+    """The option nearest to ``word``, or None if none is near."""
     if len(word) > LONGEST_WORD:
         return None
     close = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
@@ -23,20 +23,20 @@ def choose_from(word: str, options: Iterable[str]) -> str:
     """A fix for a wrong choice: ``did you mean ddp? (one of ddp, single)``.
 
     Args:
-        word: what was given.
-        options: the valid words; at most ``LISTED`` of them are shown.
+        word: the user's word.
+        options: valid words; at most ``LISTED`` are listed.
     """
     names = sorted(set(options))
-    shown = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+    listed = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
     close = nearest(word, names)
-    return f"did you mean {close}? (one of {shown})" if close else f"use one of {shown}"
+    return f"did you mean {close}? (one of {listed})" if close else f"use one of {listed}"
 
 
 def nearest_key(path: str, keys: Iterable[str]) -> str | None:
-    """The valid dotted key most like ``path``.
+    """The valid dotted key nearest to ``path``.
 
-    A key of the same section comes first, then a key anywhere whose last word is the one given (``lr`` is
-    ``optimizer.lr``), then the nearest whole path.
+    A key of the same section comes first, then any key with the same last word (``lr`` for ``optimizer.lr``), then
+    the nearest whole path.
     """
     every = set(keys)
     sections = {key.rpartition(".")[0] for key in every}

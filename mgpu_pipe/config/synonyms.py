@@ -1,10 +1,11 @@
-"""Keys and values as other programs call them, each with what it is here: for those that do not exist."""
+"""Other programs' names for keys, values and verbs, each with its name here."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.system.local_files import exists, is_file, is_folder
 
 BATCH = "use data.global_batch_size (samples an optimizer step, all processes together)"
 MICRO = "use data.micro_batch_size (it fits memory; data.global_batch_size fixes the mathematics)"
@@ -50,7 +51,7 @@ MEANT: tuple[tuple[str, str], ...] = (
         "output_dir out_dir save_dir log_dir logging_dir default_root_dir work_dir",
     ),
     ("run.name", "run_name exp_name experiment_name"),
-    ("checkpoint.every_n_steps", "save_steps save_interval save_every every_n_train_steps checkpoint_every"),
+    ("checkpoint.every_n_steps", "save_steps save_interval save_every every_n_train_steps checkpoint_every every"),
     ("checkpoint.keep_last", "save_total_limit save_top_k"),
     ("checkpoint.resume", "resume_from_checkpoint resume_from ckpt_path resume_path"),
     ("trainer.val_every_n_steps", "eval_steps eval_interval eval_every val_interval val_check_interval eval_freq"),
@@ -88,7 +89,8 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("strategy.ep", "ep_size expert_parallel_size expert_model_parallel_size expert_parallel"),
     (
         "use data=text_files 'data.paths=[\"corpus/*.txt\"]' (or jsonl, parquet; mgpu-pipe ls data)",
-        "dataset dataset_name dataset_path data_path data_dir train_file train_files train_data train_path train_paths",
+        "dataset dataset_name dataset_path data_path data_dir train_file train_files train_data train_path train_paths "
+        "file files folder",
     ),
     ("data.validation_paths", "validation_file eval_file val_data validation_file_path"),
     ("data.num_workers", "dataloader_num_workers workers"),
@@ -106,7 +108,7 @@ MEANT: tuple[tuple[str, str], ...] = (
         "patience early_stopping_patience",
     ),
 )
-"""What to write here (a key, or advice), and the names for it elsewhere."""
+"""Key or advice, and other programs' names for it."""
 
 VERBS = {
     **dict.fromkeys(("resume", "continue"), "no such verb; add checkpoint.resume=auto to the words of the run"),
@@ -118,10 +120,10 @@ VERBS = {
     **dict.fromkeys(("list", "options"), "no such verb; use ls (of configurations) or runs"),
     **dict.fromkeys(("lint", "plan"), "no such verb; use check"),
 }
-"""What other programs call a verb, and what to write here."""
+"""Other programs' verbs, and the advice for each."""
 
 GROUPS = ("strategy", "precision", "optimizer", "scheduler", "logger", "callbacks")
-"""Groups that other programs have as keys of a section, such as ``trainer.strategy``."""
+"""Groups that other programs write as keys of a section, such as ``trainer.strategy``."""
 
 VALUES: dict[str, dict[str, str]] = {
     "strategy": {
@@ -139,24 +141,77 @@ VALUES: dict[str, dict[str, str]] = {
         "32-true": "precision=fp32",
         "32": "precision=fp32",
         "16": "precision=fp16",
+        "float32": "precision=fp32",
+        "float16": "precision=fp16",
+        "half": "precision=fp16",
+        "bfloat16": "precision=bf16",
     },
-    "checkpoint.resume": {"true": "checkpoint.resume=auto", "false": "checkpoint.resume=none"},
+    "optimizer": {
+        "adam": "optimizer=adamw",
+        "torch.optim.adamw": "optimizer=adamw",
+        "torch.optim.sgd": "optimizer=sgd",
+    },
+    "scheduler": {
+        "none": "scheduler=constant",
+        "linear_with_warmup": "scheduler=linear scheduler.warmup_steps=<steps>",
+        "cosine_with_warmup": "scheduler=cosine scheduler.warmup_steps=<steps>",
+        "constant_with_warmup": "scheduler=constant scheduler.warmup_steps=<steps>",
+    },
+    "objective": {
+        "clm": "objective=causal_lm",
+        "mlm": "objective=masked_lm",
+        "classification": "objective=sequence_classification or image_classification",
+        "clip": "objective=contrastive",
+        "asr": "objective=ctc or speech_seq2seq",
+        "summarization": "objective=seq2seq",
+        "translation": "objective=seq2seq",
+    },
+    "trainer.devices": {
+        "-1": "trainer.devices=auto",
+        "all": "trainer.devices=auto",
+        "cuda": "trainer.accelerator=cuda",
+        "gpu": "trainer.accelerator=cuda",
+        "cpu": "trainer.accelerator=cpu",
+    },
+    "checkpoint.resume": {
+        **dict.fromkeys(("true", "yes", "last", "latest"), "checkpoint.resume=auto"),
+        **dict.fromkeys(("false", "no"), "checkpoint.resume=none"),
+    },
 }
-"""By group or key: values as other programs have them, and what to write here."""
+"""Other programs' values by group or key, and the value here."""
+
+FORMS = {"trainer.max_time": "write it as DD:HH:MM:SS, e.g. 00:12:00:00"}
+"""Advice by key, for a number where a text is needed."""
+
+MODEL_FIELDS = {
+    **dict.fromkeys(("num_layers", "n_layers", "n_layer", "layers", "depth"), "num_hidden_layers"),
+    **dict.fromkeys(("num_heads", "n_heads", "n_head", "heads"), "num_attention_heads"),
+    **dict.fromkeys(("d_model", "n_embd", "width", "dim", "embed_dim"), "hidden_size"),
+    **dict.fromkeys(("d_ff", "ffn_dim", "mlp_dim", "ffn_hidden_size"), "intermediate_size"),
+    **dict.fromkeys(("n_positions", "context_length", "max_seq_len", "block_size"), "max_position_embeddings"),
+    **dict.fromkeys(("vocabulary_size", "vocab"), "vocab_size"),
+}
+"""Other families' names of model fields, and transformers' standard name."""
 
 YAML = (".yaml", ".yml")
-DATA_OF = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text_files"}
-"""The source that reads files of a kind."""
+SOURCE_BY_SUFFIX = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text_files"}
+"""Data source by file suffix."""
 
 SECTION_NAMES = dict.fromkeys(("lora", "qlora", "dora", "adapter"), "peft")
-"""Sections as other programs call them."""
+"""Other programs' names of sections."""
 
 FIXES = {word: meant if " " in meant else f"did you mean {meant}?" for meant, words in MEANT for word in words.split()}
 
 
-def known_elsewhere(key: str) -> str | None:
-    """The fix for a key that other programs have and this one calls otherwise; None for any other."""
+def known_elsewhere(key: str, value: object = "") -> str | None:
+    """Fix for a key of another program; None for any other key.
+
+    Args:
+        value: its value, which may be a number or a kind of devices.
+    """
     section, _, word = key.rpartition(".")
+    if word == "device" and str(value).isdigit():
+        return "did you mean trainer.devices? (trainer.accelerator is their kind)"
     if section in GROUPS and word in ("name", "type"):
         return f"choose it by {section}=<option> (mgpu-pipe ls {section})"
     if section and word in GROUPS:
@@ -165,27 +220,27 @@ def known_elsewhere(key: str) -> str | None:
 
 
 def value_elsewhere(key: str, value: str) -> str | None:
-    """The fix for a value that other programs have for ``key``, or that is a path; None for any other."""
+    """Fix for a value of another program for ``key``, or for a path; None for any other value."""
     here = VALUES.get(key, {}).get(value.lower())
-    if here is None and key == "model" and ("/" in value or Path(value).is_dir()):
+    if here is None and key == "model" and ("/" in value or is_folder(Path(value))):
         here = f"model=hf model.path={value}"
-    if here is None and key == "data" and Path(value).suffix in DATA_OF:
-        here = f"data={DATA_OF[Path(value).suffix]} 'data.paths=[\"{value}\"]' (mgpu-pipe ls data)"
+    if here is None and key == "data" and Path(value).suffix in SOURCE_BY_SUFFIX:
+        here = f"data={SOURCE_BY_SUFFIX[Path(value).suffix]} 'data.paths=[\"{value}\"]' (mgpu-pipe ls data)"
     if here is None and Path(value).suffix in YAML and Path(value).name != value:
         here = f"{key}={Path(value).stem}, with the file as ./conf/{key}/{Path(value).name}"
     return None if here is None else f"use {here}"
 
 
-def path_meant(word: str) -> str | None:
-    """What to do with a file or a folder that stands where an override or a verb is expected; None for another word."""
+def path_advice(word: str) -> str | None:
+    """Advice for a path typed as an override or a verb; None for any other word."""
     path = Path(word)
     if path.suffix in YAML:
         group = path.parent.name if path.parent.parent.name == "conf" else "experiment"
         place = "" if group == path.parent.name else f" a file of overrides lies in ./conf/{group}, and"
         return f"a configuration is chosen by its name:{place} the word is {group}={path.stem}"
-    if RunPaths(path).config.is_file():
+    if is_file(RunPaths(path).config):
         again = f"--config-path {word} run.dir={word} checkpoint.resume=auto"
         return f"is a run; go on with it by mgpu-pipe {again}, or say what to do with it, e.g. mgpu-pipe eval {word}"
-    if path.exists():
+    if exists(path):
         return f"is a path; give it to a key, e.g. model=hf model.path={word} or 'data.paths=[\"{word}\"]'"
     return None

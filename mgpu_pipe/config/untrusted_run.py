@@ -1,12 +1,15 @@
-"""What of somebody else's configuration is followed: what it says of the data, never where anything lies.
+"""Restrictions on another user's configuration: its data settings are followed, its paths are not.
 
-A configuration is foreign unless this user's own launches wrote it (:func:`mgpu_pipe.config.freeze.load_untrusted`).
+A configuration is foreign unless this user's launches wrote it (:func:`mgpu_pipe.config.freeze.load_untrusted`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import os
+import re
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config.plugins import DATA_SOURCES
@@ -14,62 +17,109 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
-MADE = ("number_words", "spoken_chat", "spoken_preferences", "rule_chat", "rule_facts", "mixture", "synthetic")
-READ_NO_FILES = ("stdlib_text", *MADE, "digits")
+GENERATED = ("number_words", "spoken_chat", "spoken_preferences", "rule_chat", "rule_facts", "mixture", "synthetic")
+WITHOUT_FILES = ("stdlib_text", *GENERATED, "digits")
 NOT_FOLLOWED = (
     "the cache ($MGPU_PIPE_CACHE) knows no launch of yours that made this configuration, so the files that it names "
     "are not read"
 )
-LARGEST = {"seq_len": 1 << 20, "global_batch_size": 1 << 16}
-MOST_SYNTHETIC = 1 << 20
-"""Documents, and tokens a document."""
-MOST_DIGITS = 9
+MAX_SIZES = {"seq_len": 1 << 20, "global_batch_size": 1 << 16}
+MAX_SYNTHETIC = 1 << 20
+"""Limit of documents, and of tokens per document."""
+MAX_DIGITS = 9
 
 
-def untrusted_data(data: DataConfig, given: Set[str]) -> DataConfig:
-    """``data`` without what leads out of the run's folder, as far as the command line did not give it.
+def untrusted_data(data: DataConfig, typed: Set[str]) -> DataConfig:
+    """``data`` without paths out of the run's folder, except those on the command line.
 
     Args:
-        given: the keys of the command line, such as ``data.paths``; ``data`` itself is another source.
+        typed: keys on the command line, such as ``data.paths``; ``data`` itself is another source.
 
     Raises:
-        ConfigErrors: files that are needed and were not given, or sizes that no evaluation has.
+        ConfigErrors: needed files are not on the command line, or a size exceeds every evaluation.
     """
     errors: list[BadInputError] = []
     changes: dict[str, Any] = {}
-    for name, without in (
+    for name, default in (
         ("cache_dir", None),
         ("chat_template", None),
         ("tokenizer", "auto"),
         ("tokenize_workers", "auto"),
         ("micro_batch_size", "auto"),
     ):
-        if f"data.{name}" not in given:
-            changes[name] = without
+        if f"data.{name}" not in typed:
+            changes[name] = default
     for name in ("paths", "validation_paths"):
-        value, own = getattr(data, name), f"data.{name}" in given or "data" in given
-        needed = bool(value) or (name == "paths" and data.source not in READ_NO_FILES)
-        if needed and not own:
+        value, is_typed = getattr(data, name), f"data.{name}" in typed or "data" in typed
+        needed = bool(value) or (name == "paths" and data.source not in WITHOUT_FILES)
+        if needed and not is_typed:
             fix = f"give data.{name}=[...] on the command line"
             errors.append(ConfigError(f"data.{name}", f"[{','.join(value)}]", fix, NOT_FOLLOWED))
     usual = type(data)()
-    own = data.source not in DATA_SOURCES or data.source == "mixture"  # of a plug-in: any may name a file
-    for name in own_keys(type(data)) if own else ():
-        if (value := getattr(data, name)) != getattr(usual, name) and f"data.{name}" not in given:
+    is_plugin = data.source not in DATA_SOURCES or data.source == "mixture"  # any of its keys may name a file
+    for name in own_keys(type(data)) if is_plugin else ():
+        if (value := getattr(data, name)) != getattr(usual, name) and f"data.{name}" not in typed:
             errors.append(ConfigError(f"data.{name}", value, f"give data.{name} on the command line", NOT_FOLLOWED))
-    for name, most in LARGEST.items():
-        if f"data.{name}" not in given and getattr(data, name) > most:
+    for name, most in MAX_SIZES.items():
+        if f"data.{name}" not in typed and getattr(data, name) > most:
             fix = f"give at most {most:,} on the command line"
             errors.append(ConfigError(f"data.{name}", getattr(data, name), fix))
-    for source, name, made, most in (
-        ("synthetic", "synthetic.num_documents", data.synthetic.num_documents, MOST_SYNTHETIC),
-        ("synthetic", "synthetic.mean_length", data.synthetic.mean_length, MOST_SYNTHETIC),
-        (data.source, "numbers.count", data.numbers.count, MOST_SYNTHETIC),
-        (data.source, "numbers.digits", data.numbers.digits, MOST_DIGITS),
-        (data.source, "target_len", data.target_tokens(), LARGEST["seq_len"]),
+    for source, name, size, most in (
+        ("synthetic", "synthetic.num_documents", data.synthetic.num_documents, MAX_SYNTHETIC),
+        ("synthetic", "synthetic.mean_length", data.synthetic.mean_length, MAX_SYNTHETIC),
+        (data.source, "numbers.count", data.numbers.count, MAX_SYNTHETIC),
+        (data.source, "numbers.digits", data.numbers.digits, MAX_DIGITS),
+        (data.source, "target_len", data.target_tokens(), MAX_SIZES["seq_len"]),
     ):
-        if data.source == source and "data" not in given and made > most:
-            errors.append(ConfigError(f"data.{name}", made, f"give at most {most:,} on the command line"))
+        if data.source == source and "data" not in typed and size > most:
+            errors.append(ConfigError(f"data.{name}", size, f"give at most {most:,} on the command line"))
     if errors:
         raise ConfigErrors(errors)
     return replace(data, **changes)
+
+
+ROOT = 0
+HARMLESS = ("mgpu.devices", "mgpu.native_precision", "mgpu.replicas", "mgpu.place", "oc.select", "now")
+"""Resolvers that neither read the environment nor build an interpolation."""
+RESOLVER = re.compile(r"\$\{\s*([^{}:,'\"]*?)\s*(?=[:$])")
+"""Name of a resolver, or its part before an interpolation."""
+
+
+def check_environment_use(file: Path, values: object) -> None:
+    """Refuse resolvers that may read the environment, in another user's file.
+
+    Args:
+        values: content of the file, uninterpolated.
+
+    Raises:
+        ConfigError: naming the first key with such a resolver.
+    """
+    if _is_trusted(file):
+        return
+    for key, text in _texts(values, ""):
+        if any(name not in HARMLESS for name in RESOLVER.findall(text)):
+            fix = f"give {key} on the command line, or use a copy of {file}"
+            raise ConfigError(key, text, fix, "another user's file cannot read your environment")
+
+
+def _is_trusted(file: Path) -> bool:
+    trusted = {ROOT, os.geteuid()}
+    try:
+        trusted.add(os.stat(".").st_uid)
+        return os.stat(file).st_uid in trusted
+    except OSError:  # the file is gone
+        return False
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Every text below ``value`` with its key, and the names of keys."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            below = f"{key}.{name}" if key else str(name)
+            yield below, str(name)
+            yield from _texts(item, below)
+    elif isinstance(value, list | tuple):
+        for at, item in enumerate(value):
+            yield from _texts(item, f"{key}[{at}]")

@@ -1,4 +1,4 @@
-"""The samples of a data set of arrays as tensors."""
+"""Tensor samples of a data set of arrays."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class ArraySamples:
-    """A :class:`mgpu_pipe.data.samples.SampleSet` of the data set that ``data.source`` names.
+    """A :class:`mgpu_pipe.data.samples.SampleSet` over the arrays that ``data.source`` names.
 
     Args:
-        reopen: gives the same samples in another process; it can be pickled.
+        reopen: opens the same samples in another process; picklable.
     """
 
     def __init__(self, config: RunConfig, data: ArrayData, reopen: Callable[[], ArraySamples]) -> None:
@@ -53,7 +53,7 @@ class ArraySamples:
             row = self._data.sample(index, random_of(self._config.seed, number))
             values = {name: np.asarray(value) for name, value in row.items()}
             if not at:
-                stacked = {name: np.empty((len(indices), *one.shape), one.dtype) for name, one in values.items()}
+                stacked = {name: np.empty((len(indices), *array.shape), array.dtype) for name, array in values.items()}
             kinds = {name: (value.shape[1:], value.dtype) for name, value in stacked.items()}
             if {name: (value.shape, value.dtype) for name, value in values.items()} != kinds:
                 where = f"data.source={self._config.data.source}: sample {index}"

@@ -1,7 +1,7 @@
-"""Data sets of dictionaries of arrays, which installed packages bring: images, features, ready-made token samples.
+"""Data sets of arrays that installed packages provide: images, features, ready-made token samples.
 
-A package registers a subclass of :class:`ArrayData` in the entry point group ``mgpu_pipe.data``, and ``data.source``
-names it. No torch.
+A package registers a subclass of :class:`ArrayData` in the entry point group ``mgpu_pipe.data``; ``data.source`` names
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ArrayData(ABC):
-    """One split of a data set. Built in every process that reads it; the same arguments give the same samples.
+    """One split of a data set. Every reading process builds it; equal arguments give equal samples.
 
     Args:
         config: the run's; the set decides what it holds out, by ``config.data.validation_fraction`` or otherwise.
@@ -45,11 +45,11 @@ class ArrayData(ABC):
     @property
     @abstractmethod
     def valid_units(self) -> NDArray[np.int64]:
-        """What each sample adds to the loss denominator; shape ``(samples,)``, which also says how many there are."""
+        """Units that each sample adds to the loss denominator; shape ``(samples,)``, which also counts the samples."""
 
     @abstractmethod
     def sample(self, index: int, random: np.random.Generator) -> Mapping[str, NDArray[Any]]:
-        """The arrays of one sample, by the names that the objective expects; equal shapes in all samples.
+        """Arrays of one sample, by the names that the objective expects; shapes are equal in all samples.
 
         Args:
             random: for crops, noise and the like: keyed by the seed and the sample's number in the run, so that nothing
@@ -57,13 +57,13 @@ class ArrayData(ABC):
         """
 
     def positions(self, index: int) -> int:
-        """Positions that the model computes for a sample, for the throughput; 0: nobody counts them."""
+        """Positions that the model computes for a sample, for the throughput; 0 where they are not counted."""
         return 0
 
 
 @dataclass(frozen=True)
 class PreparedArrays(Prepared):
-    """A data set of arrays: nothing is written, every process opens it."""
+    """A data set of arrays: every process opens it, nothing is cached."""
 
     kind: ClassVar[str] = "arrays"
     source: str
@@ -71,7 +71,7 @@ class PreparedArrays(Prepared):
     validation_digest: str
     train_samples: int
     held_out_samples: int
-    """Of which an evaluation takes ``validation_samples``."""
+    """Held-out samples; an evaluation takes ``validation_samples`` of them."""
     validation_samples: int
     tokenizer_folder: Path | None = None
     unigram_perplexity: float | None = None
@@ -103,7 +103,7 @@ class PreparedArrays(Prepared):
 
 
 def array_class(source: str) -> type[ArrayData] | None:
-    """The class that a package registers under ``source``; None where it is a source of another kind."""
+    """Class that a package registers under ``source``; None where the source is of another kind."""
     if source in DATA_SOURCES or source not in registered(DATA_GROUP):
         return None
     named = load("data.source", source, DATA_GROUP)
@@ -111,7 +111,7 @@ def array_class(source: str) -> type[ArrayData] | None:
 
 
 def open_arrays(config: RunConfig, split: Split) -> ArrayData:
-    """One split, its valid units checked.
+    """Opens one split and checks its valid units.
 
     Raises:
         DataError: the class fails, or its valid units are not one whole number a sample.
@@ -125,7 +125,7 @@ def open_arrays(config: RunConfig, split: Split) -> ArrayData:
         units = data.valid_units
     except BadInputError:
         raise
-    except Exception as error:  # a stranger's class may raise anything
+    except Exception as error:  # a plug-in may raise anything
         raise DataError(f"data.source={source}: cannot be opened ({type(error).__name__}: {error})") from error
     if not isinstance(units, np.ndarray) or units.ndim != 1 or units.dtype.kind not in "iu" or (units < 0).any():
         raise DataError(f"data.source={source}: valid_units must be whole numbers, one for each sample")
@@ -133,7 +133,7 @@ def open_arrays(config: RunConfig, split: Split) -> ArrayData:
 
 
 def prepare_arrays(config: RunConfig) -> PreparedArrays:
-    """What is known of the data set that ``data.source`` names.
+    """Facts of the data set that ``data.source`` names.
 
     Raises:
         ConfigError: prompts are to be continued, which takes a tokenizer.

@@ -1,7 +1,7 @@
-"""Equal work for every process: how the samples of a step are dealt to processes and micro-batches (``data.balance``).
+"""Load balancing: assigns the samples of a step to processes and micro-batches (``data.balance``).
 
-A step consumes the same samples however they are dealt, and its loss and gradients are sums over them. What a sample
-costs is known beforehand (:meth:`mgpu_pipe.data.samples.Weighed`), so every process deals alike without a word.
+A step consumes the same samples in any assignment, and its loss and gradients are sums over them. Costs are known
+before reading (:meth:`mgpu_pipe.data.samples.Weighed`), so every process computes the same assignment on its own.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from mgpu_pipe.data.samples import SampleSet, Weighed
 from mgpu_pipe.topology import BatchPlan
 
 STEPS = 20
-"""Whose balance is looked at."""
+"""First steps of a run whose balance is measured."""
 Ints = NDArray[np.int64]
 
 
 def dealt(costs: Ints, plan: BatchPlan) -> Ints:
-    """The places of a step's samples in the order in which processes take them: each a contiguous share, and of that
-    one micro-batch after another.
+    """Orders a step's samples for the processes: each takes a contiguous share, micro-batch after micro-batch.
 
     Samples go to micro-batches, and those to processes, the costliest first, to the cheapest one that has room (longest
-    processing time first: Graham 1969). A process begins with its costliest micro-batch, so that those that run beside
-    one another, in step, are alike.
+    processing time first: Graham 1969). A process begins with its costliest micro-batch, so that
+    micro-batches that run at the same time cost about the same.
 
     Args:
         costs: of each sample of the step; shape ``(global_batch_size,)``.
@@ -40,19 +39,19 @@ def dealt(costs: Ints, plan: BatchPlan) -> Ints:
 
 
 def imbalance(costs: Ints, plan: BatchPlan) -> float:
-    """What the busiest process has to do over the mean of all; ``costs`` are in the order of :func:`dealt`."""
+    """Work of the busiest process over the mean of all; ``costs`` are in the order of :func:`dealt`."""
     shares = costs.reshape(plan.data_parallel_size, -1).sum(1)
     return float(shares.max() / shares.mean()) if shares.any() else 1.0
 
 
-def told(config: RunConfig, plan: BatchPlan) -> str:
-    """What :func:`imbalances` are of, in words."""
+def describe_imbalance(config: RunConfig, plan: BatchPlan) -> str:
+    """Describes in words the work that :func:`imbalances` compares."""
     what = "pictures" if description(config.objective.name).samples == "picture_chats" else "attention"
     return f"{what} of the busiest of {plan.data_parallel_size} processes over their mean"
 
 
 def imbalances(samples: SampleSet, order: Order, plan: BatchPlan) -> tuple[float, float] | None:
-    """The mean :func:`imbalance` of a run's first :data:`STEPS` steps: as samples come, and dealt by what they cost.
+    """Mean :func:`imbalance` of a run's first :data:`STEPS` steps: in the run's order, and dealt by cost.
 
     None with one process, or where the samples' costs are not known.
     """
@@ -65,13 +64,13 @@ def imbalances(samples: SampleSet, order: Order, plan: BatchPlan) -> tuple[float
 
 
 def _to_cheapest(costs: Ints, parts: int) -> Ints:
-    """Items by part, of equal number, the costliest of a part first; shape ``(parts, items of each)``."""
+    """Assigns items to parts of equal number, the costliest of a part first; shape ``(parts, items of each)``."""
     room = len(costs) // parts
-    held: list[list[int]] = [[] for _ in range(parts)]
+    items_of: list[list[int]] = [[] for _ in range(parts)]
     with_room = [(0, part) for part in range(parts)]
     for item in np.argsort(-costs, kind="stable").tolist():
         total, part = heapq.heappop(with_room)
-        held[part].append(item)
-        if len(held[part]) < room:
+        items_of[part].append(item)
+        if len(items_of[part]) < room:
             heapq.heappush(with_room, (total + int(costs[item]), part))
-    return np.array(held, np.int64)
+    return np.array(items_of, np.int64)

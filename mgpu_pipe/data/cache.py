@@ -20,9 +20,34 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.config.replace_file import flush_folder, replace_file
-from mgpu_pipe.data.blocks import hash_blocks
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.local_files import flush_folder, replace_file
+
+BLOCK_BYTES = 4 << 20
+
+
+def block_hash(block: bytes) -> str:
+    return hashlib.sha256(block).hexdigest()
+
+
+def hash_blocks(path: Path) -> list[str]:
+    """Hashes the blocks of a file, in order; the last block may be short."""
+    hashes: list[str] = []
+    with open(path, "rb", buffering=0) as file:
+        while block := read_block(file.fileno(), len(hashes)):
+            hashes.append(block_hash(block))
+    return hashes
+
+
+def read_block(descriptor: int, index: int) -> bytes:
+    """Reads a whole block of an open file, even where the kernel returns less; empty after the end."""
+    parts: list[bytes] = []
+    offset, size = index * BLOCK_BYTES, 0
+    while size < BLOCK_BYTES and (part := os.pread(descriptor, BLOCK_BYTES - size, offset + size)):
+        parts.append(part)
+        size += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
 
 _log = logging.getLogger(__name__)
 
@@ -40,25 +65,26 @@ _UNWRITABLE = {
     errno.ENOENT,
     errno.ENAMETOOLONG,
     errno.ELOOP,
+    errno.EFBIG,
 }
 
 Progress = Callable[[str, int, int], None]
-"""Told ``(stage, done, total)``; ``total`` is 0 where it is not known beforehand."""
+"""Callback for ``(stage, done, total)``; ``total`` is 0 where it is unknown."""
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """The progress callback of a caller that gave none."""
+    """Progress callback that does nothing."""
 
 
 def digest_of(*parts: object) -> str:
-    """A 16-digit hexadecimal SHA-256 prefix of the JSON form of ``parts``: the name of derived data."""
+    """Names derived data: the first 16 hexadecimal digits of the SHA-256 of ``parts`` in JSON."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive advisory lock on ``path`` (made if missing); released by the kernel if the process dies."""
+    """Holds an exclusive advisory lock on ``path`` (created if missing); the kernel releases it if the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -67,7 +93,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_to_cache(cache: Path) -> Iterator[None]:
-    """Turn "cannot write here" into one line about ``data.cache_dir``.
+    """Turns write errors into one line about ``data.cache_dir``.
 
     Raises:
         ConfigError: the cache folder cannot be written or its disk is full.
@@ -87,11 +113,11 @@ def writing_to_cache(cache: Path) -> Iterator[None]:
 
 
 class EarlierVersion(ValueError):
-    """Written before these files had hashes of their own."""
+    """A file of an earlier version, without its own hash."""
 
 
 def write_manifest(folder: Path, meta: Mapping[str, Any]) -> None:
-    """Flush every file of ``folder`` to disk, then write its manifest: ``meta``, and size and hashes of each file."""
+    """Flushes every file of ``folder`` to disk, then writes the manifest: ``meta``, each file's size and hashes."""
     listed = {}
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as file:
@@ -102,10 +128,10 @@ def write_manifest(folder: Path, meta: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path, tell: bool = False) -> dict[str, Any] | None:
-    """The manifest of a whole folder, or None where it is missing, broken, or a file is not what it lists.
+    """Reads the manifest of a complete folder; None where it is missing or broken, or a file does not match.
 
     Args:
-        tell: name what is damaged in a warning.
+        tell: warn of a damaged file by name.
     """
     if not folder.exists():
         return None
@@ -124,7 +150,7 @@ def read_manifest(folder: Path, tell: bool = False) -> dict[str, Any] | None:
 
 
 def _fault(folder: Path, listed: Mapping[str, Mapping[str, Any]]) -> str:
-    """What is wrong with the listed files; their hashes are compared unless they were on this machine already."""
+    """Finds damage of the listed files; compares hashes unless this machine has verified them."""
     for name, file in listed.items():
         size = (folder / name).stat().st_size
         if size != file["size"]:
@@ -141,16 +167,16 @@ def _fault(folder: Path, listed: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _states(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """What changes when a file is written, and when this machine starts again."""
-    found: dict[str, Any] = {"boot": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""}
+    """Values that change when a file is written or this machine restarts."""
+    states: dict[str, Any] = {"boot": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""}
     for name in names:
         stat = (folder / name).stat()
-        found[name] = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-    return found
+        states[name] = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return states
 
 
 def _memory(folder: Path) -> Path:
-    """Where this machine remembers that it has read a folder; in the cache, which is this user's."""
+    """File in the cache that records which folders this machine has verified."""
     return folder.parent.parent / "verified" / (os.uname().nodename or "host") / f"{folder.parent.name}-{folder.name}"
 
 
@@ -162,23 +188,23 @@ def _remembered(folder: Path) -> object:
 
 
 def _remember(folder: Path, states: Mapping[str, Any]) -> None:
-    with suppress(OSError):  # a cache that cannot be written is read again each time
+    with suppress(OSError):  # a read-only cache is verified each time
         _memory(folder).parent.mkdir(parents=True, exist_ok=True)
         write_json(_memory(folder), states)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value`` to ``path`` so that a reader sees the old or the new file, never a part."""
+    """Writes ``value`` to ``path`` atomically."""
     replace_file(path, json.dumps(value, indent=1), flush=True)
 
 
 def write_hashed(path: Path, value: Mapping[str, Any]) -> None:
-    """:func:`write_json`, with the hash of ``value`` beside it."""
+    """Writes ``value`` and its hash by :func:`write_json`."""
     write_json(path, {**value, _HASH: _hash_of(value)})
 
 
 def read_hashed(path: Path) -> dict[str, Any]:
-    """What :func:`write_hashed` wrote.
+    """Reads a file of :func:`write_hashed` and checks its hash.
 
     Raises:
         OSError: the file cannot be read.
@@ -197,9 +223,9 @@ def _hash_of(value: Mapping[str, Any]) -> str:
 
 
 def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
-    """The manifest of ``folder``, which ``build`` fills if it is missing or damaged.
+    """Returns the manifest of ``folder``; ``build`` fills it if it is missing or damaged.
 
-    Processes that ask at the same time wait for the first one and share its result.
+    Concurrent processes wait for the first one and share its result.
 
     Args:
         folder: final name; its siblings ``<name>.lock`` and ``<name>.partial-*`` are used for the work.
@@ -226,7 +252,7 @@ def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict
         os.replace(partial, folder)
         flush_folder(folder.parent)
         listed = read_hashed(folder / MANIFEST)["files"]
-        _remember(folder, _states(folder, listed))  # its hashes were just taken
+        _remember(folder, _states(folder, listed))  # its hashes were just computed
     manifest = read_manifest(folder)
     if manifest is None:
         raise OSError(errno.EIO, "a folder that was just written cannot be read back", str(folder))

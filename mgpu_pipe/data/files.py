@@ -1,4 +1,4 @@
-"""Local data files: globs, strict UTF-8, rows of JSON lines and Parquet; text also compressed."""
+"""Local data files: globs, strict UTF-8, lines, and rows as JSON; text also compressed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,84 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mgpu_pipe.config.hub import DATA, data_files
-from mgpu_pipe.data.compressed import bytes_read, codec_of, open_text
-from mgpu_pipe.data.fingerprint import READABLE, Fingerprint, check_readable, open_data
+from mgpu_pipe.config.suggest import nearest
+from mgpu_pipe.data.compressed import HEAD, binary_form, bytes_read, codec_of, open_text, zip_members
+from mgpu_pipe.data.fingerprint import READABLE, Fingerprint
 from mgpu_pipe.errors import ConfigError, DataError
+
+NO_DATA = ("__MACOSX", "@eaDir", "__pycache__")
+"""Folders that programs leave behind, in addition to hidden ones."""
+
+
+def files_below(folder: Path, hidden: bool = False, walked: set[tuple[int, int]] | None = None) -> Iterator[Path]:
+    """Yields the files below a folder; it walks each folder once, by a path without links if there is one.
+
+    Args:
+        hidden: include hidden files and what programs leave behind (:data:`NO_DATA`).
+        walked: (device, inode) of folders to skip; walked folders are added.
+    """
+    walked = set() if walked is None else walked
+    folders, links = [folder], list[Path]()
+    while folders or links:
+        current = folders.pop() if folders else links.pop(0)
+        try:
+            stat = current.stat()
+            if (stat.st_dev, stat.st_ino) in walked:
+                continue
+            walked.add((stat.st_dev, stat.st_ino))
+            with os.scandir(current) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name, reverse=True)
+        except OSError:
+            continue
+        for entry in entries:
+            if not hidden and is_no_data(entry.name):
+                continue
+            path = current / entry.name
+            if os.path.isfile(path):
+                yield path
+            elif os.path.isdir(path):
+                (links if entry.is_symlink() else folders).append(path)
+
+
+def is_no_data(name: str) -> bool:
+    """Whether a name is hidden, or one that programs leave behind."""
+    return name.startswith(".") or name in NO_DATA
+
+
+def matching(pattern: str) -> list[str]:
+    """Sorted matches of a glob; ``**`` walks each folder once, even with several links to it."""
+    if "**" not in pattern.split(os.sep):
+        return sorted(glob.glob(pattern))
+    parts = pattern.split(os.sep)
+    at = parts.index("**")
+    first, wanted = os.sep.join(parts[:at]), parts[at:]
+    matches = set[str]()
+    for base in glob.glob(first) if first else [os.sep if at else ""]:
+        for path in files_below(Path(base), any(part.startswith(".") for part in wanted)):
+            name = os.path.relpath(path, base or os.curdir)
+            if _fits(name.split(os.sep), wanted):
+                matches.add(os.path.join(base, name))
+    return sorted(matches)
+
+
+def _fits(names: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Whether the parts of a path match those of a glob."""
+    if not wanted:
+        return not names
+    if wanted[0] == "**":
+        if len(wanted) == 1 and len(names) == 1:
+            return not names[0].startswith(".")
+        return _fits(names, wanted[1:]) or (bool(names) and not names[0].startswith(".") and _fits(names[1:], wanted))
+    if not names or (names[0].startswith(".") and not wanted[0].startswith(".")):
+        return False
+    return fnmatchcase(names[0], wanted[0]) and _fits(names[1:], wanted[1:])
+
 
 _LEFT_OUT = {
     "test",
@@ -23,54 +94,65 @@ _LEFT_OUT = {
     "site-packages",
     "dist-packages",
     "__pycache__",
-    "encodings",  # tables of character names, a megabyte that reads like no text
+    "encodings",  # tables of character names: a megabyte unlike text
 }
+TAB = "\t"
 FIX = "correct or remove it"
 LONGEST_LINE = 256 << 20
-"""Bytes of a line of JSON: it is in memory several times while it becomes tokens."""
+"""Largest line in bytes: tokenising holds several copies of it."""
 LARGEST_TEXT = 4 << 30
-"""Bytes of a compressed file that is one document."""
+"""Largest compressed file that is one document, in bytes."""
 REPLACE = "replace the file, or leave it out of the data's paths"
 
 
 def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
-    """The files that ``patterns`` (paths or globs, ``**`` included) name: sorted within a pattern, each file once.
+    """Lists the files that ``patterns`` (paths or globs, with ``**``) name: sorted within a pattern, each file once.
 
-    Those of a data set on the Hub, named at a commit, are fetched where they are not in this machine's cache.
+    It walks each linked folder once. Files of a Hub data set at a commit are downloaded unless this machine's cache
+    has them.
 
     Raises:
-        ConfigError: no pattern, or a pattern that matches no file.
+        ConfigError: there is no pattern, or a pattern matches no file.
     """
     if not patterns:
         raise ConfigError(key, "[]", "give at least one file or glob, e.g. 'corpus/**/*.txt'")
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for pattern in patterns:
         if pattern.startswith(DATA):
-            found.update(dict.fromkeys(data_files(pattern, key)))
+            paths.update(dict.fromkeys(data_files(pattern, key)))
             continue
         text = os.path.expanduser(pattern)
-        # A name with brackets or stars in it may exist as it stands.
-        names = [text] if os.path.exists(text) else sorted(glob.glob(text, recursive=True))
+        # A file's name may itself have brackets or stars.
+        names = [text] if os.path.exists(text) else matching(text)
         files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
             if names and all(os.path.isdir(name) for name in names):
                 raise ConfigError(key, pattern, f"name the files, e.g. '{pattern.rstrip('/')}/**/*'", "is a folder")
-            raise ConfigError(
-                key, pattern, "give a file or a glob that exists (seen from the working directory)", "matches no file"
-            )
-        found.update(dict.fromkeys(files))
-    return list(found)
+            raise ConfigError(key, pattern, _instead_of(text), "matches no file")
+        paths.update(dict.fromkeys(files))
+    return list(paths)
+
+
+def _instead_of(path: str) -> str:
+    """The fix for a path that does not exist."""
+    if "://" in path:
+        return f"copy the files to this machine, or name a data set on the Hub, {DATA}datasets/<org>/<name>/<file>"
+    folder, name = os.path.split(path)
+    with suppress(OSError):
+        if close := nearest(name, os.listdir(folder or "."), cutoff=0.75):
+            return f"did you mean {os.path.join(folder, close)}?"
+    return "give a file or a glob that exists (seen from the working directory)"
 
 
 def stdlib_files() -> list[Path]:
-    """The running Python's own library sources, tests and installed packages left out, sorted by relative path."""
+    """Sources of the running Python's library, without tests and installed packages, sorted by relative path."""
     check_stdlib()
     root = Path(sysconfig.get_path("stdlib"))
     return [root / name for name in sorted(os.path.relpath(name, root) for name in _stdlib_sources(root))]
 
 
 def check_stdlib() -> None:
-    """Raise a DataError where the running Python came without its library's sources."""
+    """Raises DataError where the running Python has no library sources."""
     root = Path(sysconfig.get_path("stdlib"))
     if not any(_stdlib_sources(root)):
         raise DataError(f"data.source=stdlib_text: {root} holds no library sources; use data.source=text_files")
@@ -83,35 +165,59 @@ def _stdlib_sources(root: Path) -> Iterator[str]:
         yield from (path for path in paths if os.path.isfile(path) and os.path.getsize(path))
 
 
-def read_bytes(path: Path, expected: Fingerprint | None = None) -> bytes:
-    """The content of ``path``, unpacked; a DataError names a file that cannot be read, is empty, or is not
-    ``expected``."""
+def read_bytes(path: Path, expected: Fingerprint | None = None, member: str | None = None) -> bytes:
+    """Reads ``path``, unpacked, or a ``member`` of a zip file. A DataError names a file that is unreadable, empty,
+    or not ``expected``."""
     try:
-        with open_text(path, expected) as file:
+        with open_text(path, expected, member) as file:
             content = file.read() if codec_of(path) is None else file.read(LARGEST_TEXT + 1)
     except OSError as error:
-        raise _unreadable(path, str(path), error) from error
+        raise unreadable(path, str(path), error) from error
     if codec_of(path) is not None and len(content) > LARGEST_TEXT:
         raise DataError(f"{path}: unpacks to more than {LARGEST_TEXT >> 30} GiB; split it into documents")
     return content
 
 
-def _unreadable(path: Path, where: str, error: OSError) -> DataError:
+def members_of(path: Path, expected: Fingerprint | None = None) -> list[str | None]:
+    """Names of the files in a zip file; None for any other file.
+
+    Raises:
+        DataError: it cannot be read, or holds none.
+    """
+    if codec_of(path) != "zip":
+        return [None]
+    try:
+        names = zip_members(path, expected)
+    except OSError as error:
+        raise unreadable(path, str(path), error) from error
+    if not names:
+        raise DataError(f"{path}: holds no files; remove it from the data's paths")
+    return [*names]
+
+
+def unreadable(path: Path, where: str, error: OSError) -> DataError:
+    """Builds the error of a file that cannot be read or unpacked."""
     codec = codec_of(path)
     if codec is None or error.strerror:
         return DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}")
     return DataError(f"{where}: is not a whole {codec} file: {error}; {REPLACE}")
 
 
-def decode(raw: bytes, where: str, offset: int = 0) -> str:
-    """``raw`` as strict UTF-8; ``offset`` is where it begins in its file.
+def decode(raw: bytes, where: str, offset: int = 0, head: bytes | None = None) -> str:
+    """Decodes ``raw`` as strict UTF-8.
+
+    Args:
+        offset: of ``raw`` in its file.
+        head: beginning of the file; None where ``raw`` is the beginning.
 
     Raises:
-        DataError: not UTF-8; names ``where`` and the first bad byte's offset in the file.
+        DataError: not UTF-8; names ``where``, and the file's format or the offset of the first bad byte.
     """
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
+        if form := binary_form(raw[:HEAD] if head is None else head):
+            raise DataError(f"{where}: is {form[0]}, not text; {form[1]}") from error
         at = offset + error.start
         raise DataError(
             f"{where}: is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {at}); convert it, "
@@ -119,8 +225,22 @@ def decode(raw: bytes, where: str, offset: int = 0) -> str:
         ) from error
 
 
+def decoded(raw: bytes, where: str, offset: int, head: bytes) -> str:
+    """Decodes like :func:`decode`; returns :class:`BrokenRow` for a text file with bytes that are not UTF-8.
+
+    Raises:
+        DataError: the file is not text.
+    """
+    try:
+        return decode(raw, where, offset, head)
+    except DataError as error:
+        if binary_form(head):
+            raise
+        return BrokenRow(str(error).removeprefix(f"{where}: "))
+
+
 def check_unicode(text: str, origin: str) -> None:
-    """Refuse a string that no file could hold: JSON can spell half of a surrogate pair.
+    """Refuses a string that no file can hold: JSON can write half of a surrogate pair.
 
     Raises:
         DataError: names ``origin``.
@@ -134,12 +254,14 @@ def check_unicode(text: str, origin: str) -> None:
 
 
 def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tuple[str, str, int]]:
-    """The lines of a text file that are not blank, unpacked: ``(line, "file:number", bytes of the file)``.
+    """Yields the nonblank lines of a text file, unpacked: ``(line, "file:number", bytes of the file)``.
+
+    A line that is not UTF-8 is a :class:`BrokenRow`.
 
     Raises:
-        DataError: the file cannot be read, is empty, not UTF-8 or not ``expected``, or a line is too long.
+        DataError: the file cannot be read, is empty, not text or not ``expected``, or a line is too long.
     """
-    offset, rows, number, before = 0, 0, 0, 0
+    offset, rows, number, before, head = 0, 0, 0, 0, b""
     try:
         with open_text(path, expected) as file:
             while raw := file.readline(LONGEST_LINE + 1):
@@ -148,125 +270,82 @@ def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tupl
                     raise DataError(
                         f"{path}:{number}: is longer than {LONGEST_LINE >> 20} MiB; {FIX}, or split it into documents"
                     )
-                line = decode(raw, f"{path}:{number}", offset)
+                head = head if len(head) >= HEAD else head + raw[:HEAD]
+                line = decoded(raw, f"{path}:{number}", offset, head)
                 offset += len(raw)
                 if number == 1:
-                    line = line.removeprefix("\ufeff")
+                    line = line if isinstance(line, BrokenRow) else line.removeprefix("\ufeff")
                 if line.strip():
                     rows += 1
                     read = bytes_read(file)
                     size, before = (len(raw), 0) if read is None else (read - before, read)
                     yield line, f"{path}:{number}", size
     except OSError as error:
-        raise _unreadable(path, f"{path}:{number + 1}", error) from error
+        raise unreadable(path, f"{path}:{number + 1}", error) from error
     if not rows:
         raise DataError(f"{path}: holds blank lines only; remove it from the data's paths")
 
 
+class BrokenRow(str):
+    """Error message that replaces a row's content; :func:`whole_row` raises it."""
+
+
+def whole_row(content: str, origin: str) -> str:
+    """Returns the content of a row.
+
+    Raises:
+        DataError: the row is a :class:`BrokenRow`.
+    """
+    if isinstance(content, BrokenRow):
+        raise DataError(f"{origin}: {content}")
+    return content
+
+
 def json_row(line: str, origin: str, *columns: str) -> dict[str, Any]:
-    """One line of JSON as a mapping.
+    """Parses a row, one line of JSON, to a mapping.
 
     Args:
-        columns: those that will be asked for; ``meta.text`` is also the field ``text`` of the object ``meta``.
+        columns: to resolve; ``meta.text`` may also be the field ``text`` of the object ``meta``.
 
     Raises:
         DataError: broken JSON or not an object; names file and line.
     """
     try:
-        row = json.loads(line, parse_constant=_refuse_constant)
+        row = json.loads(whole_row(line, origin), parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
-        if form := _other_form(line, origin):
-            raise DataError(f"{origin}: {form}") from error
+        if origin.endswith(":1") and line.lstrip()[:1] not in ("{", "[", '"'):
+            fix = "write an object a line, let the name of a table end in .csv or .tsv, or choose another source"
+            raise DataError(f"{origin}: is no JSON; {fix} (mgpu-pipe ls data)") from error
         raise DataError(
             f"{origin}: is not valid JSON: {error.msg} (character {error.pos + 1} of the line); {FIX}"
         ) from error
-    except ValueError as error:  # a number of too many digits, NaN, Infinity
+    except ValueError as error:  # a number with too many digits, NaN, Infinity
         raise DataError(f"{origin}: is not valid JSON: {error}; {FIX}") from error
     except RecursionError as error:
         raise DataError(f"{origin}: is JSON nested too deeply; {FIX}") from error
     if not isinstance(row, dict):
-        if isinstance(row, list) and (form := _other_form(line, origin)):
-            raise DataError(f"{origin}: {form}")
         raise DataError(f"{origin}: is a JSON {type(row).__name__}, not an object with columns; {FIX}")
     for column in columns:
-        found: Any = row
+        value: Any = row
         for part in () if column in row else column.split("."):
-            if not isinstance(found, dict) or part not in found:
+            if not isinstance(value, dict) or part not in value:
                 break
-            found = found[part]
+            value = value[part]
         else:
-            row.setdefault(column, found)
+            row.setdefault(column, value)
     return row
 
 
-def _other_form(line: str, origin: str) -> str | None:
-    """What a file is whose first line is no object, and how it becomes JSON Lines."""
-    path, _, number = origin.rpartition(":")
-    start = line.strip()[:1]
-    if number != "1" or not path:
-        return None
-    if start == "[":
-        return f"is one JSON list, not an object a line; write them so: jq -c '.[]' {path}"
-    if line.strip() == "{":
-        return f"is JSON over several lines, not an object a line; write it so: jq -c . {path}"
-    return None if start in '{"' else "is no JSON; write an object a line, or choose another source (mgpu-pipe ls data)"
-
-
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
 def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:
-    """The error of a file without the configured column."""
+    """Builds the error of a file without the configured column."""
     if len(there) == 1 and (other := next((mark for mark in ";\t|" if mark in there[0]), None)):
-        fix = f"its columns are set apart by {other!r}: write commas"
+        fix = (
+            f"its columns are set apart by {other!r}: {'let its name end in .tsv' if other == TAB else 'write commas'}"
+        )
     else:
         fix = f"set {key} to one that is there: {', '.join(there) or 'none'}"
     return DataError(f"{where}: has no column '{column}'; {fix}")
-
-
-def _parquet_field(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str]]:
-    """The type of a column, and the names that lead to it inside of a struct."""
-    first, *inner = [column] if column in schema.names else column.split(".")
-    if first not in schema.names:
-        raise missing_column(str(path), key, column, schema.names)
-    kind = schema.field(first).type
-    for part in inner:
-        names = [kind.field(at).name for at in range(kind.num_fields)]
-        if part not in names:
-            raise missing_column(str(path), key, column, [f"{column.rpartition('.')[0]}.{name}" for name in names])
-        kind = kind.field(names.index(part)).type
-    return kind, inner
-
-
-def parquet_rows(
-    path: Path, column: str, key: str = "data.text_column", expected: Fingerprint | None = None
-) -> Iterator[tuple[str, str, int]]:
-    """The strings of one column of a Parquet file, a row group at a time: ``(text, "file: row n", share of size)``."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError("data.source", "parquet", "install pyarrow", "pyarrow is not installed") from error
-    size = check_readable(path)
-    try:
-        with open_data(path, expected) as content, pyarrow.parquet.ParquetFile(content) as file:
-            schema = file.schema_arrow
-            kind, inner = _parquet_field(path, schema, column, key)
-            value_type = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-            if not (pyarrow.types.is_string(value_type) or pyarrow.types.is_large_string(value_type)):
-                raise DataError(f"{path}: column '{column}' holds {kind}, not strings; set {key} to a text column")
-            rows = file.metadata.num_rows
-            if not rows:
-                raise DataError(f"{path}: holds no rows; remove it from the data's paths")
-            number = 0
-            for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    number += 1
-                    for part in inner:
-                        text = None if text is None else text[part]
-                    if text is None:
-                        raise DataError(f"{path}: row {number} has no value in column '{column}'; {FIX}")
-                    yield text, f"{path}: row {number}", size * number // rows - size * (number - 1) // rows
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: is not a readable Parquet file: {error}".splitlines()[0] + f"; {REPLACE}") from error

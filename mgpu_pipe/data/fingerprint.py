@@ -1,7 +1,7 @@
-"""Content hashes of data files, and reading that checks every byte against them as it is read.
+"""Content hashes of data files, and reads that verify every byte against them.
 
-Data is stored under the hash of its source. So what is read later must be what was hashed: a file that changes between
-the two, or while it is read, is refused and hashed again at the next start.
+The cache stores data under the hash of its source. So a file that changes after hashing, or while it is read, is
+refused and hashed again at the next start.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mgpu_pipe.data.blocks import BLOCK_BYTES, block_hash, hash_blocks, read_block
-from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_hashed, write_hashed
+from mgpu_pipe.data.cache import (
+    BLOCK_BYTES,
+    Progress,
+    block_hash,
+    digest_of,
+    hash_blocks,
+    no_progress,
+    read_block,
+    read_hashed,
+    write_hashed,
+)
 from mgpu_pipe.errors import DataError
 
 # A file changed this shortly before it was hashed may change again within one tick of the file system's clock.
@@ -33,19 +42,19 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """The content's identity."""
+        """Identity of the content."""
         return self.blocks[0] if len(self.blocks) == 1 else hashlib.sha256("".join(self.blocks).encode()).hexdigest()
 
 
 class ChangedFileError(DataError):
-    """A data file is not what it was when its data got its name."""
+    """A data file changed since it was hashed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(f"{path}: changed while it was being prepared; start again when nothing writes to it")
 
 
 def check_readable(path: Path) -> int:
-    """The size of ``path`` in bytes.
+    """Returns the size of ``path`` in bytes.
 
     Raises:
         DataError: it is missing, unreadable or empty.
@@ -61,10 +70,10 @@ def check_readable(path: Path) -> int:
 
 
 def fingerprints(paths: Sequence[Path], cache: Path, progress: Progress = no_progress) -> dict[Path, Fingerprint]:
-    """The fingerprint of each file.
+    """Fingerprints each file.
 
-    A file whose size, times and inode are those of the last look is not read again; a change of its content moves
-    the change time even where the modification time is put back.
+    A file with the same size, times and inode as before is not read again. A change of content moves the change time
+    even where the modification time is reset.
     """
     index_file = _index_file(paths, cache)
     try:
@@ -72,7 +81,7 @@ def fingerprints(paths: Sequence[Path], cache: Path, progress: Progress = no_pro
     except (OSError, ValueError):
         known = {}
     total = sum(check_readable(path) for path in paths)
-    done, fresh, found = 0, {}, {}
+    done, fresh, result = 0, {}, {}
     for path in paths:
         now = time.time_ns()
         try:
@@ -85,17 +94,17 @@ def fingerprints(paths: Sequence[Path], cache: Path, progress: Progress = no_pro
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
         fresh[str(path)] = entry
-        found[path] = Fingerprint(stat.st_size, tuple(entry["blocks"]))
+        result[path] = Fingerprint(stat.st_size, tuple(entry["blocks"]))
         done += stat.st_size
         progress("hash", min(done, total), total)
     if fresh != known:
         index_file.parent.mkdir(parents=True, exist_ok=True)
         write_hashed(index_file, fresh)
-    return found
+    return result
 
 
 def forget(paths: Sequence[Path], cache: Path) -> None:
-    """Have :func:`fingerprints` read these files again."""
+    """Makes :func:`fingerprints` read these files again."""
     _index_file(paths, cache).unlink(missing_ok=True)
 
 
@@ -104,11 +113,11 @@ def _index_file(paths: Sequence[Path], cache: Path) -> Path:
 
 
 def open_data(path: Path, expected: Fingerprint | None = None) -> IO[bytes]:
-    """Open a data file for reading; with ``expected``, every byte that is read has its hash.
+    """Opens a data file; with ``expected``, verifies every byte that is read.
 
     Raises:
         DataError: the file is missing, empty or unreadable.
-        ChangedFileError: it is another than expected; also later, while it is read.
+        ChangedFileError: it differs from ``expected``; reading may raise it, too.
     """
     check_readable(path)
     try:
@@ -117,14 +126,14 @@ def open_data(path: Path, expected: Fingerprint | None = None) -> IO[bytes]:
         raise DataError(f"{path}: cannot be read: {error.strerror}; {READABLE}") from error
 
 
-_HELD: set[int] = set()
-"""Hashes of parts of files, the states in which these were read, and what they held then."""
+_VERIFIED: set[int] = set()
+"""Hashes of verified parts of files: path, offset, expected content and the file's state."""
 
 
 def read_part(path: Path, expected: Fingerprint, offset: int | None = None) -> bytes:
-    """What a data file holds, from ``offset`` on or else all of it, at once; raises as :func:`open_data`.
+    """Reads a data file from ``offset`` on, or all of it; raises like :func:`open_data`.
 
-    What this process has read before is not hashed again as long as the file's size, times and inode are the same.
+    Content that this process has read is not hashed again while the file's size, times and inode stay the same.
     """
     now = time.time_ns()
     try:
@@ -138,13 +147,13 @@ def read_part(path: Path, expected: Fingerprint, offset: int | None = None) -> b
         check_readable(path)
         raise
     part = hash((str(path), offset, expected, *state))
-    if same and part in _HELD:
+    if same and part in _VERIFIED:
         return raw
     blocks = tuple(block_hash(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES))
     if Fingerprint(len(raw), blocks) != expected:
         raise ChangedFileError(path)
     if same and now - stat.st_ctime_ns >= _RACY_NS:
-        _HELD.add(part)
+        _VERIFIED.add(part)
     return raw
 
 
@@ -153,11 +162,11 @@ def _state(stat: os.stat_result) -> list[int]:
 
 
 class _CheckedFile(io.RawIOBase):
-    """A file whose blocks are hashed as they are read, and given out only if they have the expected hashes."""
+    """A file that returns a block only if it has the expected hash."""
 
     def __init__(self, path: Path, expected: Fingerprint) -> None:
         self._path, self._expected = path, expected
-        self._position, self._held_index, self._held = 0, -1, memoryview(b"")
+        self._position, self._block_index, self._block = 0, -1, memoryview(b"")
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._check(os.fstat(self._descriptor).st_size == expected.size)
 
@@ -184,11 +193,11 @@ class _CheckedFile(io.RawIOBase):
             self._check(os.fstat(self._descriptor).st_size == self._expected.size)
             return 0
         index, start = divmod(self._position, BLOCK_BYTES)
-        if index != self._held_index:
+        if index != self._block_index:
             block = read_block(self._descriptor, index)
             self._check(block_hash(block) == self._expected.blocks[index])
-            self._held_index, self._held = index, memoryview(block)
-        part = self._held[start : start + len(buffer)]
+            self._block_index, self._block = index, memoryview(block)
+        part = self._block[start : start + len(buffer)]
         buffer[: len(part)] = part
         self._position += len(part)
         return len(part)

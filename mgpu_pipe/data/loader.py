@@ -1,8 +1,7 @@
-"""Step batches: what each process consumes in each optimizer step, and in each evaluation.
+"""Step batches: the data of each process in each optimizer step and each evaluation.
 
-Step ``s`` of the run consumes the samples ``[s * G, (s + 1) * G)`` of the global order; process ``r`` takes the
-``r``-th contiguous share of them. The number of valid tokens is counted over the whole step from the packs' own
-counts: no process talks to another.
+Step ``s`` consumes the samples ``[s * G, (s + 1) * G)`` of the global order; process ``r`` takes the ``r``-th
+contiguous share. Every process counts the valid tokens of the whole step from the packs' counts, without communication.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from mgpu_pipe.data.samples import Prepared, SampleSet, evaluation_numbers, weig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.topology import BatchPlan
 
-# Samples whose order is computed at once: one call for many steps costs less than many calls.
+# Samples per call of the order: one call for many steps costs less than many calls.
 _ORDER_BLOCK = 1 << 14
 
 STEP_BATCHES_AHEAD = 2
-"""That each loader process makes before they are asked for."""
+"""Step batches that each loader process prepares in advance."""
 
 
 View = Callable[[RunConfig, SampleSet], SampleSet]
 
 
 class SizedStepBatches(Sized, Iterable[StepBatch], Protocol):
-    """Step batches that can be counted and gone through more than once."""
+    """Step batches with a length that can be iterated repeatedly."""
 
 
 class TrainStepBatches:
-    """The step batches of the steps from a cursor to the run's end, by number.
+    """Step batches from a cursor to the run's end, by number.
 
     Args:
         dataset: the training samples.
         order: the run's order of them.
         plan: how a step's samples are cut.
-        data_parallel_rank: whose share.
+        data_parallel_rank: the rank that takes its share.
         start_sample: samples consumed so far.
         num_steps: how many step batches follow.
-        balance: deal a step's samples by what they cost.
+        balance: deal a step's samples by cost.
 
     Raises:
         ConfigError: ``balance``, and the samples' costs are not known.
@@ -88,14 +87,14 @@ class TrainStepBatches:
         if self._weighed is not None:
             order = dealt(self._weighed.costs(samples), self._plan)
             samples, numbers = samples[order], numbers[order]
-        own = samples[self._rank * share : (self._rank + 1) * share]
+        local = samples[self._rank * share : (self._rank + 1) * share]
         own_numbers = numbers[self._rank * share : (self._rank + 1) * share]
         return _step_batch(
-            self._dataset, self._plan, self._start // total + number, first, (samples, numbers), (own, own_numbers)
+            self._dataset, self._plan, self._start // total + number, first, (samples, numbers), (local, own_numbers)
         )
 
     def samples(self, number: int) -> NDArray[np.int64]:
-        """Data set indices of all samples of step batch ``number``, over all processes; shape ``(G,)``."""
+        """Data set indices of step batch ``number`` over all processes; shape ``(G,)``."""
         total = self._plan.global_batch_size
         block, within = divmod(number, self._steps_ahead)
         if block != self._block_number:
@@ -107,7 +106,7 @@ class TrainStepBatches:
 
 
 class StepBatchesAhead:
-    """The same step batches, made by processes that work ahead.
+    """The step batches of another sequence, prepared ahead by worker processes.
 
     Args:
         processes: how many.
@@ -121,7 +120,7 @@ class StepBatchesAhead:
 
     def __iter__(self) -> Iterator[StepBatch]:
         numbers = range(len(self._step_batches))
-        made = work_in_order(
+        batches = work_in_order(
             numbers,
             self._processes,
             _step_batch_maker,
@@ -129,12 +128,12 @@ class StepBatchesAhead:
             ahead=STEP_BATCHES_AHEAD,
             what="a loader process died (killed, or out of memory): use fewer, with data.num_workers=0 none",
         )
-        for step_batch in made:
+        for step_batch in batches:
             yield _with_arrays_as(torch.from_numpy, step_batch)
 
 
 def _step_batch_maker(step_batches: TrainStepBatches) -> Callable[[int], StepBatch]:
-    """In a loader process. Arrays travel, not tensors, which torch would put into shared memory."""
+    """Runs in a loader process. It sends arrays: torch would put tensors into shared memory."""
     torch.set_num_threads(1)
     return lambda number: _with_arrays_as(torch.Tensor.numpy, step_batches[number])
 
@@ -145,10 +144,10 @@ def _with_arrays_as(convert: Callable[[Any], Any], step_batch: StepBatch) -> Ste
 
 
 class EvaluationStepBatches(Sequence[StepBatch]):
-    """The step batches of one evaluation: the same samples in the same order every time; the last may be short.
+    """Step batches of one evaluation: always the same samples in the same order; the last may be short.
 
-    Every process has the same number of step batches. A short step batch's samples are dealt out as evenly as possible,
-    so a process's last step batch may hold fewer micro-batches than another's, or none.
+    Every process has the same number of step batches. A short step batch is split as evenly as possible, so
+    a process's last step batch may hold fewer micro-batches than another's, or none.
     """
 
     def __init__(
@@ -173,14 +172,14 @@ class EvaluationStepBatches(Sequence[StepBatch]):
         first = number * self._plan.global_batch_size
         samples = self._samples[first : first + self._plan.global_batch_size]
         size = self._plan.data_parallel_size
-        own = samples[len(samples) * self._rank // size : len(samples) * (self._rank + 1) // size]
+        local = samples[len(samples) * self._rank // size : len(samples) * (self._rank + 1) // size]
         return _step_batch(
             self._dataset,
             self._plan,
             number,
             first,
             (samples, evaluation_numbers(samples)),
-            (own, evaluation_numbers(own)),
+            (local, evaluation_numbers(local)),
         )
 
 
@@ -193,14 +192,14 @@ def train_step_batches(
     max_steps: int,
     view: View = lambda config, samples: samples,
 ) -> SizedStepBatches:
-    """This process's step batches of the steps that remain.
+    """Returns this process's step batches of the remaining steps.
 
     Args:
-        start_sample: the cursor: samples that the run has consumed. The first step batch is step
+        start_sample: samples that the run has consumed (the cursor). The first step batch is step
             ``start_sample // global_batch_size``.
         max_steps: optimizer steps of the whole run, counted from its start; the last step batch is step ``max_steps -
             1``.
-        view: what the objective makes of the data's samples.
+        view: the objective's view of the data's samples.
 
     Returns:
         A sized iterable. With ``data.num_workers`` above 0, loader processes work ahead; the order is the same.
@@ -222,7 +221,7 @@ def evaluation_step_batches(
     data_parallel_rank: int,
     view: View = lambda config, samples: samples,
 ) -> EvaluationStepBatches | list[StepBatch]:
-    """This process's step batches of one evaluation; an empty list where nothing is held out."""
+    """Returns this process's step batches of one evaluation; an empty list where nothing is held out."""
     samples = prepared.evaluated_samples()
     if not len(samples):
         return []
@@ -231,15 +230,15 @@ def evaluation_step_batches(
 
 
 Chosen = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Samples: their places in the data set, and what they count as in the run."""
+"""Samples: their data set indices and their numbers in the run."""
 
 
-def _step_batch(dataset: SampleSet, plan: BatchPlan, step: int, first: int, chosen: Chosen, own: Chosen) -> StepBatch:
-    """The step batch of the samples ``chosen`` over all processes, of which ``own`` are this process's."""
+def _step_batch(dataset: SampleSet, plan: BatchPlan, step: int, first: int, chosen: Chosen, local: Chosen) -> StepBatch:
+    """Builds the step batch of the samples ``chosen`` over all processes; ``local`` are this process's."""
     samples, numbers = chosen
     micro_batches: list[dict[str, torch.Tensor]] = []
-    if len(own[0]):
-        whole = dataset.batch(*own)
+    if len(local[0]):
+        whole = dataset.batch(*local)
         views = zip(*(tensor.split(plan.micro_batch_size) for tensor in whole.values()), strict=True)
         micro_batches = [dict(zip(whole, view, strict=True)) for view in views]
     return StepBatch(

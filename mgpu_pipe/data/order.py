@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 8
-# A few bits more than tiny sets need: a Feistel network on two or four values reaches few of their permutations.
+# More bits than tiny sets need: a Feistel network on two or four values reaches few of their permutations.
 _MIN_HALF_BITS = 3
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -26,14 +26,14 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Order(Protocol):
-    """Which sample of the data set is sample ``i`` of the run."""
+    """Maps the run's sample ``i`` to a sample of the data set."""
 
     def indices(self, first: int, count: int) -> NDArray[np.int64]:
         """Data set indices, shape ``(count,)``, of the run's samples ``first .. first + count - 1``."""
 
 
 class GlobalOrder:
-    """Which sample of the data set is sample ``i`` of the run, ``i`` counting on across epochs.
+    """Maps the run's sample ``i``, counted across epochs, to a sample of the data set.
 
     Args:
         seed: the run's seed; another seed gives another order.
@@ -75,3 +75,30 @@ class GlobalOrder:
             salt = key + np.uint64(number + 1) * _GOLDEN
             left, right = right, left ^ (_mix(right ^ salt) & mask)
         return (left << half) | right
+
+
+class SortedSteps:
+    """Samples of ``order``, sorted by length within blocks of steps; a block's steps come in random order.
+
+    Like ``order`` it is a pure function of the seed and the index; each epoch of ``order`` still has every sample.
+
+    Args:
+        lengths: of the data set's samples.
+        step_samples: samples of an optimizer step.
+        steps: steps that are sorted together.
+    """
+
+    def __init__(self, order: GlobalOrder, lengths: NDArray[np.int64], step_samples: int, steps: int) -> None:
+        self._order, self._lengths, self._step_samples, self._steps = order, lengths, step_samples, steps
+        self._places = GlobalOrder(order.seed, steps)
+
+    def indices(self, first: int, count: int) -> NDArray[np.int64]:
+        size = self._step_samples * self._steps
+        begin, end = first // size, -(-(first + count) // size)
+        ordered = np.concatenate([self._sorted(block, size) for block in range(begin, end)])
+        return ordered[first - begin * size :][:count]
+
+    def _sorted(self, block: int, size: int) -> NDArray[np.int64]:
+        shuffled = self._order.indices(block * size, size)
+        ranked = shuffled[np.argsort(self._lengths[shuffled], kind="stable")].reshape(self._steps, self._step_samples)
+        return ranked[self._places.indices(block * self._steps, self._steps)].reshape(-1)

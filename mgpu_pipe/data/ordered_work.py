@@ -1,29 +1,31 @@
-"""Work for a few processes, whose results come in order. Everything goes through pipes.
+"""Distributes work to a few processes and returns the results in order. It uses pipes only.
 
-The standard library's pools and torch's loader make named semaphores, which stay in ``/dev/shm`` when their processes
-are killed together. A pipe has no name: nothing is left, whoever is killed. What goes through it is pickled, between
-this process and its own children alone, as multiprocessing does; its own pickler would put tensors in shared memory.
+The standard library's pools and torch's loader create named semaphores, which stay in ``/dev/shm`` when all their
+processes are killed. A pipe has no name and leaves nothing behind. Items are pickled between this process and its own
+children only, as in multiprocessing; torch's pickler would put tensors in shared memory.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
 import pickle
 import queue
 import signal
+import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
-from types import ModuleType
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
-from mgpu_pipe.child import die_with_parent
 from mgpu_pipe.errors import WorkerError
+from mgpu_pipe.import_path import python_module
+from mgpu_pipe.system.child_process import die_with_parent
 
+MODULE = "mgpu_pipe.data.ordered_work"
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -37,32 +39,31 @@ def work_in_order(
     ahead: int,
     what: str,
 ) -> Iterator[R]:
-    """What ``make(*arguments)``, called once in each of ``count`` processes, returns for each item.
+    """Yields the result for each item of the function ``make(*arguments)``, built once in each of ``count`` processes.
 
-    The processes are spawned, for this one may have threads whose locks a fork would copy. They end with this process,
-    which must iterate in its main thread, and with the iteration.
+    The processes are spawned, as a fork would copy locks of this process's threads. They end with the iteration and
+    with this process, which must iterate in its main thread.
 
     Args:
-        make: a function of a module, as are those that it returns.
-        ahead: items a process is given before the first result is asked for.
-        what: names such a process, and what to do where one dies, in an error.
+        make: a module's function that returns a module's function.
+        ahead: items a process gets before its first result is read.
+        what: the error message where a process dies: its name and the fix.
 
     Raises:
         WorkerError: a process was killed.
     """
-    context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
-    processes: list[Any] = []
+    processes: list[subprocess.Popen[bytes]] = []
     results: list[_Results] = []
     try:
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(os.getpid(), theirs, make, arguments), daemon=True)
-            with _without_main():
-                process.start()
-            theirs.close()
+            ours, theirs = Pipe()
             pipes.append(ours)
-            processes.append(process)
+            with theirs:
+                command = python_module(MODULE, str(os.getpid()), str(theirs.fileno()))
+                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
+            ours.send_bytes(json.dumps([entry for entry in sys.path if isinstance(entry, str)]).encode())
+            _send(ours, (make, arguments), what)
         results += map(_Results, pipes)
         waiting: deque[_Results] = deque()
         for number, item in enumerate(items):
@@ -76,22 +77,11 @@ def work_in_order(
         for process in processes:
             process.kill()
         for process in processes:
-            process.join()
-        for one in results:
-            one.join()  # its process is gone, and with it the other end of the pipe
+            process.wait()
+        for worker in results:
+            worker.join()  # its process has ended and closed the pipe
         for pipe in pipes:
             pipe.close()
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Nothing that is sent lies in the program itself: a process that imported it would run a user's script again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
 
 
 def _send(pipe: Connection, item: object, what: str) -> None:
@@ -102,7 +92,7 @@ def _send(pipe: Connection, item: object, what: str) -> None:
 
 
 class _Results(threading.Thread):
-    """Reads what a process sends as it comes: a pipe holds little, and who asks would wait for the rest."""
+    """Reads a process's results at once: a pipe holds little, and the reader would wait for the rest."""
 
     def __init__(self, pipe: Connection) -> None:
         super().__init__(daemon=True)
@@ -130,18 +120,20 @@ def _next(results: _Results, what: str) -> Any:
     return value
 
 
-def _serve(parent_pid: int, pipe: Connection, make: Callable[..., Callable[[Any], Any]], arguments: Any) -> None:
-    """A process's life: what stops the run is its parent's to answer."""
+def serve(parent_pid: int, pipe: Connection) -> None:
+    """Main function of a worker process; signals that stop the run are left to its parent."""
     die_with_parent(parent_pid)
-    with suppress(OSError):  # woken by its parent it would take the parent's place on a busy machine
+    sys.path[:] = json.loads(pipe.recv_bytes())
+    make, arguments = pickle.loads(pipe.recv_bytes())
+    with suppress(OSError):  # otherwise it would preempt its parent on a busy machine
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    given: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    # Read at once: a parent that waits for its item to be taken could not take a result, which this process waits for.
-    threading.Thread(target=_read_into, args=(pipe, given), daemon=True).start()
+    inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    # Read at once, or both deadlock: the parent waits to send an item and this process to send a result.
+    threading.Thread(target=_read_into, args=(pipe, inbox), daemon=True).start()
     work = make(*arguments)
-    while (item := given.get()) is not None:
+    while (item := inbox.get()) is not None:
         try:
             result = (True, work(pickle.loads(item)))
         except Exception as error:
@@ -149,9 +141,13 @@ def _serve(parent_pid: int, pipe: Connection, make: Callable[..., Callable[[Any]
         pipe.send_bytes(pickle.dumps(result, protocol=5))
 
 
-def _read_into(pipe: Connection, given: queue.SimpleQueue[bytes | None]) -> None:
+def _read_into(pipe: Connection, inbox: queue.SimpleQueue[bytes | None]) -> None:
     try:
         while True:
-            given.put(pipe.recv_bytes())
+            inbox.put(pipe.recv_bytes())
     except (EOFError, OSError):
-        given.put(None)
+        inbox.put(None)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), Connection(int(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""Makes the data of a run ready, whatever kind it is. No torch."""
+"""Prepares the data of a run, of any kind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from mgpu_pipe.config.plugins import (
 )
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
-from mgpu_pipe.data.audio import prepare as speech
+from mgpu_pipe.data.audio import prepare_audio as speech
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.image import captions, chats
-from mgpu_pipe.data.image import prepare as images
+from mgpu_pipe.data.images import captions
+from mgpu_pipe.data.images import prepare_chats as chats
+from mgpu_pipe.data.images import prepare_images as images
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.text import labelled, mixture, pairs, preferences
-from mgpu_pipe.data.text import prepare as text
+from mgpu_pipe.data.sources import mixture
+from mgpu_pipe.data.text import labels as labelled
+from mgpu_pipe.data.text import pairs, preferences
+from mgpu_pipe.data.text import prepare_text as text
 
 KINDS: dict[str, type[Prepared]] = {
     kind.kind: kind
@@ -41,10 +44,10 @@ KINDS: dict[str, type[Prepared]] = {
 
 
 def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
-    """Make the data of ``config`` ready, or find it ready; see :func:`mgpu_pipe.data.text.prepare.prepare`.
+    """Prepares the data of ``config``, or finds it in the cache; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
-        BadInputError: the data cannot be used as it is.
+        BadInputError: the data cannot be used.
     """
     if arrays.array_class(config.data.source) is not None:
         return arrays.prepare_arrays(config)
@@ -68,5 +71,5 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
 
 
 def read_prepared(value: Mapping[str, Any]) -> Prepared:
-    """What :meth:`Prepared.as_dict` gave, read from JSON; without a kind, as earlier versions wrote it, it is text."""
+    """Reads the JSON form of :meth:`Prepared.as_dict`; without a kind, as in earlier versions, it is text."""
     return KINDS[value.get("kind", text.PreparedData.kind)].from_dict(value)

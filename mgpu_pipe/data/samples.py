@@ -1,8 +1,7 @@
-"""What a data set is: samples by index, whose valid units are known beforehand, and an identity.
+"""Data set interfaces: samples by index with known valid units, and an identity.
 
-:class:`SampleSet` is what the loader asks, :class:`Prepared` what the launcher makes and hands to the workers. Packed
-text (:mod:`mgpu_pipe.data.text`) is one implementation, dictionaries of arrays (:mod:`mgpu_pipe.data.arrays`) another.
-No torch.
+The loader reads a :class:`SampleSet`; the launcher makes a :class:`Prepared` and passes it to the workers. Packed text
+(:mod:`mgpu_pipe.data.text`) is one implementation, dictionaries of arrays (:mod:`mgpu_pipe.data.arrays`) another.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.bad_samples import describe_too_long
 from mgpu_pipe.data.order import GlobalOrder, Order
 from mgpu_pipe.errors import ConfigError
 
@@ -26,44 +26,44 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "validation"]
 _EVALUATION_KEY = 0x5EED
-"""Keys the choice of evaluated samples; not the run's seed, so that evaluations of different runs are comparable."""
+"""Key of the choice of evaluated samples. It is not the run's seed, so evaluations of different runs are comparable."""
 
 
 class SampleSet(Protocol):
-    """One split's samples. Another process that takes part opens the split itself (``__reduce__``).
+    """Samples of one split. Another process opens the split itself (``__reduce__``).
 
-    ``indices`` are the samples' places in the set, ``numbers`` what they count as in the run: a sample's random numbers
-    depend on the seed and its number alone. Both have shape ``(rows,)``.
+    ``indices`` are the samples' places in the set, ``numbers`` their numbers in the run: a sample's random numbers
+    depend on the seed and its number only. Both have shape ``(rows,)``.
     """
 
     def __len__(self) -> int: ...
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """The samples, stacked: tensors whose first dimension is ``rows``."""
+        """Stacks the samples: tensors whose first dimension is ``rows``."""
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
-        """What the samples add to the loss denominator, without reading them."""
+        """Units that the samples add to the loss denominator, without reading them."""
 
     def positions(self, indices: NDArray[np.int64]) -> int:
-        """Positions that the model computes for these samples, padding included; 0 where nobody counts them."""
+        """Positions that the model computes for these samples, padding included; 0 where they are not counted."""
 
     def padding(self, indices: NDArray[np.int64]) -> int:
-        """Those of the positions that hold nothing."""
+        """Positions of padding."""
 
 
 @runtime_checkable
 class Weighed(Protocol):
-    """A :class:`SampleSet` whose samples differ in what they cost."""
+    """A :class:`SampleSet` whose samples differ in cost."""
 
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What each sample costs beyond what all cost alike, in units of its own; shape ``(rows,)``."""
+        """Cost of each sample beyond the common part, in units of the set; shape ``(rows,)``."""
 
 
 def weighed(dataset: SampleSet) -> Weighed:
-    """The data set, whose samples' costs are known.
+    """Returns the data set as :class:`Weighed`.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: its samples' costs are not known.
     """
     if not isinstance(dataset, Weighed):
         reason = f"what a sample of {type(dataset).__name__} costs is not known beforehand"
@@ -73,13 +73,13 @@ def weighed(dataset: SampleSet) -> Weighed:
 
 @dataclass(frozen=True)
 class ChangedSamples(ABC):
-    """Samples that are changed as they are read. They count what they did, unless a subclass says otherwise."""
+    """Samples that are changed as they are read. Their counts stay unless a subclass overrides them."""
 
     read: SampleSet
 
     @abstractmethod
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """As of a :class:`SampleSet`."""
+        """Stacks the changed samples, see :class:`SampleSet`."""
 
     def __len__(self) -> int:
         return len(self.read)
@@ -95,67 +95,84 @@ class ChangedSamples(ABC):
 
 
 class Prepared(ABC):
-    """A data set made ready once, as what is known of it; workers read it as JSON."""
+    """Facts of a prepared data set; workers read them as JSON."""
 
     kind: ClassVar[str]
-    """Which implementation reads the JSON."""
+    """Name of the implementation that reads the JSON."""
     digest: str
     """Identity of the training data."""
     validation_digest: str
-    """The same of held-out data of its own; empty where what is held out follows from the training data."""
+    """Identity of separate held-out data; empty where the training data decides the split."""
+    bad_samples: int = 0
+    """Unusable samples of both splits that are left out, with ``data.on_bad_sample=skip``."""
     told: str = ""
-    """What is worth knowing of the data; a note of the launcher's."""
+    """Notice about the data that the launcher prints."""
+    too_long_samples: int = 0
+    """Samples of both splits that do not fit; ``data.on_too_long`` decides about them."""
+    on_too_long: str = ""
+    """``data.on_too_long`` with auto resolved; empty where samples have no length."""
     train_samples: int
     validation_samples: int
-    """Held-out samples that an evaluation takes, ``data.validation_max_samples`` respected."""
+    """Held-out samples of an evaluation, at most ``data.validation_max_samples``."""
     tokenizer_folder: Path | None
-    """Holds tokenizer.json and tokenizer_config.json; None for data that is not text."""
+    """Folder of tokenizer.json and tokenizer_config.json; None for data other than text."""
     unigram_perplexity: float | None
-    """Of the evaluated tokens, by their frequency alone; None for data that is not text."""
+    """Perplexity of the evaluated tokens under their frequencies; None for data other than text."""
 
     @abstractmethod
     def open(self, config: RunConfig, split: Split) -> SampleSet:
-        """The samples of a split.
+        """Opens the samples of a split.
 
         Raises:
-            ValueError: nothing is held out, and the held-out split is asked for.
+            ValueError: the held-out split is requested, and nothing is held out.
         """
 
     def order(self, config: RunConfig, samples: int) -> Order:
-        """The run's order of its ``samples`` training samples."""
+        """Order of the run over its ``samples`` training samples."""
         return GlobalOrder(config.seed, samples)
 
     def source_tokens(self, config: RunConfig) -> Callable[[int, int], dict[str, int]] | None:
-        """Of a mixture, what gives the tokens of each source in the run's samples ``first .. first + count - 1``."""
+        """Function from ``(first, count)`` to the tokens of each source in these samples; None without a mixture."""
         return None
 
     @abstractmethod
     def evaluated_samples(self) -> NDArray[np.int64]:
-        """Indices of the held-out samples that every evaluation takes, in order; shape ``(validation_samples,)``."""
+        """Indices of the held-out samples of every evaluation, in order; shape ``(validation_samples,)``."""
 
     @abstractmethod
     def is_here(self) -> bool:
-        """Whether this machine has what :meth:`open` reads."""
+        """Whether this machine has the files that :meth:`open` reads."""
 
     @abstractmethod
     def amounts(self) -> list[tuple[int, str]]:
-        """How much data there is: numbers and what they count, for people."""
+        """Amounts of data for people: numbers and what they count."""
+
+    def left_out(self) -> list[tuple[int, str]]:
+        """Unusable samples as an entry of :meth:`amounts`; empty without any."""
+        return [(self.bad_samples, "left out")] if self.bad_samples else []
+
+    def too_long(self, config: RunConfig) -> str:
+        """Describes how many samples do not fit and what happens to them; empty where all fit."""
+        if not self.too_long_samples:
+            return ""
+        limit = f"data.seq_len={config.data.seq_len}"
+        return describe_too_long(self.too_long_samples, self.amounts()[0][1], self.on_too_long, limit)
 
     def context(self, config: RunConfig) -> float:
-        """Tokens of the document that a token is part of, as far as its sample has them; their mean over tokens."""
+        """Mean over tokens of the length of a token's document within its sample."""
         return float(config.data.seq_len)
 
     def model_fields(self) -> Mapping[str, Any]:
-        """Fields of the model's configuration that the data decides."""
+        """Model configuration fields that the data decides."""
         return {}
 
     def complete(self, config: RunConfig) -> RunConfig:
-        """``config`` with these fields."""
+        """``config`` with the fields that the data decides."""
         return replace(config, model=replace(config.model, config={**config.model.config, **self.model_fields()}))
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
-        """A form that JSON holds; :meth:`from_dict` reads it."""
+        """JSON form; :meth:`from_dict` reads it."""
 
     @classmethod
     @abstractmethod
@@ -163,16 +180,16 @@ class Prepared(ABC):
 
 
 def evaluated_samples(available: int, number: int) -> NDArray[np.int64]:
-    """A keyed choice of ``number`` of the ``available`` held-out samples, ascending; the same in every run."""
+    """Chooses ``number`` of the ``available`` held-out samples by a fixed key, ascending; equal in every run."""
     return np.sort(GlobalOrder(_EVALUATION_KEY, available).indices(0, number)) if number else np.zeros(0, np.int64)
 
 
 def evaluation_numbers(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What held-out samples count as: below 0, and the same at every evaluation."""
+    """Numbers of held-out samples: negative, and equal at every evaluation."""
     return -1 - indices
 
 
 def random_of(seed: int, number: int) -> np.random.Generator:
-    """The random numbers of the sample that counts as ``number``: a pure function of both arguments."""
+    """Random numbers of the sample with this number: a pure function of both arguments."""
     mask = 0xFFFFFFFFFFFFFFFF
     return np.random.Generator(np.random.Philox(key=np.array([seed & mask, number & mask], np.uint64)))

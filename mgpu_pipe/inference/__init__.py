@@ -1,1 +1,1 @@
-"""What a finished run is used for: evaluate, generate, export."""
+"""Uses of a finished run: evaluate, generate, export."""

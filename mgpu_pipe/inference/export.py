@@ -1,4 +1,4 @@
-"""Writes a run's weights as a plain Hugging Face folder, and shows that they load before giving it its name."""
+"""Writes a run's weights as a plain Hugging Face folder and checks that they load before the final rename."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import fcntl
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mgpu_pipe.child import bound
 from mgpu_pipe.errors import BadInputError, MgpuError
-from mgpu_pipe.inference.load import ReadTensor, StoredModel
+from mgpu_pipe.import_path import python_module
+from mgpu_pipe.inference.open import StoredModel
+from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.local_files import exists, is_file, is_folder
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -31,10 +31,10 @@ def export_folder(
     max_shard_bytes: int | None = None,
     adapter: bool = False,
 ) -> Path:
-    """Write ``out``; what was there before stays until the new folder is proved.
+    """Write ``out``; an existing folder stays until the new one passes its check.
 
-    Weights go from the checkpoint to the shards a few tensors at a time, and the logits that the folder is held
-    against are computed a block at a time: this process never holds the model. The process that proves it does.
+    This process never holds the model: it copies a few tensors at a time from the checkpoint to the shards and
+    computes the expected logits block by block. The process that checks the folder loads it whole.
 
     Args:
         force: replace an existing model folder.
@@ -49,24 +49,24 @@ def export_folder(
     import torch
 
     from mgpu_pipe.data.text.tokenizer_folder import end_texts
-    from mgpu_pipe.inference.adapters import merged, write_adapter
     from mgpu_pipe.inference.generation import stop_at_turns
-    from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, write_model_folder
+    from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, merge_stored, write_adapter, write_model_folder
     from mgpu_pipe.inference.processor_files import write_processor
-    from mgpu_pipe.models.save import write_tokenizer
+    from mgpu_pipe.models.weights.model_files import copy_sentence_modules, write_tokenizer
 
     check_target(out, force)
     with working_folder(out) as partial:
-        check_target(out, force)  # a killed export's half of a replacement is undone by now
+        check_target(out, force)  # working_folder has undone the half replacement of a killed export
         try:
             weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
             limit = max_shard_bytes or MAX_SHARD_BYTES
             if adapter:
                 write_adapter(stored, partial, weights_type)
             else:
-                stored = merged(stored)
+                stored = merge_stored(stored)
                 write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
-                write_processor(stored, partial)
+                if stored.maker is not None:
+                    copy_sentence_modules(stored.maker, partial)
             if stored.tokenizer_folder is not None:
                 adopts = stored.adopts_special_tokens and not adapter
                 write_tokenizer(stored.tokenizer_folder, partial, adopts)
@@ -75,7 +75,8 @@ def export_folder(
                 if hasattr(stored.model, "logit_scale"):
                     end_texts(partial)
             if not adapter:
-                _prove(stored.model, stored.read, weights_type, partial)
+                write_processor(stored, partial)  # replaces files that the tokenizer's folder may bring
+                _check_loads(stored, weights_type, partial)
             _put_in_place(partial, out)
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
@@ -84,10 +85,10 @@ def export_folder(
 
 @contextmanager
 def working_folder(out: Path, kind: str = "") -> Iterator[Path]:
-    """An empty folder beside ``out`` to work in; it goes at the end, and what a killed process left of one goes now.
+    """An empty folder next to ``out``, removed at the end. It first removes the leftovers of a killed process.
 
     Args:
-        kind: tells working folders of one ``out`` apart.
+        kind: distinguishes the working folders of one ``out``.
 
     Raises:
         BadInputError: the folder cannot be made, or another process is working in it.
@@ -95,12 +96,12 @@ def working_folder(out: Path, kind: str = "") -> Iterator[Path]:
     partial = out.with_name(f"{out.name}{kind}.partial")
     with ExitStack() as stack:
         try:
-            if partial.exists():
-                stack.enter_context(_locked(partial, out))
+            if exists(partial):
+                stack.enter_context(_lock(partial, out))
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
             stack.callback(shutil.rmtree, partial, ignore_errors=True)
-            stack.enter_context(_locked(partial, out))
+            stack.enter_context(_lock(partial, out))
             _undo_half_a_replacement(out)
         except OSError as error:
             raise BadInputError(f"--out={out}: cannot be written ({error.strerror}); choose another folder") from error
@@ -108,8 +109,8 @@ def working_folder(out: Path, kind: str = "") -> Iterator[Path]:
 
 
 @contextmanager
-def _locked(folder: Path, out: Path) -> Iterator[None]:
-    """Hold ``folder``; the kernel lets go of it when this process is killed."""
+def _lock(folder: Path, out: Path) -> Iterator[None]:
+    """Lock ``folder``; the kernel releases the lock when this process is killed."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -121,17 +122,17 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _replaced(out: Path) -> Path:
-    """Where a folder that is being replaced waits."""
+def _replaced_path(out: Path) -> Path:
+    """The temporary name of a folder during its replacement."""
     return out.with_name(out.name + ".replaced.partial")
 
 
 def _undo_half_a_replacement(out: Path) -> None:
-    """After a kill between its two renames the old folder gets its name back; after both it goes."""
-    old = _replaced(out)
-    if not old.exists():
+    """Clean up after a killed replacement: restore the old folder, or remove it if the new one is in place."""
+    old = _replaced_path(out)
+    if not exists(old):
         return
-    if out.exists():
+    if exists(out):
         shutil.rmtree(old)
     else:
         old.rename(out)
@@ -141,33 +142,37 @@ def check_target(out: Path, force: bool) -> None:
     """Refuse an ``out`` that must not be replaced.
 
     Raises:
-        BadInputError: it exists, and is no model folder or ``force`` is off.
+        BadInputError: it exists and is no model folder, or ``force`` is off.
     """
-    if not out.exists():
+    if not exists(out):
         return
     written = ("config.json", "adapter_config.json")
-    if not out.is_dir() or (any(out.iterdir()) and not any((out / name).is_file() for name in written)):
+    if not is_folder(out) or (any(out.iterdir()) and not any(is_file(out / name) for name in written)):
         raise BadInputError(f"--out={out}: exists and is no model folder; choose another folder")
     if any(out.iterdir()) and not force:
         raise BadInputError(f"--out={out}: exists already; choose another folder, or replace it with --force")
 
 
-def _prove(model: PreTrainedModel, read: ReadTensor, dtype: torch.dtype, folder: Path) -> None:
-    """Have a fresh process load the folder and compare its logits with the model's."""
+def _check_loads(stored: StoredModel, dtype: torch.dtype, folder: Path) -> None:
+    """Load the folder in a fresh process and compare its logits with the model's, starting from a picture's or
+    recording's file."""
+    import torch
     from safetensors.torch import save
 
-    from mgpu_pipe.inference.streaming import probe, streamed_logits
+    from mgpu_pipe.inference.processor_files import PREPARED, probe_files
+    from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
 
-    inputs = probe(model)
-    logits = streamed_logits(model, read, inputs, dtype).float().contiguous()
-    package = Path(__file__).parents[2]
-    paths = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH", "")]))
+    inputs = probe(stored.model)
+    files = probe_files(stored)
+    if files.of_one_size:
+        inputs.update({name: torch.cat([value] * len(inputs[name])) for name, value in files.prepared.items()})
+    logits = streamed_logits(stored.model, stored.read, inputs, dtype).float().contiguous()
+    expected = {f"{PREPARED}{name}": value for name, value in files.prepared.items()}
     done = subprocess.run(
-        bound([sys.executable, "-m", "mgpu_pipe.inference.check_export", str(folder.absolute())]),
-        cwd=folder,  # python -m imports from the working folder first, and that may be somebody else's
-        input=save({**inputs, "logits": logits}),
+        bound(python_module("mgpu_pipe.inference.check_export", str(folder.absolute()))),
+        input=save({**inputs, **files.content, **expected, "logits": logits}),
         capture_output=True,
-        env={**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     if done.returncode:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
@@ -175,10 +180,10 @@ def _prove(model: PreTrainedModel, read: ReadTensor, dtype: torch.dtype, folder:
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
-    if not out.exists():
+    if not exists(out):
         partial.rename(out)
         return
-    old = _replaced(out)
+    old = _replaced_path(out)
     out.rename(old)
     try:
         partial.rename(out)

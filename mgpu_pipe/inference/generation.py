@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -11,11 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from mgpu_pipe.data.text.tokenizer_folder import chat_of, check_tokenizer, json_file
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.data.text.encode import TurnEncoder
+from mgpu_pipe.data.text.tokenizer_folder import chat_of, check_tokenizer, json_file, refuse_library_errors
+from mgpu_pipe.errors import BadInputError, print_text
 from mgpu_pipe.models.rotary import length_at_hand
-from mgpu_pipe.models.save import GENERATION
+from mgpu_pipe.models.weights.model_files import GENERATION
+from mgpu_pipe.system.local_files import is_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,14 +25,32 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutput
 
     from mgpu_pipe.data.text.chat import ChatTemplate
-    from mgpu_pipe.inference.sight import Sight
+    from mgpu_pipe.inference.visual_prompts import PromptVisuals
+
+
+class AnswerStreamer(TextStreamer):
+    """Prints each word of an answer once it is complete, without the prompt and special tokens.
+
+    Args:
+        lead: the chat template's text before an answer; it is not printed.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, lead: str = "") -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._lead = lead
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            text, self._lead = text.removeprefix(self._lead), ""
+        print_text(text, flush=True, end="\n" if stream_end else "")
+
 
 Prompt = str | Sequence[Mapping[str, Any]]
 """A text, or the messages of a conversation."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer that a folder keeps.
+    """The tokenizer in a folder.
 
     Raises:
         BadInputError: transformers cannot load it.
@@ -38,20 +58,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     check_tokenizer(folder)
-    try:
-        if (folder / "config.json").is_file():
+    with refuse_library_errors(f"{folder}: its tokenizer cannot be loaded"):
+        if is_file(folder / "config.json"):
             loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         else:
             loaded = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # the libraries raise nothing narrower
-        raise BadInputError(f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
     tokenizer: PreTrainedTokenizerBase = loaded
     return tokenizer
-
-
-def without_controls(text: str) -> str:
-    """``text`` without control characters but line breaks and tabs: a terminal would follow what a model writes."""
-    return "".join("\ufffd" if unicodedata.category(one) == "Cc" and one not in "\n\t" else one for one in text)
 
 
 def generate_text(
@@ -69,42 +82,41 @@ def generate_text(
     forward: Callable[..., Any] | None = None,
     streamer: BaseStreamer | None = None,
     batch_size: int = 1,
-    sight: Sight | None = None,
+    visuals: PromptVisuals | None = None,
 ) -> list[str]:
-    """The continuation of each prompt, without the prompt; of an encoder-decoder model, what it writes for it.
+    """The continuation of each prompt without the prompt, or the output of an encoder-decoder model.
 
     Args:
-        tokenizer: or the folder that keeps it.
+        tokenizer: or its folder.
         prompts: texts, or with ``chat`` also conversations, lists of messages.
-        chat: of a model that answers: a text is what the user says, and the answer ends where its turn does.
+        chat: template of a chat model: a text is the user's message, and the answer ends with its turn.
         temperature: 0 always takes the likeliest token; None is 0 for an encoder-decoder model, else 0.8.
         top_k, top_p: draw among the likeliest only; None does not restrict.
-        seed: of the draws; each prompt has its own stream, so its continuation does not depend on the others. The
-            process's random state is left as it was.
-        together: the model is sharded over all processes, which all make this call: none ends a prompt before the
-            others do.
-        forward: takes the place of the model's forward pass, over the whole text so far for each new token.
-        streamer: of transformers; is given the ids of the prompt and then each new one.
-        batch_size: prompts that are continued together, where temperature is 0.
-        sight: the pictures of each prompt.
+        seed: of the draws. Each prompt has its own stream, independent of the other prompts. The process's random
+            state does not change.
+        together: the model is sharded over all processes, which all make this call and end each prompt together.
+        forward: replaces the model's forward pass; it gets the whole text so far for each new token.
+        streamer: of transformers; gets the ids of the prompt and then each new id.
+        batch_size: prompts of one forward pass, where temperature is 0.
+        visuals: the pictures and videos of each prompt.
 
     Raises:
-        BadInputError: a model of speech; a prompt that fills the model's context, that the chat template refuses, or
-            that has not as many places as pictures.
+        BadInputError: the model is one of speech; or a prompt fills the model's context, is refused by the chat
+            template, or has another number of places than pictures.
     """
     if model.main_input_name == "input_features":
         raise BadInputError(f"{type(model).__name__} hears recordings and continues no text: use mgpu-pipe eval")
     if isinstance(tokenizer, Path):
         tokenizer = load_tokenizer(tokenizer)
-    answers = bool(model.config.is_encoder_decoder)
-    if answers and together:  # parts of a sharded model cannot be called by themselves
-        forward = forward or partial(_whole_forward, model)
+    is_encoder_decoder = bool(model.config.is_encoder_decoder)
+    if is_encoder_decoder and together:  # generate() cannot call the encoder of a sharded model alone
+        forward = forward or partial(_encoder_decoder_forward, model)
     if temperature is None:
-        temperature = 0.0 if answers else 0.8
+        temperature = 0.0 if is_encoder_decoder else 0.8
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    ends = end_tokens(tokenizer, chat)
+    end_ids = end_tokens(tokenizer, chat)
     try:
         devices = [device] if device.type == "cuda" else []
         with (
@@ -113,34 +125,37 @@ def generate_text(
             _forward_in_place(model, forward),
             torch.random.fork_rng(devices=devices),
         ):
-            many = [encode(tokenizer, prompt, chat) for prompt in prompts]
-            many = many if sight is None else [sight.expanded(ids) for ids in many]
-            made = [
-                _continue(
+            token_ids = [encode(tokenizer, prompt, chat) for prompt in prompts]
+            token_ids = token_ids if visuals is None else [visuals.expand(ids) for ids in token_ids]
+            continuations = [
+                _generate_batch(
                     model,
                     tokenizer,
-                    many[number : number + batch_size],
+                    token_ids[first : first + batch_size],
                     max_new_tokens,
                     temperature,
                     top_k,
                     top_p,
-                    seed + number,
+                    seed + first,
                     together,
                     use_cache=forward is None,
-                    ends=ends,
-                    alone=chat is not None,
+                    end_ids=end_ids,
+                    is_answer=chat is not None,
                     streamer=streamer,
-                    seen={} if sight is None else sight.inputs(many[number : number + batch_size], device),
+                    visual_inputs={}
+                    if visuals is None
+                    else visuals.inputs(token_ids[first : first + batch_size], device),
                 )
-                for number in range(0, len(many), batch_size)
+                for first in range(0, len(token_ids), batch_size)
             ]
-            return [text for texts in made for text in texts]
+            lead = "" if chat is None else chat.lead()
+            return [text.removeprefix(lead) for texts in continuations for text in texts]
     finally:
         model.train(was_training)
 
 
-def _whole_forward(model: PreTrainedModel, encoder_outputs: BaseModelOutput, **inputs: Any) -> Any:
-    """Encoder and decoder for each new token; in the place of the encoder's output stand the ids of the source."""
+def _encoder_decoder_forward(model: PreTrainedModel, encoder_outputs: BaseModelOutput, **inputs: Any) -> Any:
+    """Encoder and decoder for each new token; ``encoder_outputs`` holds the source's ids instead of hidden states."""
     ids = encoder_outputs.last_hidden_state
     assert ids is not None
     return model(**{**inputs, "input_ids": ids[..., 0].long()})
@@ -148,36 +163,36 @@ def _whole_forward(model: PreTrainedModel, encoder_outputs: BaseModelOutput, **i
 
 @contextmanager
 def _forward_in_place(model: PreTrainedModel, forward: Callable[..., Any] | None) -> Iterator[None]:
-    """Let ``model(...)`` call ``forward``, inside which it is the model's own again."""
+    """Make ``model(...)`` call ``forward``; during that call ``model(...)`` is the original forward pass."""
     if forward is None:
         yield
         return
-    own = model.__dict__.get("forward")
+    original = model.__dict__.get("forward")
 
-    def take_back() -> None:
+    def restore() -> None:
         model.__dict__.pop("forward")
-        if own is not None:
-            model.__dict__["forward"] = own
+        if original is not None:
+            model.__dict__["forward"] = original
 
     @wraps(model.forward)  # generate() looks for the arguments that it takes
-    def given(*args: Any, **kwargs: Any) -> Any:
-        take_back()
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        restore()
         try:
             return forward(*args, **kwargs)
         finally:
-            model.__dict__["forward"] = given
+            model.__dict__["forward"] = replacement
 
-    model.__dict__["forward"] = given
+    model.__dict__["forward"] = replacement
     try:
         yield
     finally:
-        take_back()
+        restore()
 
 
-def _continue(
+def _generate_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    many: list[list[int]],
+    token_ids: list[list[int]],
     max_new_tokens: int,
     temperature: float,
     top_k: int | None,
@@ -185,20 +200,22 @@ def _continue(
     seed: int,
     together: bool,
     use_cache: bool,
-    ends: list[int],
-    alone: bool,
+    end_ids: list[int],
+    is_answer: bool,
     streamer: BaseStreamer | None,
-    seen: Mapping[str, torch.Tensor],
+    visual_inputs: Mapping[str, torch.Tensor],
 ) -> list[str]:
     from transformers import GenerationConfig
     from transformers.modeling_outputs import BaseModelOutput
 
-    answers, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
-    if answers and end is not None:
-        many = [ids if ids[-1] == end else [*ids, int(end)] for ids in many]  # as sources are trained on
-    longest = max(map(len, many))
+    is_encoder_decoder, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
+    if is_encoder_decoder and end is not None:
+        token_ids = [
+            ids if ids[-1] == end else [*ids, int(end)] for ids in token_ids
+        ]  # sources end like this in training
+    longest = max(map(len, token_ids))
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    room = max_new_tokens if context is None or answers else min(max_new_tokens, context - longest)
+    room = max_new_tokens if context is None or is_encoder_decoder else min(max_new_tokens, context - longest)
     if room < 1:
         raise BadInputError(f"prompt of {longest} tokens: the model's context is {context}; give a shorter prompt")
     sampling: dict[str, Any] = {"do_sample": False}
@@ -206,53 +223,57 @@ def _continue(
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     settings = GenerationConfig(
         max_new_tokens=room,
-        eos_token_id=ends or None,
+        eos_token_id=end_ids or None,
         pad_token_id=end if end is not None else 0,
         use_cache=use_cache,
-        **({"decoder_start_token_id": model.config.decoder_start_token_id} if answers else {}),
+        **({"decoder_start_token_id": model.config.decoder_start_token_id} if is_encoder_decoder else {}),
         **sampling,
     )
     torch.manual_seed(seed)
     device = next(model.parameters()).device
-    # Shorter prompts begin later: positions tell the model where, and what comes next stands last in every row.
-    padding = [longest - len(ids) for ids in many]
+    # Pad on the left, so that the next token is last in every row.
+    padding = [longest - len(ids) for ids in token_ids]
     filler = settings.pad_token_id
-    given = torch.tensor([[filler] * missing + ids for missing, ids in zip(padding, many, strict=True)], device=device)
+    inputs = torch.tensor(
+        [[filler] * missing + ids for missing, ids in zip(padding, token_ids, strict=True)], device=device
+    )
     mask = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
-    encoded = {"encoder_outputs": BaseModelOutput(given[..., None].float())} if answers and not use_cache else {}
-    made = model.generate(  # type: ignore[operator]
-        given,
+    encoded = (
+        {"encoder_outputs": BaseModelOutput(inputs[..., None].float())} if is_encoder_decoder and not use_cache else {}
+    )
+    output = model.generate(  # type: ignore[operator]
+        inputs,
         generation_config=settings,
         attention_mask=mask.long(),
         synced_gpus=together,
         streamer=streamer,
         **encoded,
-        **seen,
+        **visual_inputs,
     )
-    if answers:
-        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in made]
-    new = [_to_the_end(row[longest:], ends) for row in made.tolist()]
-    return [_text_of(tokenizer, ids, row, alone) for ids, row in zip(many, new, strict=True)]
+    if is_encoder_decoder:
+        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in output]
+    new = [_cut_at_end(row[longest:], end_ids) for row in output.tolist()]
+    return [_decode_answer(tokenizer, ids, row, is_answer) for ids, row in zip(token_ids, new, strict=True)]
 
 
-def _to_the_end(made: list[int], ends: list[int]) -> list[int]:
-    """Without what stands behind the end of a text while others of its batch go on."""
-    return made[: next((at for at, one in enumerate(made) if one in ends), len(made))]
+def _cut_at_end(ids: list[int], end_ids: list[int]) -> list[int]:
+    """``ids`` up to the first end token; the padding after it comes from longer texts of the batch."""
+    return ids[: next((position for position, token in enumerate(ids) if token in end_ids), len(ids))]
 
 
-def _text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], made: list[int], alone: bool) -> str:
-    if alone:
-        return str(tokenizer.decode(made, skip_special_tokens=True))
-    shown = str(tokenizer.decode(ids, skip_special_tokens=True))
-    text = str(tokenizer.decode([*ids, *made], skip_special_tokens=True))
-    # Decoding the new tokens alone would lose the space that many tokenizers put before a word.
-    if text.startswith(shown):
-        return text[len(shown) :]
-    return str(tokenizer.decode(made, skip_special_tokens=True))
+def _decode_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int], new_ids: list[int], is_answer: bool) -> str:
+    if is_answer:
+        return str(tokenizer.decode(new_ids, skip_special_tokens=True))
+    prompt = str(tokenizer.decode(ids, skip_special_tokens=True))
+    text = str(tokenizer.decode([*ids, *new_ids], skip_special_tokens=True))
+    # Decoding only the new tokens would lose the space before their first word.
+    if text.startswith(prompt):
+        return text[len(prompt) :]
+    return str(tokenizer.decode(new_ids, skip_special_tokens=True))
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None) -> list[int]:
-    """The ids that end a text: of the tokenizer's end, and of the end of a turn."""
+    """The ids that end a text: the tokenizer's end of text and the chat template's end of turn."""
     names = [tokenizer.eos_token, None if chat is None else chat.turn_end()]
     ids = tokenizer.convert_tokens_to_ids([name for name in names if name is not None])
     assert isinstance(ids, list)
@@ -260,23 +281,27 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None) ->
 
 
 def stop_at_turns(folder: Path) -> None:
-    """Have ``generate`` of transformers stop at the end of a turn, as the model folder's chat template writes it."""
+    """Write the chat template's end of turn into the folder's generation settings, where transformers stops."""
     file = folder / GENERATION
     chat = chat_of(folder)
-    if chat is None or not file.is_file():
+    if chat is None or not is_file(file):
         return
     content = json_file(file)
     before = content.get("eos_token_id")
     ends = [*(before if isinstance(before, list) else [before]), *end_tokens(load_tokenizer(folder), chat)]
-    content["eos_token_id"] = list(dict.fromkeys(one for one in ends if one is not None))
+    content["eos_token_id"] = list(dict.fromkeys(token for token in ends if token is not None))
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: ChatTemplate | None) -> list[int]:
-    """Token ids of the prompt; an empty one begins like a document, after the token that ends the one before."""
+    """Token ids of the prompt; an empty one becomes the token that begins a document."""
     if chat is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return list(tokenizer(chat.prompt(messages), add_special_tokens=False)["input_ids"])
+        text, starts = chat.prompt_with_starts(messages)
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:  # a tokenizer without tokenizer.json; training never uses one
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return TurnEncoder(backend).encode(text, starts).ids
     ids: list[int] = list(tokenizer(prompt)["input_ids"])
     if ids:
         return ids

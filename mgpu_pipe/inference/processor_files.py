@@ -1,60 +1,156 @@
-"""The files by which transformers makes the inputs of a model that sees, beside its weights.
+"""Writes the processor files of vision and speech models: transformers' settings for preparing inputs.
 
-They are plain JSON, written without the processors themselves, some of which want torchvision to be built.
+They are plain JSON. Writing them needs no processor class, some of which need torchvision.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mgpu_pipe.data.image.clips import FEWEST
-from mgpu_pipe.data.image.grids import GridPixels, chat_pixels
-from mgpu_pipe.data.image.keys import ImageConfig, PictureChatConfig
-from mgpu_pipe.data.image.parts import PartPixels
-from mgpu_pipe.data.image.pixels import Pixels
+import numpy as np
+import torch
+
+from mgpu_pipe.architectures.pictures import SEE_VIDEOS, WITHOUT_SUMMARY
+from mgpu_pipe.data.audio.alphabet import wave_extractor
+from mgpu_pipe.data.audio.listen import Sound
+from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.cache import write_json
+from mgpu_pipe.data.images.decode_image import MODES, decode, pillow
+from mgpu_pipe.data.images.grids import GridPixels, PartPixels, chat_pixels
+from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
+from mgpu_pipe.data.images.pixels import Pixels
+from mgpu_pipe.data.images.videos import FEWEST
+from mgpu_pipe.data.model_field import NESTED, PREPROCESSOR, PROCESSOR
 from mgpu_pipe.data.text.conversations import PLACE
-from mgpu_pipe.families.pictures import SEE_VIDEOS, WITHOUT_SUMMARY
-from mgpu_pipe.inference.load import StoredModel
-from mgpu_pipe.models.fields import places_of
+from mgpu_pipe.data.text.tokenizer_folder import json_file
+from mgpu_pipe.inference.open import StoredModel
+from mgpu_pipe.models.fields import picture_tokens
+from mgpu_pipe.system.local_files import is_file
 
-PICTURES, VIDEOS, ALL = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+Tensors = dict[str, torch.Tensor]
+PICTURE, WAVE, RATE = "file.picture", "file.wave", "file.rate"
+"""Names of the probe's tensors: the bytes of a PNG; sound samples, float32; samples per second."""
+PREPARED = "prepared."
+"""Prefix of the name of an input that the run prepared."""
+SIDES = (61, 90)
+"""Height and width of the probe's picture, chosen so that squashing differs from cropping and half pixels occur."""
+SECONDS = 0.5
+
+
+class ProbeFiles(NamedTuple):
+    """A file and the run's inputs of it; empty where a run prepares neither pictures nor recordings."""
+
+    content: Tensors
+    """Bytes or samples of the file."""
+    prepared: Tensors
+    """The model's inputs that the run prepares from the file, (1, ...)."""
+    of_one_size: bool
+    """Whether all inputs of this kind have one shape, so that these can replace others without other tokens."""
+
+
+def probe_files(stored: StoredModel) -> ProbeFiles:
+    """A generated picture or recording with the inputs that the run prepares from it."""
+    config = stored.config
+    if config is not None and isinstance(config.data, ImageConfig):
+        chats = isinstance(config.data, PictureChatConfig)
+        pixels = chat_pixels(config.data, config.model) if chats else Pixels.from_config(config.data, config.model)  # type: ignore[arg-type]
+        png = _picture(pixels.channels)
+        image = decode(png, pixels.channels)
+        values = torch.from_numpy(pixels.clip([pixels.fitted(image)]))
+        content = {PICTURE: torch.frombuffer(bytearray(png), dtype=torch.uint8)}
+        return ProbeFiles(content, {"pixel_values": values}, type(pixels) is Pixels)
+    if config is not None and isinstance(config.data, AudioConfig):
+        sound = Sound.from_config(config.data, config.model)
+        window = LogMel.from_model(config.model, sound.rate)
+        wave = np.random.default_rng(0).normal(0.1, 0.2, int(SECONDS * sound.rate)).astype(np.float32)
+        fitted = sound.fitted(wave)
+        content = {WAVE: torch.from_numpy(wave), RATE: torch.tensor(sound.rate)}
+        if window is None:
+            return ProbeFiles(content, {"input_values": torch.from_numpy(fitted)[None]}, True)
+        return ProbeFiles(content, {"input_features": torch.from_numpy(window.extract([fitted]))}, True)
+    return ProbeFiles({}, {}, False)
+
+
+def _picture(channels: int) -> bytes:
+    """A random PNG in colour with transparency, or in grey."""
+    random, content = np.random.default_rng(0), io.BytesIO()
+    coarse = random.integers(0, 256, (6, 9, 4 if channels == 3 else 1), dtype=np.uint8)
+    image = pillow().fromarray(coarse.squeeze(), "RGBA" if channels == 3 else MODES[channels])
+    image.resize(SIDES[::-1], pillow().Resampling.BICUBIC).save(content, "PNG")
+    return content.getvalue()
+
+
+VIDEOS = "video_preprocessor_config.json"
 LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
-"""Pillow's numbers."""
+"""Pillow's numbers of resampling filters."""
+STEPS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
+"""Settings of every picture's preparation."""
+PROCESSOR_CLASS = "processor_class"
+"""The field in a maker's file that names the processor of its image processor or feature extractor."""
 
 
 def write_processor(stored: StoredModel, out: Path) -> None:
-    """Write what prepares pictures as the run did, or copy the files of the folder that the model was made from."""
-    if stored.maker is not None:
-        for name in (PICTURES, VIDEOS, ALL):
-            if (stored.maker / name).is_file():
+    """Write the settings that prepare pictures or recordings like the run. A run without either gets a copy of the
+    files of the folder that the model was built from."""
+    data = None if stored.config is None else stored.config.data
+    if isinstance(data, (ImageConfig, AudioConfig)):
+        files = (
+            _picture_files(stored, data)
+            if isinstance(data, ImageConfig)
+            else {PREPROCESSOR: _sound_settings(stored, data)}
+        )
+        if stored.maker is not None:
+            files = _add_maker_fields(files, stored.maker)
+        for name, content in files.items():
+            write_json(out / name, content)
+    elif stored.maker is not None:
+        for name in (PREPROCESSOR, VIDEOS, PROCESSOR):
+            if is_file(stored.maker / name):
                 shutil.copyfile(stored.maker / name, out / name)
-        return
-    if stored.config is None or not isinstance(stored.config.data, ImageConfig):
-        return
-    if not isinstance(stored.config.data, PictureChatConfig):
-        pixels = Pixels.of(stored.config.data, stored.config.model)
-        _write(out / PICTURES, _of_squares(pixels, "CLIPImageProcessor"))  # it can do all that is done to a picture
-        return
-    pixels, model = chat_pixels(stored.config.data, stored.config.model), stored.model.config
-    if isinstance(pixels, GridPixels):  # its processor as a whole wants torchvision, and tokens of its own
-        _write(out / PICTURES, _of_grid(pixels))
-        if model.model_type in SEE_VIDEOS:
-            _write(out / VIDEOS, _of_videos(pixels, stored.config.data))
-        return
+
+
+def _add_maker_fields(files: dict[str, dict[str, Any]], maker: Path) -> dict[str, dict[str, Any]]:
+    """``files`` with the maker's fields of the whole processor: its class and its tokens."""
+    of_maker = {name: json_file(maker / name) for name in (PREPROCESSOR, PROCESSOR) if is_file(maker / name)}
+    processor_class = of_maker.get(PREPROCESSOR, {}).get(PROCESSOR_CLASS)
+    if processor_class is not None:
+        files[PREPROCESSOR] = {**files[PREPROCESSOR], PROCESSOR_CLASS: processor_class}
+    fields = {name: value for name, value in of_maker.get(PROCESSOR, {}).items() if name not in NESTED}
+    if fields:
+        files[PROCESSOR] = {**files.get(PROCESSOR, {}), **fields}
+    return files
+
+
+def _sound_settings(stored: StoredModel, data: AudioConfig) -> dict[str, Any]:
+    assert stored.config is not None
+    sound = Sound.from_config(data, stored.config.model)
+    window = LogMel.from_model(stored.config.model, sound.rate)
+    return wave_extractor(sound.rate, sound.normalise) if window is None else dict(window.settings())
+
+
+def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str, Any]]:
+    """The processor files' contents by file name."""
+    assert stored.config is not None
+    if not isinstance(data, PictureChatConfig):
+        pixels = Pixels.from_config(data, stored.config.model)
+        # CLIPImageProcessor supports every step of the run's preparation
+        return {PREPROCESSOR: _square_settings(pixels, "CLIPImageProcessor")}
+    pixels, model = chat_pixels(data, stored.config.model), stored.model.config
+    if isinstance(pixels, GridPixels):  # the whole processor needs torchvision and its own tokens
+        videos = {VIDEOS: _video_settings(pixels, data)} if model.model_type in SEE_VIDEOS else {}
+        return {PREPROCESSOR: _grid_settings(pixels), **videos}
     kind = type(stored.model).__name__.removesuffix("ForConditionalGeneration")
     if isinstance(pixels, PartPixels):
-        _write(out / PICTURES, _of_parts(pixels, kind))
-        _write(out / ALL, {"processor_class": f"{kind}Processor", "image_seq_len": pixels.parts.tokens})
-        return
-    pictures, vision = _of_squares(pixels, "LlavaImageProcessor"), model.vision_config
+        whole = {"processor_class": f"{kind}Processor", "image_seq_len": pixels.parts.tokens}
+        return {PREPROCESSOR: _parts_settings(pixels, kind), PROCESSOR: whole}
+    pictures, vision = _square_settings(pixels, "LlavaImageProcessor"), model.vision_config
     if kind == "PaliGemma":
-        pictures |= {"image_processor_type": "SiglipImageProcessor", "image_seq_length": places_of(model)}
-        _write(out / PICTURES, pictures)
-        _write(out / ALL, {"processor_class": "PaliGemmaProcessor"})
-        return
+        pictures |= {"image_processor_type": "SiglipImageProcessor", "image_seq_length": picture_tokens(model)}
+        return {PREPROCESSOR: pictures, PROCESSOR: {"processor_class": "PaliGemmaProcessor"}}
     whole = {
         "processor_class": "LlavaProcessor",
         "patch_size": vision.patch_size,
@@ -62,14 +158,14 @@ def write_processor(stored: StoredModel, out: Path) -> None:
         "image_token": PLACE,
         "num_additional_image_tokens": int(vision.model_type not in WITHOUT_SUMMARY),
     }
-    for name, content in ((PICTURES, pictures), (ALL, whole)):
-        _write(out / name, content)
+    return {PREPROCESSOR: pictures, PROCESSOR: whole}
 
 
-def _of_squares(pixels: Pixels, kind: str) -> dict[str, Any]:
+def _square_settings(pixels: Pixels, kind: str) -> dict[str, Any]:
     side, crops = {"height": pixels.size, "width": pixels.size}, pixels.fit == "crop"
     return {
         "image_processor_type": kind,
+        **STEPS,
         "size": {"shortest_edge": pixels.size} if crops else side,
         "crop_size": side,
         "do_center_crop": crops,
@@ -80,10 +176,11 @@ def _of_squares(pixels: Pixels, kind: str) -> dict[str, Any]:
     }
 
 
-def _of_grid(pixels: GridPixels) -> dict[str, Any]:
+def _grid_settings(pixels: GridPixels) -> dict[str, Any]:
     grid = pixels.grid
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
+        **STEPS,
         "size": {"shortest_edge": grid.least, "longest_edge": grid.most},
         "patch_size": grid.patch,
         "merge_size": grid.merge,
@@ -95,22 +192,23 @@ def _of_grid(pixels: GridPixels) -> dict[str, Any]:
     }
 
 
-def _of_videos(pixels: GridPixels, data: PictureChatConfig) -> dict[str, Any]:
+def _video_settings(pixels: GridPixels, data: PictureChatConfig) -> dict[str, Any]:
     grid, frames = pixels.grid, {"fps": data.frames_per_second, "min_frames": FEWEST, "max_frames": data.max_frames}
-    common = {**_of_grid(pixels), **frames, "do_sample_frames": True, "cap_pixels_per_frame": grid.told}
+    common = {**_grid_settings(pixels), **frames, "do_sample_frames": True, "cap_pixels_per_frame": grid.has_timestamps}
     del common["image_processor_type"]
-    if not grid.told:
+    if not grid.has_timestamps:
         return {"video_processor_type": "Qwen2VLVideoProcessor", **common}
-    most = {  # it bounds a video, and each frame by a number of places
+    most = {  # bounds a video by pixels and each frame by places
         "size": {"shortest_edge": grid.least, "longest_edge": grid.most * data.max_frames},
         "max_video_tokens": grid.most // grid.side**2,
     }
     return {"video_processor_type": "Qwen3VLVideoProcessor", **common, **most}
 
 
-def _of_parts(pixels: PartPixels, kind: str) -> dict[str, Any]:
+def _parts_settings(pixels: PartPixels, kind: str) -> dict[str, Any]:
     return {
         "image_processor_type": f"{kind}ImageProcessor",
+        **STEPS,
         "size": {"longest_edge": pixels.parts.longest},
         "max_image_size": {"longest_edge": pixels.size},
         "do_image_splitting": pixels.parts.splits,
@@ -119,7 +217,3 @@ def _of_parts(pixels: PartPixels, kind: str) -> dict[str, Any]:
         "image_std": list(pixels.std),
         "do_convert_rgb": pixels.channels == 3,
     }
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

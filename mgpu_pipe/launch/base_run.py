@@ -1,7 +1,8 @@
-"""The run that another one starts from: ``run.starts_from`` names its experiment."""
+"""Base runs: ``run.starts_from`` names the experiment whose weights a run starts from."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,23 +10,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.checkpoint.manifest import read_manifest
+from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.checks.model import model_fields
-from mgpu_pipe.config import hydra_cli
+from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.errors import ConfigError, ConfigErrors, print_line
+from mgpu_pipe.import_path import python_module
 
 if TYPE_CHECKING:
-    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.config.hydra.compose import Composition
     from mgpu_pipe.launch.outcome import LaunchResult
 
 KEY = "run.starts_from"
 EXPORTED = "exported"
-"""In the folder of the run that adapters are trained on."""
+"""Prefix of folders with exported steps, which serve as base model of adapters."""
+ROOT_DIGITS = 12
 
 
-def words_of(config: RunConfig) -> list[str]:
-    """The command line of the run that ``config`` starts from: where and on what it runs is the same."""
+def base_words(config: RunConfig) -> list[str]:
+    """Command line of the run that ``config`` starts from, on the same machine and in the same root folder."""
     trainer, data = config.trainer, config.data
     words = [f"experiment={config.run.starts_from}", f"run.root={config.run.root}", "checkpoint.resume=auto"]
     words += [f"trainer.accelerator={trainer.accelerator}", f"trainer.devices={trainer.devices}"]
@@ -33,11 +38,38 @@ def words_of(config: RunConfig) -> list[str]:
     return words if data.cache_dir is None else [*words, f"data.cache_dir={data.cache_dir}"]
 
 
+@functools.cache
+def check_bases(flags: tuple[str, ...], words: tuple[str, ...], name: str) -> None:
+    """Refuse a cycle of runs that start from each other.
+
+    Args:
+        flags: Hydra's arguments of the command line.
+        words: command line of the base run (:func:`base_words`).
+        name: experiment of the base run.
+
+    Raises:
+        ConfigError: naming the cycle.
+    """
+    chain = [name]
+    while True:
+        config = hydra_cli.compose_one(hydra_cli.parse([*flags, *words])).config
+        if config.run.starts_from is None:
+            return
+        chain.append(config.run.starts_from)
+        if chain[-1] in chain[:-1]:
+            cycle = " -> ".join(chain[chain.index(chain[-1]) :])
+            raise ConfigError(
+                KEY, chain[-1], f"remove it from {chain[-2]}", f"the run would start from itself ({cycle})"
+            )
+        words = tuple(base_words(config))
+
+
 def _model_folder(run: Path) -> Path:
-    """The run's model as a folder of Hugging Face, which adapters name as theirs; written once."""
-    folder = run / EXPORTED
+    """The run's newest step as a Hugging Face folder, the base model of adapters; written once per step."""
+    step = resolve_source(run, verify="size", key=KEY)
+    folder = run / f"{EXPORTED}-{step.name}-{read_manifest(step).root[:ROOT_DIGITS]}"
     if not (folder / "config.json").is_file():
-        command = [sys.executable, "-m", "mgpu_pipe", "export", str(run), "--out", str(folder)]
+        command = python_module("mgpu_pipe", "export", str(step), "--out", str(folder))
         subprocess.run(command, check=True, stdout=sys.stderr)
     return folder
 
@@ -45,22 +77,22 @@ def _model_folder(run: Path) -> Path:
 def with_base(
     composition: Composition, run: Callable[[Composition, list[str]], LaunchResult]
 ) -> Composition | LaunchResult:
-    """``composition`` with the weights and tokenizer of the run that it starts from, trained first where it is missing.
+    """``composition`` with the weights and tokenizer of its base run, which is trained first if missing.
 
     Args:
-        run: trains a composition, or finds that it is complete.
+        run: trains a composition, or finds it complete.
 
     Returns:
-        What became of that run, where it did not finish.
+        The composition; or the base run's result if it did not finish.
 
     Raises:
-        ConfigErrors: what the objective refuses of that run.
+        ConfigErrors: errors of the objective with the base run.
     """
     config = composition.config
     if config.run.starts_from is None:
         return composition
-    words = words_of(config)
-    print(f"{KEY}={config.run.starts_from}: mgpu-pipe {' '.join(words)}", file=sys.stderr, flush=True)
+    words = base_words(config)
+    print_line(f"{KEY}={config.run.starts_from}: mgpu-pipe {' '.join(words)}", file=sys.stderr, flush=True)
     base = hydra_cli.compose_one(hydra_cli.parse([*composition.flags, *words]))
     result = run(base, ["mgpu-pipe", *words])
     if result.status != "finished":
@@ -70,8 +102,11 @@ def with_base(
     if objective is None:
         start = folder if config.peft.name == "none" else _model_folder(folder)
         objective, checkpoint = config.objective, replace(checkpoint, init_from=str(start))
-    elif refused := objective.model_errors(model_fields(config)):
-        raise ConfigErrors(refused)
-    data, own = replace(config.data, tokenizer=str(RunPaths(folder).tokenizer)), replace(config.run, starts_from=None)
-    composition.config = replace(config, run=own, objective=objective, checkpoint=checkpoint, data=data)
+    elif errors := objective.model_errors(model_fields(config)):
+        raise ConfigErrors(errors)
+    data, run_options = (
+        replace(config.data, tokenizer=str(RunPaths(folder).tokenizer)),
+        replace(config.run, starts_from=None),
+    )
+    composition.config = replace(config, run=run_options, objective=objective, checkpoint=checkpoint, data=data)
     return composition

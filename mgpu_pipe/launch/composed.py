@@ -1,17 +1,15 @@
-"""What the verbs that take a configuration share: composing it, once or for each run of a sweep, and checking it."""
+"""Composes, checks and launches configurations, once or for each run of a sweep, for every verb that takes one."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.config import hydra_cli
 from mgpu_pipe.config.hub import names_files
-from mgpu_pipe.config.paths import working_directory
+from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
@@ -23,15 +21,19 @@ from mgpu_pipe.errors import (
     MgpuError,
     one_line,
     print_error,
+    print_line,
+    print_text,
+    print_traceback,
     raised_by,
 )
-from mgpu_pipe.launch.stop import stop_requested
+from mgpu_pipe.import_path import allow_own_classes
+from mgpu_pipe.launch.signals import stop_requested
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from mgpu_pipe.checks.notices import Notice
-    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.config.hydra.compose import Composition
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.launch.outcome import LaunchResult
 
@@ -74,14 +76,14 @@ def composed(
     """Compose ``words`` and run ``job``: once, or for every point of a sweep.
 
     Args:
-        verb: as the help writes it.
-        description: what the verb does, for the help.
-        sweep: runs a sweep of these arguments, in the place of ``job`` for each point.
+        verb: verb in the help's usage line.
+        description: description for the help.
+        sweep: runs a sweep of these arguments instead of ``job`` for each point.
     """
-    find_own_classes()
+    allow_own_classes()
     parsed = hydra_cli.parse(words)
     if parsed.help:
-        print(HELP.format(usage=verb, description=description), end="")
+        print_text(HELP.format(usage=verb, description=description), end="")
         return EXIT_OK
     if hydra_cli.asks_hydra(parsed):
         hydra_cli.answer(parsed)
@@ -94,65 +96,65 @@ def composed(
 
 
 def each_point(parsed: Namespace, job: Job, *, keep: bool) -> int:
-    """Run ``job`` for one point after another, through Hydra's sweeper; a failure is reported and the others go on.
+    """Run ``job`` for each point through Hydra's sweeper; a failed point does not stop the others.
 
     Args:
-        keep: whether Hydra's own folder of the sweep stays.
+        keep: whether Hydra's folder of the sweep stays.
     """
     codes: list[int] = []
-    seen = 0
+    count = 0
 
-    def one(composition: Composition) -> None:
-        nonlocal seen
-        seen += 1
-        number = f"{seen} of {composition.points}" if composition.points else str(seen)
-        shown = shlex.join(composition.overrides)
+    def run_point(composition: Composition) -> None:
+        nonlocal count
+        count += 1
+        number = f"{count} of {composition.points}" if composition.points else str(count)
+        overrides = shlex.join(composition.overrides)
         if stop_requested() or EXIT_STOPPED in codes:
-            print(f"run {number}: not started, because the sweep was stopped: {shown}", file=sys.stderr)
+            print_line(f"run {number}: not started, because the sweep was stopped: {overrides}", file=sys.stderr)
             codes.append(EXIT_STOPPED)
             return
-        print(f"run {number}: {shown}", file=sys.stderr, flush=True)
+        print_line(f"run {number}: {overrides}", file=sys.stderr, flush=True)
         try:
             codes.append(job(composition))
         except MgpuError as error:
             print_error(error)
             codes.append(error.exit_code)
-        except Exception:  # a defect of this program: shown whole, and the other runs go on
-            traceback.print_exc()
+        except Exception:  # a bug: print the traceback and continue with the other runs
+            print_traceback()
             codes.append(EXIT_FAILURE)
 
-    hydra_cli.sweep(parsed, one, keep=keep)
+    hydra_cli.sweep(parsed, run_point, keep=keep)
     return max(codes, key=WORST_LAST.index, default=EXIT_OK)
 
 
 def checked(composition: Composition, *, joins: bool = False, elsewhere: bool = False) -> RunConfig:
-    """The configuration, everything about it that can be known checked; notices go to stderr.
+    """Check a composition before anything starts, print its notices to stderr and return its configuration.
 
     Args:
-        joins: whether this process trains next, as a rank where there is a world; then the others hear of an error
-            that they did not look for.
-        elsewhere: as of :func:`mgpu_pipe.checks.preflight.preflight`.
+        joins: whether this process trains next, as a rank of a joined world if there is one; then it broadcasts errors
+            that only rank 0 looks for.
+        elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.
 
     Raises:
-        ConfigErrors: everything wrong with it.
+        ConfigErrors: all errors of the configuration.
     """
-    tell(notices_of(composition, joins=joins, elsewhere=elsewhere))
+    print_notices(notices_of(composition, joins=joins, elsewhere=elsewhere))
     return composition.config
 
 
 def launched(
     composition: Composition, command: Sequence[str], chosen: Callable[[Path], None] = lambda folder: None
 ) -> LaunchResult:
-    """Run a composition that was checked.
+    """Launch a checked composition.
 
     Args:
-        command: what the user typed, for the record.
-        chosen: told the run's folder, before the run is begun.
+        command: the user's command line, for the record.
+        chosen: called with the run's folder, before the run starts.
     """
-    from mgpu_pipe.config.compose import Composition
+    from mgpu_pipe.config.hydra.compose import Composition
     from mgpu_pipe.launch.base_run import with_base
     from mgpu_pipe.launch.local import launch
-    from mgpu_pipe.runs.continue_line import Asked
+    from mgpu_pipe.runs.resume_command import CommandLine
 
     started = with_base(composition, _base_run)
     if not isinstance(started, Composition):
@@ -162,8 +164,10 @@ def launched(
         fix = "use mgpu-pipe submit, or launch=local to train on this machine"
         raise ConfigError("launch.type", launcher, fix, "such a run is a job")
     alone = [*composition.flags, *composition.overrides]
-    asked = Asked(composition.overrides, command, alone, composition.swept, composition.own, chosen=chosen)
-    return launch(composition.config, asked)
+    command_line = CommandLine(
+        composition.overrides, command, alone, composition.swept, composition.local_options, chosen=chosen
+    )
+    return launch(composition.config, command_line)
 
 
 def _base_run(composition: Composition, command: Sequence[str]) -> LaunchResult:
@@ -172,14 +176,14 @@ def _base_run(composition: Composition, command: Sequence[str]) -> LaunchResult:
 
 
 def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool = False) -> list[Notice]:
-    """What is worth knowing of a configuration that can run. Names on the Hub become names at a commit.
+    """Notices of a configuration that can run; pins its names on the Hub to commits.
 
     Args:
-        joins: as of :func:`checked`.
-        elsewhere: as of :func:`mgpu_pipe.checks.preflight.preflight`.
+        joins: see :func:`checked`.
+        elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.
 
     Raises:
-        ConfigErrors: everything wrong with it.
+        ConfigErrors: all errors of the configuration.
     """
     from mgpu_pipe.checks.notices import Notice
     from mgpu_pipe.checks.preflight import preflight, preflight_errors
@@ -187,6 +191,11 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
     alone = [*composition.flags, *composition.overrides]
     if composition.errors:
         raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
+    if composition.config.run.starts_from is not None:
+        from mgpu_pipe.launch.base_run import base_words, check_bases
+
+        words = tuple(base_words(composition.config))
+        check_bases(tuple(composition.flags), words, composition.config.run.starts_from)
     if not names_files(composition.config):
         return preflight(composition.config, alone, elsewhere)
     from mgpu_pipe.runs.hub_names import pin
@@ -194,11 +203,11 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
     pinned = pin(composition.config)
     composition.config = pinned.config
     if pinned.by_rank_zero:
-        return []  # and rank 0 checks the rest, for what the names lead to is not here yet
+        return []  # rank 0 checks the rest: the files of the names are not here yet
     try:
         if pinned.errors:
             raise ConfigErrors(preflight_errors(composition.config, pinned.errors, alone))
-        return [*(Notice(key, text) for key, text in pinned.told), *preflight(composition.config, alone, elsewhere)]
+        return [*(Notice(key, text) for key, text in pinned.notices), *preflight(composition.config, alone, elsewhere)]
     except MgpuError as error:
         if joins and pinned.others_wait:
             from mgpu_pipe.launch.join import refuse_alone
@@ -208,7 +217,7 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
 
 
 def errors_of(composition: Composition) -> list[BadInputError]:
-    """Everything that can be known to be wrong with a point."""
+    """Errors of a point that are known before it starts."""
 
     def check() -> None:
         notices_of(composition)
@@ -216,14 +225,7 @@ def errors_of(composition: Composition) -> list[BadInputError]:
     return raised_by(check)
 
 
-def tell(notices: Iterable[Notice]) -> None:
-    """Print them to stderr, one line each."""
+def print_notices(notices: Iterable[Notice]) -> None:
+    """Print notices to stderr, one line each."""
     for notice in notices:
-        print(f"note: {one_line(notice.key)}: {one_line(notice.text)}", file=sys.stderr)
-
-
-def find_own_classes() -> None:
-    """Import from the working folder too, as under `python -m`; the verbs that open what others made do not."""
-    here = working_directory()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
+        print_line(f"note: {one_line(notice.key)}: {one_line(notice.text)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Which rank failed first, and how its error is shown."""
+"""Finds the rank that failed first and formats its error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
@@ -24,22 +23,24 @@ from mgpu_pipe.errors import (
     NonFiniteError,
     WorkerError,
     concealed,
+    one_line,
 )
 from mgpu_pipe.launch.workers import ERROR_FD, Exit, log_header
+from mgpu_pipe.system.local_files import replace_file
 
 TAIL_LINES = 25
-MOST_NAMED = 4
-"""Of the ranks that hang."""
-LONGEST_MESSAGE = 4_000
-LONGEST_TRACEBACK = 16_000
-"""In characters; message and traceback together stay below the 64 KiB that a pipe holds."""
+MAX_NAMED_RANKS = 4
+"""Limit of hanging ranks in a message."""
+MAX_MESSAGE = 4_000
+MAX_TRACEBACK = 16_000
+"""Limits in characters; message and traceback together fit into the 64 KiB of a pipe."""
 NOT_RETRIED = (NonFiniteError.__name__, GradientSpikeError.__name__, CheckpointSaveError.__name__)
 WATCHDOG = re.compile(
     r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(\d+), OpType=(\w+).* ran for (\d+) milliseconds"
 )
-"""What NCCL's watchdog logs before it ends the process."""
-IN_VAIN = ("timed out waiting", "wait timeout", "waited for")
-"""What is said on a rank that waited for another one as long as launch.collective_timeout."""
+"""Log line of NCCL's watchdog before it ends the process."""
+TIMEOUT_WORDS = ("timed out waiting", "wait timeout", "waited for")
+"""Words in the error of a rank that waited for launch.collective_timeout seconds."""
 STACK = "(most recent call first):\n"
 FOLLOWS_A_PEERS_END = (
     "connection closed by peer",
@@ -54,16 +55,16 @@ FOLLOWS_A_PEERS_END = (
     "tcpstore",
     "barrier",
 )
-"""What torch.distributed says on the ranks that outlive a failed one; its exceptions are plain RuntimeErrors."""
+"""Words in torch.distributed's plain RuntimeErrors on ranks that survive a failed one."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One rank's end by an error.
+    """A rank's end by an error.
 
     Attributes:
         at: seconds since the epoch.
-        follows: whether it looks like the consequence of another rank's end.
+        follows: whether it looks like a consequence of another rank's end.
     """
 
     rank: int
@@ -77,28 +78,28 @@ class Failure:
 
     @property
     def can_be_retried(self) -> bool:
-        """Whether a restart can help: not where the input is wrong, the loss became NaN, or the disk is full."""
+        """Whether a restart can help: not after wrong input, a NaN loss or a full disk."""
         return can_be_retried(self.type, self.exit_code)
 
     def show(self) -> str:
-        """One line for an error that names its fix; else the traceback's end, the rank and its log."""
+        """One line for an error with a fix; otherwise the end of the traceback, the rank and its log."""
         if not self.traceback and self.type != WorkerError.__name__:
-            return f"error: {self.message}"
+            return f"error: {one_line(self.message)}"
         lines = self.traceback.rstrip().splitlines()
         tail = lines if len(lines) <= TAIL_LINES else ["  ...", *lines[-TAIL_LINES:]]
-        return "\n".join([*tail, f"error: rank {self.rank} failed first: {self.message} (log: {self.log})"])
+        return "\n".join([*tail, f"error: rank {self.rank} failed first: {one_line(self.message)} (log: {self.log})"])
 
 
 def can_be_retried(kind: str, exit_code: int) -> bool:
-    """Of an error of the type ``kind``, as :attr:`Failure.can_be_retried`."""
+    """Whether a restart can help after an error of the type ``kind``; see :attr:`Failure.can_be_retried`."""
     return exit_code != EXIT_BAD_INPUT and kind not in NOT_RETRIED
 
 
 def error_record(error: BaseException, rank: int) -> dict[str, object]:
-    """The record of an error for the launcher, its texts cut to what a pipe takes at once."""
+    """Record of an error for the launcher, with texts cut to the size of a pipe."""
     record: dict[str, object] = {
         "type": type(error).__name__,
-        "message": concealed(str(error) or type(error).__name__)[:LONGEST_MESSAGE],
+        "message": concealed(str(error) or type(error).__name__)[:MAX_MESSAGE],
         "exit_code": EXIT_FAILURE,
         "rank": rank,
         "time": time.time(),
@@ -108,11 +109,11 @@ def error_record(error: BaseException, rank: int) -> dict[str, object]:
     if isinstance(error, MgpuError):
         return {**record, **json.loads(error.to_json()), "message": concealed(str(error))}
     trace = concealed("".join(traceback.format_exception(type(error), error, error.__traceback__)))
-    return {**record, "traceback": trace[-LONGEST_TRACEBACK:], "follows": follows_a_peers_end(error)}
+    return {**record, "traceback": trace[-MAX_TRACEBACK:], "follows": follows_a_peers_end(error)}
 
 
 def write_error(path: Path, error: BaseException, rank: int) -> None:
-    """Leave ``error`` for the launcher: in a file, or, where the disk is full, in the pipe to it."""
+    """Write ``error`` for the launcher into a file, or into the pipe if the disk is full."""
     text = json.dumps(error_record(error, rank))
     try:
         replace_file(path, text)
@@ -122,7 +123,7 @@ def write_error(path: Path, error: BaseException, rank: int) -> None:
 
 
 def follows_a_peers_end(error: BaseException) -> bool:
-    """Whether ``error`` is what torch.distributed raises where another rank is gone."""
+    """Whether torch.distributed raised ``error`` because another rank is gone."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if "OutOfMemoryError" in names or not isinstance(error, (RuntimeError, OSError)):
         return False
@@ -137,12 +138,12 @@ def first_failure(
     killed_by_us: frozenset[int],
     stood_still: frozenset[int] = frozenset(),
 ) -> Failure:
-    """The failure that the others follow from: the earliest that is not itself a consequence.
+    """The failure that caused the others: the earliest that is not a consequence.
 
     Args:
-        exits: how the workers ended; at least one of them not well.
-        killed_by_us: ranks that the launcher ended by a signal.
-        stood_still: ranks that were stopped (SIGSTOP) when the first other one failed.
+        exits: ends of the workers, at least one of them a failure.
+        killed_by_us: ranks that the launcher killed.
+        stood_still: ranks that were stopped (SIGSTOP) at the first failure.
     """
     failures = [
         _read(paths, end, attempt)
@@ -151,15 +152,15 @@ def first_failure(
     ]
     first = min(failures, key=lambda failure: (failure.follows, failure.at))
     if first.follows and stood_still:
-        return _of_a_stopped_rank(paths, min(stood_still), first)
+        return _stopped_rank_failure(paths, min(stood_still), first)
     silent = killed_by_us - {failure.rank for failure in failures}
-    if first.follows and silent and any(words in first.message.lower() for words in IN_VAIN):
-        return _of_silent_ranks(paths, sorted(silent), first, attempt)
+    if first.follows and silent and any(words in first.message.lower() for words in TIMEOUT_WORDS):
+        return _silent_ranks_failure(paths, sorted(silent), first, attempt)
     return first
 
 
-def _of_a_stopped_rank(paths: RunPaths, rank: int, waited: Failure) -> Failure:
-    """The failure of a rank that stood still while the others waited for it."""
+def _stopped_rank_failure(paths: RunPaths, rank: int, waited: Failure) -> Failure:
+    """Failure of a stopped rank that the others waited for."""
     message = (
         f"the process was stopped (SIGSTOP, or a debugger) and the other ranks waited for it in vain; rank "
         f"{waited.rank} said: {waited.message.splitlines()[0][:200]}"
@@ -176,11 +177,11 @@ def _of_a_stopped_rank(paths: RunPaths, rank: int, waited: Failure) -> Failure:
     )
 
 
-def _of_silent_ranks(paths: RunPaths, ranks: Sequence[int], waited: Failure, attempt: int) -> Failure:
-    """The failure of ranks that another one waited for, and that said nothing until they were killed."""
-    stacks = {rank: _stack(paths.rank_log(rank), attempt) for rank in ranks[:MOST_NAMED]}
+def _silent_ranks_failure(paths: RunPaths, ranks: Sequence[int], waited: Failure, attempt: int) -> Failure:
+    """Failure of ranks that another rank waited for, and that were silent until killed."""
+    stacks = {rank: _stack(paths.rank_log(rank), attempt) for rank in ranks[:MAX_NAMED_RANKS]}
     where = ", ".join(f"{rank} (at {_place(stack[0])})" if stack else f"{rank}" for rank, stack in stacks.items())
-    more = f" and {len(ranks) - MOST_NAMED} more" if len(ranks) > MOST_NAMED else ""
+    more = f" and {len(ranks) - MAX_NAMED_RANKS} more" if len(ranks) > MAX_NAMED_RANKS else ""
     message = (
         f"the others waited in vain for rank{'s' * (len(ranks) > 1)} {where}{more} to join a collective; rank "
         f"{waited.rank} said: {waited.message.splitlines()[0][:200]}"
@@ -198,23 +199,23 @@ def _of_silent_ranks(paths: RunPaths, ranks: Sequence[int], waited: Failure, att
 
 
 def _stack(log: Path, attempt: int) -> list[str]:
-    """The innermost frames of the last stack in a rank's log, which is that of its main thread."""
-    _, found, frames = _log_text(log, attempt).rpartition(STACK)
-    lines = frames.splitlines() if found else []
+    """Innermost frames of the last stack in a rank's log, that of its main thread."""
+    _, marker, frames = _log_text(log, attempt).rpartition(STACK)
+    lines = frames.splitlines() if marker else []
     return list(itertools.takewhile(lambda line: line.startswith("  File "), lines))[:TAIL_LINES]
 
 
 def _place(frame: str) -> str:
-    """Of ``File "a.py", line 3 in f``."""
+    """``a.py:3, f`` for the frame ``File "a.py", line 3 in f``."""
     return frame.strip().removeprefix("File ").replace('", line ', ":").replace('"', "").replace(" in ", ", ")
 
 
 def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
     log = paths.rank_log(end.rank)
     path = paths.rank_error(end.rank)
-    told = path.read_text(encoding="utf-8") if path.exists() else end.error
-    if told:
-        record = json.loads(told)
+    text_record = path.read_text(encoding="utf-8") if path.exists() else end.error
+    if text_record:
+        record = json.loads(text_record)
         return Failure(
             rank=end.rank,
             type=record["type"],
@@ -231,7 +232,7 @@ def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
         message = f"killed by {_signal_name(-end.code)}"
         if end.code == -signal.SIGKILL:
             message += " (the kernel does that when memory runs out)"
-    # NCCL's watchdog aborts the process from a thread of its own, so that no exception is left
+    # NCCL's watchdog aborts the process from another thread, without an exception
     text = _log_text(log, attempt) if end.code == -signal.SIGABRT else ""
     follows = "processgroup" in text.lower()
     if hang := WATCHDOG.search(text):
@@ -258,12 +259,12 @@ def _signal_name(number: int) -> str:
 
 
 def log_tail(log: Path, attempt: int) -> str:
-    """The last lines of this attempt's part of a rank's log."""
+    """Last lines of this attempt's part of a rank's log."""
     return "\n".join(_log_text(log, attempt).rstrip().splitlines()[-TAIL_LINES:])
 
 
 def _log_text(log: Path, attempt: int, longest: int = 65536) -> str:
-    """The end of this attempt's part of a rank's log."""
+    """End of this attempt's part of a rank's log."""
     with log.open("rb") as file:
         file.seek(max(0, os.path.getsize(log) - longest))
         text = file.read().decode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""Becoming a rank of a world that torchrun or srun started.
+"""Joins a world that torchrun or srun started.
 
-Every rank composes the same command. Rank 0 chooses the folder, freezes the configuration there and tells the
-others, through the store, the folder and the configuration's hash; they refuse another hash than their own.
+Every rank composes the same command. Rank 0 chooses the folder, freezes the configuration there and broadcasts both
+the folder and the configuration's hash through the store; the other ranks compare the hash with theirs.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
-from mgpu_pipe.child import die_with_parent
 from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.hub import without_revisions
-from mgpu_pipe.config.joined_world import existing_world
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.threads import choose_threads
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
 from mgpu_pipe.launch import outcome as finish
-from mgpu_pipe.launch import stop
+from mgpu_pipe.launch import signals as stop
+from mgpu_pipe.launch.deepspeed_build import write_engine_settings
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.failure import can_be_retried, follows_a_peers_end
-from mgpu_pipe.launch.live_output import LiveStream
+from mgpu_pipe.launch.gpus import run_environment
 from mgpu_pipe.launch.outcome import LaunchResult
-from mgpu_pipe.launch.preparing import prepare_data
+from mgpu_pipe.launch.preparing import LiveStream, prepare_data
 from mgpu_pipe.launch.resume import announce_resume, restarts_without_progress, resume_step
 from mgpu_pipe.launch.supervisor import Outcome
-from mgpu_pipe.launch.variables import gpu_environment
 from mgpu_pipe.launch.workers import is_stopped, open_log, worker_environment
-from mgpu_pipe.runs import folder as run_folder
-from mgpu_pipe.runs import history, record
-from mgpu_pipe.runs.continue_line import Asked, joined_start
+from mgpu_pipe.runs import history, record, run_folder
 from mgpu_pipe.runs.environment import describe_environment
-from mgpu_pipe.runs.folder import RunFolder
 from mgpu_pipe.runs.lock import RunLock, boot_id, process_identity
+from mgpu_pipe.runs.resume_command import CommandLine, joined_start
+from mgpu_pipe.runs.run_folder import RunFolder
+from mgpu_pipe.system.child_process import die_with_parent
+from mgpu_pipe.system.joined_world import existing_world
+from mgpu_pipe.system.threads import choose_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -53,60 +52,60 @@ if TYPE_CHECKING:
 
 OFFER, PREPARED, CONCLUDED, HEARD = "offer", "prepared", "concluded", "heard"
 LEAVING_S = 10.0
-"""Seconds in which the others have to hear of the end."""
-LOOK_S = 0.02
-"""Between two looks at the store."""
+"""Seconds that the other ranks have to read the end."""
+POLL_S = 0.02
+"""Seconds between two polls of the store."""
 
 
-def join(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchResult:
-    """Train as one rank of the ``joined`` world; returns, or ends the process on an error while training.
+def join(joined: Mapping[str, str], config: RunConfig, command_line: CommandLine) -> LaunchResult:
+    """Train as a rank of the ``joined`` world; returns, or ends the process on an error while training.
 
-    A stopped run ends with exit code 0 where torchrun started it, which takes any other for a crash (the summary says
-    ``stopped``); else on rank 0 with 75, which is then the step's.
+    Under torchrun a stopped run exits with code 0, because torchrun takes any other for a crash (the summary says
+    ``stopped``). Otherwise rank 0 exits with 75.
 
     Raises:
-        BadInputError: the configuration does not fit the world or is not the other ranks', or the run cannot start.
+        BadInputError: the configuration does not fit the world or differs between ranks, or the run cannot start.
     """
     started = time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
     os.environ.update(joined)
     world = World.from_environment(os.environ)
-    stop.install(second_leaves=True, told=stop.STOPPING if world.rank == 0 else "")
+    stop.install(second_leaves=True, message=stop.STOPPING if world.rank == 0 else "")
     check_world(config, world)
-    threads = choose_threads(config, world.local_world_size)
+    threads = choose_threads(config.launch.threads_per_worker, world.local_world_size)
     os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
-    os.environ.update(gpu_environment(config))
+    os.environ.update(run_environment(config))
     with ExitStack() as resources:
         store = rendezvous(config)
-        shared, _ = agree(config, world, asked, store, resources)
+        shared, _ = agree(config, world, command_line, store, resources)
         paths = RunPaths(Path(shared.folder))
         if not shared.train:
             return LaunchResult("finished", EXIT_OK, paths.root)
-        status = _train(replace(world, attempt=shared.attempt), paths, store, shared, resources, started, asked)
+        status = _train(replace(world, attempt=shared.attempt), paths, store, shared, resources, started, command_line)
         if world.rank == 0:
             outcome = Outcome(status, EXIT_OK, shared.attempt)
-            finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked, paths))
+            finish.conclude(config, paths, outcome, time.monotonic() - started, _again(command_line, paths))
             store.set(CONCLUDED, "")
             others = [f"{HEARD}/{rank}" for rank in range(1, world.world_size)]
-            wait_for(store, others, timeout=LEAVING_S)  # the store is this process's own, and leaves with it
+            wait_for(store, others, timeout=LEAVING_S)  # the store ends with this process
         else:
             _await_conclusion(store, world.rank)
-    told = status == "stopped" and world.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ
-    return LaunchResult(status, EXIT_STOPPED if told else EXIT_OK, paths.root)
+    exits_stopped = status == "stopped" and world.rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ
+    return LaunchResult(status, EXIT_STOPPED if exits_stopped else EXIT_OK, paths.root)
 
 
 def _await_conclusion(store: Store, rank: int) -> None:
-    """Return when rank 0 has written the run's end, so that a script on any rank reads a finished run."""
+    """Wait until rank 0 has written the run's end, so that a script on any rank reads a finished run."""
     try:
         wait_for(store, [CONCLUDED])
         store.set(f"{HEARD}/{rank}", "")
-    except RuntimeError:  # the store is rank 0's own, and left with it: it has concluded, or has said why not
+    except RuntimeError:  # rank 0 and its store are gone: it has concluded, or printed why not
         return
 
 
 def check_world(config: RunConfig, world: World) -> None:
-    """Refuse a configuration that asks for another world than the one there is."""
+    """Check that the configuration fits the joined world."""
     nodes = world.world_size // world.local_world_size
     there = f"the world that was joined has {world.world_size} processes, {world.local_world_size} on this node"
     devices = config.trainer.devices
@@ -118,96 +117,98 @@ def check_world(config: RunConfig, world: World) -> None:
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """What rank 0 decided for all."""
+    """Rank 0's decisions for every rank."""
 
     folder: str
     config_hash: str
     resume: str
     attempt: int
     train: bool
-    """False where the run is complete already."""
+    """False if the run is complete already."""
 
 
 def rendezvous(config: RunConfig) -> Store:
-    """The store of the joined world."""
+    """Store of the joined world."""
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous as meet
 
     store, _, _ = next(meet("env://", timeout=timedelta(seconds=config.launch.collective_timeout)))
-    # torchrun's own store outlives its workers: what was told before a restart must not be heard after it
+    # torchrun's store survives a restart of the workers: separate the keys of each start
     return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def agree(
-    config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack, each: int = 1
+    config: RunConfig, world: World, command_line: CommandLine, store: Store, resources: ExitStack, each: int = 1
 ) -> tuple[SharedPlan, RunLock | None]:
-    """What rank 0 decides, and, on rank 0, the lock of the run's folder, which ``resources`` give back.
+    """Rank 0's plan and, on rank 0, the lock of the run's folder, which ``resources`` releases.
 
     Args:
-        each: ranks that a process which calls this stands for.
+        each: ranks per calling process.
 
     Raises:
-        BadInputError: the run cannot start, or this process has another configuration than rank 0.
+        BadInputError: the run cannot start, or this process's configuration differs from rank 0's.
         SystemExit: rank 0 could not start the run.
     """
     if world.rank == 0:
-        return _plan_on_rank_zero(config, world, asked, store, resources, each)
+        return _plan_on_rank_zero(config, world, command_line, store, resources, each)
     return _plan_from_rank_zero(config, store, world.rank), None
 
 
 def _plan_on_rank_zero(
-    config: RunConfig, world: World, asked: Asked, store: Store, resources: ExitStack, each: int
+    config: RunConfig, world: World, command_line: CommandLine, store: Store, resources: ExitStack, each: int
 ) -> tuple[SharedPlan, RunLock]:
-    """Rank 0: choose, lock and fill the folder, and tell the others; of an error too, so that no rank waits for it."""
+    """On rank 0: choose, lock and fill the folder, and broadcast the plan or the error, so that no rank waits."""
     others = range(each, world.world_size, each)
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
         lock = resources.enter_context(RunLock(folder.paths.lock))
-        shared = _settle(config, world, asked, folder)
+        shared = _prepare_attempt(config, world, command_line, folder)
         lock.training()
     except MgpuError as error:
-        _say_and_leave(store, {"exit_code": error.exit_code}, others)
+        _broadcast_and_exit(store, {"exit_code": error.exit_code}, others)
         raise
     if shared.train:
         store.set(OFFER, json.dumps(asdict(shared)))
     else:
-        _say_and_leave(store, asdict(shared), others)
+        _broadcast_and_exit(store, asdict(shared), others)
     return shared, lock
 
 
 def is_node(joined: Mapping[str, str], config: RunConfig) -> bool:
-    """Whether this process is one of srun's tasks, a node each, and has several workers to start; never torchrun's."""
+    """Whether this process is an srun task per node with several workers to start; False under torchrun."""
     return joined.get("LOCAL_WORLD_SIZE") == "1" and devices_per_node(config) > 1
 
 
 def refuse_alone(config: RunConfig, exit_code: int) -> None:
-    """Rank 0, which found what the others did not look for: they leave with its exit code instead of waiting."""
+    """On rank 0: broadcast an error that only rank 0 looks for, so that the others exit with its code."""
     joined = existing_world(os.environ)
     os.environ.update(joined)
     world = World.from_environment(joined)
     each = devices_per_node(config) if is_node(joined, config) else 1
-    _say_and_leave(rendezvous(config), {"exit_code": exit_code}, range(each, world.world_size * each, each))
+    _broadcast_and_exit(rendezvous(config), {"exit_code": exit_code}, range(each, world.world_size * each, each))
 
 
-def _say_and_leave(store: Store, offer: Mapping[str, object], others: Sequence[int]) -> None:
-    """Tell the others that nothing will be trained, and wait until they know: the store leaves with this process."""
+def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Sequence[int]) -> None:
+    """Broadcast that nothing will be trained, and wait until the others read it: the store ends with this process."""
     store.set(OFFER, json.dumps(offer))
     wait_for(store, [f"{HEARD}/{rank}" for rank in others], timeout=LEAVING_S)
 
 
-def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) -> SharedPlan:
-    paths, launch = folder.paths, _this_launch()
-    folder = run_folder.settle(folder, config, asked.alone, restart=bool(_restarted_launch()))
+def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine, folder: RunFolder) -> SharedPlan:
+    paths, launch, launched = folder.paths, _this_launch(), time.time()
+    folder = run_folder.settle(folder, config, command_line.alone, restart=bool(_restarted_launch()))
     if run_folder.completed(folder, config):
-        finish.say_complete(paths)
+        finish.print_complete(paths)
         return SharedPlan(str(paths.root), _hash(config), "", record.next_attempt(paths), train=False)
-    folder = record.begin(folder, config, asked.overrides, asked.command, launch)
+    folder = record.begin(folder, config, command_line.overrides, command_line.command, launch)
     attempt = record.next_attempt(paths)
-    finish.say_note(folder.note)
+    finish.print_note(folder.note)
     try:
         step = resume_step(config, paths)
-        threads = choose_threads(config, world.local_world_size)
-        environment = describe_environment(asked.command, threads, world.world_size, asked.own, gpu_environment(config))
+        threads = choose_threads(config.launch.threads_per_worker, world.local_world_size)
+        environment = describe_environment(
+            command_line.command, threads, world.world_size, command_line.local_options, run_environment(config)
+        )
         environment["launch"] = launch
         prepared = prepare_data(config)
         announce_resume(config, prepared, paths, step)
@@ -215,9 +216,10 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
         folder.discard()
         raise
     with run_folder.writing_to(paths.root):
-        record.record_launch(paths, config, asked.overrides, environment, prepared)
+        record.record_launch(paths, config, command_line.overrides, environment, prepared)
         record.keep_attempt_config(paths, attempt)
-        history.begin(paths, attempt, step, restarts_without_progress(config))
+        write_engine_settings(paths, config, world.world_size)
+        history.begin(paths, attempt, step, restarts_without_progress(config), launched=launched)
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
     finish.print_before(config, prepared, environment, world.world_size)
@@ -225,15 +227,15 @@ def _settle(config: RunConfig, world: World, asked: Asked, folder: RunFolder) ->
 
 
 def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPlan:
-    """The other ranks: take rank 0's decisions, if it read the same configuration."""
-    wait_for(store, [OFFER])  # the data may have to be prepared first
-    told = json.loads(store.get(OFFER))
-    if not told.get("train"):
-        with suppress(RuntimeError):  # rank 0 waited long enough, and is gone
+    """On the other ranks: take rank 0's plan if its configuration is the same."""
+    wait_for(store, [OFFER])  # rank 0 may prepare the data first
+    offer = json.loads(store.get(OFFER))
+    if not offer.get("train"):
+        with suppress(RuntimeError):  # rank 0 timed out and is gone
             store.set(f"{HEARD}/{rank}", "")
-    if "exit_code" in told:
-        raise SystemExit(told["exit_code"])  # rank 0 has said why
-    shared = SharedPlan(**told)
+    if "exit_code" in offer:
+        raise SystemExit(offer["exit_code"])  # rank 0 has printed the reason
+    shared = SharedPlan(**offer)
     if shared.config_hash != _hash(config):
         fix = "give every node the same command and the same version of the files"
         reason = f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ"
@@ -242,13 +244,19 @@ def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPl
 
 
 def _train(
-    world: World, paths: RunPaths, store: Store, shared: SharedPlan, resources: ExitStack, started: float, asked: Asked
+    world: World,
+    paths: RunPaths,
+    store: Store,
+    shared: SharedPlan,
+    resources: ExitStack,
+    started: float,
+    command_line: CommandLine,
 ) -> str:
-    """Train; an error is reported and ends this process, because the other ranks may never arrive.
+    """Train; an error is reported and ends this process, because the other ranks may be gone.
 
     Args:
-        resources: what rank 0 has to give back (the lock).
-        started: of the command, by the monotonic clock.
+        resources: resources that rank 0 releases (the lock).
+        started: start of the command on the monotonic clock.
     """
     from mgpu_pipe.launch.worker import leave_error, train_in
 
@@ -264,11 +272,13 @@ def _train(
             result = train_in(world, config, paths, prepared, store, resume=resume)
         except BaseException as raised:
             error = _with_its_cause(raised, world.rank, peers)
-            retry = asked.again and can_be_retried(type(error).__name__, getattr(error, "exit_code", EXIT_FAILURE))
+            retry = command_line.again and can_be_retried(
+                type(error).__name__, getattr(error, "exit_code", EXIT_FAILURE)
+            )
             if world.rank == 0:
                 message = f"{type(error).__name__}: {error}"
                 outcome = Outcome("failed", getattr(error, "exit_code", 1), world.attempt, message=message)
-                finish.conclude(config, paths, outcome, time.monotonic() - started, _again(asked, paths))
+                finish.conclude(config, paths, outcome, time.monotonic() - started, _again(command_line, paths))
             resources.close()
             leave_error(paths, error, world.rank, EXIT_STOPPED if retry else None)
         finally:
@@ -277,7 +287,7 @@ def _train(
 
 
 def _with_its_cause(error: BaseException, rank: int, peers: Mapping[int, str]) -> BaseException:
-    """``error``, or that a peer on this machine is stopped, where ``error`` is what waiting for one ends with."""
+    """``error``, or its cause if it is a timeout of waiting for a stopped peer on this machine."""
     if not follows_a_peers_end(error):
         return error
     for peer, identity in peers.items():
@@ -295,48 +305,48 @@ def _with_its_cause(error: BaseException, rank: int, peers: Mapping[int, str]) -
 def prepare_on_every_node(
     world: World, config: RunConfig, paths: RunPaths, store: Store
 ) -> tuple[Prepared, dict[int, str]]:
-    """The data on this node, made ready once where the node does not share rank 0's cache; a collective call.
+    """Prepare the data on this node if it does not share rank 0's cache; a collective call.
 
-    This happens before there is a process group, whose time-out must not include it. One process a node works,
-    the others wait for the node's lock.
+    It runs before the process group exists, whose timeout must not include it. One process per node works, the others
+    wait for the node's lock.
 
     Returns:
         The data, and every rank's process (see :func:`process_identity`).
 
     Raises:
-        BadInputError: the data of some node cannot be prepared or is not rank 0's, whichever node this is.
+        BadInputError: the data of any node cannot be prepared or differs from rank 0's.
     """
     from mgpu_pipe.launch.worker import prepared_here
 
-    said = {"error": "", "process": process_identity(os.getpid())}
+    status = {"error": "", "process": process_identity(os.getpid())}
     try:
         prepared = prepared_here(config, paths)
     except BaseException as error:
-        said["error"] = str(error) or type(error).__name__
+        status["error"] = str(error) or type(error).__name__
         raise
     finally:
-        store.set(f"{PREPARED}/{world.rank}", json.dumps(said))
+        store.set(f"{PREPARED}/{world.rank}", json.dumps(status))
     wait_for(store, [f"{PREPARED}/{rank}" for rank in range(world.world_size)])
     peers = {}
     for rank in range(world.world_size):
-        there = json.loads(store.get(f"{PREPARED}/{rank}"))
-        if there["error"]:
-            raise BadInputError(f"rank {rank}: {there['error']}")
-        peers[rank] = there["process"]
+        peer_status = json.loads(store.get(f"{PREPARED}/{rank}"))
+        if peer_status["error"]:
+            raise BadInputError(f"rank {rank}: {peer_status['error']}")
+        peers[rank] = peer_status["process"]
     return prepared, peers
 
 
 def _hash(config: RunConfig) -> str:
-    """What every rank composed alike; rank 0 alone has looked up which commits names mean."""
+    """Hash of the configuration without commits, which only rank 0 looks up."""
     return config_hash(without_revisions(config))
 
 
-def _again(asked: Asked, paths: RunPaths) -> str:
-    return asked.line(paths.root, start=joined_start())
+def _again(command_line: CommandLine, paths: RunPaths) -> str:
+    return command_line.line(paths.root, start=joined_start())
 
 
 def wait_for(store: Store, keys: Sequence[str], timeout: float = math.inf) -> bool:
-    """Wait until all ``keys`` are there, without a time-out of the store's, and open to signals meanwhile.
+    """Wait until all ``keys`` are in the store, without the store's timeout and open to signals.
 
     Returns:
         False after ``timeout`` seconds.
@@ -345,16 +355,16 @@ def wait_for(store: Store, keys: Sequence[str], timeout: float = math.inf) -> bo
     while not store.check(list(keys)):
         if time.monotonic() > until:
             return False
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return True
 
 
 def _this_launch() -> str:
-    """Names the torchrun (or other parent) that started this process; the same after a restart by it."""
+    """ID of the torchrun (or other parent) that started this process; the same after its restarts."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return run_id if run_id != "none" else process_identity(os.getppid())
 
 
 def _restarted_launch() -> str:
-    """The launch that torchrun restarted this process for; empty at its first start."""
+    """The launch whose process torchrun restarted; empty at the first start."""
     return _this_launch() if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" else ""

@@ -1,4 +1,4 @@
-"""Measures its links: ``python -m mgpu_pipe.launch.links_worker <folder>``, or a rank of a joined world."""
+"""Worker that measures its links: ``python -m mgpu_pipe.launch.links_worker <folder>``, or a joined rank."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK
-from mgpu_pipe.launch.parent_death import Lifeline
-from mgpu_pipe.launch.process_exit import exit_now
 from mgpu_pipe.launch.worker import leave_error
-from mgpu_pipe.report.links import show
+from mgpu_pipe.report.measurements import show_links as show
+from mgpu_pipe.system.local_files import replace_file
+from mgpu_pipe.system.process_end import Lifeline, exit_now
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
     from mgpu_pipe.launch.distributed import World
-    from mgpu_pipe.profiling.link_table import Link
+    from mgpu_pipe.training.profiling.link_table import Link
 
 FOUND = "links.json"
 
 
 def main(folder: Path) -> None:
-    """Take part; an error is left where the supervisor looks for it, and ends the process."""
+    """Measure as one worker; an error is written for the supervisor and ends the process."""
     lifeline = Lifeline.attach(os.environ)
     from mgpu_pipe.config.freeze import load
     from mgpu_pipe.launch.distributed import World, launcher_store
@@ -48,7 +47,7 @@ def main(folder: Path) -> None:
 
 
 def measure_joined(config: RunConfig, joined: Mapping[str, str]) -> int:
-    """Measure as one rank of the joined world; rank 0 prints."""
+    """Measure as a rank of the joined world; rank 0 prints."""
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.launch.join import check_world, rendezvous
     from mgpu_pipe.launch.workers import worker_environment
@@ -67,7 +66,7 @@ def _measured(world: World, store: Store, config: RunConfig) -> list[Link]:
     import torch
 
     from mgpu_pipe.launch.distributed import process_group
-    from mgpu_pipe.profiling.links import measure_links
+    from mgpu_pipe.training.profiling.measure_links import measure_links
 
     kind = device_type(config)
     with process_group(world, store, kind, config.launch.collective_timeout):

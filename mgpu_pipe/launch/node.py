@@ -1,16 +1,18 @@
-"""One task of srun's a node: it starts the node's workers, watches them, and agrees with the other nodes' tasks.
+"""Node task: one srun task per node starts and supervises the node's workers, together with the other tasks.
 
-The tasks meet in a store of their own, which the first node's task serves. It plans, as rank 0 does where every worker
-is a task; every task starts its workers, whose ranks follow one another from node to node and who meet in a store that
-rank 0 serves. A task whose workers failed says so, and the others end theirs; at the end the first node's task hears
-from all how they ended, concludes the run, and tells the exit code that all of them leave with.
+The tasks share a store that the first node's task serves. That task plans, like rank 0 when every worker is a task.
+Every task starts its workers, whose ranks continue from node to node; the workers share a store that rank 0 serves. A
+task whose workers fail records it, and the others kill theirs. At the end the first task collects every outcome,
+concludes the run and broadcasts the exit code.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,40 +22,113 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import load
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.resolve import devices_per_node
+from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.threads import choose_threads
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RunFolderError, print_line, print_text
+from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import outcome as finish
-from mgpu_pipe.launch.console import live_descriptor
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.failure import Failure
+from mgpu_pipe.launch.gpus import run_environment
 from mgpu_pipe.launch.join import SharedPlan, agree, check_world, prepare_on_every_node, rendezvous, wait_for
 from mgpu_pipe.launch.outcome import LaunchResult
-from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
-from mgpu_pipe.launch.stop import STOPPING
+from mgpu_pipe.launch.signals import STOPPING, SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
-from mgpu_pipe.launch.variables import gpu_environment
 from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan, worker_environment
-from mgpu_pipe.runs.continue_line import Asked, joined_start
 from mgpu_pipe.runs.lock import RunLock
+from mgpu_pipe.runs.resume_command import CommandLine, joined_start
+from mgpu_pipe.system.hardware import usable_gpus
+from mgpu_pipe.system.standard_streams import live_descriptor
+from mgpu_pipe.system.threads import choose_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+
+BAD_NODES = "bad_nodes.txt"
+"""File in the run's folder with a line per failed node, its name first; the batch script reads it."""
+MIN_FREE_BYTES = 64 << 20
+"""Free bytes that a node's temporary folder and the run's folder need."""
+MAX_CLOCK_SKEW_S = 60.0
+"""Largest difference in seconds between a node's clock and the file system's."""
+MEMORY_SHARE = 0.5
+"""Share of the job's memory that must be free at its start."""
+
+
+def node_faults(config: RunConfig, folder: Path, node: str) -> list[str]:
+    """Faults of this node in words: GPUs, memory, disks, clock; empty for a good node.
+
+    Raises:
+        RunFolderError: the run's folder is full, which is no fault of the node.
+    """
+    faults = []
+    wanted = devices_per_node(config) if device_type(config) == "cuda" and not _has_own_gpu() else 0
+    if usable_gpus() < wanted:
+        faults.append(f"{usable_gpus()} of {wanted} GPUs can be used")
+    job_memory = os.environ.get("SLURM_MEM_PER_NODE", "")
+    if job_memory.isdigit() and int(job_memory) and _available() < MEMORY_SHARE * (int(job_memory) << 20):
+        faults.append(f"{_available() >> 20} MiB of memory are free, {job_memory} were asked for")
+    for place in (Path(os.environ.get("TMPDIR", tempfile.gettempdir())), folder):
+        try:
+            written = _write(place, node)
+            if abs(written - time.time()) > MAX_CLOCK_SKEW_S and place == folder:
+                faults.append(f"its clock is off by {time.time() - written:.0f} s")
+            space = os.statvfs(place)
+            full = space.f_bavail * space.f_frsize < MIN_FREE_BYTES
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full:
+                faults.append(f"{place} cannot be written ({error.strerror})")
+        if full and place == folder:  # on every node
+            raise RunFolderError(
+                f"{folder}: has less than {MIN_FREE_BYTES >> 20} MiB free; make room, and queue it again"
+            )
+        if full:
+            faults.append(f"{place} has less than {MIN_FREE_BYTES >> 20} MiB free")
+    return faults
+
+
+def exclude_node(folder: Path, node: str, faults: list[str]) -> None:
+    """Record a faulty node, without which the batch script queues the job again."""
+    with (folder / BAD_NODES).open("a", encoding="utf-8") as file:
+        file.write(f"{node} {'; '.join(faults)}\n")
+
+
+def _has_own_gpu() -> bool:
+    """Whether srun shows this task only its GPU."""
+    return "SLURM_STEP_GPUS" not in os.environ and "SLURM_GPUS_PER_TASK" in os.environ
+
+
+def _write(folder: Path, node: str) -> float:
+    """Write and remove a file; returns its modification time by the file system's clock."""
+    path = folder / f".{node}-{os.getpid()}.check"
+    try:
+        path.write_text(node, encoding="utf-8")
+        return path.stat().st_mtime
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _available() -> int:
+    """Available memory in bytes."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        values = {name: value for name, _, value in (line.partition(":") for line in file)}
+    return int(values["MemAvailable"].split()[0]) << 10
+
+
 PORT, ENDED, FAILED, VERDICT, HEARD = "port", "ended", "failed", "verdict", "heard"
 ANSWER_S = 20.0
-"""How long the tasks wait for one another at the end, beyond the time that workers get to save."""
+"""Seconds that tasks wait for each other at the end, beyond the workers' time to save."""
 
 
-def launch_node(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> LaunchResult:
+def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: CommandLine) -> LaunchResult:
     """Run this node's part of the run.
 
     Args:
-        joined: the variables of the world of the tasks, whose ranks are nodes.
+        joined: variables of the world of tasks, whose ranks are nodes.
 
     Raises:
-        BadInputError: the configuration does not fit the nodes or is not the other ones', or the run cannot start.
+        BadInputError: the configuration does not fit the nodes or differs between them, or the run cannot start.
     """
     started, devices = time.monotonic(), devices_per_node(config)
     os.environ.update(joined)
@@ -65,26 +140,26 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, asked: Asked) -> L
     try:
         with SignalInbox() as inbox, ExitStack() as resources:
             store = rendezvous(config)
-            shared, lock = agree(config, world, asked, store, resources, devices)
+            shared, lock = agree(config, world, command_line, store, resources, devices)
             paths = RunPaths(Path(shared.folder))
             if not shared.train:
                 return LaunchResult("finished", EXIT_OK, paths.root)
-            config = load(paths.config)  # rank 0's, whose names have their commits
+            config = load(paths.config)  # rank 0's, whose names are pinned to commits
             prepare_on_every_node(node, config, paths, store)
             if lock is not None:
                 lock.training()
             outcome = _watch(config, world, store, shared, paths, lock, inbox)
             if node.rank == 0:
-                outcome = _all_ended(config, outcome, node.world_size, store)
-                _conclude(config, paths, outcome, started, asked)
-                outcome = replace(outcome, exit_code=finish.exit_code(outcome, asked))
+                outcome = _combined_outcome(config, outcome, node.world_size, store)
+                _conclude(config, paths, outcome, started, command_line)
+                outcome = replace(outcome, exit_code=finish.exit_code(outcome, command_line))
                 store.set(VERDICT, str(outcome.exit_code))
                 wait_for(store, [f"{HEARD}/{other}" for other in range(1, node.world_size)], ANSWER_S)
             else:
                 outcome = replace(outcome, exit_code=_verdict(config, node, outcome, store))
             return LaunchResult(outcome.status, outcome.exit_code, paths.root, inbox.stop_requested)
     except StoppedBeforeTraining:
-        print("stopped before training began; there was nothing to save", file=sys.stderr, flush=True)
+        print_line("stopped before training began; there was nothing to save", file=sys.stderr, flush=True)
         return LaunchResult("stopped", EXIT_STOPPED, Path(config.run.dir or config.run.root))
 
 
@@ -97,17 +172,17 @@ def _watch(
     lock: RunLock | None,
     inbox: SignalInbox,
 ) -> Outcome:
-    """Start this node's workers and watch them to their end; the other tasks hear of it."""
+    """Start this node's workers, supervise them and publish their outcome to the other tasks."""
     node = world.rank // world.local_world_size
-    threads = choose_threads(config, world.local_world_size)
+    threads = choose_threads(config.launch.threads_per_worker, world.local_world_size)
     several = world.world_size > world.local_world_size
     environment = worker_environment(threads.per_worker, one_host=not several)
     with live_descriptor() as live:
         plan = WorkerPlan(
-            argv=[sys.executable, *WORKER, str(paths.root)],
+            argv=python_module(WORKER, str(paths.root)),
             world_size=world.world_size,
             paths=paths,
-            environment={**environment, **gpu_environment(config), RESUME: shared.resume},
+            environment={**environment, **run_environment(config), RESUME: shared.resume},
             live_fd=live,
             inherited_fds=() if lock is None else (lock.fd,),
             first_rank=world.rank,
@@ -127,13 +202,13 @@ def _watch(
                 stop_timeout=config.launch.stop_timeout,
                 first_attempt=shared.attempt,
                 started=group,
-                lost=_watched(store, node, lock),
+                lost=_reason_to_end(store, node, lock),
                 on_stop=lambda: _stopping(lock),
             )
         finally:
             group.kill()
     failure = outcome.failure
-    told = {
+    result = {
         "node": node,
         "status": outcome.status,
         "message": outcome.message,
@@ -143,14 +218,14 @@ def _watch(
     try:
         if outcome.status == "failed" and not store.check([FAILED]):
             store.set(FAILED, str(node))
-        store.set(f"{ENDED}/{node}", json.dumps(told))
+        store.set(f"{ENDED}/{node}", json.dumps(result))
     except RuntimeError:  # the first node is gone
         return outcome
     return outcome
 
 
-def _watched(store: Store, node: int, lock: RunLock | None) -> Callable[[], str]:
-    """The reason why this node's workers must end at once, or an empty text."""
+def _reason_to_end(store: Store, node: int, lock: RunLock | None) -> Callable[[], str]:
+    """Returns a function that gives the reason why this node's workers must end at once, or an empty text."""
 
     def reason() -> str:
         try:
@@ -166,47 +241,49 @@ def _watched(store: Store, node: int, lock: RunLock | None) -> Callable[[], str]
 
 def _stopping(lock: RunLock | None) -> None:
     if lock is not None:
-        print(STOPPING, file=sys.stderr, flush=True)
+        print_line(STOPPING, file=sys.stderr, flush=True)
         lock.stopping()
 
 
-def _all_ended(config: RunConfig, own: Outcome, nodes: int, store: Store) -> Outcome:
-    """How the run ended, from all nodes: the first failure of any, a stop, or its end."""
+def _combined_outcome(config: RunConfig, outcome: Outcome, nodes: int, store: Store) -> Outcome:
+    """Outcome of the run over all nodes: the first failure, a stop, or the end."""
     keys = [f"{ENDED}/{node}" for node in range(nodes)]
     if not wait_for(store, keys, config.launch.stop_timeout + ANSWER_S):
         silent = [node for node, key in enumerate(keys) if not store.check([key])]
-        return replace(own, status="failed", exit_code=EXIT_FAILURE, message=f"node {silent[0]} does not answer")
-    told = [json.loads(store.get(key)) for key in keys]
-    failed = [each for each in told if each["status"] == "failed"]
+        return replace(outcome, status="failed", exit_code=EXIT_FAILURE, message=f"node {silent[0]} does not answer")
+    results = [json.loads(store.get(key)) for key in keys]
+    failed = [result for result in results if result["status"] == "failed"]
     failures = [
-        Failure(**{**each["failure"], "log": Path(each["failure"]["log"])}) for each in failed if each["failure"]
+        Failure(**{**result["failure"], "log": Path(result["failure"]["log"])})
+        for result in failed
+        if result["failure"]
     ]
     if failures:
         first = min(failures, key=lambda failure: (failure.follows, failure.at))
-        return replace(own, status="failed", exit_code=first.exit_code, failure=first, message="")
+        return replace(outcome, status="failed", exit_code=first.exit_code, failure=first, message="")
     if failed:
         first_node = int(store.get(FAILED))
-        said = next((each for each in failed if each["node"] == first_node), failed[0])
-        return replace(own, status="failed", exit_code=said["exit_code"], message=said["message"])
-    stopped = next((each for each in told if each["status"] == "stopped"), None)
-    return own if stopped is None else replace(own, status="stopped", exit_code=EXIT_STOPPED)
+        result = next((result for result in failed if result["node"] == first_node), failed[0])
+        return replace(outcome, status="failed", exit_code=result["exit_code"], message=result["message"])
+    stopped = next((result for result in results if result["status"] == "stopped"), None)
+    return outcome if stopped is None else replace(outcome, status="stopped", exit_code=EXIT_STOPPED)
 
 
-def _conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, started: float, asked: Asked) -> None:
+def _conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, started: float, command_line: CommandLine) -> None:
     if outcome.failure is not None:
-        print(outcome.failure.show(), file=sys.stderr, flush=True)
+        print_text(outcome.failure.show(), file=sys.stderr, flush=True)
     if outcome.message:
-        print(f"error: {outcome.message}", file=sys.stderr, flush=True)
-    finish.conclude(config, paths, outcome, time.monotonic() - started, asked.line(paths.root, joined_start()))
+        print_line(f"error: {outcome.message}", file=sys.stderr, flush=True)
+    finish.conclude(config, paths, outcome, time.monotonic() - started, command_line.line(paths.root, joined_start()))
 
 
-def _verdict(config: RunConfig, node: World, own: Outcome, store: Store) -> int:
-    """The exit code of all tasks, as the first node's tells it; without its word, this node's own."""
+def _verdict(config: RunConfig, node: World, outcome: Outcome, store: Store) -> int:
+    """Exit code from the first node's task; without its answer, this node's."""
     try:
         if not wait_for(store, [VERDICT], config.launch.stop_timeout + 2 * ANSWER_S):
-            return own.exit_code
+            return outcome.exit_code
         code = int(store.get(VERDICT))
         store.set(f"{HEARD}/{node.rank}", "")
     except RuntimeError:
-        return own.exit_code or EXIT_FAILURE
+        return outcome.exit_code or EXIT_FAILURE
     return code

@@ -1,8 +1,8 @@
-"""Ends what workers started, when the launcher is gone and the workers with it.
+"""Orphan guard: a process that kills the children of workers after the launcher and the workers are gone.
 
-A worker that the kernel ends (parent_death.py) cannot take its own children along. This process can: it is told the
-workers' process groups and, once the launcher's end of the pipe closes, ends every group that is left. Run as a
-program it imports nothing of this package, so that it is there within milliseconds.
+A worker killed by the kernel (:mod:`mgpu_pipe.system.process_end`) leaves its children behind. This process reads the
+workers' process groups from a pipe and kills the remaining groups once the launcher's end closes. As a program it
+imports nothing of this package, so that it starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 class OrphanGuard:
-    """The launcher's side. There is one for each attempt; closing it twice is harmless."""
+    """Launcher's side of the guard, one per attempt; may be closed twice."""
 
     def __init__(self) -> None:
         read_fd, self.fd = os.pipe()
@@ -30,11 +30,11 @@ class OrphanGuard:
             os.close(read_fd)
 
     def watch(self, process_group: int) -> None:
-        self._tell(f"+{process_group}\n")
+        self._write(f"+{process_group}\n")
 
     def dismiss(self, process_group: int) -> None:
-        """Forget a group; call it before its leader is reaped, after which its number may be another's."""
-        self._tell(f"-{process_group}\n")
+        """Forget a group; call it before its leader is reaped, because its ID may be reused afterwards."""
+        self._write(f"-{process_group}\n")
 
     def close(self) -> None:
         if self.fd >= 0:
@@ -42,11 +42,11 @@ class OrphanGuard:
             self.fd = -1
             self._process.wait()
 
-    def _tell(self, word: str) -> None:
+    def _write(self, word: str) -> None:
         try:
             os.write(self.fd, word.encode())
         except BrokenPipeError:
-            return  # somebody ended the orphan guard; parent-death signals and lifelines remain
+            return  # the guard was killed; parent-death signals and lifelines remain
 
 
 def main(fd: int) -> None:

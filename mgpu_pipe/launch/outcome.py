@@ -1,41 +1,58 @@
-"""What a run says before and after: tables, summary, report. None of it may cost the run its exit code."""
+"""Tables, summary and report before and after a run. Their errors never change the run's exit code."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.checkpoint.select import newest_valid
-from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.checkpoint.selection import newest_valid
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import EXIT_STOPPED, MgpuError
-from mgpu_pipe.launch import stop
+from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_traceback
+from mgpu_pipe.launch import signals as stop
+from mgpu_pipe.report.tables import relative_to_cwd, runs_table
 from mgpu_pipe.runs import history
-from mgpu_pipe.runs.continue_line import this_program
-from mgpu_pipe.runs.folder import limit_reached
-from mgpu_pipe.runs.summary import amend_summary, read_summary, write_summary
+from mgpu_pipe.runs.history import amend_summary, read_summary, write_summary
+from mgpu_pipe.runs.resume_command import this_program
+from mgpu_pipe.runs.run_folder import limit_reached
+from mgpu_pipe.system.hardware import cpu_cores
 from mgpu_pipe.topology import ParallelDims
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.launch.supervisor import Outcome
-    from mgpu_pipe.runs.continue_line import Asked
+    from mgpu_pipe.runs.resume_command import CommandLine
+
+
+def show_sweep(runs: Sequence[RunPaths], write: Callable[[], Path], again: str = "") -> None:
+    """Print the table of a sweep's runs and write its page.
+
+    Args:
+        write: writes the page and returns its path.
+        again: the command that resumes the sweep, if a signal ended it.
+    """
+    runs_table(list(dict.fromkeys(runs)))
+    try:
+        print_line(f"report: {relative_to_cwd(write())}")
+    except (RunFolderError, OSError) as error:
+        print_line(f"error: the sweep's report could not be written: {error}", file=sys.stderr)
+    if again:
+        print_line(f"go on: {again}")
+    sys.stdout.flush()
 
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a run ended: ``finished``, ``stopped`` or ``failed``, the command's exit code, the run's folder.
+    """Result of a launch: ``finished``, ``stopped`` or ``failed``, the exit code and the run's folder.
 
     Attributes:
-        asked_to_stop: the launcher got a stop signal, perhaps too late to stop the run.
+        asked_to_stop: whether the launcher got a stop signal, perhaps too late to stop the run.
     """
 
     status: str
@@ -47,70 +64,75 @@ class LaunchResult:
 def print_before(
     config: RunConfig, prepared: Prepared, environment: Mapping[str, object], world: int | None = None
 ) -> None:
-    """What the run will be, of ``world`` processes; None takes the configured number."""
+    """Print the plan of a run with ``world`` processes; None for the configured number."""
+    from mgpu_pipe.report.columns import print_rows
     from mgpu_pipe.report.overview import summary
-    from mgpu_pipe.report.rows import print_rows
 
-    own: Any = environment["own_conf"]
-    print_rows(summary(config, world, prepared, _device(config, environment), own), config.run.name)
+    local_options: Any = environment["own_conf"]
+    print_rows(summary(config, world, prepared, _device(config, environment), local_options), config.run.name)
     sys.stdout.flush()
 
 
-def say_complete(paths: RunPaths) -> None:
-    print(f"this run is complete; raise trainer.{limit_reached(paths)} to go on", file=sys.stderr)
-    print(f"run: {paths.root}", flush=True)
+def print_complete(paths: RunPaths) -> None:
+    print_line(f"this run is complete; raise trainer.{limit_reached(paths)} to go on", file=sys.stderr)
+    print_line(f"run: {paths.root}", flush=True)
 
 
-def say_note(text: str) -> None:
-    """Print a note, unless it is empty."""
+def print_note(text: str) -> None:
+    """Print a note unless it is empty."""
     if text:
-        print(f"note: {text}", file=sys.stderr, flush=True)
+        print_line(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, again: str) -> None:
-    """Complete the summary, write the report, print the table after training and, last, the run's folder.
+    """Complete the summary, write the report, print the table and finally the run's folder.
 
-    A fault here is reported, and changes neither the run's result nor its exit code.
+    An error here is printed and changes neither the run's result nor its exit code.
 
     Args:
-        wall_s: seconds the command took.
-        again: the command that continues this run.
+        wall_s: seconds of this command; the summary gets the sum over all attempts.
+        again: the command that resumes this run.
     """
+    if not paths.config.is_file():  # moved or deleted, as the outcome says: write nothing at the old path
+        return
     try:
         if outcome.status == "failed":
             _record_failure(config, paths, outcome)
-        amend_summary(paths, wall_s=wall_s, attempts=_attempts(paths, outcome))
+        entries = _end_attempt(paths, outcome, wall_s)
+        by_a_job = bool(entries and entries[-1].get("job"))
+        amend_summary(paths, wall_s=history.wall_s(entries), attempts=entries if by_a_job else outcome.attempt)
         _show_end(config, paths, again, outcome)
     except (MgpuError, OSError) as error:
-        print(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
-    except Exception:  # a defect of the report; told whole, and the run's result is not lost over it
-        print("error: the run's report could not be made, by a defect of this program:", file=sys.stderr)
-        traceback.print_exc()
-    print(f"run: {paths.root}", flush=True)
+        print_line(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
+    except Exception:  # a bug in the report must not lose the run's result
+        print_line("error: the run's report could not be made, by a defect of this program:", file=sys.stderr)
+        print_traceback()
+    print_line(f"run: {paths.root}", flush=True)
 
 
-def _attempts(paths: RunPaths, outcome: Outcome) -> object:
-    """How many there were; in a job, their history, which this one's end completes."""
+def _end_attempt(paths: RunPaths, outcome: Outcome, wall_s: float) -> list[history.Entry]:
+    """Complete this attempt's entry in the run's history; returns all entries."""
     failed = outcome.status == "failed"
     cause = stop.asked_by() if outcome.status == "stopped" else ""
     if failed:
         cause = outcome.message if outcome.failure is None else outcome.failure.message
     step = read_summary(paths).get("step")
     taken = step if isinstance(step, int) else 0
-    return history.end(paths, outcome.status, taken, cause, retry=failed and _retry(outcome)) or outcome.attempt
+    retry = failed and _retry(outcome)
+    return history.end(paths, outcome.status, taken, cause, retry=retry, wall_s=wall_s)
 
 
 def _retry(outcome: Outcome) -> bool:
     return outcome.failure is None or outcome.failure.can_be_retried
 
 
-def exit_code(outcome: Outcome, asked: Asked) -> int:
-    """The command's: in a job, which its script queues again, a crash asks for that as a stop does."""
-    return EXIT_STOPPED if asked.again and outcome.status == "failed" and _retry(outcome) else outcome.exit_code
+def exit_code(outcome: Outcome, command_line: CommandLine) -> int:
+    """Exit code of the command: in a job that its script requeues, a crash requests that as a stop does."""
+    return EXIT_STOPPED if command_line.again and outcome.status == "failed" and _retry(outcome) else outcome.exit_code
 
 
 def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> None:
-    """The summary of a run whose workers could not write one."""
+    """Write the summary of a run whose workers could not."""
     from mgpu_pipe.runs.metrics_file import read_metrics
 
     world = world_size(config)
@@ -142,14 +164,14 @@ def _show_end(config: RunConfig, paths: RunPaths, again: str, outcome: Outcome) 
     summary = read_summary(paths)
     if summary.get("status") == "failed":
         if summary.get("checkpoint") and outcome.failure is not None and outcome.failure.can_be_retried:
-            print(f"go on: {again}")
+            print_line(f"go on: {again}")
         return
-    after_table(summary, {"report": str(report), **_how_to_go_on(config, paths, summary, again)})
+    after_table(summary, {"report": str(report), **_next_commands(config, paths, summary, again)})
     sys.stdout.flush()
 
 
-def _how_to_go_on(config: RunConfig, paths: RunPaths, summary: Mapping[str, object], again: str) -> dict[str, str]:
-    """Commands that can be copied, by what they do."""
+def _next_commands(config: RunConfig, paths: RunPaths, summary: Mapping[str, object], again: str) -> dict[str, str]:
+    """Commands to copy, by what they do."""
     if summary.get("status") == "stopped":
         return {"go on": again}
     if summary.get("checkpoint") is None:
@@ -165,7 +187,7 @@ def _how_to_go_on(config: RunConfig, paths: RunPaths, summary: Mapping[str, obje
 
 
 def _device(config: RunConfig, environment: Mapping[str, object]) -> str:
-    """The hardware in words."""
+    """Words for the hardware."""
     gpus = environment.get("gpus")
     if device_type(config) == "cuda" and isinstance(gpus, list) and gpus:
         return f"{len(gpus)} x {str(gpus[0]).partition(',')[0]}"

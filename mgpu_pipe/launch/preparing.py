@@ -1,15 +1,18 @@
-"""Progress of data preparation on stderr: a bar on a terminal, a line a stage elsewhere."""
+"""Prepares data with progress on stderr: a bar on a terminal, a line per stage elsewhere."""
 
 from __future__ import annotations
 
+import io
+import os
+import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO
 
 from mgpu_pipe.config.hub import is_at_commit
-from mgpu_pipe.errors import one_line
+from mgpu_pipe.errors import one_line, print_line
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -18,43 +21,108 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.cache import Progress
     from mgpu_pipe.data.samples import Prepared
 
+
+_REDRAW = re.compile(r"(\r\n|\n|\r|\x1b\[[0-9]*[KA])")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class PlainLines:
+    """Converts terminal output to log lines, without the redraws of a bar."""
+
+    def __init__(self) -> None:
+        self._line = ""
+
+    def feed(self, text: str) -> str:
+        """Lines completed by ``text``."""
+        done = []
+        for piece in _REDRAW.split(text):
+            if piece in ("\n", "\r\n"):
+                done.append(self._line + "\n")
+                self._line = ""
+            elif _REDRAW.fullmatch(piece):  # back to the line's start, or erased
+                self._line = ""
+            else:
+                self._line += _ESCAPES.sub("", piece)
+        return "".join(done)
+
+
+class LiveStream(io.TextIOBase):
+    """A text stream that writes to the launcher's standard error and, as plain lines, to the rank's log.
+
+    Args:
+        log: the rank's standard error.
+        fd: a descriptor of the launcher's standard error.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, log: TextIO, fd: int) -> None:
+        self._log, self._fd = log, fd
+        self._plain = PlainLines()
+        self._live_open = True
+
+    def write(self, text: str) -> int:
+        lines = self._plain.feed(text)
+        with suppress(OSError):  # on a full disk, saving a checkpoint reports the error
+            self._log.write(lines)
+        data = text.encode("utf-8", "replace")
+        try:
+            while self._live_open and data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:
+            self._live_open = False  # the terminal or the pipe's reader is gone; training continues
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def writable(self) -> bool:
+        return True
+
+
 SILENT_S = 1.0
-"""A stage that is over sooner is not worth a line."""
+"""A shorter stage prints no line."""
 
 
 def prepare_data(config: RunConfig) -> Prepared:
-    """The data, and the model's weights where the Hub has them, on this machine.
+    """Prepare the data, and fetch a model from the Hub, on this machine.
 
     Raises:
-        BadInputError: they cannot be used as they are.
+        BadInputError: the data or the model cannot be used.
     """
     from mgpu_pipe.data.prepare import prepare
 
     fetch_model(config)
     with showing_preparation(config.trainer.progress) as progress:
         prepared = prepare(config, progress)
-    if prepared.told:
-        print(f"note: {one_line(prepared.told)}", file=sys.stderr, flush=True)
+    for note in (prepared.told, prepared.too_long(config)):
+        if note:
+            print_line(f"note: {one_line(note)}", file=sys.stderr, flush=True)
     return prepared
 
 
 def fetch_model(config: RunConfig) -> None:
-    """Have the weights of a model that the Hub has on this machine, whole.
+    """Fetch the whole model from the Hub to this machine.
 
     Raises:
-        BadInputError: they cannot be fetched, or are no whole model.
+        BadInputError: the weights cannot be fetched or are incomplete.
     """
     path = config.model.path
     if path is not None and is_at_commit(path):
-        from mgpu_pipe.models.folder import check_model_folder
-        from mgpu_pipe.models.hub_folder import whole_folder
+        from mgpu_pipe.models.weights.folder import check_model_folder, whole_folder
 
         check_model_folder(whole_folder(path))
 
 
 @contextmanager
 def showing_preparation(mode: str) -> Iterator[Progress | None]:
-    """The callback for ``prepare``.
+    """Progress callback for ``prepare``.
 
     Args:
         mode: ``trainer.progress``.
@@ -87,21 +155,21 @@ def _bar() -> Iterator[Progress]:
 
 
 class _Lines:
-    """One line when a stage takes long, one when it is done."""
+    """Prints a line when a stage takes long, and one when it is done."""
 
     def __init__(self) -> None:
         self._stage = ""
         self._began = 0.0
-        self._said = False
+        self._announced = False
 
     def tell(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if stage != self._stage:
-            self._stage, self._began, self._said = stage, now, False
-        if not self._said and now - self._began > SILENT_S:
-            self._said = True
+            self._stage, self._began, self._announced = stage, now, False
+        if not self._announced and now - self._began > SILENT_S:
+            self._announced = True
             share = f" ({100 * done // total}%)" if total else ""
-            print(f"data: {stage}{share} ...", file=sys.stderr, flush=True)
-        if self._said and total and done >= total:
-            print(f"data: {stage} done in {now - self._began:.1f} s", file=sys.stderr, flush=True)
+            print_line(f"data: {stage}{share} ...", file=sys.stderr, flush=True)
+        if self._announced and total and done >= total:
+            print_line(f"data: {stage} done in {now - self._began:.1f} s", file=sys.stderr, flush=True)
             self._stage = ""

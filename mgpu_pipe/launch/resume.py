@@ -1,4 +1,4 @@
-"""Where an attempt continues from, and whether it may: the launcher decides once, before any worker starts."""
+"""Chooses and checks the step that an attempt resumes from, once, before any worker starts."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint import layout
-from mgpu_pipe.checkpoint.integrity import read_state
-from mgpu_pipe.checkpoint.manifest import read_manifest
-from mgpu_pipe.checkpoint.select import newest_valid, resolve_source
+from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
+from mgpu_pipe.checkpoint.selection import newest_valid, resolve_source
 from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.hub import is_at_commit
-from mgpu_pipe.config.mathematics import Kind, differences, unequal
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import resolve_precision
+from mgpu_pipe.config.run_identity import Identity, differences, unequal
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
-from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, one_line
-from mgpu_pipe.models.folder import read_config_json
-from mgpu_pipe.runs.newest import STARTS_FROM, recorded
-from mgpu_pipe.training.length import run_length
+from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, one_line, print_line
+from mgpu_pipe.models.weights.folder import read_config_json
+from mgpu_pipe.runs.latest import STARTS_FROM, recorded
+from mgpu_pipe.system.local_files import exists
+from mgpu_pipe.training.run_clock import run_length
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
@@ -29,21 +29,21 @@ LISTED = 3
 
 
 def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
-    """The step folder that an attempt starts from: this run's newest valid one, else what was asked for, else none.
+    """Step folder that an attempt resumes from: this run's newest valid one, else the configured one, else None.
 
-    A run that began from another run's step, and has saved none of its own yet, begins from there again.
+    A run that resumed another run's step and has not saved yet resumes from that step again.
 
     Raises:
-        CheckpointError: no usable checkpoint where there are some or one was named, or a damaged one under
+        CheckpointError: none of the run's checkpoints, or not the configured one, is usable; or a damaged one under
             ``on_corruption=stop``.
     """
     checkpoint = config.checkpoint
-    own = newest_valid(paths.checkpoints, checkpoint.on_corruption, checkpoint.verify)
-    if own is not None:
-        return own.path
+    newest = newest_valid(paths.checkpoints, checkpoint.on_corruption, checkpoint.verify)
+    if newest is not None:
+        return newest.path
     damaged = list(layout.committed(paths.checkpoints))
     if damaged:
-        # Starting afresh would cut the metrics and train over what a disk that is ill for a moment still holds.
+        # Starting afresh would cut the metrics and overwrite steps that a failing disk may still hold.
         raise CheckpointError(
             f"{paths.checkpoints}: no checkpoint in it can be read whole ({len(damaged)} damaged); look with mgpu-pipe "
             f"checkpoints check {paths.root} --full, or start in another run.dir"
@@ -57,27 +57,27 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
 
 
 def restarts_without_progress(config: RunConfig) -> int:
-    """How often in a row a job may crash without saving a step; 0 for a launcher that starts nothing again."""
+    """Number of crashes in a row that a job may have without saving a step; 0 if the launcher never restarts."""
     return int(getattr(config.launch, "max_restarts_without_progress", 0))
 
 
-def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = False) -> list[str]:
+def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step: bool = False) -> list[str]:
     """Compare this run with the one that saved ``step``.
 
     Args:
-        own: the step is this run's; another run's must leave steps to take.
+        is_own_step: whether the step is this run's; another run's must leave steps to train.
 
     Returns:
-        Notices of what differs and may differ.
+        Notices of differences that are allowed.
 
     Raises:
-        ConfigErrors: everything that differs and may not.
+        ConfigErrors: all differences that are not allowed.
     """
     before, _ = load_untrusted(step / "config.yaml")
     manifest = read_manifest(step)
     length = run_length(config, prepared)
     errors: list[BadInputError] = []
-    if not own and manifest.step >= length:
+    if not is_own_step and manifest.step >= length:
         key = "trainer.max_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
         limit = config.trainer.max_steps or config.trainer.max_epochs
         fix = f"use more than {manifest.step} steps, counted from the start of the run"
@@ -89,7 +89,7 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = 
             f"use {then} to resume from it, or checkpoint.init_from for the weights alone",
             f"the checkpoint {step} was trained with {then}",
         )
-        for name, now, then in differences(config, before, [Kind.FIXED])
+        for name, now, then in differences(config, before, [Identity.FIXED])
     ]
     model, then = config.model.path or "", before.model.path or ""
     if model != then and is_at_commit(model) and is_at_commit(then):
@@ -97,7 +97,7 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = 
         errors.append(ConfigError("model.path", model, fix, f"the checkpoint {step} was trained from {then}"))
     state = read_state(step, manifest, "off")
     if not errors and state.get("data_digest") != prepared.digest:
-        changed = [name for name, _, _ in differences(config, before, [Kind.CONTENT]) if name.startswith("data.")]
+        changed = [name for name, _, _ in differences(config, before, [Identity.CONTENT]) if name.startswith("data.")]
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
         changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
         reason = f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})"
@@ -110,30 +110,32 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, own: bool = 
     if errors:
         raise ConfigErrors(errors)
     precision = resolve_precision(config)
-    told = [
+    changes = [
         difference
-        for difference in differences(config, before, [Kind.TOLD, Kind.NOTED])
+        for difference in differences(config, before, [Identity.NOTICE, Identity.RECORDED])
         if difference[0] != "precision.name"
     ]
-    told += unequal("precision.name", precision, state.get("precision", precision))  # what auto meant there and here
-    return [f"resuming with {name}={now} (was {then})" for name, now, then in told]
+    changes += unequal(
+        "precision.name", precision, state.get("precision", precision)
+    )  # auto may have meant another precision
+    return [f"resuming with {name}={now} (was {then})" for name, now, then in changes]
 
 
 def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
-    """Compare this run with what trained the weights of ``checkpoint.init_from``.
+    """Compare this run with the run that trained the weights of ``checkpoint.init_from``.
 
     Returns:
-        Notices of model settings that differ and that no tensor's shape shows.
+        Notices of differing model settings that change no tensor's shape.
 
     Raises:
-        ConfigErrors: another type of model, or a tokenizer that gives other ids.
-        CheckpointError: no whole checkpoint there.
+        ConfigErrors: another type of model, or a tokenizer with other ids.
+        CheckpointError: no whole checkpoint in the folder.
     """
     source = Path(str(config.checkpoint.init_from)).expanduser()
     errors: list[BadInputError] = []
     notices: list[str] = []
-    if (source / "config.json").exists() and not (source / "manifest.json").exists():
-        kept = source
+    if exists(source / "config.json") and not exists(source / "manifest.json"):
+        tokenizer = source
         stored = read_config_json(source)
         if config.model.path is None and config.model.type != stored.get("model_type"):
             reason = f"the weights of {source} are a {stored.get('model_type')}'s"
@@ -142,16 +144,16 @@ def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
         notices = _trained_with(settings, {name: stored[name] for name in settings})
     else:
         step = resolve_source(source, config.checkpoint.on_corruption, "size", key="checkpoint.init_from")
-        kept = RunPaths(step.parents[1]).tokenizer
+        tokenizer = RunPaths(step.parents[1]).tokenizer
         before, _ = load_untrusted(step / "config.yaml")
         if config.model.path is None and before.model.path is None:
             if config.model.type != before.model.type:
                 reason = f"the weights of {step} are a {before.model.type}'s"
                 errors.append(ConfigError("model.type", config.model.type, f"use {before.model.type}", reason))
             notices = _trained_with(config.model.config, before.model.config)
-    tokens = token_differences(kept, prepared.tokenizer_folder)
+    tokens = token_differences(tokenizer, prepared.tokenizer_folder)
     if tokens:
-        fix = f"use data.tokenizer={kept.absolute()}"
+        fix = f"use data.tokenizer={tokenizer.absolute()}"
         reason = f"the weights of {source} were trained with a tokenizer that gives other ids ({_listed(tokens)})"
         errors.append(ConfigError("data.tokenizer", config.data.tokenizer, fix, reason))
     if errors:
@@ -171,16 +173,16 @@ def _listed(texts: list[str]) -> str:
 
 
 def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step: Path | None) -> None:
-    """Say where the run continues from and what differs; refuse what may not differ, and a run without a step."""
+    """Print the step to resume from and its differences; refuse a forbidden difference or a run without a step."""
     run_length(config, prepared)
     if prepared.tokenizer_folder is not None:
-        refused = config.objective.tokenizer_errors(prepared.tokenizer_folder)
-        if refused:
-            raise refused[0]
+        errors = config.objective.tokenizer_errors(prepared.tokenizer_folder)
+        if errors:
+            raise errors[0]
     if step is not None:
-        for notice in check_resume(config, prepared, step, own=step.parent == paths.checkpoints):
-            print(f"note: {one_line(notice)}", file=sys.stderr)
-        print(f"resuming from {step}", file=sys.stderr, flush=True)
+        for notice in check_resume(config, prepared, step, is_own_step=step.parent == paths.checkpoints):
+            print_line(f"note: {one_line(notice)}", file=sys.stderr)
+        print_line(f"resuming from {step}", file=sys.stderr, flush=True)
     elif config.checkpoint.init_from is not None:
         for notice in check_init_from(config, prepared):
-            print(f"note: {one_line(notice)}", file=sys.stderr)
+            print_line(f"note: {one_line(notice)}", file=sys.stderr)

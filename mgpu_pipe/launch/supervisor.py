@@ -1,7 +1,7 @@
-"""Watches the workers of a run: restarts, stops, the first failing rank's error.
+"""Supervises the workers of a run: restarts, stops and the first failing rank's error.
 
-torch's elastic agent is not used: it needs torch in the launcher (1.3 s), counts exit code 75 as a crash, and kills
-30 s after SIGTERM whatever the run still has to save.
+It replaces torch's elastic agent, which needs torch in the launcher (1.3 s), counts exit code 75 as a crash, and kills
+workers 30 s after SIGTERM even while they save.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mgpu_pipe.checkpoint.select import newest_valid
+from mgpu_pipe.checkpoint.selection import newest_valid
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, print_line, print_text
 from mgpu_pipe.launch.failure import Failure, first_failure
 from mgpu_pipe.launch.signals import SignalInbox
 from mgpu_pipe.launch.workers import WorkerGroup, WorkerPlan
 
 CRASH_TERMINATE_S = 1.0
-"""The end that is seen first may follow from another rank's, which gets this long to be reported."""
+"""Seconds to report the rank that caused the first end."""
 CRASH_KILL_S = 3.0
-"""When a rank has failed, the others hang in a collective; they get this long to exit."""
+"""Seconds for the other ranks to exit after a failure; they usually hang in a collective."""
 POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run's workers ended.
+    """Outcome of a run's workers.
 
     Attributes:
         status: ``finished``, ``stopped`` (saved, can be resumed) or ``failed``.
         attempt: the last attempt's number.
-        failure: of the first failing rank; None where workers did not fail.
-        message: what the launcher has to say, e.g. that it had to kill; empty otherwise.
+        failure: failure of the first failing rank; None if no worker failed.
+        message: message of the launcher, e.g. that it killed workers; usually empty.
     """
 
     status: str
@@ -56,14 +56,14 @@ def supervise(
     lost: Callable[[], str] = lambda: "",
     on_stop: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Run the workers to their end, again after a crash, at most ``max_restarts`` times.
+    """Run the workers to their end, with at most ``max_restarts`` restarts after crashes.
 
     Args:
-        stop_timeout: seconds the workers get to save and leave once a stop signal is in the inbox.
-        started: the first attempt's group, if it was started ahead.
-        attempt_environment: variables of one attempt, e.g. where it resumes.
-        lost: why the run must end at once (its folder was taken over by another host); empty while all is well.
-        on_stop: called once the workers were asked to save and leave.
+        stop_timeout: seconds that workers have to save and exit after a stop signal.
+        started: group of the first attempt, if already started.
+        attempt_environment: variables of an attempt, e.g. its step to resume from.
+        lost: reason to end at once, such as a folder taken over by another host; empty otherwise.
+        on_stop: called after the workers got the stop signal.
     """
     inbox.collect()
     attempt = first_attempt
@@ -79,7 +79,8 @@ def supervise(
         restarts_left = max_restarts - (attempt - first_attempt)
         if failure is None or restarts_left <= 0 or not failure.can_be_retried or inbox.stop_requested:
             return outcome
-        print(f"{failure.show()}\nattempt {attempt} failed; {restarts_left} restart(s) left", file=sys.stderr)
+        print_text(failure.show(), file=sys.stderr)
+        print_line(f"attempt {attempt} failed; {restarts_left} restart(s) left", file=sys.stderr)
         attempt += 1
 
 
@@ -116,12 +117,12 @@ def _watch(
             message = message or reason
             killed = frozenset(group.running)
             if now >= crash_by:
-                group.tell_where()
+                group.dump_stacks()
             group.kill()
             break
         inbox.wait(min(POLL_S, stop_by - now, terminate_at - now, crash_by - now))
     if crash_by < float("inf") or stop_by < float("inf"):
-        # SIGTERM came before these had installed their handler, so there was nothing to save
+        # SIGTERM preceded their handler, so they had nothing to save
         killed |= {end.rank for end in group.exits if end.code == -signal.SIGTERM}
     return _judge(group, plan, message, killed, stood_still, stopped=stop_by < float("inf"))
 
@@ -133,8 +134,10 @@ def _reason_to_kill(
         return lost
     if inbox.kill_requested:
         saved = newest_valid(paths.checkpoints, "fallback", "size")
-        kept = f"the newest saved checkpoint, {saved.path.name}, is intact" if saved else "no checkpoint was saved yet"
-        return f"stopped at once by a second signal; {kept}"
+        saved_text = (
+            f"the newest saved checkpoint, {saved.path.name}, is intact" if saved else "no checkpoint was saved yet"
+        )
+        return f"stopped at once by a second signal; {saved_text}"
     if too_late:
         stopped = sorted(group.standing_still)
         if stopped:

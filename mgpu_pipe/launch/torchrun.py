@@ -1,4 +1,4 @@
-"""The lines by which any cluster manager starts a run: torchrun on each node, or a process a worker. No torch."""
+"""Command lines that start a run under any cluster manager: torchrun per node, or one process per worker."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.runs.continue_line import Asked, hydra_quoted, without
+from mgpu_pipe.errors import ConfigError, print_line
+from mgpu_pipe.runs.resume_command import CommandLine, hydra_quoted, without
 
-OWN = ("launch", "launch.type")
+REPLACED_KEYS = ("launch", "launch.type")
 PORT = 29500
 
 
@@ -18,7 +18,7 @@ def settled(config: RunConfig) -> RunConfig:
     """``config`` with ``trainer.devices`` as a number.
 
     Raises:
-        ConfigError: it is ``auto``, and this machine does not tell what the nodes have.
+        ConfigError: ``auto``, because this machine does not know the nodes.
     """
     if config.trainer.devices != "auto":
         return config
@@ -28,24 +28,24 @@ def settled(config: RunConfig) -> RunConfig:
     raise ConfigError("trainer.devices", "auto", "give the number of processes a node", reason)
 
 
-def hand_over(config: RunConfig, asked: Asked, *, dry_run: bool) -> None:
-    """Print the lines; nothing is submitted, with ``dry_run`` or without.
+def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) -> None:
+    """Print the command lines; submits nothing, with or without ``dry_run``.
 
     Raises:
-        ConfigError: the run has no folder that all processes could know.
+        ConfigError: the run has no folder known to all processes.
     """
     if config.run.dir is None:
         fix = "give a folder that all nodes see; a restart goes on in it"
         raise ConfigError("run.dir", None, fix, "every process is started by this very line")
-    words = [*without(asked.alone, *OWN, "trainer.devices", "run.dir", "checkpoint.resume")]
+    words = [*without(command_line.alone, *REPLACED_KEYS, "trainer.devices", "run.dir", "checkpoint.resume")]
     words += [f"trainer.devices={devices_per_node(config)}", f"run.dir={hydra_quoted(config.run.dir)}"]
     run = shlex.join([*words, "checkpoint.resume=auto"])
     nodes, here = config.trainer.num_nodes, devices_per_node(config)
-    print("# on every node, where MASTER_ADDR is the first one's name or address:")
-    print(
+    print_line("# on every node, where MASTER_ADDR is the first one's name or address:")
+    print_line(
         f"torchrun --nnodes={nodes} --nproc_per_node={here} --rdzv_backend=c10d "
         f'--rdzv_endpoint="$MASTER_ADDR:{PORT}" -m mgpu_pipe {run}'
     )
-    print(f"# or, once a worker, where RANK (0 to {nodes * here - 1}), WORLD_SIZE={nodes * here}, LOCAL_RANK,")
-    print(f"# LOCAL_WORLD_SIZE={here}, MASTER_ADDR and MASTER_PORT are set (PyTorchJob sets most of them):")
-    print(f"python -m mgpu_pipe {run}", flush=True)
+    print_line(f"# or, once a worker, where RANK (0 to {nodes * here - 1}), WORLD_SIZE={nodes * here}, LOCAL_RANK,")
+    print_line(f"# LOCAL_WORLD_SIZE={here}, MASTER_ADDR and MASTER_PORT are set (PyTorchJob sets most of them):")
+    print_line(f"python -m mgpu_pipe {run}", flush=True)

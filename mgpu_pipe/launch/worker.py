@@ -1,7 +1,7 @@
-"""A worker's entry: ``python -m mgpu_pipe.launch.worker <run folder>``.
+"""Entry point of a worker: ``python -m mgpu_pipe.launch.worker <run folder>``.
 
-It reads the run's frozen configuration; it is no Hydra application and never composes. What must hold from the
-first moment on (dying with the launcher, the stop flag) is set up before anything slow is imported.
+It reads the run's frozen configuration and never composes. It binds its life to the launcher's and installs the stop
+flag before any slow import.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.config.paths import RunPaths, cache_folder
-from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed
-from mgpu_pipe.launch import stop
+from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed, one_line, print_line, print_text
+from mgpu_pipe.import_path import allow_own_classes
+from mgpu_pipe.launch import signals as stop
 from mgpu_pipe.launch.failure import write_error
-from mgpu_pipe.launch.parent_death import Lifeline
-from mgpu_pipe.launch.process_exit import exit_now
 from mgpu_pipe.launch.workers import INHERITED_FDS, LIVE_FD, RESUME
+from mgpu_pipe.system.process_end import Lifeline, exit_now
+from mgpu_pipe.system.standard_streams import print_logs_safely
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.samples import Prepared
-    from mgpu_pipe.inference.samples import Sample
+    from mgpu_pipe.inference.prompt_samples import Sample
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.training.result import TrainResult
 
@@ -42,15 +43,17 @@ NODE_LOCK = "node.lock"
 
 
 def main(folder: Path) -> int:
-    """Train in the locally launched world that the environment describes; returns the exit code."""
+    """Train in the world that the launcher's variables describe; returns the exit code."""
     lifeline = Lifeline.attach(os.environ)
     stop.install(second_leaves=False)
-    _settle_streams()
+    _set_up_streams()
+    print_logs_safely()
     from mgpu_pipe.launch.distributed import World, launcher_store
 
     paths, world = RunPaths(folder), World.from_environment(os.environ)
     try:
         import_all()
+        allow_own_classes()
         if lifeline is not None:
             lifeline.wait_for_go()
         from mgpu_pipe.config.freeze import load
@@ -66,18 +69,18 @@ def main(folder: Path) -> int:
 
 
 def leave_error(paths: RunPaths, error: BaseException, rank: int, code: int | None = None) -> NoReturn:
-    """Hand ``error`` to the launcher and end this process as it is: peers and device are in no state to tidy up.
+    """Pass ``error`` to the launcher and exit without cleanup, for which peers and device are not fit.
 
     Args:
-        code: the exit code; by default the error's own.
+        code: the exit code; default: the error's.
     """
     write_error(paths.rank_error(rank), error, rank)
     with suppress(OSError):  # a full disk takes no log either
         if isinstance(error, MgpuError):
-            print(f"error: rank {rank}: {concealed(str(error))}", file=sys.stderr)
+            print_line(f"error: rank {rank}: {one_line(error)}", file=sys.stderr)
         else:
             trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            print(concealed(trace), end="", file=sys.stderr)
+            print_text(concealed(trace), end="", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(getattr(error, "exit_code", 1) if code is None else code)
@@ -86,23 +89,25 @@ def leave_error(paths: RunPaths, error: BaseException, rank: int, code: int | No
 def train_in(
     world: World, config: RunConfig, paths: RunPaths, prepared: Prepared, store: Store, *, resume: Path | None
 ) -> TrainResult:
-    """Train inside ``world`` and, on rank 0, write the summary. Every rank makes this call.
+    """Train in ``world``; rank 0 writes the summary. A collective call.
 
     Args:
-        prepared: the data, ready on this node.
-        store: where the ranks of the process group meet.
-        resume: the step folder to go on from.
+        prepared: the data on this node.
+        store: store of the process group.
+        resume: step folder to resume from.
     """
     started = time.monotonic()
     import torch
 
     from mgpu_pipe.config.resolve import device_type
+    from mgpu_pipe.inference.during_training import INFERENCE
     from mgpu_pipe.launch.distributed import process_group
-    from mgpu_pipe.launch.variables import keep_traces_in
-    from mgpu_pipe.runs.summary import write_summary
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.launch.gpus import keep_traces_in
+    from mgpu_pipe.runs.history import write_summary
+    from mgpu_pipe.training.loggers import log_samples
+    from mgpu_pipe.training.train import train
 
-    if config.trainer.deterministic:  # read when cuBLAS is first used; without it torch refuses its kernels
+    if config.trainer.deterministic:  # cuBLAS reads it at first use; without it torch refuses its kernels
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device_type(config) == "cuda":
         keep_traces_in(paths.logs)
@@ -111,18 +116,23 @@ def train_in(
     with process_group(world, store, device_type(config), config.launch.collective_timeout):
         usual, sys.stderr = sys.stderr, live or sys.stderr
         try:
-            result = train(config, paths, prepared, stop_requested=stop.stop_requested, resume=resume)
+            result = train(
+                config, paths, prepared, stop_requested=stop.stop_requested, resume=resume, inference=INFERENCE
+            )
         finally:
             sys.stderr = usual
         samples = _samples_by_all(config, result, prepared)
         device = next(result.model.parameters()).device
     if world.rank == 0:
         if result.whole_model:
-            result.model = None  # type: ignore[assignment]  # its memory is wanted for the saved one
+            result.model = None  # type: ignore[assignment]  # free its memory for the saved model
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             samples = _samples(config, result, prepared, device)
+        every = config.trainer.sample_every_n_steps
+        if every is None or result.step % every:  # otherwise they were logged at the end of the step
+            log_samples(result.loggers, result.step, samples)
         known = {
             "status": result.status,
             "step": result.step,
@@ -133,17 +143,17 @@ def train_in(
             "attempts": world.attempt,
             "samples": samples,
         }
-        write_summary(paths, known)  # the launcher puts the whole command's time in
+        write_summary(paths, known)  # the launcher replaces wall_s by the whole command's time
     return result
 
 
 def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
-    """The data that the launcher prepared; a node that does not share its cache prepares it again, which may take long.
+    """The data that the launcher prepared; a node without its cache prepares it again, which may take long.
 
-    So it is with a model that the Hub has: one process of the node fetches it.
+    One process of the node fetches a model from the Hub.
 
     Raises:
-        DataError: this node's files are not rank 0's.
+        DataError: this node's files differ from rank 0's.
     """
     from mgpu_pipe.data.cache import locked, writing_to_cache
     from mgpu_pipe.data.prepare import prepare, read_prepared
@@ -156,8 +166,8 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
             fetch_model(config)
     if prepared.is_here():
         return prepared
-    print("preparing the data on this node, which has no part in rank 0's cache", file=sys.stderr, flush=True)
-    with writing_to_cache(cache), locked(cache / NODE_LOCK):  # one of the node's processes works, the others wait
+    print_line("preparing the data on this node, which has no part in rank 0's cache", file=sys.stderr, flush=True)
+    with writing_to_cache(cache), locked(cache / NODE_LOCK):  # one process of the node works, the others wait
         here = prepare(config)
     if here.digest != prepared.digest:
         named = f"data.source={config.data.source}"
@@ -166,9 +176,9 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
 
 
 def _samples(config: RunConfig, result: TrainResult, prepared: Prepared, device: torch.device) -> list[Sample]:
-    """The configured prompts, continued by the model of the last checkpoint; none where nothing was saved."""
-    from mgpu_pipe.inference.load import load_run
-    from mgpu_pipe.inference.samples import make_samples, shows_samples
+    """Continuations of the configured prompts by the last checkpoint's model; none without a checkpoint."""
+    from mgpu_pipe.inference.open import load_run
+    from mgpu_pipe.inference.prompt_samples import make_samples, shows_samples
 
     if not shows_samples(config) or result.status != "finished" or result.checkpoint is None:
         return []
@@ -177,31 +187,31 @@ def _samples(config: RunConfig, result: TrainResult, prepared: Prepared, device:
 
 
 def _samples_by_all(config: RunConfig, result: TrainResult, prepared: Prepared) -> list[Sample]:
-    """The configured prompts, continued by a sharded model: no process could hold it whole, so all take part."""
+    """Continuations of the configured prompts by a sharded model, with all ranks; none if it is whole."""
     if result.status != "finished" or result.whole_model:
         return []
-    from mgpu_pipe.inference.samples import make_samples
+    from mgpu_pipe.inference.prompt_samples import make_samples
 
     folder, forward = prepared.tokenizer_folder, result.sampling_forward
     return make_samples(config, result.model, folder, prepared, together=True, forward=forward)
 
 
 def import_all() -> None:
-    """Import what training needs, while the launcher prepares the data.
+    """Import the modules of training while the launcher prepares the data.
 
-    Modules stay, so nothing of them is garbage: looking for some would take a tenth of this time.
+    Garbage collection is off meanwhile: modules stay, and searching them would take a tenth of the time.
     """
     gc.disable()
-    import mgpu_pipe.data.text.prepare
-    import mgpu_pipe.strategies.mesh
-    import mgpu_pipe.training.run  # noqa: F401
+    import mgpu_pipe.data.text.prepare_text
+    import mgpu_pipe.training.mesh
+    import mgpu_pipe.training.train  # noqa: F401
 
     gc.freeze()
     gc.enable()
 
 
-def _settle_streams() -> None:
-    """Lines reach the log as they are written; only this process, not what it executes, keeps the run's lock."""
+def _set_up_streams() -> None:
+    """Make standard streams line buffered, and keep the run's lock from child programs."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
@@ -211,10 +221,10 @@ def _settle_streams() -> None:
 
 
 def _live_stream() -> TextIO | None:
-    """Where progress is shown. Set up after the imports, so that libraries' log handlers keep to the log."""
+    """Stream for progress, created after the imports so that libraries' log handlers keep the log."""
     if LIVE_FD not in os.environ:
         return None
-    from mgpu_pipe.launch.live_output import LiveStream
+    from mgpu_pipe.launch.preparing import LiveStream
 
     fd, log = int(os.environ[LIVE_FD]), sys.stderr
     os.set_inheritable(fd, False)
@@ -227,7 +237,7 @@ def _live_stream() -> TextIO | None:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        (file or log).write(warnings.formatwarning(message, category, filename, lineno, line))
+        print_text(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or log)
 
     warnings.showwarning = to_log
     return cast(TextIO, LiveStream(log, fd))

@@ -1,4 +1,4 @@
-"""One attempt's group of workers: started, released, signalled, reaped."""
+"""Group of the workers of an attempt: starts, releases, signals and reaps them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from mgpu_pipe.config.joined_world import LIFELINE_FD
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.launch import parent_death
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
-from mgpu_pipe.launch.stop import WHERE
+from mgpu_pipe.launch.signals import WHERE
+from mgpu_pipe.system import process_end as parent_death
+from mgpu_pipe.system.joined_world import LIFELINE_FD
 
 if TYPE_CHECKING:
     from mgpu_pipe.launch.fork_server import Forked, ForkServer
 
-WORKER = ("-m", "mgpu_pipe.launch.worker")
+WORKER = "mgpu_pipe.launch.worker"
+"""Module of a worker."""
 HOST = "127.0.0.1"
 STORE_FD = "MGPU_STORE_FD"
 ATTEMPT = "MGPU_ATTEMPT"
@@ -30,23 +32,26 @@ ERROR_FD = "MGPU_ERROR_FD"
 PIPE_BYTES = 65536
 STOPPED = ("T", "t")
 STACKS_S = 0.3
-"""In which a worker writes its stacks."""
+"""Seconds for a worker to write its stacks."""
 RESUME = "MGPU_RESUME"
-"""The step folder an attempt resumes from; empty starts afresh."""
+"""Variable with the step folder to resume from; empty starts afresh."""
 INHERITED_FDS = "MGPU_INHERITED_FDS"
 
 
 LOOPBACK = Path("/sys/class/net/lo")
 
 
+Store = IO[bytes] | socket.socket
+
+
 @dataclass(frozen=True)
 class Exit:
-    """How a worker ended.
+    """The end of a worker.
 
     Attributes:
-        code: its exit code, or minus the signal that ended it.
+        code: exit code, or minus the signal that ended it.
         seen_at: seconds since the epoch.
-        error: the record it sent instead of leaving a file; mostly empty.
+        error: error record sent through the pipe instead of a file; usually empty.
     """
 
     rank: int
@@ -57,19 +62,19 @@ class Exit:
 
 @dataclass(frozen=True)
 class WorkerPlan:
-    """What every attempt of a run starts.
+    """Plan of the workers that every attempt of a run starts.
 
     Attributes:
-        argv: the worker's command; a list, never a shell string.
-        world_size: workers, on all nodes.
+        argv: the worker's command as a list.
+        world_size: number of workers on all nodes.
         paths: the run's folder.
-        environment: variables over the launcher's own.
-        live_fd: where rank 0's standard error is shown as well; None shows it nowhere.
-        inherited_fds: descriptors every worker keeps open (the run's lock).
-        first_rank, here: of the workers that this node starts, the first one's rank and their number; None: all.
-        address: of this node, where the workers meet; another node's rank 0 listens at ``port`` of it.
-        port: of rank 0, where another node starts it.
-        server: forks the workers; None: each is a new program.
+        environment: variables on top of the launcher's.
+        live_fd: second descriptor for rank 0's standard error; None for none.
+        inherited_fds: descriptors that every worker keeps open (the run's lock).
+        first_rank, here: first rank and number of this node's workers; None for all.
+        address: address of rank 0's node, for the store of several nodes.
+        port: port of rank 0, if another node starts it.
+        server: server that forks the workers; None starts new programs.
     """
 
     argv: Sequence[str]
@@ -86,15 +91,20 @@ class WorkerPlan:
 
     @property
     def ranks(self) -> range:
-        """Those that this node starts."""
+        """Ranks that this node starts."""
         return range(self.first_rank, self.first_rank + (self.here or self.world_size))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this node starts all ranks."""
+        return len(self.ranks) == self.world_size
 
     def with_environment(self, more: Mapping[str, str]) -> WorkerPlan:
         return replace(self, environment={**self.environment, **more})
 
 
 class WorkerGroup:
-    """The workers of one attempt. Must be started by the launcher's main thread, whose end they follow."""
+    """The workers of an attempt. Must be started by the launcher's main thread, with which they end."""
 
     def __init__(self, plan: WorkerPlan, attempt: int) -> None:
         self.attempt = attempt
@@ -107,21 +117,27 @@ class WorkerGroup:
         plan.paths.logs.mkdir(exist_ok=True)
         for rank in plan.ranks:
             plan.paths.rank_error(rank).unlink(missing_ok=True)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as store:
-            if plan.port is None:
-                # listening from here on: no other process can take the port
-                store.bind((HOST if plan.address == HOST else "", 0))
-                store.listen(max(128, plan.world_size))
-            self.port = plan.port or store.getsockname()[1]
-            """Where rank 0 listens."""
+        with ExitStack() as resources:
+            store = self._store(plan, resources) if plan.port is None else None
+            self.port = plan.port or (store.getsockname()[1] if isinstance(store, socket.socket) else 0)
+            """Port of rank 0; 0 with a file store."""
             try:
                 for rank in plan.ranks:
-                    self._start(plan, rank, store)
+                    self._start(plan, rank, store if rank == 0 or not self.port else None)
             except BaseException:
                 self.kill()
                 raise
 
-    def _start(self, plan: WorkerPlan, rank: int, store: socket.socket) -> None:
+    def _store(self, plan: WorkerPlan, resources: ExitStack) -> Store:
+        """Store of the workers: an unnamed file on one machine, which no other process can open; else a socket."""
+        if plan.is_whole:
+            return resources.enter_context(os.fdopen(os.memfd_create("store"), "r+b"))
+        store = resources.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        store.bind(("", 0))
+        store.listen(max(128, plan.world_size))  # from here on no other process can take the port
+        return store
+
+    def _start(self, plan: WorkerPlan, rank: int, store: Store | None) -> None:
         read_fd, write_fd = os.pipe()
         parent_death.keep_from_forks(write_fd)
         self._lifelines[rank] = write_fd
@@ -144,13 +160,13 @@ class WorkerGroup:
             ERROR_FD: str(error_fd),
             INHERITED_FDS: ",".join(map(str, (*plan.inherited_fds, error_fd))),
         }
-        if rank == 0:
+        if store:
             passed.append(store.fileno())
             environment[STORE_FD] = str(store.fileno())
-            if plan.live_fd is not None:
-                passed.append(plan.live_fd)
-                environment[LIVE_FD] = str(plan.live_fd)
-                environment.update(_terminal(plan.live_fd))
+        if rank == 0 and plan.live_fd is not None:
+            passed.append(plan.live_fd)
+            environment[LIVE_FD] = str(plan.live_fd)
+            environment.update(_terminal(plan.live_fd))
         try:
             with open_log(plan.paths.rank_log(rank), rank, plan.world_size, self.attempt) as log:
                 forked = plan.server and plan.server.start(plan.argv, log.fileno(), environment, passed)
@@ -170,28 +186,28 @@ class WorkerGroup:
 
     @property
     def running(self) -> list[int]:
-        """Ranks that have not ended."""
+        """Ranks that are still running."""
         return sorted(self._running)
 
     @property
     def standing_still(self) -> frozenset[int]:
-        """Running ranks that are stopped: by SIGSTOP, or by a debugger."""
+        """Ranks stopped by SIGSTOP or a debugger."""
         return frozenset(rank for rank, process in self._running.items() if is_stopped(process.pid))
 
     def release(self) -> None:
-        """Tell the workers that data and folder are ready."""
+        """Signal the workers that data and folder are ready."""
         for rank, fd in self._lifelines.items():
             if rank in self._running:
                 try:
                     os.write(fd, parent_death.GO)
                 except BrokenPipeError:
-                    continue  # it died already; reap() finds it
+                    continue  # it is dead already; reap() finds it
 
     def reap(self) -> list[Exit]:
-        """Collect the workers that ended since the last call, and end what they left behind."""
+        """Collect the workers that ended since the last call, and kill their leftover children."""
         exits = []
         for rank, process in list(self._running.items()):
-            # still unreaped, so its process group cannot be another's
+            # while unreaped, its group ID is not reused
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             exits.append(self._end(rank))
@@ -199,28 +215,28 @@ class WorkerGroup:
         return exits
 
     def terminate(self) -> None:
-        """Ask the workers themselves, not their children, to save and leave."""
+        """Send SIGTERM to the workers, not to their children, so that they save and exit."""
         for process in self._running.values():
             os.kill(process.pid, signal.SIGTERM)
 
-    def tell_where(self) -> None:
-        """Have the running workers write to their logs what they are doing, and give them the time."""
+    def dump_stacks(self) -> None:
+        """Let the running workers write their stacks to their logs, and wait for it."""
         for process in self._running.values():
             os.kill(process.pid, WHERE)
         time.sleep(STACKS_S)
 
     def kill(self) -> None:
-        """End every worker and all it started, at once, wait until they are gone, and release everything."""
+        """Kill every worker and its children, wait until they are gone, and release all resources."""
         for process in self._running.values():
             _kill_group(process.pid)
         self.exits += [self._end(rank) for rank in self.running]
-        for rank in list(self._lifelines):  # of a worker that could not be started
+        for rank in list(self._lifelines):  # for a worker that failed to start
             self._close_pipes(rank)
         parent_death.forget(self._orphan_guard.fd)
         self._orphan_guard.close()
 
     def _end(self, rank: int) -> Exit:
-        """Reap a worker that has ended, or kill it first; end what it left behind too."""
+        """Kill a worker and its children, and reap it."""
         process = self._running.pop(rank)
         _kill_group(process.pid)
         self._orphan_guard.dismiss(process.pid)
@@ -228,7 +244,7 @@ class WorkerGroup:
         return Exit(rank, code, time.time(), self._close_pipes(rank))
 
     def _close_pipes(self, rank: int) -> str:
-        """Returns the error record in the worker's pipe, if there is one."""
+        """Close the pipes of a worker; returns the error record in its pipe, or an empty text."""
         fd = self._lifelines.pop(rank)
         parent_death.forget(fd)
         os.close(fd)
@@ -237,7 +253,7 @@ class WorkerGroup:
 
 
 def open_log(path: Path, rank: int, world_size: int, attempt: int) -> IO[bytes]:
-    """The rank's log, with a header line that separates this attempt from those before it."""
+    """Open a rank's log and write a header line for this attempt."""
     log = path.open("ab", buffering=0)
     moment = time.strftime("%Y-%m-%d %H:%M:%S %z")
     log.write(f"{log_header(attempt)} rank {rank} of {world_size}, {moment}\n".encode())
@@ -249,7 +265,7 @@ def log_header(attempt: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the kernel keeps a process from running: after SIGSTOP, or for a debugger. See proc(5)."""
+    """Whether SIGSTOP or a debugger has stopped a process; see proc(5)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -265,7 +281,7 @@ def _kill_group(pid: int) -> None:
 
 
 def _terminal(fd: int) -> dict[str, str]:
-    """Tells rank 0 that what it shows reaches a terminal, and how large that is."""
+    """Variables that tell rank 0 the size of its terminal; none without one."""
     if not os.isatty(fd):
         return {}
     size = os.get_terminal_size(fd)
@@ -273,8 +289,8 @@ def _terminal(fd: int) -> dict[str, str]:
 
 
 def worker_environment(threads: int, *, one_host: bool = True) -> dict[str, str]:
-    """What all workers of this machine get beside their ranks."""
+    """Variables of all workers of this machine."""
     environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     if one_host and "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK.exists():
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the host's name, which may lead nowhere
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo resolves the host's name, which may fail
     return environment

@@ -1,4 +1,4 @@
-"""Checks ``model.type`` and ``model.config.*`` against the model's own configuration class, without torch."""
+"""Checks ``model.type`` and ``model.config.*`` against the model's configuration class."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from mgpu_pipe.config.hub import local_folder
-from mgpu_pipe.config.objective import descriptions
-from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.config.suggest import nearest
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
-from mgpu_pipe.families.config_source import (
+from mgpu_pipe.architectures.config_source import (
     NO_DEFAULT,
     ConfigClass,
     auto_mapping,
@@ -19,9 +14,15 @@ from mgpu_pipe.families.config_source import (
     package_folder,
     rope_parameter_names,
 )
-from mgpu_pipe.families.find import family_of
-from mgpu_pipe.families.pictures import picture_places
-from mgpu_pipe.models.folder import read_config_json
+from mgpu_pipe.architectures.find import family_of
+from mgpu_pipe.architectures.pictures import picture_places
+from mgpu_pipe.config.convert import merged
+from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.config.suggest import nearest
+from mgpu_pipe.config.synonyms import MODEL_FIELDS
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.models.weights.folder import read_config_json
 
 SET_ELSEWHERE = {
     "attn_implementation": "use model.attn_implementation",
@@ -30,7 +31,7 @@ SET_ELSEWHERE = {
     "model_type": "use model.type",
     "name_or_path": "use model.path",
 }
-"""Fields of every configuration class that this program sets by a key of its own."""
+"""Fields of every configuration class that another key of this program sets."""
 MODEL_CLASSES = {
     "AutoModelForCausalLM": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
     "AutoModelForSeq2SeqLM": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "sequence-to-sequence model"),
@@ -45,15 +46,15 @@ MODEL_CLASSES = {
     "AutoModelForSpeechSeq2Seq": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "model that writes down speech"),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
 }
-"""transformers' ways to build a model, the likelier first: the table of types that each knows, and what it builds."""
-BESIDE = {"AutoModelForZeroShotImageClassification": {"vision-text-dual-encoder": "VisionTextDualEncoderModel"}}
-"""Of models that one of these tables leaves out: the type and the class, which ``AutoModel`` builds."""
+"""transformers' ``AutoModelFor...``, likeliest first: table of its types, and what it builds."""
+EXTRA_TYPES = {"AutoModelForZeroShotImageClassification": {"vision-text-dual-encoder": "VisionTextDualEncoderModel"}}
+"""Types and classes missing in these tables, which ``AutoModel`` builds."""
 TEXT = "text_config"
-"""A model's part that reads text."""
+"""Field of a model's text part."""
 VISION = "vision_config"
-"""One that sees."""
+"""Field of a model's vision part."""
 LABELS = ("id2label", "label2id")
-"""Lists of a classifier's classes, of which one takes the place of another."""
+"""Lists of a classifier's classes; an override replaces the whole list."""
 ALPHABET = {
     "AutoModelForCTC": ("vocab_size", "pad_token_id"),
     "AutoModelForSpeechSeq2Seq": (
@@ -61,13 +62,15 @@ ALPHABET = {
         *("suppress_tokens", "begin_suppress_tokens"),
     ),
 }
-"""What that in which transcripts are written decides, by the class of a model."""
+"""Fields that the alphabet of transcripts decides, by model class."""
 COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
 MOST_PARTS, MOST = 1 << 16, 1 << 28
-"""Largest number of parts, and of anything else, that a model's configuration may give."""
+"""Largest number of parts, and of anything else, in a model's configuration."""
 NOT_NEGATIVE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
+AT_LEAST_ONE = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "d_model", "n_embd", "n_head")
+IN_WORDS = {"None": "null", "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 WIDTHS = ("hidden_size", "intermediate_size")
-"""What all of a model's weights are as wide as; new rows can be given to its vocabulary."""
+"""Fields that decide the width of all weights; a vocabulary may get new rows instead."""
 PRIMITIVES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (float, int),
@@ -80,36 +83,40 @@ PRIMITIVES: dict[str, tuple[type, ...]] = {
 }
 
 
+class ModelClassError(ConfigError):
+    """transformers has no model of that type for the objective."""
+
+
 def model_types(model_class: str = "AutoModelForCausalLM") -> list[str]:
-    """Every model_type of which transformers has a model of that class, one of :data:`MODEL_CLASSES`."""
-    return sorted({*auto_mapping(MODEL_CLASSES[model_class][0]), *BESIDE.get(model_class, {})})
+    """Model types for which transformers has ``model_class``, one of :data:`MODEL_CLASSES`."""
+    return sorted({*auto_mapping(MODEL_CLASSES[model_class][0]), *EXTRA_TYPES.get(model_class, {})})
 
 
-def maker_of(model_type: str, model_class: str) -> str:
-    """The name of transformers' class that builds a model of that type and class."""
-    return "AutoModel" if model_type in BESIDE.get(model_class, {}) else model_class
+def builder_of(model_type: str, model_class: str) -> str:
+    """Name of transformers' class that builds a model of ``model_type`` and ``model_class``."""
+    return "AutoModel" if model_type in EXTRA_TYPES.get(model_class, {}) else model_class
 
 
 def class_of(architectures: Iterable[str] | None) -> str:
-    """transformers' ``AutoModelFor...`` of models of these classes; causal where they say nothing."""
+    """transformers' ``AutoModelFor...`` of models of ``architectures``; default: causal language models."""
     named = [str(architecture).removeprefix("FSDP") for architecture in architectures or ()]
     for name, (table, _) in MODEL_CLASSES.items():
-        if set(named) & {*auto_mapping(table).values(), *BESIDE.get(name, {}).values()}:
+        if set(named) & {*auto_mapping(table).values(), *EXTRA_TYPES.get(name, {}).values()}:
             return name
     return "AutoModelForCausalLM"
 
 
 def config_fields(model_type: str) -> set[str] | None:
-    """Every keyword that the configuration class of ``model_type`` knows, or None where its source is not found."""
+    """Keywords of the configuration class of ``model_type``; None if its source is not found."""
     cls = config_class(model_type)
     return None if cls is None else cls.names - set(SET_ELSEWHERE)
 
 
 def check_model_config(model: ModelConfig, model_class: str | None = None) -> None:
-    """Raise for whatever about ``model`` can be known to be wrong from the source of its configuration class.
+    """Raises for all mistakes of ``model`` that the source of its configuration class shows.
 
     Args:
-        model_class: of what is built, one of :data:`MODEL_CLASSES`; None: any of them.
+        model_class: class to build, one of :data:`MODEL_CLASSES`; None: any of them.
 
     Raises:
         ConfigErrors: neither or both of ``model.type`` and ``model.path``, an unknown type, an unknown field (with
@@ -127,20 +134,21 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         raise ConfigErrors([ConfigError("model.type", model.type, "install transformers")])
     model_type = _model_type(model)
     classes = [model_class] if model_class else list(MODEL_CLASSES)
-    types = {name for one in classes for name in model_types(one)}
+    types = {name for known_class in classes for name in model_types(known_class)}
     if model_type not in types:
-        key, given = ("model.type", model.type) if model.path is None else ("model.path", model.path)
+        key, value = ("model.type", model.type) if model.path is None else ("model.path", model.path)
         close, kind = nearest(model_type, types), MODEL_CLASSES[classes[0]][1]
         a = "an" if kind.startswith("image") else "a"
-        fix = f"did you mean {close}?" if close else f"use {a} {kind} that transformers knows"
-        if any(model_type in model_types(one) for one in MODEL_CLASSES):
-            learn = [one.name for one in descriptions() if model_type in one.families]
-            fix = f"use {a} {kind}" + (f", or objective={' or '.join(learn)}" if learn else "")
-        raise ConfigErrors([ConfigError(key, given, fix, f"transformers has no {kind} {model_type}")])
+        exists = any(model_type in model_types(known_class) for known_class in MODEL_CLASSES)
+        fix = f"did you mean {close}?" if close and not exists else f"use {a} {kind}"
+        raise ModelClassError(key, value, fix, f"transformers has no {kind} {model_type}")
     known = config_class(model_type)
     if known is not None:
+        parts = given_fields(model).items()
+        kinds = {name: part_type(model_type, name, part) for name, part in parts if _is_part(name, part)}
+        kinds[""] = model_type
         settings = model.config.items()
-        errors = [error for name, value in settings for error in _check_field(model_type, known, name, value)]
+        errors = [error for name, value in settings for error in _check_field(known, name, value, kinds)]
         fields = resolved_fields(model)
         needs = family_of(model_type).needs.items()
         errors += [ConfigError(f"model.config.{name}", None, fix) for name, fix in needs if fields.get(name) is None]
@@ -150,27 +158,35 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         raise ConfigErrors(errors)
 
 
-def resolved_fields(model: ModelConfig) -> dict[str, Any]:
-    """The model's fields as far as the source tells: literal defaults, the folder's ``config.json``, overrides.
+def given_fields(model: ModelConfig) -> dict[str, Any]:
+    """Folder's ``config.json`` with ``model.config`` merged in, under the class's names.
 
-    Standard names (``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ...) stand beside the class's own.
-    A composite model's fields are those of its ``text_config``.
+    Mappings are merged at every depth; lists of a classifier's classes are replaced.
     """
-    fields: dict[str, Any] = {}
-    if model.path is not None:
-        fields.update(read_config_json(local_folder(model.path)))
+    folder = read_config_json(local_folder(model.path)) if model.path is not None else {}
+    known = config_class(str(folder.get("model_type", model.type))) or ConfigClass()
+    before, after = (
+        {known.attribute_map.get(name, name): value for name, value in fields.items()}
+        for fields in (folder, model.config)
+    )
+    return {**before, **{n: value if n in LABELS else merged(before.get(n), value) for n, value in after.items()}}
+
+
+def resolved_fields(model: ModelConfig) -> dict[str, Any]:
+    """Known fields of the model: literal defaults, the folder's ``config.json``, overrides.
+
+    They include standard names (``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``, ...) next to the
+    class's names. A composite model's fields are those of its ``text_config``.
+    """
     known = config_class(_model_type(model)) or ConfigClass()
     own_names = known.attribute_map
-    given = {
-        **{own_names.get(name, name): value for name, value in fields.items()},
-        **{own_names.get(name, name): value for name, value in model.config.items()},
-    }
+    overrides = given_fields(model)
     defaults = {own_names.get(name, name): value for name, value in known.defaults.items() if value is not NO_DEFAULT}
-    resolved = {**defaults, **given}
+    resolved = {**defaults, **overrides}
     nested = resolved.get(TEXT)
     if isinstance(nested, Mapping):
         resolved = {**part_fields(_model_type(model), TEXT, nested), **resolved, **nested}
-    resolved.update({standard: resolved[own] for standard, own in own_names.items() if own in resolved})
+    resolved.update({standard: resolved[name] for standard, name in own_names.items() if name in resolved})
     return {**resolved, "model_type": _model_type(model)}
 
 
@@ -180,42 +196,59 @@ def _model_type(model: ModelConfig) -> str:
     return str(read_config_json(local_folder(model.path))["model_type"])
 
 
+def _is_part(name: str, value: object) -> bool:
+    """Whether a field configures a part of the model with its own class."""
+    return name.endswith("_config") and isinstance(value, Mapping)
+
+
 def _check_field(
-    model_type: str, known: ConfigClass, name: str, value: Any, within: str = "model.config"
+    known: ConfigClass, name: str, value: Any, kinds: Mapping[str, str], within: str = "model.config"
 ) -> list[BadInputError]:
+    """Errors of a field.
+
+    Args:
+        kinds: ``model_type`` of the model, under an empty name, and of its parts by field.
+    """
     key = f"{within}.{name}"
     if name in SET_ELSEWHERE:
         return [ConfigError(key, value, SET_ELSEWHERE[name])]
     if name not in known.names:
-        close = nearest(name, known.names - set(SET_ELSEWHERE))
+        meant = MODEL_FIELDS.get(name, "")
+        close = meant if meant in known.names else nearest(name, known.names - set(SET_ELSEWHERE))
         fix = f"did you mean {within}.{close}?" if close else "leave it out"
         return [ConfigError(key, value, fix, "the model's configuration has no such field")]
     annotation = known.annotations.get(known.attribute_map.get(name, name))
     if annotation is not None and not _accepts(annotation, value):
         return [ConfigError(key, value, f"give {_described(annotation)}", "wrong type")]
-    if name.endswith("_config") and isinstance(value, Mapping):
-        part = part_type(model_type, name, value)
-        inner, items = config_class(part), [(one, given) for one, given in value.items() if one != "model_type"]
-        return [error for one, given in items if inner for error in _check_field(part, inner, one, given, key)]
+    if _is_part(name, value):
+        inner, items = (
+            config_class(kinds[name]),
+            {field: item for field, item in value.items() if field != "model_type"},
+        )
+        parts = {field: part_type(kinds[name], field, item) for field, item in items.items() if _is_part(field, item)}
+        parts[""] = kinds[name]
+        if inner is None:
+            return []
+        return [error for field, item in items.items() for error in _check_field(inner, field, item, parts, key)]
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
-        return _check_rope(key, value, rope_parameter_names(model_type))
+        return _check_rope(key, value, rope_parameter_names(kinds[""]))
     return []
 
 
 def part_type(model_type: str, name: str, fields: Mapping[str, Any]) -> str:
-    """``model_type`` of a model's part, which is configured by ``fields`` under ``name``, such as vision_config."""
+    """``model_type`` of the part that ``fields`` configure under ``name``, such as vision_config."""
     usual = f"{model_type}_{name.removesuffix('_config')}"
     return str(fields.get("model_type", usual if config_class(usual) else f"{usual}_model"))
 
 
 def part_fields(model_type: str, name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a model's part, and the literal defaults of its class."""
+    """Fields of a model's part with the literal defaults of its class."""
     known = config_class(part_type(model_type, name, fields)) or ConfigClass()
-    return {**{one: value for one, value in known.defaults.items() if value is not NO_DEFAULT}, **fields}
+    return {**{field: value for field, value in known.defaults.items() if value is not NO_DEFAULT}, **fields}
 
 
 def _check_rope(key: str, value: Mapping[str, Any], known: set[str]) -> list[BadInputError]:
-    """Misspelt rope keys; entries that are mappings are per layer type and hold such keys themselves."""
+    """Errors of misspelt rope keys. Entries that are mappings are per layer type and contain such keys."""
     if not known:
         return []
     errors: list[BadInputError] = []
@@ -228,13 +261,13 @@ def _check_rope(key: str, value: Mapping[str, Any], known: set[str]) -> list[Bad
 
 
 def _check_folder_sizes(model: ModelConfig, own_names: Mapping[str, str]) -> list[BadInputError]:
-    """A width beside a folder's weights that is not theirs: they would not fit."""
+    """Errors of widths that do not fit the folder's weights."""
     folder = read_config_json(local_folder(model.path)) if model.path is not None else {}
     return [
-        ConfigError(f"model.config.{name}", value, "leave it out", f"the weights of {model.path} have {folder[own]}")
+        ConfigError(f"model.config.{name}", value, "leave it out", f"the weights of {model.path} have {folder[field]}")
         for name, value in model.config.items()
-        for own in (own_names.get(name, name),)
-        if own in {own_names.get(size, size) for size in WIDTHS} and folder.get(own, value) != value
+        for field in (own_names.get(name, name),)
+        if field in {own_names.get(size, size) for size in WIDTHS} and folder.get(field, value) != value
     ]
 
 
@@ -254,11 +287,16 @@ def _check_heads(fields: Mapping[str, Any], known: ConfigClass) -> list[BadInput
     if derived and isinstance(width, int) and width % heads:
         reason = f"not a multiple of {heads_key}={heads}"
         errors.append(ConfigError(width_key, width, f"use {max(width // heads, 1) * heads}", reason))
+    if len(errors) == 2 and isinstance(width, int) and isinstance(key_value, int):  # fits neither of the others
+        fitting = [number for number in range(1, width + 1) if width % number == 0 and number % key_value == 0]
+        fix = f"use one of {', '.join(map(str, fitting[:8]))}" if fitting else f"change {width_key} too"
+        reason = f"fits neither {width_key}={width} nor {key_value_key}={key_value}"
+        return [ConfigError(heads_key, heads, fix, reason)]
     return errors
 
 
 def _check_sizes(fields: Mapping[str, Any], model: ModelConfig) -> list[BadInputError]:
-    """Numbers that no model has: transformers would build lists and modules of that length before it notices."""
+    """Errors of numbers that no model has; transformers would build lists and modules of that length."""
     for name, value in _numbers(fields, ""):
         last = name.rpartition(".")[2]
         most = MOST_PARTS if any(word in last for word in COUNTS_PARTS) else MOST
@@ -266,6 +304,8 @@ def _check_sizes(fields: Mapping[str, Any], model: ModelConfig) -> list[BadInput
             fix, reason = f"use at most {most:,}", "no model is that large"
         elif value < 0 and last in NOT_NEGATIVE:
             fix, reason = "use at least 0", "there are no fewer than none"
+        elif value < 1 and last in AT_LEAST_ONE and name in model.config:
+            fix, reason = "use at least 1", "a model has some"
         else:
             continue
         key = f"model.config.{name}" if model.path is None or name in model.config else f"model.path={model.path}"
@@ -292,12 +332,14 @@ def _alternatives(annotation: ast.expr) -> list[ast.expr]:
 
 
 def _accepts(annotation: ast.expr, value: Any) -> bool:
-    """Whether ``value`` may have that type; True for annotations that are not understood here."""
-    for one in _alternatives(annotation):
-        base = one.value if isinstance(one, ast.Subscript) else one
-        name = "None" if isinstance(one, ast.Constant) and one.value is None else getattr(base, "id", "")
-        if name == "Literal" and isinstance(one, ast.Subscript):
-            if value in ast.literal_eval(one.slice if isinstance(one.slice, ast.Tuple) else ast.Tuple([one.slice])):
+    """Whether ``value`` fits ``annotation``; True for annotations unknown here."""
+    for option in _alternatives(annotation):
+        base = option.value if isinstance(option, ast.Subscript) else option
+        name = "None" if isinstance(option, ast.Constant) and option.value is None else getattr(base, "id", "")
+        if name == "Literal" and isinstance(option, ast.Subscript):
+            if value in ast.literal_eval(
+                option.slice if isinstance(option.slice, ast.Tuple) else ast.Tuple([option.slice])
+            ):
                 return True
         elif name not in PRIMITIVES:
             return True
@@ -310,32 +352,32 @@ def _accepts(annotation: ast.expr, value: Any) -> bool:
 
 
 def _described(annotation: ast.expr) -> str:
-    names = [ast.unparse(one) for one in _alternatives(annotation)]
-    return " or ".join("null" if name == "None" else name for name in names)
+    names = [ast.unparse(option) for option in _alternatives(annotation)]
+    return " or ".join(IN_WORDS.get(name, name) for name in names)
 
 
 def picture_shape(config: Any) -> tuple[int, int, int]:
-    """Channels, height and width of the pictures that a model of that configuration takes."""
+    """Channels, height and width of the pictures of the model with ``config``."""
     vision = getattr(config, "vision_config", config)
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return int(getattr(vision, "num_channels", 3)), int(height), int(width)
 
 
-def places_of(config: Any) -> int:
-    """Places in a text that a picture takes, of a vision-language model of that configuration."""
+def picture_tokens(config: Any) -> int:
+    """Tokens that a picture takes in a text of the vision-language model with ``config``."""
     vision = config.vision_config
     select, merge = getattr(config, "vision_feature_select_strategy", "full"), getattr(config, "scale_factor", 1)
     return picture_places(vision.model_type, picture_shape(config)[1], int(vision.patch_size), select, merge)
 
 
 def noise_fields(fields: Mapping[str, Any]) -> list[str]:
-    """The names of the fields that switch randomness on."""
+    """Names of fields that enable randomness."""
     return sorted(
         name for name, value in fields.items() if is_noise(name) and isinstance(value, int | float) and value > 0
     )
 
 
 def is_noise(name: str) -> bool:
-    """Whether a field of a causal language model's configuration switches randomness on in its forward pass."""
+    """Whether a field of a causal language model enables randomness in its forward pass."""
     return ("drop" in name or name == "router_jitter_noise") and not name.startswith(("summary_", "classifier_"))

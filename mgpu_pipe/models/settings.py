@@ -1,9 +1,9 @@
-"""What a model's own configuration says of its mathematics, as a checkpoint records it and a resume compares it."""
+"""Fields of a model's configuration that decide its mathematics; a checkpoint records and a resume compares them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,18 +26,31 @@ NOT_MATHEMATICS = {
     "_attn_implementation",
 }
 PICTURE = ("image_token_index", "image_seq_length", "image_token_id", "video_token_id")
-"""The token of a picture in a text, and how many of them one takes; that of a video."""
+"""Fields of the picture token, of tokens per picture, and of the video token."""
 LISTED = 8
 
 
 def model_settings(config: PretrainedConfig) -> dict[str, Any]:
-    """The configuration's fields, in values that JSON holds."""
+    """Fields of ``config`` as JSON values."""
     fields: dict[str, Any] = json.loads(config.to_json_string(use_diff=False), parse_constant=str)
-    return {name: value for name, value in sorted(fields.items()) if name not in NOT_MATHEMATICS}
+    return _mathematics(fields)
+
+
+def _mathematics(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that decide the mathematics of a model and its parts, sorted."""
+    return {
+        name: _mathematics(value) if _is_part(name, value) else value
+        for name, value in sorted(fields.items())
+        if name not in NOT_MATHEMATICS
+    }
+
+
+def _is_part(name: str, value: object) -> bool:
+    return name.endswith("_config") and isinstance(value, Mapping)
 
 
 def recorded_model(saved: object, folder: Path) -> ModelConfig:
-    """The model that a checkpoint records, without the folder that its configuration named.
+    """Model that a checkpoint records, without the folder of its configuration.
 
     Raises:
         CheckpointError: the checkpoint does not record its model.
@@ -55,8 +68,8 @@ def recorded_model(saved: object, folder: Path) -> ModelConfig:
 
 
 def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
-    """``model`` with what the data decided, as a checkpoint records it: names of classes, the end of a text, the token
-    of a picture, an alphabet."""
+    """``model`` with fields that the data decided, from a checkpoint: class names, end-of-text and picture tokens,
+    alphabet."""
     if not isinstance(saved, Mapping):
         return model
     decided: dict[str, Any] = {name: saved[name] for name in LABELS if name in saved}
@@ -64,37 +77,43 @@ def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
         decided.update({name: saved[name] for name in PICTURE if name in saved})
     written = next((names for kind, names in ALPHABET.items() if saved.get("model_type") in model_types(kind)), ())
     decided.update({name: saved[name] for name in written if name in saved})
-    own, recorded = model.config.get(TEXT), saved.get(TEXT)
-    if model.path is None and isinstance(own, Mapping) and isinstance(recorded, Mapping):
-        decided[TEXT] = {**own, **{name: recorded[name] for name in ("eos_token_id",) if name in recorded}}
+    text, recorded = model.config.get(TEXT), saved.get(TEXT)
+    known = model.path is not None or isinstance(text, Mapping)
+    if known and isinstance(recorded, Mapping) and "eos_token_id" in recorded:
+        decided[TEXT] = {**(text if isinstance(text, Mapping) else {}), "eos_token_id": recorded["eos_token_id"]}
     return replace(model, config={**model.config, **decided})
 
 
 def _number(value: object) -> object:
-    """JSON has no infinity: :func:`model_settings` writes it as a text."""
+    """Number that :func:`model_settings` may have written as text, since JSON has no infinity."""
     return float(value) if value in ("Infinity", "-Infinity", "NaN") else value
 
 
 def require_model_settings(saved: object, live: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to go on with a model whose tensors may fit and whose mathematics differs, e.g. another rotary base.
+    """Refuses a model with fitting tensors but other mathematics, e.g. another rotary base.
 
     Args:
-        saved: of the checkpoint; anything but a mapping is of a format that did not record them.
+        saved: settings in the checkpoint; an old format without them is not a mapping.
 
     Raises:
-        CheckpointError: the fields that differ, listed. Fields that one version of transformers alone knows do not
-            count.
+        CheckpointError: lists the fields that differ. Fields that only one version of transformers knows do not count.
     """
     if not isinstance(saved, Mapping):
         return
-    apart = [
-        f"{name}={live[name]} (saved with {saved[name]})"
-        for name in live
-        if name in saved and saved[name] != live[name]
-    ]
+    apart = list(_differences(live, _mathematics(saved)))
     if apart:
         more = f"; and {len(apart) - LISTED} more" if len(apart) > LISTED else ""
         raise CheckpointError(
             f"{folder}: is a checkpoint of another model: {'; '.join(apart[:LISTED])}{more}; use the model it was "
             "saved with, or checkpoint.init_from for its weights alone"
         )
+
+
+def _differences(live: Mapping[str, Any], saved: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Common fields that differ, as text; those of parts by path."""
+    for name in sorted(live.keys() & saved.keys()):
+        now, before, path = live[name], saved[name], f"{within}{name}"
+        if _is_part(name, now) and _is_part(name, before):
+            yield from _differences(now, before, f"{path}.")
+        elif now != before:
+            yield f"{path}={now} (saved with {before})"

@@ -1,6 +1,6 @@
-"""What stands in a pipeline stage where a module of the whole model is on another stage.
+"""Placeholders in a pipeline stage for modules on other stages.
 
-Names are kept: a stage's layers keep their numbers, so its parameters are called what the whole model calls them.
+A stage's layers keep their numbers, so its parameters have the same names as in the whole model.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mgpu_pipe.compat.torch_private import is_view
+from mgpu_pipe.system.compat.torch_private import is_view
 
 
 class Removed(nn.Module):
-    """Hands its first argument on: a layer, norm or head that another stage has.
+    """Passes its first argument on, for a layer, norm or head of another stage.
 
     Args:
-        as_tuple: gives a tuple of it, as some families' blocks do.
+        as_tuple: whether to return it in a tuple, like some families' blocks.
     """
 
     def __init__(self, as_tuple: bool = False) -> None:
@@ -27,9 +27,9 @@ class Removed(nn.Module):
 
 
 class Sent(Removed):
-    """Stands behind a stage's last layer and keeps what is to be sent on, whatever is done to it afterwards.
+    """Placeholder after a stage's last layer that stores the hidden states to send.
 
-    It is kept in memory of its own: it leaves the model, and views cannot be detached in place.
+    It copies views, because the tensor leaves the model and views cannot be detached in place.
     """
 
     hidden_states: torch.Tensor | None = None
@@ -40,10 +40,10 @@ class Sent(Removed):
 
 
 class Received(Removed):
-    """Stands before a stage's first layer and gives what was received in place of what it is called with.
+    """Placeholder before a stage's first layer that returns the received hidden states instead of its input.
 
-    So the model's own forward pass makes masks and rotary tables from the micro-batch's whole shape, whatever part of
-    the hidden states (under sequence parallelism, say) is handed from stage to stage.
+    So the model's forward pass builds masks and rotary tables for the whole micro-batch, whatever part of the hidden
+    states the stages exchange (e.g. under sequence parallelism).
     """
 
     hidden_states: torch.Tensor | None = None
@@ -54,24 +54,24 @@ class Received(Removed):
 
 
 class RemovedEmbedding(nn.Module):
-    """Gives what only has the shape and type of embedded tokens, (rows, seq_len, width): nothing is looked up."""
+    """Zeros in the shape and type of embedded tokens, (rows, seq_len, width), without a lookup."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width, self.dtype = width, torch.float32
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        # One number, seen as the whole.
+        # A view of a single number.
         return torch.zeros((), dtype=self.dtype, device=ids.device).expand(*ids.shape, self.width)
 
 
 class RemovedAddend(nn.Module):
-    """Gives a zero in place of an embedding that is added to the tokens' own."""
+    """Zero instead of an embedding that is added to the token embeddings."""
 
     def forward(self, ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         return torch.zeros((), device=ids.device)
 
 
 def is_removed(module: nn.Module) -> bool:
-    """Whether ``module`` only stands for one of another stage."""
+    """Whether ``module`` is a placeholder for one of another stage."""
     return isinstance(module, Removed | RemovedEmbedding | RemovedAddend)

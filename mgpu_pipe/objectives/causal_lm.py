@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.batch_spec import BatchSpec
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, StepBatch
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.causal_lm_keys import CausalLMConfig
-from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.losses.loss_head import TokenLoss
+from mgpu_pipe.objectives.losses.router_balance import RouterLoss
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
-from mgpu_pipe.objectives.router_loss import RouterLoss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +30,7 @@ class CausalLMObjective(Objective):
         router_aux_loss: ``objective.router_aux_loss``; 0 leaves the routers alone.
 
     Attributes:
-        router_loss: the routers' balance loss; None without one.
+        router_loss: the routers' balance loss, or None.
     """
 
     def __init__(
@@ -50,12 +49,12 @@ class CausalLMObjective(Objective):
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
-        chosen = cast(CausalLMConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, chosen.loss_chunk_tokens, chosen.router_aux_loss)
+        keys = cast(CausalLMConfig, config.objective)
+        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, keys.router_aux_loss)
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """Every stage's routers need the labels."""
+        """Packed text. With a router loss every pipeline stage gets the labels."""
         return packed_text("last" if self.router_loss is None else "all")
 
     def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
@@ -81,10 +80,10 @@ class CausalLMObjective(Objective):
         labels, kwargs = batch["labels"], forward_kwargs(model, batch)
         if self.router_loss is None:
             return Reference(_cross_entropy(forward(**kwargs).logits, labels))
-        found = forward(**kwargs, output_router_logits=True)
+        output = forward(**kwargs, output_router_logits=True)
         top_k = int(getattr(model.config, "num_experts_per_tok", 0) or 0)
-        balance = balance_losses(found.router_logits, labels, top_k)
-        return Reference(_cross_entropy(found.logits, labels), self.router_loss.coefficient * balance)
+        balance = balance_losses(output.router_logits, labels, top_k)
+        return Reference(_cross_entropy(output.logits, labels), self.router_loss.coefficient * balance)
 
     def start_step(self, step_batch: StepBatch) -> None:
         if self.router_loss is not None:
@@ -108,18 +107,18 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def balance_losses(routed: Sequence[torch.Tensor], labels: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The sum over the rows of their routers' mean balance loss, by its definition (objectives.router_loss).
+    """Sum over rows of the routers' mean balance loss, by its definition (objectives.losses.router_balance).
 
     Args:
-        routed: each router's logits of all tokens.
+        routed: logits of all tokens, one tensor per router.
     """
     total = torch.zeros(())
     for router in routed:
         experts = router.shape[-1]
         for row, label in zip(router.view(*labels.shape, experts), labels, strict=True):
-            counted = row[label != IGNORE_INDEX].float()
-            if len(counted):
-                probabilities = counted.softmax(-1)
+            valid_logits = row[label != IGNORE_INDEX].float()
+            if len(valid_logits):
+                probabilities = valid_logits.softmax(-1)
                 chosen = F.one_hot(probabilities.topk(top_k).indices, experts).sum(1).float()
                 total = total + experts * (chosen.mean(0) * probabilities.mean(0)).sum() / len(routed)
     return total

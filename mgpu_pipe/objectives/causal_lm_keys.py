@@ -1,4 +1,4 @@
-"""What code without torch knows of causal language modelling."""
+"""Keys and metrics of causal language modelling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig
 
 HIGHEST_EXPONENT = 700.0
-"""A recorded perplexity stays finite, as JSON has it."""
+"""Largest exponent of a recorded perplexity, which JSON needs finite."""
 
 
 @dataclass

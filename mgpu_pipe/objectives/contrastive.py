@@ -1,4 +1,4 @@
-"""Contrastive learning of pictures and captions: CLIP and SigLIP, over the global batch however it is cut."""
+"""Contrastive learning of pictures and captions, CLIP and SigLIP, over the global batch."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import Self
 
+from mgpu_pipe.architectures.pictures import READ_WHOLE
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.families.pictures import READ_WHOLE
+from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, Together
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, SampleGroup
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
-from mgpu_pipe.objectives.tower_features import PooledFeatures, SeesPictures, keeps_features
-from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures, caches_features
+from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-AT_ONCE = 1024
-"""Held-out samples that are compared with all others together."""
+HELDOUT_CHUNK = 1024
+"""Number of held-out samples that are compared with all others at a time."""
 
 
-class ContrastiveObjective(SeesPictures, GlobalBatchObjective):
-    """Each picture is told from the captions of all others of its step, and each caption from their pictures.
+class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
+    """Learns which caption of the step belongs to each picture, and which picture to each caption.
 
-    CLIP's loss is the mean of the two cross-entropies (Radford et al. 2021, arXiv:2103.00020). SigLIP's, of a model
-    with a bias, is the sum over all pairs of the binary ones (Zhai et al. 2023, arXiv:2303.15343), whose captions go
-    round the processes where none share samples. Both are a mean over samples.
+    CLIP's loss is the mean of the two cross-entropies (Radford et al. 2021, arXiv:2103.00020). A model with a bias gets
+    SigLIP's: the sum over all pairs of the binary ones (Zhai et al. 2023, arXiv:2303.15343). Its captions travel a ring
+    of processes where no two share samples. Both are a mean over samples.
 
     Args:
-        max_scale: of the temperature's inverse.
-        keeps: ``data.cache_features``.
+        max_scale: upper bound of the temperature's inverse.
+        cache_features: ``data.cache_features``.
     """
 
     description = DESCRIPTION
-    num_sums = 2 + len(DIRECTIONS) * len(RANKS)
+    num_sums = 3 + len(DIRECTIONS) * len(RANKS)
 
     def __init__(
         self,
@@ -48,15 +48,15 @@ class ContrastiveObjective(SeesPictures, GlobalBatchObjective):
         optimizer_factory: Any,
         learning_rate: LearningRate,
         max_scale: float = 100.0,
-        keeps: bool = False,
+        cache_features: bool = False,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._config, self._most = cast(Any, model.config), math.log(max_scale)
         self._pairwise = hasattr(model, "logit_bias")
-        self._end = end_of_captions(self._config)
-        self.features = PooledFeatures(model) if keeps else None
+        self._end = caption_end_token(self._config)
+        self.features = PooledFeatures(model) if cache_features else None
         self._held_out: list[tuple[Features, slice]] = []
-        # A hook of the model's own: sharded parameters are whole there, and nowhere else.
+        # A hook of the model itself: only there sharded parameters are whole.
         model.register_forward_hook(self._scale)
 
     @classmethod
@@ -64,28 +64,30 @@ class ContrastiveObjective(SeesPictures, GlobalBatchObjective):
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(ContrastiveConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys.max_scale, keeps_features(config))
+        return cls(model, optimizer_factory, learning_rate, keys.max_scale, caches_features(config))
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """``pixel_values``, float32, (rows, channels, height, width); ``input_ids``, int64, (rows, seq_len); and
-        ``labels``, int64, (rows,), equal where captions say the same; then :meth:`shown`."""
+        """``pixel_values``, float32, (rows, channels, height, width); ``input_ids``, int64, (rows, seq_len);
+        ``labels`` and ``picture_ids``, int64, (rows,), equal for equal captions and equal pictures; then
+        :meth:`picture_number_field`."""
         return BatchSpec(
             {
                 "pixel_values": Field(sequence_dim=None, dtype="float32", shape=picture_shape(self._config)),
                 "input_ids": Field(),
                 "labels": Field(sequence_dim=None),
-                **self.shown(),
+                "picture_ids": Field(sequence_dim=None),
+                **self.picture_number_field(),
             }
         )
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         if self.features is not None:
-            self.features.show(batch)
-        return seen_and_read(batch, self._config)
+            self.features.set_pictures(batch)
+        return two_tower_inputs(batch, self._config)
 
     def _scale(self, model: Any, _: object, output: Any) -> Any:
-        """Bring temperature and bias into the features, so that their products are the logits."""
+        """Folds temperature and bias into the features, so that their products are the logits."""
         images, texts = at_least_fp32(output.image_embeds), at_least_fp32(output.text_embeds)
         images = images * at_least_fp32(model.logit_scale).clamp(max=self._most).exp()
         if self._pairwise:
@@ -99,69 +101,91 @@ class ContrastiveObjective(SeesPictures, GlobalBatchObjective):
         output = self.model(**self.model_inputs(batch))
         return {"images": output.image_embeds, "texts": output.text_embeds}
 
-    def beside(self, batch: Mapping[str, torch.Tensor]) -> Features:
-        return {"labels": batch["labels"]}
+    def pair_labels(self, batch: Mapping[str, torch.Tensor]) -> Features:
+        return {name: batch[name] for name in ("labels", "picture_ids")}
 
     def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         if self._pairwise:
-            return _compared(_pairs, "images", "texts", features, rows, gradients)
-        by_picture = _compared(_nearest, "images", "texts", features, rows, gradients)
-        by_caption = _compared(_nearest, "texts", "images", features, rows, gradients)
+            return _pairing_losses(_sigmoid_pairing, "images", "texts", features, rows, gradients)
+        by_picture = _pairing_losses(_softmax_pairing, "images", "texts", features, rows, gradients)
+        by_caption = _pairing_losses(_softmax_pairing, "texts", "images", features, rows, gradients)
         for gradient in (gradients or {}).values():
             gradient.div_(2)
         return (by_picture + by_caption) / 2
 
-    def losses_in_turns(self, mine: Features, world: Together) -> tuple[torch.Tensor, Features] | None:
-        """SigLIP's: captions go round the processes, and with them the gradients that each adds to theirs; they end
-        where they belong (Zhai et al. 2023, section 3.3)."""
+    def losses_by_ring(self, mine: Features, world: SampleGroup) -> tuple[torch.Tensor, Features] | None:
+        """SigLIP's losses. Captions travel the ring with their gradients, to which each process adds, and return to
+        the process they came from (Zhai et al. 2023, section 3.3)."""
         if not self._pairwise:
             return None
         images, rows = mine["images"], slice(0, len(mine["images"]))
-        own = torch.zeros_like(images)
-        passing = torch.stack([mine["texts"], torch.zeros_like(mine["texts"])])
+        image_gradients = torch.zeros_like(images)
+        travelling = torch.stack([mine["texts"], torch.zeros_like(mine["texts"])])
         losses = images.new_zeros(len(images))
         for turn in range(world.ring):
-            features, gradients = {"images": images, "texts": passing[0]}, {"images": own, "texts": passing[1]}
-            losses += _compared(_strangers if turn else _pairs, "images", "texts", features, rows, gradients)
-            passing = world.pass_on(passing if turn + 1 < world.ring else passing[1:])
-        return losses, {"images": own, "texts": passing[-1]}
+            features, gradients = (
+                {"images": images, "texts": travelling[0]},
+                {"images": image_gradients, "texts": travelling[1]},
+            )
+            losses += _pairing_losses(
+                _sigmoid_strangers if turn else _sigmoid_pairing, "images", "texts", features, rows, gradients
+            )
+            travelling = world.pass_on(travelling if turn + 1 < world.ring else travelling[1:])
+        return losses, {"images": image_gradients, "texts": travelling[-1]}
 
-    def met(self, features: Features, rows: slice) -> None:
-        if self.features is None or not self.features.measures:
+    def collect_heldout(self, features: Features, rows: slice) -> None:
+        if self.features is None or not self.features.is_measuring:
             self._held_out.append((features, rows))
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         loss = self.micro_batch_loss(batch).double()
         return F.pad(loss.reshape(1), (0, self.num_sums - 1))
 
-    def last_sums(self, world: Together) -> torch.Tensor | float:
-        """How often the right class is the nearest one, the mean of its held-out captions; and how often a caption
-        that says the same, or a picture of it, is among the nearest ``RANKS`` of all held-out ones."""
+    def last_sums(self, world: SampleGroup) -> torch.Tensor | float:
+        """Sums of the held-out metrics: pictures, right nearest classes, then recalls at ``RANKS``.
+
+        A class is the mean of its held-out captions. The recalls count how often a right one is among the nearest: of
+        all held-out captions for a picture, and of all held-out pictures for a caption. A caption is right for a
+        picture if a sample pairs them. A picture of several samples counts once (Faghri et al. 2018, arXiv:1707.05612,
+        section 4.1).
+        """
         if not self._held_out:
             return 0.0
-        whole = {name: torch.cat([one[name] for one, _ in self._held_out]) for name in self._held_out[0][0]}
-        own, begins = [], 0
+        whole = {name: torch.cat([features[name] for features, _ in self._held_out]) for name in self._held_out[0][0]}
+        local_rows, offset = [], 0
         for features, rows in self._held_out:
-            own.append(torch.arange(begins, begins + len(features["labels"]), device=whole["labels"].device)[rows])
-            begins += len(features["labels"])
+            local_rows.append(
+                torch.arange(offset, offset + len(features["labels"]), device=whole["labels"].device)[rows]
+            )
+            offset += len(features["labels"])
         self._held_out = []
-        images, texts, labels = whole["images"], whole["texts"], whole["labels"].long()
-        classes, place = labels.unique(return_inverse=True)
+        images, texts = whole["images"], whole["texts"]
+        classes, label = whole["labels"].long().unique(return_inverse=True)
+        pictures, picture, samples = whole["picture_ids"].long().unique(return_inverse=True, return_counts=True)
+        first = torch.zeros_like(pictures).scatter_reduce_(0, picture, _indices(picture), "amin", include_self=False)
+        right_pairs = (picture * len(classes) + label).unique()
         plain = texts.shape[1] - self._pairwise
-        means = texts.new_zeros(len(classes), plain).index_add_(0, place, texts[:, :plain])
+        means = texts.new_zeros(len(classes), plain).index_add_(0, label, texts[:, :plain])
         means = F.normalize(means, dim=1)
         sums = torch.zeros(self.num_sums, dtype=torch.float64, device=images.device)
-        for rows in torch.cat(own).split(AT_ONCE):
-            sums[1] += (classes[(images[rows, :plain] @ means.T).argmax(1)] == labels[rows]).sum()
-            for number, (queries, keys) in enumerate(((images, texts), (texts, images))):
-                nearest = (queries[rows] @ keys.T).topk(min(max(RANKS), len(labels))).indices
-                right = labels[nearest] == labels[rows][:, None]
-                for at, rank in enumerate(RANKS):
-                    sums[2 + number * len(RANKS) + at] += right[:, :rank].any(1).sum()
+        for rows in torch.cat(local_rows).split(HELDOUT_CHUNK):
+            share, seen, caption_class = 1 / samples[picture[rows]].double(), picture[rows, None], label[rows, None]
+            nearest_class = (images[rows, :plain] @ means.T).argmax(1, keepdim=True)
+            sums[1] += share.sum()
+            sums[2] += torch.isin(seen * len(classes) + nearest_class, right_pairs).sum()
+            nearest_captions = label[_nearest_keys(images[rows], texts)]
+            nearest_pictures = _nearest_keys(texts[rows], images[first])
+            right = (
+                (torch.isin(seen * len(classes) + nearest_captions, right_pairs), share),
+                (torch.isin(nearest_pictures * len(classes) + caption_class, right_pairs), torch.ones_like(share)),
+            )
+            for at, rank in enumerate(RANKS):
+                for number, (is_right, weight) in enumerate(right):
+                    sums[3 + number * len(RANKS) + at] += (is_right[:, :rank].any(1) * weight).sum()
         return world.sum_over_samples(sums)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
-        """Random pictures and captions, whose end fills up their rows; the last caption is as long as a row."""
+        """Random pictures, and captions padded with their end token. The last caption fills its row."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         text = self._config.text_config
         length = min(seq_len, text.max_position_embeddings)
@@ -171,15 +195,16 @@ class ContrastiveObjective(SeesPictures, GlobalBatchObjective):
         lengths[-1] = length
         ids[torch.arange(length) >= lengths - 1] = self._end
         pictures = torch.randn(samples, *picture_shape(self._config), generator=generator)
-        return {"pixel_values": pictures, "input_ids": ids, "labels": torch.arange(samples)}
+        numbered = {name: torch.arange(samples) for name in ("labels", "picture_ids")}
+        return {"pixel_values": pictures, "input_ids": ids, **numbered}
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
-        """transformers' own logits of the whole batch; captions that are read in both directions one at a time."""
+        """Logits of the whole batch by transformers; bidirectional captions are read one at a time."""
         pixels, ids = batch["pixel_values"], batch["input_ids"]
         if self._config.model_type in READ_WHOLE:
             captions = [row[None, : row.tolist().index(self._end) + 1] for row in ids]
             seen = forward(pixel_values=pixels, input_ids=captions[0])
-            texts = torch.cat([forward(pixel_values=pixels[:1], input_ids=one).text_embeds for one in captions])
+            texts = torch.cat([forward(pixel_values=pixels[:1], input_ids=caption).text_embeds for caption in captions])
             logits = seen.image_embeds @ texts.T * cast(torch.Tensor, model.logit_scale).exp()
         else:
             logits = forward(pixel_values=pixels, input_ids=ids).logits_per_image
@@ -190,34 +215,43 @@ class ContrastiveObjective(SeesPictures, GlobalBatchObjective):
         return Reference(-logs.sum() / 2)
 
 
-def end_of_captions(config: Any) -> int:
-    """The token that ends a caption, of a model of that configuration."""
+def caption_end_token(config: Any) -> int:
+    """Id of the token that ends a caption of the model with ``config``."""
     text = config.text_config
     return int(text.vocab_size - 1 if text.eos_token_id is None else text.eos_token_id)
 
 
-def seen_and_read(batch: Mapping[str, torch.Tensor], config: Any) -> dict[str, Any]:
-    """The arguments of a model of that configuration for pictures and captions."""
+def two_tower_inputs(batch: Mapping[str, torch.Tensor], config: Any) -> dict[str, Any]:
+    """Arguments for pictures and captions of the model with ``config``."""
     inputs = {name: batch[name] for name in ("pixel_values", "input_ids")}
     if config.model_type not in READ_WHOLE:
         return inputs
-    ends = (batch["input_ids"] == end_of_captions(config)).long()
+    ends = (batch["input_ids"] == caption_end_token(config)).long()
     return {**inputs, "attention_mask": (ends.cumsum(1) - ends == 0).long()}
 
 
-def _compared(
+def _indices(values: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(values), device=values.device)
+
+
+def _nearest_keys(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Indices of the keys nearest to each query, nearest first."""
+    return (queries @ keys.T).topk(min(max(RANKS), len(keys))).indices
+
+
+def _pairing_losses(
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    of: str,
-    to: str,
+    query_name: str,
+    key_name: str,
     features: Features,
     rows: slice,
     gradients: Features | None,
 ) -> torch.Tensor:
-    """The losses of some features, each of which belongs to the other of its number; their gradients are added.
+    """Losses of the queries in ``rows``, where query i belongs to key i. Adds to ``gradients``.
 
-    The products held at a time are those of at most a quarter of the rows, and at most a quarter of the other features.
+    Logits of at most a quarter of the rows exist at a time, and take at most a quarter of the keys' memory.
     """
-    queries, keys = features[of], features[to]
+    queries, keys = features[query_name], features[key_name]
     at_once = max(1, min(keys.shape[1], rows.stop - rows.start) // 4)
     losses = [queries.new_zeros(0)]
     for begin in range(rows.start, rows.stop, at_once):
@@ -225,32 +259,34 @@ def _compared(
         logits = queries[some] @ keys.T
         losses.append(loss(logits, torch.arange(some.start, some.stop, device=keys.device)[:, None]))
         if gradients:
-            gradients[of][some].addmm_(logits, keys)
-            gradients[to].addmm_(logits.T, queries[some])
-        del logits  # before the next ones are computed
+            gradients[query_name][some].addmm_(logits, keys)
+            gradients[key_name].addmm_(logits.T, queries[some])
+        del logits  # frees memory before the next ones
     return torch.cat(losses)
 
 
-def _nearest(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """The cross-entropy of each row, whose right column is ``own``; ``logits`` become its gradients."""
+def _softmax_pairing(logits: torch.Tensor, right_column: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each row, in place: ``logits`` become its gradients."""
     highest = logits.amax(1, keepdim=True)
-    right = logits.gather(1, own) - highest
+    right = logits.gather(1, right_column) - highest
     total = logits.sub_(highest).exp_().sum(1, keepdim=True)
-    logits.div_(total).scatter_add_(1, own, torch.full_like(right, -1))
+    logits.div_(total).scatter_add_(1, right_column, torch.full_like(right, -1))
     return (total.log() - right).squeeze(1)
 
 
-def _pairs(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Whether each column is the right one, asked of each by itself; ``logits`` become the gradients of each row's
-    sum (Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training")."""
-    logits.scatter_(1, own, -logits.gather(1, own))
+def _sigmoid_pairing(logits: torch.Tensor, right_column: torch.Tensor) -> torch.Tensor:
+    """Binary cross-entropies of each row, summed over columns; in place: ``logits`` become the gradients.
+
+    Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training".
+    """
+    logits.scatter_(1, right_column, -logits.gather(1, right_column))
     losses = F.softplus(logits).sum(1)
-    logits.sigmoid_().scatter_(1, own, -logits.gather(1, own))
+    logits.sigmoid_().scatter_(1, right_column, -logits.gather(1, right_column))
     return losses
 
 
-def _strangers(logits: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """As :func:`_pairs`, where no column is the right one."""
+def _sigmoid_strangers(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Binary cross-entropies of rows without a right column, in place: ``logits`` become the gradients."""
     losses = F.softplus(logits).sum(1)
     logits.sigmoid_()
     return losses

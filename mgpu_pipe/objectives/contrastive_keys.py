@@ -1,4 +1,4 @@
-"""What code without torch knows of contrastive learning."""
+"""Keys and metrics of contrastive learning."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.tower_features_keys import kept_features_errors
+from mgpu_pipe.objectives.tower_features_keys import cached_features_errors
 
 RANKS = (1, 5, 10)
 
 
-TWO = "vision-text-dual-encoder"
-"""Two towers of any kinds (Zhai et al. 2022, "LiT", arXiv:2111.07991)."""
+DUAL_ENCODER = "vision-text-dual-encoder"
+"""Model type of two towers of any kind (Zhai et al. 2022, "LiT", arXiv:2111.07991)."""
 TOWERS = {
     "vision_config": ("clip_vision_model", "dinov2", "siglip_vision_model", "vit"),
     "text_config": ("bert", "roberta", "xlm-roberta"),
 }
-"""The kinds that were tried."""
+"""Tested tower types by part of the model."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class ContrastiveConfig(ObjectiveConfig):
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         errors = []
-        for part, kinds in TOWERS.items() if fields.get("model_type") == TWO else ():
+        for part, kinds in TOWERS.items() if fields.get("model_type") == DUAL_ENCODER else ():
             kind = (fields.get(part) or {}).get("model_type")
             if kind not in kinds:
                 fix = f"use one of {', '.join(kinds)}"
@@ -41,16 +41,19 @@ class ContrastiveConfig(ObjectiveConfig):
         return errors
 
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        return kept_features_errors(config)
+        return cached_features_errors(config)
 
 
 DIRECTIONS = {"image_to_text": "caption for a picture", "text_to_image": "picture for a caption"}
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    loss, accuracy, *found = (total / sums[-1] for total in sums[:-1])
-    keys = [f"val/{direction}_recall@{rank}" for direction in DIRECTIONS for rank in RANKS]
-    return {"val/loss": loss, "val/zero_shot_accuracy": accuracy, **dict(zip(keys, found, strict=True))}
+    loss, pictures, right, *hits, samples = sums
+    metrics = {"val/loss": loss / samples, "val/zero_shot_accuracy": right / samples}
+    recalls = iter(hits)
+    for direction, queries in zip(DIRECTIONS, (round(pictures) or 1, samples), strict=True):
+        metrics |= {f"val/{direction}_recall@{rank}": next(recalls) / queries for rank in RANKS}
+    return metrics
 
 
 DESCRIPTION = Description(
@@ -60,8 +63,8 @@ DESCRIPTION = Description(
         Metric("val/loss", "held-out loss", "nats a sample"),
         Metric("val/zero_shot_accuracy", "zero-shot accuracy", percent=True, higher_is_better=True, headline=True),
         *(
-            Metric(f"val/{direction}_recall@{rank}", f"{told}, among {rank}", percent=True, higher_is_better=True)
-            for direction, told in DIRECTIONS.items()
+            Metric(f"val/{direction}_recall@{rank}", f"{label}, recall@{rank}", percent=True, higher_is_better=True)
+            for direction, label in DIRECTIONS.items()
             for rank in RANKS
         ),
     ),
@@ -70,6 +73,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForZeroShotImageClassification",
     attention="own",
     samples="captioned_images",
-    families=("altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip", TWO),
+    families=("altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip", DUAL_ENCODER),
     refused_axes=("pp", "cp", "ep"),
 )

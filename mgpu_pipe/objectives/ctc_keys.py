@@ -1,4 +1,4 @@
-"""What code without torch knows of connectionist temporal classification."""
+"""Keys and metrics of connectionist temporal classification."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, rates
+from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, error_rates
 
 FAMILIES = ("hubert", "unispeech", "unispeech-sat", "wav2vec2", "wavlm")
-"""Those tried: a recording's result is the same however long the others of its micro-batch are."""
+"""Tested families. A recording's result does not depend on the lengths of the others in its micro-batch."""
 REFUSED = {
     "layerdrop": "whole layers would be left out by a random number of each process",
     "add_adapter": "its frames are not counted",
     "conv_pos_batch_norm": "it looks at the whole micro-batch",
 }
-"""Fields that have to be 0 or false, and why."""
+"""Fields that must be 0 or false, with the reason."""
 
 
 @dataclass
@@ -36,8 +36,8 @@ class CTCConfig(TranscriptConfig):
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    """From the sums of losses, of wrong words, words, wrong characters and characters, and the labels' number."""
-    return {"val/loss": sums[0] / sums[-1], **rates(sums[1:-1])}
+    """Metrics from the sums of losses, wrong words, words, wrong characters, characters, and the number of labels."""
+    return {"val/loss": sums[0] / sums[-1], **error_rates(sums[1:-1])}
 
 
 DESCRIPTION = Description(

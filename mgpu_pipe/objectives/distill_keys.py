@@ -1,4 +1,4 @@
-"""What code without torch knows of distillation."""
+"""Keys and metrics of distillation."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.integrity import read_state
-from mgpu_pipe.checkpoint.manifest import read_manifest
-from mgpu_pipe.checkpoint.select import resolve_source
+from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
+from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import CheckpointError, ConfigError, ModelFolderError
-from mgpu_pipe.models.folder import read_config_json
+from mgpu_pipe.models.weights.folder import read_config_json
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION as CAUSAL
 from mgpu_pipe.objectives.causal_lm_keys import LOSS, perplexity
+from mgpu_pipe.system.local_files import is_file, is_folder
 
 DRAWN = "drawn"
-"""The teacher of a small run of ``verify``: the student itself with other weights."""
+"""Teacher of a run of ``verify``: the student with other weights."""
 STARTS_FROM = "starts_from"
-"""The teacher that ``run.starts_from`` trains."""
+"""Teacher trained by the run of ``run.starts_from``."""
 KEY = "objective.teacher"
 
 
@@ -67,7 +67,7 @@ class DistillConfig(ObjectiveConfig):
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         if self.teacher == STARTS_FROM:
-            return []  # looked at when it is there
+            return []  # checked once it exists
         try:
             teacher = _fields(self.teacher) if self.teacher else {}
         except (ModelFolderError, CheckpointError):
@@ -75,9 +75,9 @@ class DistillConfig(ObjectiveConfig):
         if not teacher:
             fix = "give a folder that mgpu-pipe export or save_pretrained wrote, or a run's"
             return [ConfigError(KEY, self.teacher, fix, "holds no config.json of a model, and no checkpoint")]
-        size, own = teacher.get("vocab_size"), fields.get("vocab_size")
-        if size != own:
-            reason = f"its vocabulary has {size} tokens, the student's {own}"
+        size, student_size = teacher.get("vocab_size"), fields.get("vocab_size")
+        if size != student_size:
+            reason = f"its vocabulary has {size} tokens, the student's {student_size}"
             return [
                 ConfigError(KEY, self.teacher, "give a teacher with the student's tokenizer and vocabulary", reason)
             ]
@@ -86,7 +86,7 @@ class DistillConfig(ObjectiveConfig):
     def tokenizer_errors(self, folder: Path) -> list[ConfigError]:
         teacher = Path(self.teacher).expanduser()
         if is_run(teacher):
-            run = teacher if RunPaths(teacher).checkpoints.is_dir() else teacher.parents[1]
+            run = teacher if is_folder(RunPaths(teacher).checkpoints) else teacher.parents[1]
             teacher = RunPaths(run).tokenizer
         differences = token_differences(teacher, folder)
         if not differences:
@@ -96,12 +96,12 @@ class DistillConfig(ObjectiveConfig):
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the teacher's folder is a run's or one of its steps, and not a model's."""
-    return not (folder / "config.json").is_file() and folder.is_dir()
+    """Whether ``folder`` is a run or one of its steps, not a model."""
+    return not is_file(folder / "config.json") and is_folder(folder)
 
 
 def _fields(teacher: str) -> Mapping[str, Any]:
-    """What the configuration of the teacher's model says."""
+    """Configuration fields of the teacher's model."""
     folder = Path(teacher).expanduser()
     if not is_run(folder):
         return read_config_json(folder)
@@ -111,8 +111,10 @@ def _fields(teacher: str) -> Mapping[str, Any]:
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    """From the sums of losses, of cross-entropies, of divergences, and the number of tokens: of the labels' loss what
-    a run without a teacher measures, and the divergence."""
+    """Metrics from the sums of losses, cross-entropies, divergences, and the number of tokens.
+
+    The labels' loss is what a run without a teacher measures.
+    """
     return {**perplexity([sums[1], sums[-1]]), "val/divergence": sums[2] / sums[-1]}
 
 

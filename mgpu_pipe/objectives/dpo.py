@@ -1,48 +1,143 @@
-"""Direct preference optimisation: of two answers the chosen one is to gain on the rejected one, against a reference.
+"""Direct preference optimisation: raises the chosen answer's probability over the rejected one's, against a reference.
 
 A sample is a pair, one packed row of two documents: the conversation with the chosen answer, then that with the
-rejected one. So one forward pass sees both, no rank or micro-batch splits a pair, and what can be done with packed rows
-can be done with pairs. Losses as in Rafailov et al. 2023 (arXiv:2305.18290), Mitchell 2023 (label smoothing) and Azar
+rejected one. So one forward pass reads both, no rank or micro-batch splits a pair, and pairs support all that packed
+rows do. Losses as in Rafailov et al. 2023 (arXiv:2305.18290), Mitchell 2023 (label smoothing) and Azar
 et al. 2023 (arXiv:2310.12036, with means over the answers' tokens).
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from typing_extensions import Self
 
+from mgpu_pipe.checkpoint.host_bytes import exchange_json
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
+from mgpu_pipe.data.samples import Split
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field, StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.adapters.lora import without_adapters
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.dpo_keys import DESCRIPTION, DPOConfig
-from mgpu_pipe.objectives.first_weights import RunStart
-from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.first_weights import SPLITS, RunStart, is_whole, write_hashes
+from mgpu_pipe.objectives.losses.loss_head import TokenLoss
+from mgpu_pipe.objectives.losses.router_balance import SummedOverRanks
 from mgpu_pipe.objectives.packed_text import packed_text
-from mgpu_pipe.objectives.pair_reference import PairReference
-from mgpu_pipe.objectives.router_loss import SummedOverRanks
-from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.parallel.random_streams import step_seed
+from mgpu_pipe.system.local_files import replace_file
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PreTrainedModel
 
+
+UNKNOWN = -float("inf")
+MATHEMATICS = 1
+"""Version of the log-probabilities of answers. Raise it when the numbers change."""
+
+
+class PairReference:
+    """Reference log-probabilities of a run's pairs; empty until loaded or measured."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Split, torch.Tensor] = {}
+        """float64 (pairs, 2) by split: chosen and rejected answer."""
+        self._recording: torch.Tensor | None = None
+        """Table that :meth:`record` fills, or None."""
+
+    def load(self, start: RunStart) -> bool:
+        """Loads the table in the run's folder. Returns whether all ranks have all pairs of the run."""
+        path = self.file(start)
+        return is_whole(path) and all(exchange_json(self._read(start, path), None))
+
+    @staticmethod
+    def file(start: RunStart) -> Path:
+        """Path of the table. A collective call."""
+        return start.file("reference", MATHEMATICS)
+
+    def _read(self, start: RunStart, path: Path) -> bool:
+        try:
+            whole = np.load(path, allow_pickle=False)
+        except (OSError, ValueError):
+            return False
+        first = start.prepared.train_samples
+        tables: dict[Split, NDArray[np.float64]] = {"train": whole[:first], "validation": whole[first:]}
+        if not all(np.isfinite(tables[split][start.samples_needed(split)]).all() for split in SPLITS):
+            return False
+        self._tables = {split: torch.from_numpy(table.astype(np.float64)) for split, table in tables.items()}
+        return True
+
+    def measure(self, start: RunStart, strategy: Any, objective: Objective) -> None:
+        """Measures all pairs of the run with the current weights. A collective call."""
+        mode = objective.training
+        objective.eval()
+        measured = {split: self._measure_split(start, strategy, objective, split) for split in SPLITS}
+        objective.train(mode)
+        self._tables = measured
+        path = self.file(start)
+        if strategy.is_global_zero:
+            file = io.BytesIO()
+            np.save(file, torch.cat([measured[split].cpu() for split in SPLITS]).numpy(), allow_pickle=False)
+            replace_file(path, file.getvalue(), flush=True)
+        strategy.barrier()
+        write_hashes(path)
+
+    def _measure_split(self, start: RunStart, strategy: Any, objective: Objective, split: Split) -> torch.Tensor:
+        needed = start.samples_needed(split)
+        if not len(needed):
+            return torch.zeros(0, 2, dtype=torch.float64, device=strategy.root_device)
+        samples = objective.samples(start.config, start.prepared.open(start.config, split))
+        table = torch.full((len(samples), 2), UNKNOWN, dtype=torch.float64, device=strategy.root_device)
+        self._tables, self._recording = {}, table
+        for step_batch in start.step_batches(samples, needed):
+            strategy.run_evaluation(strategy.batch_to_device(self.add_to(step_batch, split)))
+        self._recording = None
+        if strategy.world_size > 1:
+            dist.all_reduce(table, op=dist.ReduceOp.MAX)  # all ranks that computed a pair have equal numbers
+        return table
+
+    def record(self, pairs: torch.Tensor, log_probabilities: torch.Tensor) -> None:
+        """Stores log-probabilities of the pairs by number while :meth:`measure` runs."""
+        if self._recording is not None:
+            known = pairs >= 0
+            self._recording[pairs[known]] = log_probabilities.detach()[known]
+
+    def add_to(self, step_batch: StepBatch, split: Split) -> StepBatch:
+        """Adds the field ``reference`` to micro-batches that lack it; zeros while unknown."""
+        for batch in step_batch.micro_batches:
+            if "pair" in batch and "reference" not in batch:
+                batch["reference"] = self.values_for(batch, split)
+        return step_batch
+
+    def values_for(self, batch: Mapping[str, torch.Tensor], split: Split) -> torch.Tensor:
+        """Reference log-probabilities of a micro-batch, float64 (rows, 2)."""
+        pairs, table = batch["pair"], self._tables.get(split)
+        if table is None:
+            return torch.zeros(len(pairs), 2, dtype=torch.float64, device=pairs.device)
+        self._tables[split] = table = table.to(pairs.device)
+        return table[pairs.clamp_min(0)]
+
+
 NOTHING = -1
-"""The number of a pair that counts nothing."""
+"""Number of a pair that counts nothing."""
 CHOSEN, REJECTED = 0, 1
-"""Columns of what there are two of."""
+"""Columns of tensors with a value per answer."""
 
 
 class DPOObjective(Objective):
-    """The preference of chosen over rejected answers under a Hugging Face causal language model.
+    """Preference of chosen over rejected answers under a Hugging Face causal language model.
 
     Args:
         keys: ``objective.*``.
@@ -68,9 +163,9 @@ class DPOObjective(Objective):
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """Packed rows, of a pair each, and for the last stage: ``rejected``, 1 where a token is of the second document;
-        ``pair``, int64 (rows,), the pair's number in its set; ``reference``, float64 (rows, 2), the sums of the
-        reference's log-probabilities over the chosen and the rejected answer."""
+        """Packed rows of one pair each, and for the last stage: ``rejected``, 1 for tokens of the second document;
+        ``pair``, int64 (rows,), the pair's number in its set; ``reference``, float64 (rows, 2), the reference's
+        log-probabilities of the chosen and the rejected answer."""
         packed = packed_text()
         fields = {
             **packed.fields,
@@ -98,64 +193,66 @@ class DPOObjective(Objective):
 
     def of_run(self, start: RunStart) -> None:
         if self.needs_first_weights(start):
-            kept = f"{start.folder}/{start.file}"
             raise BadInputError(
-                f"{kept}: no such numbers of the reference for these pairs; evaluate the run's own data"
+                f"{self._reference.file(start)}: no such numbers of the reference for these pairs; "
+                "evaluate the run's own data"
             )
 
     def training_step(self, step_batch: StepBatch, batch_idx: int) -> dict[str, Any]:
-        return super().training_step(self._reference.added(step_batch, "train"), batch_idx)
+        return super().training_step(self._reference.add_to(step_batch, "train"), batch_idx)
 
     def validation_step(self, step_batch: StepBatch, batch_idx: int) -> None:
-        super().validation_step(self._reference.added(step_batch, "validation"), batch_idx)
+        super().validation_step(self._reference.add_to(step_batch, "validation"), batch_idx)
 
     # -- the loss -----------------------------------------------------------------------------------------------
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._counted_once(self._of_pairs(batch)[0].sum())
+        return self._contribute_once(self._pair_losses(batch)[0].sum())
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        losses, rewards, said, said_before = self._of_pairs(batch)
+        losses, rewards, said, said_before = self._pair_losses(batch)
         right = rewards[:, CHOSEN] > rewards[:, REJECTED]
         sums = [losses.sum(0, True), right.sum(0, True), rewards.sum(0), said.sum(0), said_before.sum(0)]
-        return self._counted_once(torch.cat(sums).double())
+        return self._contribute_once(torch.cat(sums).double())
 
-    def _of_pairs(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Each pair's loss, (rows,), and of its two answers, (rows, 2), the rewards and the probabilities, now and
-        under the reference; 0 where it counts nothing."""
+    def _pair_losses(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Loss of each pair, (rows,); rewards, probabilities and reference probabilities of its answers, (rows, 2).
+
+        All are 0 where a pair counts nothing.
+        """
         if self._keys.reference == "live":
             with torch.no_grad(), without_adapters(self.model):
                 reference, _ = self._answers(batch)
         else:
-            reference = batch["reference"] if "reference" in batch else self._reference.of(batch, "validation")
-        found, tokens = self._answers(batch)
-        self._reference.note(batch["pair"], found)
+            reference = batch["reference"] if "reference" in batch else self._reference.values_for(batch, "validation")
+        log_probabilities, tokens = self._answers(batch)
+        self._reference.record(batch["pair"], log_probabilities)
         counts = batch["pair"] != NOTHING
-        losses, rewards = preference_losses(found, reference, tokens, self._keys)
-        of_answers = (rewards, found.detach().exp(), reference.exp())
-        return losses.where(counts, 0.0), *[value.where(counts.unsqueeze(1), 0.0) for value in of_answers]
+        losses, rewards = preference_losses(log_probabilities, reference, tokens, self._keys)
+        answer_values = (rewards, log_probabilities.detach().exp(), reference.exp())
+        return losses.where(counts, 0.0), *[value.where(counts.unsqueeze(1), 0.0) for value in answer_values]
 
     def _answers(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The log-probability of each pair's two answers, and their tokens; float64 (rows, 2)."""
+        """Log-probabilities and token counts of each pair's answers; float64 (rows, 2)."""
         labels, rejected = batch["labels"], batch["rejected"] == 1
-        of_tokens = -self._loss.by_token(self.model_inputs(batch), labels).double()
+        token_values = -self._loss.by_token(self.model_inputs(batch), labels).double()
         counts = (labels != IGNORE_INDEX).double()
         sums = torch.stack(
-            [(value * side).sum(1) for value in (of_tokens, counts) for side in (~rejected, rejected)], dim=1
+            [(value * side).sum(1) for value in (token_values, counts) for side in (~rejected, rejected)], dim=1
         )
         if self._sequences is not None:
             sums = SummedOverRanks.apply(sums, self._sequences)
         return sums[:, :2], sums[:, 2:]
 
-    def _counted_once(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, which all ranks that share the sequences have; zero on all but one, with the same gradient."""
+    def _contribute_once(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` on one of the ranks that share sequences, zero on the others, with the same gradient."""
         first = self._sequences is None or self._sequences.rank() == 0
         return value if first else value - value.detach()
 
     # -- verification -------------------------------------------------------------------------------------------
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
-        """Pairs of uneven answers behind a common prompt; in every third step the last one counts nothing."""
+        """Pairs of uneven answers after a common prompt. In every third step the last one counts nothing."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         ids = torch.randint(0, vocabulary, (samples, seq_len), generator=generator)
@@ -178,14 +275,14 @@ class DPOObjective(Objective):
         pair = torch.arange(samples)
         if step % 3 == 2 and samples > 2:
             pair[-1] = NOTHING
-        given = {
+        fields = {
             "labels": labels,
             "position_ids": positions,
             "rejected": rejected,
             "pair": pair,
             "reference": reference,
         }
-        return {"input_ids": ids, **given}
+        return {"input_ids": ids, **fields}
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One answer at a time, by the formulas of the papers."""
@@ -219,15 +316,15 @@ class DPOObjective(Objective):
 
 
 def preference_losses(
-    found: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor, keys: DPOConfig
+    answers: torch.Tensor, reference: torch.Tensor, tokens: torch.Tensor, keys: DPOConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each pair's loss, (rows,), and its answers' rewards, (rows, 2).
+    """Loss of each pair, (rows,), and rewards of its answers, (rows, 2).
 
     Args:
-        found, reference: the answers' log-probabilities, float64 (rows, 2).
-        tokens: of the answers, (rows, 2).
+        answers, reference: log-probabilities of the answers, float64 (rows, 2).
+        tokens: token counts of the answers, (rows, 2).
     """
-    gains = found - reference
+    gains = answers - reference
     if keys.loss == "ipo":
         gains = gains / tokens.clamp_min(1.0)
     margin = gains[:, CHOSEN] - gains[:, REJECTED]

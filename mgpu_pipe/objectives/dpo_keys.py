@@ -1,4 +1,4 @@
-"""What code without torch knows of direct preference optimisation."""
+"""Keys and metrics of direct preference optimisation."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ class DPOConfig(ObjectiveConfig):
         if peft.name == "none" or peft.train_also or peft.init_from:
             reason = "it is the model without its adapters, which must be all that is trained, and begin at nothing"
             return [ConfigError(key, "live", f"{fix}, or peft=lora without train_also and init_from", reason)]
-        with suppress(ConfigError):  # sizes that do not fit are refused elsewhere
+        with suppress(ConfigError):  # another check refuses sizes that do not fit
             if ParallelDims.resolve(config.strategy, world_size(config)).pp > 1:
                 return [ConfigError(key, "live", fix, "a pipeline's step has one forward pass")]
         return []
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    """From the sums of losses, of right pairs, of both rewards, of both probabilities, now and under the reference, and
+    """Metrics from the sums of losses, right pairs, both rewards, both probabilities, now and under the reference, and
     the number of pairs."""
     loss, right, chosen, rejected, *said = (value / sums[-1] for value in sums[:-1])
     exact, exact_before = said[0] + said[1], said[2] + said[3]
@@ -95,10 +95,10 @@ DESCRIPTION = Description(
             higher_is_better=True,
             headline=True,
         ),
-        Metric("val/style_rate", "drawn answers, chosen", "of the pair's two", percent=True, higher_is_better=True),
-        Metric("val/exact_match", "drawn answers that are one of the pair's", percent=True, higher_is_better=True),
-        Metric("val/reference_style_rate", "of the reference: chosen", "of the pair's two", percent=True),
-        Metric("val/reference_exact_match", "of the reference: one of the pair's", percent=True),
+        Metric("val/style_rate", "held-out style rate", "of the pair's two", percent=True, higher_is_better=True),
+        Metric("val/exact_match", "held-out exact match", percent=True, higher_is_better=True),
+        Metric("val/reference_style_rate", "reference's style rate", "of the pair's two", percent=True),
+        Metric("val/reference_exact_match", "reference's exact match", percent=True),
         Metric("val/margin", "held-out margin", "of rewards", higher_is_better=True),
         Metric("val/chosen_reward", "held-out reward, chosen", higher_is_better=True),
         Metric("val/rejected_reward", "held-out reward, rejected"),

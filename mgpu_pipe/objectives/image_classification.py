@@ -1,4 +1,4 @@
-"""Image classification: one class of several for each picture."""
+"""Image classification: one of several classes for each picture."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of
-from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.image_classification_keys import DESCRIPTION, ImageClassificationConfig
-from mgpu_pipe.objectives.tower_features import ClassifierFeatures, SeesPictures, keeps_features
-from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, caches_features
+from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-AMONG = 5
-"""Likeliest classes that the label may be among."""
-MIXED = 0x4D1C
-"""Keys what is mixed, so that it is drawn apart from what else changes a picture."""
-MOST_TOLD_APART = 50
-"""Classes of a confusion matrix; of more, none is made."""
+TOP_K = 5
+"""Number of likeliest classes that may contain the label."""
+MIX_SEED = 0x4D1C
+"""Seed of mixup draws, apart from other changes of a picture."""
+MAX_CONFUSION_CLASSES = 50
+"""Most classes of a confusion matrix; with more there is none."""
 
 
 @dataclass(frozen=True)
 class MixedSamples(ChangedSamples):
-    """Training pictures with a share of another one each (Zhang et al. 2018, "mixup: Beyond Empirical Risk
-    Minimization", arXiv:1710.09412). The other one is drawn from all, so that no cut of a batch changes it."""
+    """Training pictures mixed with another one each (Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization",
+    arXiv:1710.09412). The other one is drawn from all samples, so no cut of a batch changes it."""
 
     mixup: float
     seed: int
@@ -46,20 +45,20 @@ class MixedSamples(ChangedSamples):
         if not len(numbers) or numbers[0] < 0:  # held out
             others = torch.full_like(read["labels"], IGNORE_INDEX)
             return {**read, "other_labels": others, "shares": torch.ones(len(indices))}
-        draws = [random_of(self.seed ^ MIXED, number) for number in numbers.tolist()]
+        draws = [random_of(self.seed ^ MIX_SEED, number) for number in numbers.tolist()]
         shares = torch.tensor([draw.beta(self.mixup, self.mixup) for draw in draws], dtype=torch.float32)
         other = self.read.batch(np.array([draw.integers(len(self.read)) for draw in draws]), numbers)
         pictures = torch.lerp(other["pixel_values"], read["pixel_values"], shares[:, None, None, None])
         return {**read, "pixel_values": pictures, "other_labels": other["labels"], "shares": shares}
 
 
-class ImageClassificationObjective(SeesPictures):
-    """Cross-entropy of the classes under a Hugging Face model ``...ForImageClassification``, a mean over samples.
+class ImageClassificationObjective(PictureObjective):
+    """Cross-entropy of classes under a Hugging Face model ``...ForImageClassification``, a mean over samples.
 
     Args:
-        label_smoothing: share of each label that is spread over all classes, in training alone.
-        keeps: ``data.cache_features``.
-        mixed: pictures have a share of another one.
+        label_smoothing: share of each label spread over all classes, only in training.
+        cache_features: ``data.cache_features``.
+        mixed: whether pictures are mixed with another one.
     """
 
     description = DESCRIPTION
@@ -71,23 +70,23 @@ class ImageClassificationObjective(SeesPictures):
         optimizer_factory: Any,
         learning_rate: LearningRate,
         label_smoothing: float = 0.0,
-        keeps: bool = False,
+        cache_features: bool = False,
         mixed: bool = False,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._config, self._smoothing, self._mixed = cast(Any, model.config), label_smoothing, mixed
-        self.features = ClassifierFeatures(model) if keeps else None
+        self.features = ClassifierFeatures(model) if cache_features else None
         classes = int(self._config.num_labels)
-        self._told_apart = classes if classes <= MOST_TOLD_APART else 0
-        self.num_sums = 3 + self._told_apart**2  # type: ignore[misc]  # of this model: its classes are known now
+        self._confusion_classes = classes if classes <= MAX_CONFUSION_CLASSES else 0
+        self.num_sums = 3 + self._confusion_classes**2  # type: ignore[misc]  # the classes of this model are known only now
 
     @classmethod
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(ImageClassificationConfig, config.objective)
-        kept = keeps_features(config)
-        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing, kept, keys.mixup > 0)
+        cached = caches_features(config)
+        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing, cached, keys.mixup > 0)
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
@@ -96,9 +95,9 @@ class ImageClassificationObjective(SeesPictures):
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """``pixel_values``, float32, (rows, channels, height, width), and ``labels``, the class, int64, (rows,);
-        then :meth:`shown`;
-        of mixed ones the other picture's class, ``other_labels``, and the picture's own share, float32, (rows,)."""
+        """``pixel_values``, float32, (rows, channels, height, width), and ``labels``, the class, int64, (rows,); then
+        :meth:`picture_number_field`. With mixup also ``other_labels``, the other picture's class, and ``shares``, the
+        share of the first picture, float32, (rows,)."""
         mixed = {
             "other_labels": Field(sequence_dim=None, padding=IGNORE_INDEX, stages="last"),
             "shares": Field(sequence_dim=None, padding=1, dtype="float32", stages="last"),
@@ -107,7 +106,7 @@ class ImageClassificationObjective(SeesPictures):
             {
                 "pixel_values": Field(sequence_dim=None, dtype="float32", shape=self._shape),
                 "labels": Field(sequence_dim=None, padding=IGNORE_INDEX, target=True, stages="last"),
-                **self.shown(),
+                **self.picture_number_field(),
                 **(mixed if self._mixed else {}),
             }
         )
@@ -118,7 +117,7 @@ class ImageClassificationObjective(SeesPictures):
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         if self.features is not None:
-            self.features.show(batch)
+            self.features.set_pictures(batch)
         return {"pixel_values": batch["pixel_values"]}
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -126,18 +125,18 @@ class ImageClassificationObjective(SeesPictures):
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         logits, labels = self._logits(batch), batch["labels"]
-        likeliest = logits.topk(min(AMONG, logits.shape[-1])).indices == labels[:, None]
+        likeliest = logits.topk(min(TOP_K, logits.shape[-1])).indices == labels[:, None]
         loss = self._losses(logits, batch, 0.0).sum(dtype=torch.float64)
         sums = torch.stack([loss, likeliest[:, 0].sum().double(), likeliest.sum().double()])
-        if not self._told_apart:
+        if not self._confusion_classes:
             return sums
-        counted = labels != IGNORE_INDEX
-        places = labels[counted] * self._told_apart + logits.argmax(-1)[counted]
-        return torch.cat([sums, torch.bincount(places, minlength=self._told_apart**2).double()])
+        valid = labels != IGNORE_INDEX
+        places = labels[valid] * self._confusion_classes + logits.argmax(-1)[valid]
+        return torch.cat([sums, torch.bincount(places, minlength=self._confusion_classes**2).double()])
 
     def findings(self, sums: Sequence[float]) -> dict[str, Any]:
-        """``confusion``: for each class how many of its pictures were taken for each class."""
-        classes = self._told_apart
+        """``confusion``: for each class, how many of its pictures were classified as each class."""
+        classes = self._confusion_classes
         counts = [int(count) for count in sums[3:-1]]
         return {"confusion": [counts[at * classes : (at + 1) * classes] for at in range(classes)]} if classes else {}
 
@@ -157,7 +156,7 @@ class ImageClassificationObjective(SeesPictures):
         return batch["shares"] * losses(labels) + (1 - batch["shares"]) * losses(others)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
-        """Random pictures; in every third step the last one has no label."""
+        """Random pictures. In every third step the last one has no label."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         labels = torch.randint(0, int(self._config.num_labels), (samples,), generator=generator)
         if step % 3 == 2 and samples > 2:

@@ -1,4 +1,4 @@
-"""What code without torch knows of image classification."""
+"""Keys and metrics of image classification."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.tower_features_keys import kept_features_errors
+from mgpu_pipe.objectives.tower_features_keys import cached_features_errors
 
 FAMILIES = (
     *("beit", "clip", "convnext", "convnextv2", "data2vec-vision", "dinov2", "dinov2_with_registers", "focalnet"),
     *("hiera", "ijepa", "metaclip_2", "pvt_v2", "siglip", "swin", "swinv2", "vit", "vit_msn"),
 )
-"""Those tried: their classifiers look at one picture at a time (no batch statistics), and equal one process."""
+"""Tested families. Their classifiers use no batch statistics and match one process."""
 
 
 @dataclass
@@ -29,12 +29,12 @@ class ImageClassificationConfig(ObjectiveConfig):
     distribution of this number twice (Zhang et al. 2018); 0 mixes none."""
 
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        return kept_features_errors(config, parts=False)
+        return cached_features_errors(config, has_vision_part=False)
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    loss, right, among = (total / sums[-1] for total in sums[:3])
-    return {"val/loss": loss, "val/accuracy": right, "val/top5_accuracy": among}
+    loss, right, top5 = (total / sums[-1] for total in sums[:3])
+    return {"val/loss": loss, "val/accuracy": right, "val/top5_accuracy": top5}
 
 
 DESCRIPTION = Description(

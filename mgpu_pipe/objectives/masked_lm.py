@@ -1,9 +1,8 @@
-"""Masked language modelling: tokens that are hidden are found again from those on both sides.
+"""Masked language modelling: predicts hidden tokens from those on both sides.
 
-Of every sample a share of the tokens is drawn; 80% of them are hidden behind the mask token, 10% replaced by another
-token, 10% left as they are (Devlin et al. 2019, "BERT", arXiv:1810.04805, section 3.1). They are drawn by the run's
-seed and the sample's number in the run: anew in each epoch, and the same however the batch is cut. Attention stays
-inside the documents of a packed sample.
+A share of each sample's tokens is drawn: 80% become the mask token, 10% another token, 10% stay as they are (Devlin et
+al. 2019, "BERT", arXiv:1810.04805, section 3.1). The run's seed and the sample's number in the run decide the draw: it
+differs in each epoch, and no cut of the batch changes it. Attention stays inside the documents of a packed sample.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.compat.transformers_private import attention_of
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of, weighed
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.kernels.packed_attention import takes_document_starts
 from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.models.kernels.packed_attention import takes_document_starts
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
-from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.masked_lm_keys import DESCRIPTION, MaskedLMConfig
 from mgpu_pipe.objectives.packed_text import block_diagonal_mask, random_packed_text, starts_of
-from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.parallel.random_streams import step_seed
+from mgpu_pipe.system.compat.transformers_private import attention_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HIDDEN, REPLACED = 0.8, 0.9
-"""Below the first a drawn token is hidden, from it to the second replaced, above it left as it is."""
+HIDE_BELOW, REPLACE_BELOW = 0.8, 0.9
+"""A draw below the first hides a token, from there to the second replaces it, above leaves it."""
 
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are hidden.
+    """Rule that hides tokens.
 
     Attributes:
-        share: of a sample's tokens.
-        token: stands for a hidden one; those that replace others are below ``vocabulary`` and none of it.
+        share: share of a sample's tokens to draw.
+        token: id of the mask token. Replacements are other ids below ``vocabulary``.
     """
 
     share: float
@@ -52,35 +51,35 @@ class Masking:
     vocabulary: int
 
     @classmethod
-    def of(cls, keys: MaskedLMConfig, vocabulary: int) -> Masking:
+    def from_config(cls, keys: MaskedLMConfig, vocabulary: int) -> Masking:
         return cls(keys.mask_share, vocabulary - 1 if keys.mask_token_id == "auto" else keys.mask_token_id, vocabulary)
 
-    def drawn(self, tokens: int) -> int:
-        """Tokens drawn of a sample that has so many; known before they are drawn."""
+    def num_drawn(self, tokens: int) -> int:
+        """Number of tokens to draw of a sample of ``tokens``; known before the draw."""
         return min(tokens, max(1, round(self.share * tokens)))
 
     def mask(self, ids: NDArray[np.int64], tokens: int, random: np.random.Generator) -> NDArray[np.int64]:
-        """Hide tokens of a sample's ``ids`` in place, of its first ``tokens`` ones; the labels."""
+        """Hides some of the first ``tokens`` of ``ids`` in place and returns the labels."""
         labels = np.full_like(ids, IGNORE_INDEX)
-        chosen = random.permutation(tokens)[: self.drawn(tokens)]
+        chosen = random.permutation(tokens)[: self.num_drawn(tokens)]
         labels[chosen] = ids[chosen]
         fate = random.random(len(chosen))
         other = random.integers(0, self.vocabulary - 1, len(chosen))
         other += other >= self.token
-        ids[chosen] = np.where(fate < HIDDEN, self.token, np.where(fate < REPLACED, other, ids[chosen]))
+        ids[chosen] = np.where(fate < HIDE_BELOW, self.token, np.where(fate < REPLACE_BELOW, other, ids[chosen]))
         return labels
 
 
 @dataclass(frozen=True)
 class MaskedSamples(ChangedSamples):
-    """Packed text whose tokens are hidden as the samples are read."""
+    """Packed text with tokens hidden as samples are read."""
 
     masking: Masking
     seed: int
 
     def _tokens(self, indices: NDArray[np.int64]) -> list[int]:
-        one_by_one = (indices[at : at + 1] for at in range(len(indices)))
-        return [self.positions(one) - self.padding(one) for one in one_by_one]
+        samples = (indices[at : at + 1] for at in range(len(indices)))
+        return [self.positions(sample) - self.padding(sample) for sample in samples]
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         read = self.read.batch(indices, numbers)
@@ -92,7 +91,7 @@ class MaskedSamples(ChangedSamples):
         return {**read, "labels": torch.from_numpy(np.stack(labels))}
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
-        return sum(map(self.masking.drawn, self._tokens(indices)))
+        return sum(map(self.masking.num_drawn, self._tokens(indices)))
 
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         return weighed(self.read).costs(indices)
@@ -124,7 +123,9 @@ class MaskedLMObjective(Objective):
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
         vocabulary = int(resolved_fields(config.model)["vocab_size"])
-        return MaskedSamples(samples, Masking.of(cast(MaskedLMConfig, config.objective), vocabulary), config.seed)
+        return MaskedSamples(
+            samples, Masking.from_config(cast(MaskedLMConfig, config.objective), vocabulary), config.seed
+        )
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         positions = batch["position_ids"]
@@ -145,7 +146,7 @@ class MaskedLMObjective(Objective):
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         vocabulary = int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
         batch = random_packed_text(generator, step, samples, seq_len, vocabulary, packed)
-        masking = Masking.of(self._keys, vocabulary)
+        masking = Masking.from_config(self._keys, vocabulary)
         for row in range(samples):
             tokens = seq_len - seq_len // 3 if row % 4 == 1 else seq_len
             random = random_of(seed, step * samples + row)

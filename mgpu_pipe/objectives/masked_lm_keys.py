@@ -1,14 +1,17 @@
-"""What code without torch knows of masked language modelling."""
+"""Keys and metrics of masked language modelling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from typing_extensions import Self
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig
+from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.data.text.tokenizer_folder import existing_file, made_here, mask_token_id
+from mgpu_pipe.errors import BadInputError, ConfigError
 
 
 @dataclass
@@ -18,13 +21,32 @@ class MaskedLMConfig(ObjectiveConfig):
     mask_share: float = field(default=0.15, metadata={"at_least": 0, "at_most": 1})
     """Share of a sample's tokens that are to be found again, at least one; drawn anew in every epoch."""
     mask_token_id: int | Auto = field(default="auto", metadata={"at_least": 0})
-    """What stands for a hidden token; auto: the last id of the model's vocabulary, which no tokenizer may use then."""
+    """What stands for a hidden token; auto: the tokenizer's mask token, or, where it has none, the last id of a new
+    model's vocabulary, which the tokenizer may not use then."""
     loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
     """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
 
     def shrunk(self, tokens: int) -> Self:
         chunk = 0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5)
         return replace(self, mask_token_id="auto", loss_chunk_tokens=chunk)
+
+    def with_tokenizer(self, folder: Path) -> Self:
+        token = mask_token_id(folder) if self.mask_token_id == "auto" else None
+        return self if token is None else replace(self, mask_token_id=token)
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        errors = super().run_errors(config)
+        if self.mask_token_id != "auto" or not config.model.path:
+            return errors
+        try:
+            file = existing_file(config)
+            if file is None or made_here(file.parent) or mask_token_id(file.parent) is not None:
+                return errors
+        except BadInputError:  # reading the tokenizer reports it
+            return errors
+        fix = "give the id of the token that stands for a hidden one"
+        reason = f"{file} has no mask token"
+        return [*errors, ConfigError("objective.mask_token_id", "auto", fix, reason)]
 
     def reserved_ids(self) -> int:
         return 1 if self.mask_token_id == "auto" else 0

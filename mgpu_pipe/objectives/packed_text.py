@@ -1,8 +1,8 @@
-"""Micro-batches of packed text: their fields, what a model's forward pass is given of them, and random ones.
+"""Micro-batches of packed text: their fields, the arguments of a model's forward pass, and random ones.
 
-Positions restart with every document. Most families of transformers read the boundaries from that and build the
-block-diagonal mask themselves (``masking_utils.find_packed_sequence_indices``), as long as they get no attention mask
-and no cache; a few need the mask from here (:func:`block_diagonal_mask`).
+Positions restart with every document. Most families of transformers read the boundaries from them and build the
+block-diagonal mask (``masking_utils.find_packed_sequence_indices``), if they get no attention mask and no cache. A few
+need the mask from here (:func:`block_diagonal_mask`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgpu_pipe.compat.transformers_private import attention_of
-from mgpu_pipe.data.batch_spec import BatchSpec, Field, Stages
-from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.families.family import FLASH
-from mgpu_pipe.families.find import document_isolation
-from mgpu_pipe.kernels.packed_attention import document_starts, flash_lengths, of_any_length, takes_document_starts
+from mgpu_pipe.architectures.family import FLASH
+from mgpu_pipe.architectures.find import document_isolation
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field, Stages
+from mgpu_pipe.models.kernels.packed_attention import (
+    document_starts,
+    dynamic_starts,
+    flash_lengths,
+    takes_document_starts,
+)
+from mgpu_pipe.system.compat.transformers_private import attention_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHORTEST_DOCUMENT = 3
 STARTS = "document_starts"
-"""The entry of a micro-batch on a GPU that was computed before it went there, for attention of packed rows."""
+"""Field of a micro-batch, computed on the host, for attention of packed rows."""
 
 
 def packed_text(labels_on: Stages = "last") -> BatchSpec:
@@ -49,15 +53,15 @@ def packed_text(labels_on: Stages = "last") -> BatchSpec:
 
 
 def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Keyword arguments of ``model(...)`` (or of its base model) for one micro-batch; labels are left out.
+    """Keyword arguments of ``model(...)`` (or of its base model) for one micro-batch, without labels.
 
     Args:
         batch: ``input_ids`` and ``position_ids`` of shape (rows, seq_len), see :func:`packed_text`.
 
     Returns:
-        ``input_ids``, ``use_cache=False`` and what keeps documents apart. Under flash attention the rows are laid end
-        to end, shape (1, rows * seq_len), for transformers finds packed documents only in a batch of one; outputs
-        then have that shape too, and ``labels.reshape(1, -1)`` or any reshape to tokens fits them.
+        ``input_ids``, ``use_cache=False`` and the arguments that separate documents. Flash attention gets all rows
+        concatenated, shape (1, rows * seq_len), since transformers finds packed documents only in a batch of one.
+        Outputs then have that shape too; ``labels.reshape(1, -1)`` or any reshape to tokens fits them.
     """
     input_ids, position_ids = batch["input_ids"], batch["position_ids"]
     isolation = document_isolation(model.config.model_type, vars(model.config))
@@ -77,25 +81,29 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
 
 
 def wants_starts(model: Any) -> bool:
-    """Whether attention is handed the :func:`document_starts` of packed rows, and need not look for them in each layer:
-    ours, and flash attention where the model passes on what it does not know."""
+    """Whether attention takes the :func:`document_starts` of packed rows, instead of finding them in each layer.
+
+    Ours does, and flash attention of models that pass unknown arguments on.
+    """
     if attention_of(model.config) not in FLASH:
         return takes_document_starts(model)
-    return any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
+    return any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(model.forward).parameters.values()
+    )
 
 
 def starts_of(batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> torch.Tensor:
-    """The :func:`document_starts` of a micro-batch, from its ``positions`` where it does not bring them."""
-    return of_any_length(batch[STARTS] if STARTS in batch else document_starts(positions))
+    """The :func:`document_starts` of a micro-batch: its field, or computed from ``positions``."""
+    return dynamic_starts(batch[STARTS] if STARTS in batch else document_starts(positions))
 
 
 def block_diagonal_mask(position_ids: torch.Tensor, as_bool: bool, causal: bool = True) -> torch.Tensor:
-    """Mask of what is visible inside documents, shape (rows, 1, seq_len, seq_len).
+    """Block-diagonal attention mask of documents, (rows, 1, seq_len, seq_len).
 
     Args:
-        position_ids: shape (rows, seq_len); a document begins wherever it does not go up by one.
+        position_ids: shape (rows, seq_len); a document begins where it does not increase by one.
         as_bool: True where visible (for sdpa), else additive fp32: 0 where visible (for eager attention).
-        causal: whether a token sees none after it.
+        causal: whether a token sees only tokens before it.
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids.diff(dim=-1) != 1
@@ -113,9 +121,9 @@ def block_diagonal_mask(position_ids: torch.Tensor, as_bool: bool, causal: bool 
 def random_packed_text(
     generator: torch.Generator, step: int, samples: int, seq_len: int, vocabulary: int, packed: bool = True
 ) -> dict[str, torch.Tensor]:
-    """All samples of one optimizer step: random documents with uneven label masks, padding, and a masked sample.
+    """Samples of one optimizer step: random documents with uneven label masks, padding, and a masked sample.
 
-    Every fourth sample ends in padding. In every third step the last sample has no valid label at all.
+    Every fourth sample ends in padding. In every third step the last sample has no valid label.
     """
 
     def draw(low: int, high: int) -> int:
@@ -134,7 +142,7 @@ def random_packed_text(
             length = longest if longest - length < SHORTEST_DOCUMENT else length
             positions[row, start : start + length] = torch.arange(length)
             labels[row, start + length - 1] = IGNORE_INDEX
-            labels[row, start : start + draw(0, length // 2)] = IGNORE_INDEX  # a prompt carries no loss
+            labels[row, start : start + draw(0, length // 2)] = IGNORE_INDEX  # a prompt has no loss
             start += length
         positions[row, end:] = torch.arange(seq_len - end)
         labels[row, end:] = IGNORE_INDEX

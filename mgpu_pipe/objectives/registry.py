@@ -1,4 +1,4 @@
-"""Objectives by name: this project's own, and those that installed packages register."""
+"""Objectives by name: built-in ones, and those that installed packages register."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from mgpu_pipe.objectives.base import Objective
 
 
 def objective_class(name: str) -> type[Objective]:
-    """The class that ``objective.name`` names; it is built by its ``from_config``.
+    """Class named by ``objective.name``; its ``from_config`` builds it.
 
     Raises:
-        ConfigError: no such name, or what is registered is not a whole subclass of ``Objective``.
+        ConfigError: no such name, or the registered object is no complete subclass of ``Objective``.
     """
     if name in OBJECTIVES:
-        found: type[Objective] = import_module(f"mgpu_pipe.objectives.{name}").OBJECTIVE
-        return found
-    loaded: type[Objective] = whole_subclass("objective.name", name, OBJECTIVE_GROUP, Objective)
+        built_in: type[Objective] = import_module(f"mgpu_pipe.objectives.{name}").OBJECTIVE
+        return built_in
+    loaded: type[Objective] = load_subclass("objective.name", name, OBJECTIVE_GROUP, Objective)
     return loaded
 
 
-def whole_subclass(key: str, name: str, group: str, base: type) -> Any:
-    """The class that an entry point names.
+def load_subclass(key: str, name: str, group: str, base: type) -> Any:
+    """Class that an entry point names.
 
     Raises:
-        ConfigError: it is no subclass of ``base``, or leaves something of it undefined.
+        ConfigError: it is no subclass of ``base``, or does not define all abstract methods.
     """
-    found = load(key, name, group)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        reason = f"what the entry point names, {getattr(found, '__qualname__', found)}, is none"
+    loaded = load(key, name, group)
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        reason = f"what the entry point names, {getattr(loaded, '__qualname__', loaded)}, is none"
         raise ConfigError(key, name, f"register a subclass of {base.__module__}.{base.__qualname__}", reason)
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    missing = sorted(getattr(loaded, "__abstractmethods__", ()))
     if missing:
-        raise ConfigError(key, name, f"define {', '.join(missing)}", f"{found.__qualname__} does not say how")
-    return found
+        raise ConfigError(key, name, f"define {', '.join(missing)}", f"{loaded.__qualname__} does not say how")
+    return loaded

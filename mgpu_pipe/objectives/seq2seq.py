@@ -1,8 +1,8 @@
-"""Sequence-to-sequence learning: an encoder reads the source, a decoder learns to write the target behind it.
+"""Sequence-to-sequence learning: an encoder reads the source, a decoder learns to write the target.
 
-The exact match of greedy answers costs no generation: the greedy answer is the target if and only if each of the
-target's tokens, its end included, is the likeliest one behind those before it, which the evaluation's own forward pass
-tells. (If they all are, greedy decoding takes them one after another; if not, it leaves the target at the first.)
+The exact match of greedy answers needs no generation. The greedy answer is the target if and only if each target token,
+with the end token, is the likeliest one after those before it. The evaluation's forward pass shows that. (If all are,
+greedy decoding takes them one by one; if not, it leaves the target at the first.)
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
-from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.seq2seq_keys import DESCRIPTION, Seq2SeqConfig
-from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,9 +57,9 @@ class Seq2SeqObjective(Objective):
         )
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The decoder begins with its start token, and sees the labels before the one that it is to predict."""
+        """Arguments of encoder and decoder. The decoder reads its start token, then the labels before the next one."""
         labels, mask = batch["labels"], batch["attention_mask"].clone()
-        mask[:, 0] = 1  # also in a row that counts nothing, whose attention would be over no token
+        mask[:, 0] = 1  # attention of an empty row needs a token
         before = labels.new_full(labels.shape, int(self.model.config.decoder_start_token_id))  # type: ignore[union-attr, arg-type]
         before[:, 1:] = labels[:, :-1].clamp_min(0)
         return {
@@ -82,7 +81,7 @@ class Seq2SeqObjective(Objective):
         return torch.stack([value.double() for value in sums])
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
-        """Pairs of uneven lengths; targets are shorter than sources. In every third step the last has no target."""
+        """Pairs of uneven lengths; targets are the shorter ones. In every third step the last has no target."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         room = max(2, seq_len * 2 // 3)
         vocabulary = int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
@@ -100,7 +99,7 @@ class Seq2SeqObjective(Objective):
         }
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
-        """One pair at a time, without padding; the model itself makes the decoder's inputs from the labels."""
+        """One pair at a time, without padding; the model builds the decoder's inputs from the labels."""
         losses = []
         for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
             source, target = ids[mask == 1], labels[labels != IGNORE_INDEX]

@@ -1,4 +1,4 @@
-"""What code without torch knows of sequence-to-sequence learning."""
+"""Keys and metrics of sequence-to-sequence learning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Seq2SeqConfig(ObjectiveConfig):
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    """From the sums of losses, of right tokens, of right answers, of answers, and the number of tokens."""
+    """Metrics from the sums of losses, right tokens, right answers, answers, and the number of tokens."""
     loss, right_tokens, right_answers, answers, tokens = sums
     return {
         "val/loss": loss / tokens,

@@ -1,7 +1,7 @@
-"""Sequence classification: one class of several for each text, or pair of texts.
+"""Sequence classification: one of several classes for each text, or pair of texts.
 
-A sample is one row, filled up at its end and masked there; samples are not packed. Where a row's class is read is the
-model's own affair: BERT's kind reads its first token, a causal model the last one that is not ``pad_token_id``.
+A sample is one row with masked padding at its end; samples are not packed. The model decides where it reads the class:
+BERT's kind at the first token, a causal model at the last one that is not ``pad_token_id``.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
-from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.sequence_classification_keys import DESCRIPTION
-from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHORTEST = 2
-"""Tokens of a random sample."""
+"""Fewest tokens of a random sample."""
 
 
 class SequenceClassificationObjective(Objective):
-    """Cross-entropy of the classes under a Hugging Face model ``...ForSequenceClassification``, a mean over samples."""
+    """Cross-entropy of classes under a Hugging Face model ``...ForSequenceClassification``, a mean over samples."""
 
     description = DESCRIPTION
     num_sums = 2
@@ -38,7 +37,7 @@ class SequenceClassificationObjective(Objective):
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """``input_ids`` and ``token_type_ids``, which tell two texts of a row apart: int64, (rows, seq_len).
+        """``input_ids`` and ``token_type_ids``, which separate the two texts of a row: int64, (rows, seq_len).
         ``lengths``, the tokens of a row, and ``labels``, its class: int64, (rows,)."""
         return BatchSpec(
             {
@@ -52,10 +51,10 @@ class SequenceClassificationObjective(Objective):
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         ids, lengths = batch["input_ids"], batch["lengths"]
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-        return {"input_ids": ids, "attention_mask": mask.long(), **self._kinds(batch["token_type_ids"])}
+        return {"input_ids": ids, "attention_mask": mask.long(), **self._token_types(batch["token_type_ids"])}
 
-    def _kinds(self, token_type_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """For models that have embeddings of them."""
+    def _token_types(self, token_type_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """``token_type_ids`` as an argument, if the model has embeddings of them."""
         return {"token_type_ids": token_type_ids} if getattr(self._config, "type_vocab_size", 0) > 1 else {}
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -66,21 +65,21 @@ class SequenceClassificationObjective(Objective):
         return torch.stack([loss, right.double()])
 
     def _losses(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the samples' losses, float64, and how many of the likeliest classes are the labels."""
+        """Sum of losses, float64, and number of samples whose likeliest class is the label."""
         logits, labels = self.model(**self.model_inputs(batch)).logits.float(), batch["labels"]
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
         return losses.sum(dtype=torch.float64), (logits.argmax(-1) == labels).sum()
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
-        """Random texts of random lengths, half of them pairs; in every third step the last one has no label."""
+        """Random texts of random lengths, half of them pairs. In every third step the last one has no label."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
 
-        def drawn(low: int, high: int, *shape: int) -> torch.Tensor:
+        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
             return torch.randint(low, high, shape, generator=generator)
 
-        ids = drawn(0, int(self._config.get_text_config().vocab_size), samples, seq_len)
-        lengths, labels = drawn(SHORTEST, seq_len + 1, samples), drawn(0, int(self._config.num_labels), samples)
-        second = torch.where(drawn(0, 2, samples) == 1, lengths // 2, seq_len)
+        ids = draw(0, int(self._config.get_text_config().vocab_size), samples, seq_len)
+        lengths, labels = draw(SHORTEST, seq_len + 1, samples), draw(0, int(self._config.num_labels), samples)
+        second = torch.where(draw(0, 2, samples) == 1, lengths // 2, seq_len)
         place = torch.arange(seq_len)
         ids[place >= lengths.unsqueeze(1)] = int(self._config.get_text_config().pad_token_id or 0)
         if step % 3 == 2 and samples > 2:
@@ -89,12 +88,12 @@ class SequenceClassificationObjective(Objective):
         return {"input_ids": ids, "token_type_ids": kinds.long(), "lengths": lengths, "labels": labels}
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
-        """One sample at a time, without what fills its row up."""
+        """One sample at a time, without padding."""
         losses = []
         for ids, kinds, length, label in zip(*(batch[name] for name in self.batch_spec.fields), strict=True):
             if int(label) != IGNORE_INDEX:
                 end = int(length)
-                logits = forward(input_ids=ids[None, :end], **self._kinds(kinds[None, :end])).logits.float()
+                logits = forward(input_ids=ids[None, :end], **self._token_types(kinds[None, :end])).logits.float()
                 losses.append(-logits.log_softmax(-1)[0, int(label)])
         return Reference(torch.stack(losses).sum())
 

@@ -1,4 +1,4 @@
-"""What code without torch knows of sequence classification."""
+"""Keys and metrics of sequence classification."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNFIT = (
     *("canine", "flaubert", "fnet", "funnel", "layoutlmv2", "layoutlmv3", "lilt", "perceiver", "reformer"),
     *("xlm", "xlnet"),
 )
-"""Families whose classifiers mix in what fills a row up, or read more than tokens."""
+"""Families whose classifiers mix in padding, or read more than tokens."""
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""Speech recognition by an encoder that hears a recording and a decoder that writes what is said (Whisper: Radford et
-al. 2022).
+"""Speech recognition by an encoder of recordings and a decoder of transcripts (Whisper: Radford et al. 2022).
 
-A recording fills a window of fixed length, so it is learnt from as if it were alone. Its word error rate is that of
-what the decoder writes by itself; where each token of the transcript is the likeliest behind those before it, that is
-the transcript, and nothing has to be written.
+A recording fills a window of fixed length, so its loss does not depend on its micro-batch. The word error rate is that
+of greedy decoding. Where each transcript token is the likeliest after those before it, the greedy transcript is known
+and nothing is generated.
 """
 
 from __future__ import annotations
@@ -18,53 +17,52 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.compat.transformers_private import hide_nothing
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.keys import AudioConfig
+from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
-from mgpu_pipe.data.audio.prepare import PreparedSpeech
-from mgpu_pipe.data.audio.read import Sound
-from mgpu_pipe.data.audio.spans import Spans, random_of_spans
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
+from mgpu_pipe.data.audio.recordings import Spans, random_of_spans
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.samples import ChangedSamples, Prepared, SampleSet
-from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.models.dictation import dictated, prepare_to_hear
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.models.speech import greedy_transcripts, prepare_spectrogram_encoder
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
-from mgpu_pipe.objectives.loss_head import TokenLoss
+from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.speech_seq2seq_keys import DESCRIPTION, SpeechSeq2SeqConfig
-from mgpu_pipe.objectives.transcripts import errors
-from mgpu_pipe.parallel.randomness import step_seed
+from mgpu_pipe.objectives.transcripts import count_errors
+from mgpu_pipe.parallel.random_streams import step_seed
+from mgpu_pipe.system.compat.transformers_private import hide_nothing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from mgpu_pipe.data.audio.words import Words
+    from mgpu_pipe.data.audio.transcript_tokens import Words
 
-LONGEST_OF_VERIFY = 12
-"""Tokens of a transcript that verify makes."""
+VERIFY_MAX_TOKENS = 12
+"""Most tokens of a transcript of ``verify``."""
 
 
 @dataclass(frozen=True)
 class Spectrograms(ChangedSamples):
-    """Recordings as the encoder reads them; of training ones something may be hidden."""
+    """Log-mel spectrograms of recordings; training ones may have hidden spans."""
 
     window: LogMel
     hidden: tuple[Spans, Spans]
-    """Of the frames, and of the bands."""
+    """Spans of frames, and of bands."""
     seed: int
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         read = self.read.batch(indices, numbers)
         lengths = read["lengths"].tolist()
         waves = [wave[:length] for wave, length in zip(read["input_values"].numpy(), lengths, strict=True)]
-        features = self.window.of_waves(waves)
+        features = self.window.extract(waves)
         hides = any(spans.share for spans in self.hidden)
         for row, (length, number) in enumerate(zip(lengths, numbers.tolist(), strict=True)):
-            if hides and number >= 0:  # held-out ones are heard whole
+            if hides and number >= 0:  # held-out recordings hide nothing
                 random, frames = random_of_spans(self.seed, number), length // self.window.hop
-                features[row][:, :frames][:, self.hidden[0].drawn(frames, random)] = 0
-                features[row][self.hidden[1].drawn(self.window.bins, random)] = 0
+                features[row][:, :frames][:, self.hidden[0].draw_mask(frames, random)] = 0
+                features[row][self.hidden[1].draw_mask(self.window.bins, random)] = 0
         return {"input_features": torch.from_numpy(features), "labels": read["labels"]}
 
 
@@ -82,10 +80,10 @@ class SpeechSeq2SeqObjective(Objective):
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: SpeechSeq2SeqConfig
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
-        prepare_to_hear(model)
+        prepare_spectrogram_encoder(model)
         self._loss, self._most = TokenLoss(model, keys.loss_chunk_tokens), keys.max_new_tokens
         self._words: Words | None = None
-        self.gathers = torch.distributed.is_initialized()  # an evaluation ends for all together
+        self.gathers = torch.distributed.is_initialized()  # all ranks must end an evaluation together
 
     @classmethod
     def from_config(
@@ -96,10 +94,12 @@ class SpeechSeq2SeqObjective(Objective):
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
         assert isinstance(config.data, AudioConfig)
-        window = LogMel.of(config.model, Sound.of(config.data, config.model).rate)
+        window = LogMel.from_model(config.model, Sound.from_config(config.data, config.model).rate)
         assert window is not None
         fields = resolved_fields(config.model)
-        return Spectrograms(samples, window, (Spans.of(fields, "time"), Spans.of(fields, "feature")), config.seed)
+        return Spectrograms(
+            samples, window, (Spans.from_fields(fields, "time"), Spans.from_fields(fields, "feature")), config.seed
+        )
 
     def of_data(self, prepared: Prepared) -> None:
         assert isinstance(prepared, PreparedSpeech)
@@ -122,7 +122,7 @@ class SpeechSeq2SeqObjective(Objective):
         return int(config.num_mel_bins), 2 * int(config.max_source_positions)
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """The decoder begins with its start token, and sees the labels before the one that it is to predict."""
+        """Arguments of encoder and decoder. The decoder reads its start token, then the labels before the next one."""
         labels = batch["labels"]
         before = labels.new_full(labels.shape, int(cast(Any, self.model.config).decoder_start_token_id))
         before[:, 1:] = labels[:, :-1].clamp_min(0)
@@ -135,31 +135,31 @@ class SpeechSeq2SeqObjective(Objective):
         labels = batch["labels"]
         loss, right = self._loss.predictions(self.model_inputs(batch), labels)
         known = (right | (labels == IGNORE_INDEX)).all(1)
-        written = dictated(self.model, batch["input_features"], self._most, known)
+        written = greedy_transcripts(self.model, batch["input_features"], self._most, known)
         assert self._words is not None
         pairs = []
-        for row, heard, same in zip(labels.tolist(), written, known.tolist(), strict=True):
+        for row, tokens, is_known in zip(labels.tolist(), written, known.tolist(), strict=True):
             said = self._words.decode(label for label in row if label != IGNORE_INDEX)
-            pairs += [(said, said if same else self._words.decode(heard))] if said else []
-        sums = torch.tensor([float(right.sum()), *errors(pairs)], dtype=torch.float64, device=labels.device)
+            pairs += [(said, said if is_known else self._words.decode(tokens))] if said else []
+        sums = torch.tensor([float(right.sum()), *count_errors(pairs)], dtype=torch.float64, device=labels.device)
         return torch.cat([loss.detach().double().reshape(1), sums])
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Noise, and transcripts of uneven lengths. In every third step the last recording has none."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         vocabulary = int(cast(Any, self.model.config).vocab_size)
-        labels = torch.randint(0, vocabulary, (samples, LONGEST_OF_VERIFY), generator=generator)
-        written = torch.randint(1, LONGEST_OF_VERIFY + 1, (samples, 1), generator=generator)
+        labels = torch.randint(0, vocabulary, (samples, VERIFY_MAX_TOKENS), generator=generator)
+        written = torch.randint(1, VERIFY_MAX_TOKENS + 1, (samples, 1), generator=generator)
         if step % 3 == 2 and samples > 2:
             written[-1] = 0
         return {
             "input_features": torch.randn(samples, *self._shape, generator=generator),
-            "labels": labels.masked_fill(torch.arange(LONGEST_OF_VERIFY) >= written, IGNORE_INDEX),
+            "labels": labels.masked_fill(torch.arange(VERIFY_MAX_TOKENS) >= written, IGNORE_INDEX),
         }
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
-        """One recording at a time; the model itself makes the decoder's inputs from the labels."""
-        hide_nothing(model)  # it was hidden as they were read
+        """One recording at a time; the model builds the decoder's inputs from the labels."""
+        hide_nothing(model)  # the samples already have hidden spans
         losses = []
         for features, labels in zip(batch["input_features"], batch["labels"], strict=True):
             target = labels[labels != IGNORE_INDEX]

@@ -1,4 +1,4 @@
-"""What code without torch knows of speech recognition by an encoder and a decoder."""
+"""Keys and metrics of speech recognition by an encoder and a decoder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives import ctc_keys
-from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, rates
+from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, error_rates
 
 REFUSED = ("encoder_layerdrop", "decoder_layerdrop")
 HEADS = ("encoder_attention_heads", "decoder_attention_heads")
@@ -29,7 +29,7 @@ class SpeechSeq2SeqConfig(TranscriptConfig):
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         reason = ctc_keys.REFUSED["layerdrop"]
-        found = [
+        errors = [
             ConfigError(f"model.config.{name}", fields[name], f"use model.config.{name}=0.0", reason)
             for name in REFUSED
             if fields.get(name)
@@ -37,17 +37,17 @@ class SpeechSeq2SeqConfig(TranscriptConfig):
         encoder, decoder = (fields.get(name) for name in HEADS)
         if encoder != decoder:
             fix = f"use {encoder}, as the encoder"
-            found.append(ConfigError(f"model.config.{HEADS[1]}", decoder, fix, "both are cut alike"))
-        return found
+            errors.append(ConfigError(f"model.config.{HEADS[1]}", decoder, fix, "both are cut alike"))
+        return errors
 
     def shrunk(self, tokens: int) -> Self:
         return replace(self, loss_chunk_tokens=0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5))
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    """From the sums of losses, of right tokens, of wrong words, words, wrong characters and characters, and the
-    tokens' number."""
-    return {"val/loss": sums[0] / sums[-1], "val/accuracy": sums[1] / sums[-1], **rates(sums[2:-1])}
+    """Metrics from the sums of losses, right tokens, wrong words, words, wrong characters, characters, and the number
+    of tokens."""
+    return {"val/loss": sums[0] / sums[-1], "val/accuracy": sums[1] / sums[-1], **error_rates(sums[2:-1])}
 
 
 DESCRIPTION = Description(

@@ -1,7 +1,4 @@
-"""Transcripts as texts of one character a label, and how many words and characters of them are wrong, by jiwer.
-
-No torch.
-"""
+"""Word and character errors of transcripts by jiwer. A transcript is a text of one character per label."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 
 _FIRST = 0x4E00
-"""A block of 20,000 letters, none of which is a space."""
+"""Start of a Unicode block of 20,000 letters without a space."""
 RATES = (
     Metric("val/word_error_rate", "held-out word error rate", percent=True, headline=True),
     Metric("val/character_error_rate", "held-out character error rate", percent=True),
@@ -24,7 +21,7 @@ RATES = (
 
 @dataclass
 class TranscriptConfig(ObjectiveConfig):
-    """The keys of an objective whose transcripts are compared with what was said."""
+    """Keys of an objective that measures word errors."""
 
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         try:
@@ -50,26 +47,27 @@ def jiwer(objective: str = "ctc") -> Any:
     return package
 
 
-def spoken(labels: Iterable[int], between_words: int, blank: int | None = None) -> str:
-    """What labels say; with ``blank``, labels of frames, of which equal ones that follow one another are one."""
+def transcribe(labels: Iterable[int], between_words: int, blank: int | None = None) -> str:
+    """Text of labels. With ``blank`` they are labels of frames: repeats are merged and blanks dropped."""
     if blank is not None:
         labels = [label for label, _ in groupby(labels) if label != blank]
     text = "".join(" " if label == between_words else chr(_FIRST + label) for label in labels)
     return " ".join(text.split())
 
 
-def errors(pairs: Sequence[tuple[str, str]]) -> tuple[int, int, int, int]:
-    """Of transcripts, what was said first, what was heard second: wrong words, words, wrong characters, characters."""
+def count_errors(pairs: Sequence[tuple[str, str]]) -> tuple[int, int, int, int]:
+    """Wrong words, words, wrong characters and characters of pairs (reference, transcript)."""
     if not pairs:
         return 0, 0, 0, 0
-    said, heard = (list(texts) for texts in zip(*pairs, strict=True))
-    found = []
-    for one in (jiwer().process_words(said, heard), jiwer().process_characters(said, heard)):
-        found += [one.substitutions + one.deletions + one.insertions, one.hits + one.substitutions + one.deletions]
-    return found[0], found[1], found[2], found[3]
+    said, wrote = (list(texts) for texts in zip(*pairs, strict=True))
+    counts = []
+    for result in (jiwer().process_words(said, wrote), jiwer().process_characters(said, wrote)):
+        wrong = result.substitutions + result.deletions + result.insertions
+        counts += [wrong, result.hits + result.substitutions + result.deletions]
+    return counts[0], counts[1], counts[2], counts[3]
 
 
-def rates(sums: Sequence[float]) -> dict[str, float]:
-    """From sums of :func:`errors`."""
+def error_rates(sums: Sequence[float]) -> dict[str, float]:
+    """Metrics from the sums of :func:`count_errors`."""
     wrong_words, words, wrong_characters, characters = sums
     return {"val/word_error_rate": wrong_words / words, "val/character_error_rate": wrong_characters / characters}

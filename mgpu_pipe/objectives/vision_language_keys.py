@@ -1,4 +1,4 @@
-"""What code without torch knows of answering questions about pictures."""
+"""Keys and metrics of answering questions about pictures."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from typing import Any
 
 from typing_extensions import Self
 
+from mgpu_pipe.architectures.pictures import PACK_ROWS, READ_QUESTIONS_WHOLE, SEE_PARTS
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
-from mgpu_pipe.data.text.tokenizer import model_field
+from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS
-from mgpu_pipe.objectives.tower_features_keys import kept_features_errors
+from mgpu_pipe.objectives.tower_features_keys import cached_features_errors
 
-OWN_TOWERS = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
-"""Families whose towers are their own."""
-PACKED = ("llava", *OWN_TOWERS)
-"""Families whose rows may hold several conversations: those that read forward alone."""
+FAMILIES_WITH_TOWER = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
+"""Families with their own vision tower."""
 TOWERS = ("clip_vision_model", "siglip_vision_model")
-"""Kinds of a model's part that sees, whose pictures take an equal number of places each."""
+"""Types of vision towers whose pictures all take the same number of tokens."""
 
 
 @dataclass
@@ -36,7 +34,7 @@ class VisionLanguageConfig(ObjectiveConfig):
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         vision = fields.get("vision_config")
         kind = vision.get("model_type") if isinstance(vision, Mapping) else None
-        if kind in TOWERS or fields.get("model_type") in OWN_TOWERS:
+        if kind in TOWERS or fields.get("model_type") in FAMILIES_WITH_TOWER:
             return []
         fix = f"use one of {', '.join(TOWERS)}"
         return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
@@ -44,14 +42,14 @@ class VisionLanguageConfig(ObjectiveConfig):
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         errors = []
         kind = config.model.type or model_field(config.model, "model_type")
-        if config.data.packing != "none" and kind not in PACKED:
+        if config.data.packing == "best_fit" and kind not in PACK_ROWS:
             reason = f"{kind} reads questions from both sides, which packed rows do not keep apart"
             errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
-        return errors + kept_features_errors(config, families=("llava",))
+        return errors + cached_features_errors(config, families=("llava",))
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
-    """From the sums of losses, of right answers, of answers, and the number of tokens."""
+    """Metrics from the sums of losses, right answers, answers, and the number of tokens."""
     loss, right, answers, tokens = sums
     return {"val/loss": loss / tokens, "val/exact_match": right / answers}
 
@@ -68,6 +66,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForImageTextToText",
     attention="own",
     samples="picture_chats",
-    families=("llava", *OWN_TOWERS, *READ_QUESTIONS_WHOLE),
+    families=("llava", *FAMILIES_WITH_TOWER, *READ_QUESTIONS_WHOLE),
     refused_axes=("cp", "ep"),
 )

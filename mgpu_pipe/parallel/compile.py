@@ -6,24 +6,27 @@ gathering, the loss) stays as it is. Hooks on a block run outside of its compile
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.kernels.compiled import gpu_kernels_compile
-from mgpu_pipe.models.plans import decoder_blocks
-from mgpu_pipe.parallel.pipeline_streams import splits_backward
+from mgpu_pipe.models.kernels.layers import gpu_kernels_compile
+from mgpu_pipe.models.shard_units import decoder_blocks
+from mgpu_pipe.parallel.pipeline.work_order import splits_backward
+from mgpu_pipe.system.compat.torch_private import compiled
 
 AUTO_FROM = 100_000_000
 """Parameters from which ``model.compile=auto`` compiles: small models are trained before compiling has paid."""
 
 
 def compiles(config: RunConfig, device: torch.device, parameters: int) -> bool:
-    """What ``model.compile`` means for a model of so many parameters."""
+    """Whether ``model.compile`` compiles a model with this many parameters on ``device``."""
     wanted = config.model.compile
     if wanted != "auto":
         return wanted
-    if config.model.kernels == "liger":  # instead of it
+    if config.model.kernels == "liger":  # used instead of compiling
         return False
     if device.type != "cuda" or not gpu_kernels_compile():
         return False
@@ -34,11 +37,50 @@ def compiles(config: RunConfig, device: torch.device, parameters: int) -> bool:
 
 
 def compile_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Compile the ``forward`` of every block of ``model``, in place; the blocks.
+    """Compile the ``forward`` of every block of ``model`` in place, and return the blocks.
 
-    Called after activation checkpointing, which the compiler then sees, and before sharding.
+    Call it after activation checkpointing, so that the compiler sees it, and before sharding.
     """
     blocks = decoder_blocks(model)
     for block in blocks:
-        block.forward = torch.compile(block.forward)
+        block.forward = compiled(block.forward)
     return blocks
+
+
+FLOAT8_MULTIPLE = 16
+"""Both sides of a float8 matrix are a multiple of this."""
+
+
+def use_float8(model: torch.nn.Module, recipe: str, ranks: int = 1) -> None:
+    """Make every fitting linear layer of the blocks compute in float8, in place; parameter names stay.
+
+    Args:
+        recipe: torchao's name of a recipe, such as ``tensorwise``.
+        ranks: number of ranks that the layers will be cut over. Each scales its own part.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+
+    def fits(module: torch.nn.Module, name: str) -> bool:
+        return isinstance(module, torch.nn.Linear) and not any(
+            size % (FLOAT8_MULTIPLE * ranks) for size in module.weight.shape
+        )
+
+    for block in decoder_blocks(model):
+        convert_to_float8_training(block, module_filter_fn=fits, config=config)
+
+
+def is_float8(layer: torch.nn.Module) -> bool:
+    """Whether :func:`use_float8` converted the layer."""
+    return hasattr(layer, "linear_mm_config")
+
+
+def float8_product(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """The product of a float8 layer's matrix and ``x``, (..., inputs), without the bias: (..., outputs)."""
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    product: torch.Tensor = matmul_with_hp_or_float8_args.apply(
+        x, layer.weight.t(), layer.linear_mm_config, layer.config
+    )
+    return product

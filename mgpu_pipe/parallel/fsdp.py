@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from mgpu_pipe.compat.torch_private import fsdp_parameters, note_fsdp_gradient
-from mgpu_pipe.models.plans import FsdpUnit, sharding_units
+from mgpu_pipe.models.shard_units import FsdpUnit, sharding_units
+from mgpu_pipe.system.compat.torch_private import fsdp_parameters, note_fsdp_gradient
 
 COMPUTE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16, "bf16_true": None, "fp8": torch.bfloat16}
 """What parameters are cast to for compute; None computes in their own type."""
@@ -68,7 +68,7 @@ def apply_fully_shard(
             module,
             mesh=expert_mesh,
             shard_placement_fn=_placement(expert_mesh),
-            # Routing weights go in beside the tokens, and keep their precision.
+            # Routing weights enter with the tokens and keep their precision.
             mp_policy=replace(_policy(expert_mesh, precision, options), cast_forward_inputs=False),
             offload_policy=offload,
             reshard_after_forward=_reshard(FsdpUnit((module,)), options, True),
@@ -197,27 +197,27 @@ class UsedParameters:
         self.flags[:] = [False] * len(self.flags)
 
     def note_gradients(self) -> None:
-        """Take note of the gathered parameters that hold a gradient now.
+        """Record the gathered parameters that hold a gradient now.
 
-        For backward passes that hand gradients out instead of accumulating them, so that no hook tells, and FSDP2 does
-        not bring them to the type that they are summed in: that is done here.
+        For backward passes that return gradients instead of accumulating them: no hook fires, and FSDP2 does not cast
+        them to the type of the reduction. This method does.
         """
         for record, number in self._sharded:
             if note_fsdp_gradient(record):
                 self.flags[number] = True
 
     def _watch(self, unit: torch.nn.Module, index: dict[int, int]) -> None:
-        """At the unit's first forward pass, put a hook on its gathered parameters, which last as long as the unit."""
-        own = [
+        """Hook the unit's gathered parameters at its first forward pass; they last as long as the unit."""
+        parameters = [
             (module, name, index[id(parameter)])
-            for module in _own_modules(unit)
+            for module in _modules_of_unit(unit)
             for name, parameter in module._parameters.items()
             if parameter is not None and id(parameter) in index
         ]
 
         def on_first_forward(_: torch.nn.Module, __: object) -> None:
             handle.remove()
-            for module, name, number in own:
+            for module, name, number in parameters:
                 gathered = module._parameters[name]
                 if gathered is not None and gathered.requires_grad and not isinstance(gathered, DTensor):
                     gathered.register_post_accumulate_grad_hook(self._note(number))
@@ -231,11 +231,11 @@ class UsedParameters:
         return note
 
 
-def _own_modules(unit: torch.nn.Module) -> list[torch.nn.Module]:
+def _modules_of_unit(unit: torch.nn.Module) -> list[torch.nn.Module]:
     """``unit`` and the modules below it down to the next units."""
-    own, waiting = [], [unit]
+    modules, waiting = [], [unit]
     while waiting:
         module = waiting.pop()
-        own.append(module)
+        modules.append(module)
         waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
-    return own
+    return modules

@@ -1,71 +1,103 @@
-"""Two random streams of a tensor-parallel rank: one that its group draws alike, and one of its own.
+"""Two random streams of a tensor-parallel rank: one shared by its group, and one per rank.
 
-Where ranks hold an activation whole (between the regions of tensor parallelism) they have to drop the same elements;
+Where ranks hold an activation whole (between the regions of tensor parallelism) they must drop the same elements;
 where each holds a part (attention's heads, a feed-forward layer's width, under sequence parallelism the tokens) the
-parts have to be dropped independently. One generator serves both: the state of the stream that is not in use is kept.
+parts have to be dropped independently. One generator serves both: this module keeps the state of the unused stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from mgpu_pipe.models.fields import is_noise
+
+STATISTICAL = "statistical only: dropout draws different masks under each topology"
+"""How a run with dropout compares with the same run on other processes."""
+
+
+def step_seed(seed: int, step: int, place: int) -> int:
+    """A 63-bit seed for one optimizer step at one place, as ``ParallelDims.randomness_rank`` numbers them."""
+    digest = hashlib.sha256(f"{seed}/{step}/{place}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def uses_dropout(model: torch.nn.Module) -> bool:
+    """Whether anything random is on in ``model``: a dropout module, or a field of its configuration, for attention's
+    dropout is a function, and so is a router's noise."""
+    if any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    config: Any = getattr(model, "config", None)
+    return config is not None and _has_noise(config.to_dict())
+
+
+def _has_noise(fields: Mapping[Any, Any]) -> bool:
+    """Whether a field, or one of a nested configuration (a language model inside of another), is noise."""
+    return any(
+        _has_noise(value)
+        if isinstance(value, Mapping)
+        else is_noise(str(name)) and isinstance(value, int | float) and value > 0
+        for name, value in fields.items()
+    )
+
+
 STREAMS = "mgpu_random_streams"
 """The attribute of a model's root module that holds its streams."""
 
 
 class RankStreams:
-    """The streams of this rank; outside of training steps nothing is switched.
+    """The two random streams of this rank; outside of training steps nothing is switched.
 
     Args:
-        model: its root keeps them, for :func:`streams_of`.
-        device: whose generator is meant.
+        model: root module that stores the streams, for :func:`streams_of`.
+        device: device whose generator is switched.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._own = False
+        self._is_per_rank = False
         self._other: torch.Tensor | None = None
         model.__dict__[STREAMS] = self
 
-    def begin(self, shared: int, own: int) -> None:
-        """Start a step in the shared stream; the arguments are seeds."""
-        torch.manual_seed(own)
+    def begin(self, shared_seed: int, rank_seed: int) -> None:
+        """Start a step in the shared stream."""
+        torch.manual_seed(rank_seed)
         self._other = self._state()
-        torch.manual_seed(shared)
-        self._own = False
+        torch.manual_seed(shared_seed)
+        self._is_per_rank = False
 
     @torch.compiler.disable
-    def use(self, own: bool) -> None:
-        """Draw from this rank's own stream, or from the shared one, from now on."""
-        if own is self._own or self._other is None or not torch.is_grad_enabled():
+    def use(self, per_rank: bool) -> None:
+        """Switch to this rank's own stream, or to the shared one."""
+        if per_rank is self._is_per_rank or self._other is None or not torch.is_grad_enabled():
             return
         state = self._state()
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._other, self._device)
         else:
             torch.set_rng_state(self._other)
-        self._own, self._other = own, state
+        self._is_per_rank, self._other = per_rank, state
 
     @contextmanager
-    def using(self, own: bool) -> Iterator[None]:
-        """Like :meth:`use`, for the length of a block."""
-        before = self._own
-        self.use(own)
+    def using(self, per_rank: bool) -> Iterator[None]:
+        """Switches streams like :meth:`use`, for the length of a block."""
+        before = self._is_per_rank
+        self.use(per_rank)
         try:
             yield
         finally:
             self.use(before)
 
-    def within(self, own: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, which draws from the one stream or the other."""
+    def within(self, per_rank: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps ``function`` so that it draws from this rank's own stream, or from the shared one."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self.using(own):
+            with self.using(per_rank):
                 return function(*args, **kwargs)
 
         return run
@@ -75,7 +107,7 @@ class RankStreams:
         plain_forward, outside = module.forward, [False]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            outside.append(self._own)
+            outside.append(self._is_per_rank)
             try:
                 return plain_forward(*args, **kwargs)
             finally:
@@ -94,19 +126,19 @@ class RankStreams:
             layer.register_forward_pre_hook(leave)
 
     def replayed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose second call (a recomputation, with the generator set back) draws what the first drew."""
-        first: list[tuple[bool, torch.Tensor | None]] = []
+        """Wraps ``function`` so that its second call, a recomputation with a reset generator, draws the same."""
+        first_call: list[tuple[bool, torch.Tensor | None]] = []
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            now = self._own, self._other
-            if not first:
-                first.append(now)
+            before = self._is_per_rank, self._other
+            if not first_call:
+                first_call.append(before)
                 return function(*args, **kwargs)
-            self._own, self._other = first[0]
+            self._is_per_rank, self._other = first_call[0]
             try:
                 return function(*args, **kwargs)
             finally:
-                self._own, self._other = now
+                self._is_per_rank, self._other = before
 
         return run
 

@@ -1,1 +1,1 @@
-"""Tables on the terminal, plots and the HTML report of a run's folder."""
+"""Tables on the terminal, charts and the HTML report of a run's folder."""

@@ -3,53 +3,52 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.report import numbers
-from mgpu_pipe.report.rows import printable
+from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.report.tables import make_console, print_whole
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mgpu_pipe.checkpoint.compare import Comparison
-    from mgpu_pipe.checkpoint.step import Step
+    from mgpu_pipe.checkpoint.layout import Step
 
 LONGEST_TABLE = 30
-"""Differing tensors that are shown."""
+"""Most differing tensors in the table."""
 LONGEST_VALUE = 60
-"""Characters of a configuration's value that are shown."""
-LEAST_WIDTH = 12
-"""Of a column whose text may be wrapped."""
+"""Most characters of a configuration's value."""
 
 
-def checkpoints_table(steps: Sequence[Step], taken: int | None, kept: Mapping[int, str]) -> None:
-    """Print one row a step.
+def checkpoints_table(steps: Sequence[Step], latest: int | None, reasons: Mapping[int, str]) -> None:
+    """Print one row per step.
 
     Args:
-        taken: the step that ``checkpoint.resume=auto`` takes; marked.
-        kept: why retention keeps a step.
+        latest: the step that ``checkpoint.resume=auto`` resumes; marked with a star.
+        reasons: why retention keeps a step.
     """
-    table = _table("", ">step", "saved", ">size", "strategy", "precision", "state", "kept")
-    for one in steps:
-        _add_row(
-            table,
-            "*" if one.step == taken else "",
-            f"{one.step:,}",
-            _date(one.saved),
-            _size(one.nbytes),
-            _strategy(one),
-            str(one.state.get("precision", numbers.MISSING)),
-            _state_of(one),
-            kept.get(one.step, numbers.MISSING),
+    names = ("", "step", "saved", "size", "strategy", "precision", "state", "kept")
+    rows = [
+        (
+            "*" if step.step == latest else "",
+            f"{step.step:,}",
+            _date(step.saved),
+            _size(step.nbytes),
+            _strategy(step),
+            str(step.state.get("precision", numbers.MISSING)),
+            _state_of(step),
+            reasons.get(step.step, numbers.MISSING),
         )
-    make_console().print(table)
+        for step in steps
+    ]
+    fixed = ("", "step", "saved", "size", "state")
+    print_columns(names, rows, fixed, below=(), spare=("precision", "saved", "strategy"), width=_width())
 
 
-def lines(*texts: str) -> None:
-    """Print lines as they are, never wrapped."""
+def print_lines(*texts: str) -> None:
+    """Print lines without wrapping."""
     for text in texts:
         print_whole(make_console(), text)
 
@@ -57,55 +56,35 @@ def lines(*texts: str) -> None:
 def comparison_table(comparison: Comparison) -> None:
     """Print how the tensors of two checkpoints differ."""
     if comparison.differing:
-        table = _table("tensor", "kind", ">relative", ">largest |a-b|")
-        for one in comparison.differing[:LONGEST_TABLE]:
-            _add_row(table, one.name, one.kind, f"{one.relative:.1e}", f"{one.largest:.1e}")
-        make_console().print(table)
+        names = ("tensor", "kind", "relative", "largest |a-b|")
+        listed = comparison.differing[:LONGEST_TABLE]
+        rows = [(tensor.name, tensor.kind, f"{tensor.relative:.1e}", f"{tensor.largest:.1e}") for tensor in listed]
+        print_columns(names, rows, names[2:], below=(), spare=("kind",), width=_width())
     more = len(comparison.differing) - LONGEST_TABLE
-    lines(*([f"and {more} more that differ less"] if more > 0 else []), *comparison.unlike)
+    print_lines(*([f"and {more} more that differ less"] if more > 0 else []), *comparison.unlike)
 
 
 def differences_table(differences: Sequence[tuple[str, str, str]]) -> None:
     """Print how two configurations differ."""
-    table = _table("key", "first", "second")
-    for key, one, other in differences:
-        _add_row(table, key, _short(one), _short(other))
-    make_console().print(table)
+    names = ("key", "first", "second")
+    rows = [(key, _short(first), _short(second)) for key, first, second in differences]
+    print_columns(names, rows, below=names[1:], width=_width())
 
 
-def _table(*titles: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in titles:
-        wraps = title in ("strategy", "tensor", "key", "first", "second", "state")
-        table.add_column(
-            title.lstrip(">"),
-            justify="right" if title.startswith(">") else "left",
-            no_wrap=not wraps,
-            min_width=LEAST_WIDTH if wraps else None,
-            overflow="fold",
-        )
-    return table
+def _width() -> int:
+    return shutil.get_terminal_size().columns
 
 
-def _add_row(table: Table, *cells: str) -> None:
-    """Cells as they are: nothing of a name is taken for markup."""
-    from rich.text import Text
-
-    table.add_row(*(Text(printable(cell)) for cell in cells))
-
-
-def _state_of(one: Step) -> str:
-    if not one.whole:
+def _state_of(step: Step) -> str:
+    if not step.whole:
         return "damaged"
-    return "whole, not finite after it" if one.ruined else "whole"
+    return "whole, not finite after it" if step.ruined else "whole"
 
 
-def _strategy(one: Step) -> str:
-    strategy = one.config.get("strategy")
+def _strategy(step: Step) -> str:
+    strategy = step.config.get("strategy")
     name = str(strategy.get("name", "")) if isinstance(strategy, Mapping) else ""
-    topology: Any = one.state.get("topology")
+    topology: Any = step.state.get("topology")
     sizes = topology if isinstance(topology, Mapping) else {}
     cuts = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
     return f"{name} {cuts}".strip() or numbers.MISSING

@@ -1,7 +1,7 @@
-"""``report.html``: one run, or several compared, in one self-contained file.
+"""Writes ``report.html``: one run or a comparison of several, in one self-contained file.
 
-Model text, configuration and file names are untrusted: the template escapes every value, and the page's content
-security policy keeps a script from running even where escaping failed.
+Model text, configuration and file names are untrusted. The template escapes every value, and the page's content
+security policy blocks other scripts even if escaping fails.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from markupsafe import Markup
 
 from mgpu_pipe import __version__
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.replace_file import replace_file
 from mgpu_pipe.errors import RunFolderError
-from mgpu_pipe.report.account import why
+from mgpu_pipe.report.account import explain_end
 from mgpu_pipe.report.charts import charts, x_axes
 from mgpu_pipe.report.comparison import comparison, samples
 from mgpu_pipe.report.logs import read_logs
-from mgpu_pipe.report.memory_use import line
+from mgpu_pipe.report.measurements import bars, memory_of
+from mgpu_pipe.report.measurements import memory_bands as line
 from mgpu_pipe.report.run_view import RunView, load_run
-from mgpu_pipe.report.sections import blocks, figures, subtitle
-from mgpu_pipe.report.step_times import bars, memory_of
+from mgpu_pipe.report.sections import blocks, confusion, figures, subtitle
+from mgpu_pipe.system.local_files import is_file, replace_file
 
 MANY = 12
-"""More runs than this are compared with what is long of them folded, and in boxes that scroll."""
+"""Most runs of a comparison that shows long parts unfolded and without scrolling."""
 STATIC = files("mgpu_pipe.report").joinpath("static")
-"""The page's template, style and script; all are put into the one file that a report is."""
+"""Folder of the page's template, style and script, which a report includes."""
 
 
 def write_report(runs: list[RunPaths], out: Path) -> Path:
-    """Write the report of one run, or a comparison of several, to ``out``; replaces a file there at once.
+    """Write the report of one run or a comparison of several to ``out``; replaces an existing file atomically.
 
     Raises:
         RunFolderError: a folder is not a run's, or ``out`` cannot be written.
@@ -46,10 +46,10 @@ def write_report(runs: list[RunPaths], out: Path) -> Path:
 
 
 def write_page(text: str, out: Path) -> Path:
-    """Write a page to ``out``; replaces a file there at once.
+    """Write a page to ``out``; replaces an existing file atomically.
 
     Raises:
-        RunFolderError: it cannot be written.
+        RunFolderError: the file cannot be written.
     """
     try:
         replace_file(out, text)
@@ -62,12 +62,12 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
     """The page of these runs.
 
     Args:
-        links: where each run's own report lies, for a comparison; empty where it has none.
-        watched: what the page compares with its server's answer, to show it anew when that changed; empty for a file.
+        links: address of each run's report, for a comparison; an empty string for none.
+        watched: tag that a served page compares with its server's, to reload after a change; empty for a file.
     """
     single = views[0] if len(views) == 1 else None
     heading = single.name if single else f"Comparison of {len(views)} runs"
-    drawn = charts(views)
+    built = charts(views)
     logs = read_logs(single.paths, single.failed_rank, single.problems) if single else None
     return document(
         "page.html",
@@ -77,19 +77,20 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
         status=single.status if single else "",
         subtitle=subtitle(single) if single else [],
         error=single.error if single else "",
-        why=why(single) if single else None,
+        why=explain_end(single) if single else None,
         logs=logs,
         problems=[
             problem if single else f"{view.folder_name}: {problem}" for view in views for problem in view.problems
         ],
         figures=figures(single) if single else [],
         comparison=None if single else comparison(views, links or [""] * len(views)),
-        charts=drawn,
-        data={**x_axes(views), "charts": [chart["drawn"] for chart in drawn]},
+        charts=built,
+        data={**x_axes(views), "charts": [chart["drawn"] for chart in built]},
         step_times=bars(single.summary.get("step_times")) if single else None,
         memory=line(memory_of(single.summary.get("step_times"))) if single else None,
         samples=samples(views),
         many=len(views) > MANY,
+        confusion=confusion(single) if single else None,
         blocks=blocks(single) if single else [],
         configs=[
             {"title": f"Configuration of {view.folder_name}", "text": view.config_text}
@@ -102,21 +103,21 @@ def render(views: list[RunView], links: Sequence[str] = (), watched: str = "") -
 
 
 def document(template: str, scripts: Sequence[str], **values: object) -> str:
-    """A page from one of this package's templates, with the package's style and these scripts in it."""
+    """A page from one of this package's templates that includes the package's style and these scripts."""
     style, script = _read("uPlot.min.css", "style.css"), _read("uPlot.iife.min.js", *scripts)
-    # the library's licence asks to be part of every copy
+    # the library's licence must be part of every copy
     script = f"/*! uPlot\n{_read('uPlot-LICENSE.txt')}*/\n{script}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     loader = PackageLoader("mgpu_pipe.report", "static")
     pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    # nothing of a run is ever marked as safe: only this package's own style and script
-    own = {"style": Markup(style), "script": Markup(script), "script_hash": Markup(f"sha256-{digest}")}
-    return pages.get_template(template).render(**own, **values)
+    # only this package's style and script are marked as safe, never a run's text
+    trusted = {"style": Markup(style), "script": Markup(script), "script_hash": Markup(f"sha256-{digest}")}
+    return pages.get_template(template).render(**trusted, **values)
 
 
 def link(report: Path, out: Path) -> str:
-    """The way to a run's report from a page beside it, if it has one; no folder's name can be taken for a scheme."""
-    return "./" + quote(os.path.relpath(report.absolute(), out.absolute().parent)) if report.is_file() else ""
+    """The relative address of a run's report from the page ``out``, or an empty string; ``./`` rules out a scheme."""
+    return "./" + quote(os.path.relpath(report.absolute(), out.absolute().parent)) if is_file(report) else ""
 
 
 def _read(*names: str) -> str:

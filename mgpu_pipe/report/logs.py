@@ -1,17 +1,50 @@
-"""What a run's logs end with, and the warnings in them. Only the end of a long log is read."""
+"""Reads the last lines of a run's logs and the warnings near their end, with secrets hidden."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.plain_files import NotPlainError, read_end
-from mgpu_pipe.report import redact
-from mgpu_pipe.report.rows import printable
+from mgpu_pipe.errors import printable
+from mgpu_pipe.system.local_files import NotPlainError, read_end
+
+SECRET_KEY = re.compile(r"(^|[._-])(api_?key|secret|passw(or)?d|(auth|access|hf)_token|credentials?)$", re.IGNORECASE)
+HIDDEN = "(hidden)"
+
+
+def redact_tree(values: Any, key: str = "") -> Any:
+    """A copy of nested mappings and lists with secrets hidden; list items may be overrides."""
+    if isinstance(values, dict):
+        return {name: redact_tree(value, str(name)) for name, value in values.items()}
+    if isinstance(values, list):
+        return [redact_override(value) if isinstance(value, str) else redact_tree(value, key) for value in values]
+    return HIDDEN if SECRET_KEY.search(key) and _is_written_out(values) else values
+
+
+def redact_override(text: str) -> str:
+    """``key=value`` with the value hidden if the key names a secret; other texts stay."""
+    key, separator, value = text.partition("=")
+    return f"{key}={HIDDEN}" if separator and SECRET_KEY.search(key) and _is_written_out(value) else text
+
+
+def redact_line(text: str) -> str:
+    """A line of a log with secrets hidden; it may contain a command or a configuration."""
+    return re.sub(r"[^\s=:]+[=:]\s*\S+", _hide_value, text)
+
+
+def _hide_value(match: re.Match[str]) -> str:
+    key, separator, value = re.split(r"([=:]\s*)", match[0], maxsplit=1)
+    return f"{key}{separator}{HIDDEN}" if SECRET_KEY.search(key.strip("'\"")) and _is_written_out(value) else match[0]
+
+
+def _is_written_out(value: object) -> bool:
+    return value not in (None, "", "null") and not str(value).strip("'\"").startswith("${")
+
 
 READ_BYTES = 1 << 19
-"""Of each log, from its end."""
+"""Bytes to read at the end of each log."""
 MOST_LOGS = 64
 SHOWN_LINES = 40
 MOST_WARNINGS = 20
@@ -23,11 +56,11 @@ ESCAPE = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07]*\x07?)")
 
 @dataclass
 class Logs:
-    """Of the ranks' logs.
+    """Last lines and warnings of the ranks' logs.
 
     Attributes:
-        ends: a log's name and its last lines: rank 0's, and that of the rank that failed first.
-        warnings: each distinct one, and which ranks gave it how often.
+        ends: name and last lines of the logs of rank 0 and of the rank that failed first.
+        warnings: each distinct warning, with the ranks that logged it and how often.
     """
 
     ends: list[tuple[str, str]] = field(default_factory=list)
@@ -35,7 +68,7 @@ class Logs:
 
 
 def read_logs(paths: RunPaths, failed_rank: int | None, problems: list[str]) -> Logs:
-    """The logs of the first ranks and of ``failed_rank``; what cannot be read is added to ``problems``."""
+    """The logs of the first ranks and of ``failed_rank``; adds unreadable files to ``problems``."""
     logs = Logs()
     ranks: dict[str, list[int]] = {}
     for rank in dict.fromkeys([*range(MOST_LOGS), *([] if failed_rank is None else [failed_rank])]):
@@ -53,16 +86,16 @@ def read_logs(paths: RunPaths, failed_rank: int | None, problems: list[str]) -> 
         for line in lines:
             if WARNING.search(line) and not PROGRESS.match(line):
                 ranks.setdefault(line.strip(), []).append(rank)
-    logs.warnings = [(line, _by(found)) for line, found in list(ranks.items())[:MOST_WARNINGS]]
+    logs.warnings = [(line, _count_ranks(ranks_of_line)) for line, ranks_of_line in list(ranks.items())[:MOST_WARNINGS]]
     return logs
 
 
 def _clean(line: str) -> str:
-    """A line as a terminal would show it at last, without what steers one, and without secrets."""
-    return redact.line(printable(ESCAPE.sub("", line.rpartition("\r")[2]))[:LONGEST_LINE])
+    """A line as a terminal shows it in the end, without control sequences and secrets."""
+    return redact_line(printable(ESCAPE.sub("", line.rpartition("\r")[2]))[:LONGEST_LINE])
 
 
-def _by(ranks: list[int]) -> str:
-    several = sorted(set(ranks))
-    who = f"rank {several[0]}" if len(several) == 1 else f"{len(several)} ranks"
+def _count_ranks(ranks: list[int]) -> str:
+    distinct = sorted(set(ranks))
+    who = f"rank {distinct[0]}" if len(distinct) == 1 else f"{len(distinct)} ranks"
     return who if len(ranks) == 1 else f"{who}, {len(ranks)} times"

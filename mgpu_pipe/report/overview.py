@@ -1,44 +1,127 @@
-"""What a run will be, in words: model, topology, batch arithmetic, data, precision. No torch."""
+"""Describes a run before its start: model, topology, batch arithmetic, data, precision."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
+from mgpu_pipe.architectures.formulas.layer_split import StageContent
+from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.model import model_fields
-from mgpu_pipe.config.conf_folders import OWN
-from mgpu_pipe.config.optimizer import ParameterGroup
-from mgpu_pipe.config.peft import ALL_LINEAR, PeftConfig
+from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PeftConfig
+from mgpu_pipe.config.hydra.interpolation import written
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.families.parts import PARTS, PROJECTOR, parts_in
-from mgpu_pipe.planner.parameters import count_parameters
-from mgpu_pipe.report import numbers
-from mgpu_pipe.strategies.deepspeed_config import ENGINE, deepspeed_config
+from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.parallel.pipeline.work_order import (
+    SCHEDULES,
+    StagesPerRank,
+    Timed,
+    bubble_of,
+    most_in_flight,
+    stages_by_rank,
+    streams,
+    timeline,
+)
+from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.system.conf_folders import OWN
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_config
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
 
+
+WIDTH = 100
+IDLE = "."
+LEGEND = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
+
+
+def pipeline_picture(
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto", width: int = WIDTH
+) -> list[str]:
+    """Lines of at most ``width`` columns: a row per rank with a cell per unit of time, then a legend.
+
+    A forward pass and each half of a backward pass take one unit. Cells are ``F0 B0 ...`` with the micro-batch's
+    number if that fits, else only letters. Letters of a rank's second, fourth, ... stage are lower case. A picture that
+    is still too wide loses its middle.
+    """
+    by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
+    stages_of_ranks = stages_by_rank(schedule, ranks, stages_per_rank)
+    timed = timeline(by_rank)
+    span = int(max(entry.end for row in timed for entry in row))
+    label_width = len(f"rank {ranks - 1}  ")
+    cell = len(f"F{micro_batches - 1} ")
+    numbered = label_width + span * cell <= width
+    rows = [_cells(row, span, stages_of_ranks[rank], numbered, cell) for rank, row in enumerate(timed)]
+    room = width - label_width
+    if not numbered and span > room:
+        side = (room - 5) // 2
+        rows = [f"{row[:side]} ... {row[-side:]}" for row in rows]
+    lines = [f"{f'rank {rank}':<{label_width}}{row}".rstrip() for rank, row in enumerate(rows)]
+    kinds = sorted({action.kind for stream in by_rank for action in stream}, key="FBIW".index)
+    legend = ", ".join(f"{kind} {LEGEND[kind]}" for kind in kinds)
+    case_note = "; small letters: second stage" if len(stages_of_ranks[0]) > 1 else ""
+    return [*lines, f"{legend}, {IDLE} idle{case_note}"]
+
+
+def _cells(row: Sequence[Timed], span: int, stages: Sequence[int], numbered: bool, width: int) -> str:
+    cells = [IDLE] * span
+    for (kind, stage, micro_batch), start, end in ((entry.action, entry.start, entry.end) for entry in row):
+        letter = kind.lower() if stages.index(stage) % 2 else kind
+        for time in range(int(start), int(end)):
+            cells[time] = f"{letter}{micro_batch}" if numbered else letter
+    return "".join(f"{text:<{width}}" for text in cells) if numbered else "".join(cells)
+
+
+def schedule_lines(
+    schedule: str,
+    ranks: int,
+    micro_batches: int,
+    contents: Sequence[StageContent],
+    stages_per_rank: StagesPerRank = "auto",
+    width: int = WIDTH,
+) -> list[str]:
+    """Lines with the picture, the bubble, the micro-batches in flight, and each stage's contents."""
+    by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
+    bubble = bubble_of(timeline(by_rank))
+    each = len(stages_by_rank(schedule, ranks, stages_per_rank)[0])
+    most = max(map(most_in_flight, by_rank))
+    in_flight = f"{most} micro-batches" if each == 1 else f"{most} passes of a stage"
+    split = ", gradients of inputs and weights apart" if SCHEDULES[schedule].splits_backward else ""
+    return [
+        f"{schedule}, {ranks} ranks of {each} stage{'s' if each > 1 else ''}, {micro_batches} micro-batches{split}",
+        *pipeline_picture(schedule, ranks, micro_batches, stages_per_rank, width),
+        f"bubble {bubble:.1%} of the step, if all stages were equally fast; at most {in_flight} in flight on a rank",
+        *(content.describe() for content in contents),
+    ]
+
+
+OFFLOADED = {"offload_optimizer": "optimizer state", "offload_param": "weights"}
 NAMES_WIDTH = len("checkpoint") + 2
-"""Columns that the rows' names take."""
+"""Width of the column of names."""
 
 
-def overview(config: RunConfig, own: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Rows of ``mgpu-pipe check``: a name and what there is to say; for a configuration without errors.
+def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Rows of ``mgpu-pipe check`` for a configuration without errors: a name and its text.
 
     Args:
-        own: the options that ``./conf`` of the working folder brought.
+        conf_options: options from ``./conf`` in the working folder.
     """
     dims, plan = _sizes(config, None)
-    details = [("deepspeed", json.dumps(deepspeed_config(config, plan)))] if config.strategy.engine == ENGINE else []
+    details = [("deepspeed", _deepspeed(config, plan))] if config.strategy.engine == ENGINE else []
     if config.strategy.engine == "mesh" and dims.pp > 1:
         room = shutil.get_terminal_size().columns - NAMES_WIDTH
         details += [("pipeline", line) for line in _pipeline(config, dims, plan, max(40, room))]
-    rows = summary(config, own=own)
+    rows = summary(config, conf_options=conf_options)
+    if baseline := _majority(config):
+        rows.insert(1 + [name for name, _ in rows].index("data"), ("majority", baseline))
     after = 1 + [name for name, _ in rows].index("strategy")
     run = config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"
     return [*rows[:after], *details, *rows[after:], ("run", run)]
@@ -49,15 +132,15 @@ def summary(
     world: int | None = None,
     prepared: Prepared | None = None,
     hardware: str = "",
-    own: Sequence[str] = (),
+    conf_options: Sequence[str] = (),
 ) -> list[tuple[str, str]]:
-    """Rows that say what a run will be.
+    """Rows that describe a run: a name and its text.
 
     Args:
         world: processes of the run; None takes the configured number.
-        prepared: its data; None where none was prepared (``check``).
+        prepared: its data; None before preparation (``check``).
         hardware: in words, e.g. ``2 CPU cores, 1 thread each`` or ``8 x NVIDIA H200``.
-        own: the options that ``./conf`` of the working folder brought.
+        conf_options: options from ``./conf`` in the working folder.
     """
     dims, plan = _sizes(config, world)
     return [
@@ -71,7 +154,7 @@ def summary(
         ("optimizer", _optimizer(config)),
         ("precision", _precision(config)),
         ("checkpoint", _checkpoint(config)),
-        *([("own conf", f"{' '.join(own)} (./{OWN})")] if own else []),
+        *([("own conf", f"{' '.join(conf_options)} (./{OWN})")] if conf_options else []),
     ]
 
 
@@ -100,23 +183,23 @@ def _adapters(peft: PeftConfig) -> str:
 
 
 def _parts(config: RunConfig) -> str:
-    """How each part of a model of several is trained; what patterns of names say besides is told as they are."""
-    peft, found = config.peft, []
+    """Training of each part of a multi-part model: trained, frozen or adapted; lists other patterns unchanged."""
+    peft, described = config.peft, []
     adapted = [part for part in PARTS if part in peft.targets or (ALL_LINEAR in peft.targets and part != PROJECTOR)]
     for part in parts_in(model_fields(config)):
         frozen = part in config.model.freeze or (peft.name != "none" and part not in peft.train_also)
         how = peft.name if peft.name != "none" and part in adapted else "frozen" if frozen else "trained"
-        group = next((one for one in config.optimizer.groups.values() if part in one.parameters), None)
-        apart = f" ({_apart(group)})" if group is not None and how != "frozen" else ""
-        found.append(f"{part} {how}{apart}")
+        group = next((entry for entry in config.optimizer.groups.values() if part in entry.parameters), None)
+        apart = f" ({_group_settings(group)})" if group is not None and how != "frozen" else ""
+        described.append(f"{part} {how}{apart}")
     named = (config.model.freeze, peft.train_also, *(group.parameters for group in config.optimizer.groups.values()))
     patterns = [pattern for several in named for pattern in several if pattern not in PARTS]
-    besides = f"; besides as said of {', '.join(patterns)}" if patterns and found else ""
-    return f"{', '.join(found)}{besides}"
+    besides = f"; besides as said of {', '.join(patterns)}" if patterns and described else ""
+    return f"{', '.join(described)}{besides}"
 
 
 def _data(config: RunConfig, prepared: Prepared | None) -> str:
-    data = config.data
+    data = replace(config.data, packing=resolve_packing(config))
     source = data.source if data.source in DATA_SOURCES else f"{data.source} (plug-in)"
     where = f" {', '.join(data.paths)}" if data.paths else ""
     if data.validation_paths:
@@ -133,19 +216,44 @@ def _data(config: RunConfig, prepared: Prepared | None) -> str:
     return "; ".join(part for part in parts if part)
 
 
+def _majority(config: RunConfig) -> str:
+    """The accuracy of the most frequent class, the baseline of a classifier; empty for other objectives."""
+    if not description(config.objective.name).samples.startswith("labelled"):
+        return ""
+    from mgpu_pipe.data.majority import count_majority
+
+    majority = count_majority(config.data)
+    if majority is None:
+        return ""
+    counted_samples = f"{'' if majority.whole else 'the first '}{majority.samples:,} samples"
+    accuracy = f"{100 * majority.share:.1f}% accuracy by always saying {majority.name}"
+    return f"{accuracy} ({majority.classes} classes, {counted_samples})"
+
+
 def _strategy(config: RunConfig, dims: ParallelDims, hardware: str) -> str:
     world, device = dims.world_size, "GPU" if device_type(config) == "cuda" else "CPU"
     processes = f"{world} {device} process{'es' if world > 1 else ''}"
     nodes = f" on {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
-    shown = f": {dims.describe()}" if world > 1 else ""
-    return f"{config.strategy.name}, {processes}{nodes}{shown}{f' on {hardware}' if hardware else ''}"
+    sizes = f": {dims.describe()}" if world > 1 else ""
+    return f"{config.strategy.name}, {processes}{nodes}{sizes}{f' on {hardware}' if hardware else ''}"
+
+
+def _deepspeed(config: RunConfig, plan: BatchPlan) -> str:
+    """The ZeRO stage's shards, offloaded parts, bucket size and the user's settings."""
+    zero = deepspeed_config(config, plan)["zero_optimization"]
+    sharded = ("optimizer state", "optimizer state and gradients", "weights, gradients and optimizer state")
+    parts = [f"ZeRO-{zero['stage']} shards {sharded[zero['stage'] - 1]}"]
+    parts += [f"{what} in {zero[key]['device']} memory" for key, what in OFFLOADED.items() if key in zero]
+    parts.append(f"buckets of {numbers.count(zero['reduce_bucket_size'])} elements")
+    if config.strategy.deepspeed_config:
+        parts.append(f"set by you: {json.dumps(written(dict(config.strategy.deepspeed_config)))}")
+    return f"{', '.join(parts)}; all settings: deepspeed.json in the run's folder"
 
 
 def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int) -> list[str]:
     """The schedule as a picture of ``width`` columns, its bubble, and what each stage holds."""
-    from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
-    from mgpu_pipe.planner.pipeline import layer_costs, stage_contents, stage_layers
-    from mgpu_pipe.report.pipeline_picture import schedule_lines
+    from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_contents, stage_layers
+    from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
 
     chosen = config.strategy.pipeline
     stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
@@ -184,26 +292,27 @@ def _steps(config: RunConfig, prepared: Prepared | None) -> str:
 def _optimizer(config: RunConfig) -> str:
     optimizer, scheduler = config.optimizer, config.scheduler
     ratio = scheduler.warmup_ratio
-    length = f"{scheduler.warmup_steps} steps" if ratio is None else f"{100 * ratio:g}% of all steps"
+    total = scheduler.total_steps or config.trainer.max_steps or scheduler.warmup_steps
+    length = f"{scheduler.warmup(total)} steps" if ratio is None else f"{100 * ratio:g}% of all steps"
     warmup = f" after {length} of warm-up" if scheduler.warmup_steps or ratio else ""
     name, clip = optimizer._target_.rpartition(".")[2], config.trainer.gradient_clip_val
     clipped = "" if clip is None else f", gradient norm clipped to {clip:g}"
     layers = "" if optimizer.layer_decay == 1 else f" times {optimizer.layer_decay:g} a block downwards"
     rate = f"lr {optimizer.lr:g}{layers} {scheduler.name}{warmup}"
-    groups = "".join(f"; {label}: {_apart(group)}" for label, group in optimizer.groups.items())
+    groups = "".join(f"; {label}: {_group_settings(group)}" for label, group in optimizer.groups.items())
     evaluated = ", which is evaluated" if optimizer.ema.evaluate else ""
     average = f"; averaged by {optimizer.ema.decay:g}{evaluated}" if optimizer.ema.decay is not None else ""
     return f"{name}, {rate}, weight decay {optimizer.weight_decay:g}{clipped}{groups}{average}"
 
 
-def _apart(group: ParameterGroup) -> str:
-    """In what a group of parameters differs."""
-    told = (
+def _group_settings(group: ParameterGroup) -> str:
+    """The settings in which a group of parameters differs."""
+    settings = (
         ("" if group.lr is None else f"lr {group.lr:g}"),
         ("" if group.weight_decay is None else f"weight decay {group.weight_decay:g}"),
         (f"frozen until step {group.frozen_until}" if group.frozen_until else ""),
     )
-    return ", ".join(filter(None, told)) or "as the rest"
+    return ", ".join(filter(None, settings)) or "as the rest"
 
 
 def _precision(config: RunConfig) -> str:
@@ -217,8 +326,8 @@ def _checkpoint(config: RunConfig) -> str:
     saves = [f"every {checkpoint.every_n_steps} steps"] if checkpoint.every_n_steps else []
     saves += [f"every {checkpoint.every_n_minutes:g} minutes"] if checkpoint.every_n_minutes else []
     saves += ["at the end"] if checkpoint.save_last else []
-    kept = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ", all kept"
-    text = f"{' and '.join(saves)}{kept}" if saves else "none"
+    retention = f", the newest {checkpoint.keep_last} kept" if checkpoint.keep_last else ", all kept"
+    text = f"{' and '.join(saves)}{retention}" if saves else "none"
     if checkpoint.resume != "none":
         text += f"; resumes {checkpoint.resume}"
     return f"{text}; weights from {checkpoint.init_from}" if checkpoint.init_from else text

@@ -1,7 +1,7 @@
-"""A run's folder as the tables and the report see it: everything that can be read, nothing demanded.
+"""Reads a run's folder for the tables and the report.
 
-A run that failed, that still trains, or whose folder was copied without some files has a report too, so each file
-may be missing or broken; what is broken is named in :attr:`RunView.problems`.
+A run that failed, still trains, or was copied without some files has a report too. So each file may be missing or
+broken; :attr:`RunView.problems` names the broken ones.
 """
 
 from __future__ import annotations
@@ -16,33 +16,37 @@ from typing import Any
 import yaml
 
 from mgpu_pipe.checkpoint import layout
-from mgpu_pipe.checkpoint.step import Step
-from mgpu_pipe.config.dotted import leaves, setting
+from mgpu_pipe.checkpoint.layout import Step
+from mgpu_pipe.config.convert import leaves, setting
 from mgpu_pipe.config.objective import Description, description
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.plain_files import (
+from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.report.logs import redact_override, redact_tree
+from mgpu_pipe.runs import history
+from mgpu_pipe.runs.latest import find_runs, is_run_folder
+from mgpu_pipe.runs.listing import strategies_of_attempts
+from mgpu_pipe.runs.lock import is_held
+from mgpu_pipe.runs.metrics_file import read_metrics
+from mgpu_pipe.runs.record import read_samples
+from mgpu_pipe.system.local_files import (
     MAX_CONFIG_BYTES,
     MAX_JSON_BYTES,
     NotPlainError,
+    is_file,
+    is_folder,
     parse_json,
     parse_yaml,
     read_bytes,
 )
-from mgpu_pipe.errors import RunFolderError
-from mgpu_pipe.report import redact
-from mgpu_pipe.runs.lock import is_held
-from mgpu_pipe.runs.metrics_file import read_metrics
-from mgpu_pipe.runs.newest import find_runs, is_run_folder
-from mgpu_pipe.runs.samples_file import read_samples
 
 MOST_RANKS = 1 << 20
 WARM_UP_ROWS = 2
-"""Rows left out of the median throughput: the first steps compile and fill caches."""
+"""First rows to skip in the median throughput, because they compile and fill caches."""
 
 
 @dataclass
 class RunView:
-    """What a run's folder holds."""
+    """Contents of a run's folder."""
 
     paths: RunPaths
     config: dict[str, Any] = field(default_factory=dict)
@@ -52,12 +56,16 @@ class RunView:
     summary: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
     samples: list[tuple[int, list[dict[str, Any]]]] = field(default_factory=list)
-    """What the model made of the prompts at which steps, the last ones at the end."""
+    """Step and samples of each sampling, the last ones at the end."""
     checkpoints: list[Step] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """History of the run's launches, with killed ones; empty for runs of earlier versions."""
+    strategies: list[str] = field(default_factory=list)
+    """Strategies of the attempts in order, each once."""
     error: str = ""
     failed_rank: int | None = None
     running: bool = False
-    """A launch holds the folder."""
+    """Whether a launch holds the folder's lock."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -70,7 +78,7 @@ class RunView:
 
     @property
     def status(self) -> str:
-        """``finished``, ``stopped``, ``failed``, ``running``, or ``unfinished``: it was killed."""
+        """``finished``, ``stopped``, ``failed``, ``running``, or ``unfinished`` for a killed run."""
         if self.summary.get("status"):
             return str(self.summary["status"])
         return "running" if self.running else "failed" if self.error else "unfinished"
@@ -90,7 +98,7 @@ class RunView:
 
     @property
     def tokens_per_s(self) -> float:
-        """Median of the steps after the first ones; NaN where nothing was measured, or nobody counts tokens."""
+        """Median after the first steps; NaN without measurements or for a run that counts no tokens."""
         rates = finite(self.metrics.get("throughput/tokens_per_s", []))
         if not self.counts_tokens:
             return math.nan
@@ -100,19 +108,19 @@ class RunView:
 
     @property
     def counts_tokens(self) -> bool:
-        """Not of pictures and recordings, whose runs measure none."""
+        """Whether the run measured tokens; runs on pictures and recordings measure none."""
         rates = finite(self.metrics.get("throughput/tokens_per_s", []))
         return any(rates) if rates else self.final("throughput/tokens_per_s") != 0
 
     @property
     def objective(self) -> Description:
-        """What the run minimised."""
+        """Description of the run's objective."""
         chosen = self.config.get("objective")
         return description(str(chosen.get("name") if isinstance(chosen, Mapping) else None))
 
     @property
     def headline(self) -> float:
-        """The objective's headline, at the end; what a run did not record follows from its held-out loss."""
+        """The final value of the objective's headline metric, computed from the held-out loss if it is not recorded."""
         metric = self.objective.headline
         value, loss = number(self.of_summary("metrics", metric.key)), self.final("val/loss")
         if math.isnan(value) and metric.of_loss is not None and not math.isnan(loss):
@@ -121,16 +129,25 @@ class RunView:
 
     @property
     def baseline(self) -> float:
-        """What the headline is compared with: the data's own figure, NaN where there is none."""
+        """The data's baseline of the headline metric; NaN for none."""
         name = self.objective.headline.baseline
         return math.nan if name is None else number(self.of_summary("data", name))
 
     @property
     def wall_s(self) -> float:
-        """As recorded, else the sum of the steps' times."""
+        """Seconds of all attempts: the recorded time, else up to the last logged step, else the sum of step times."""
         recorded = number(self.summary.get("wall_s"))
+        if math.isnan(recorded) and self.attempts:
+            return history.wall_s(self.attempts, history.last_sign(self.paths))
         steps = finite(self.metrics.get("throughput/step_s", []))
         return sum(steps) if math.isnan(recorded) and steps else recorded
+
+    @property
+    def num_attempts(self) -> int:
+        """Number of starts and resumes, with restarts after a crash."""
+        recorded = self.summary.get("attempts")
+        numbered = [number for entry in self.attempts if isinstance(number := entry.get("attempt"), int)]
+        return max(recorded if isinstance(recorded, int) else 0, len(self.attempts), *numbered, 1)
 
     @property
     def peak_gib(self) -> float:
@@ -139,7 +156,7 @@ class RunView:
         return max(peaks) if peaks else number(self.of_summary("memory", "peak_gib"))
 
     def final(self, column: str) -> float:
-        """The last value of a metric: the summary's, else the last one in the metrics file; NaN if there is none."""
+        """The last value of a metric, from the summary or else from the metrics file; NaN if there is none."""
         recorded = number(self.of_summary("metrics", column))
         if not math.isnan(recorded):
             return recorded
@@ -147,17 +164,17 @@ class RunView:
         return values[-1] if values else math.nan
 
     def of_config(self, *keys: str) -> Any:
-        return _reach(self.config, keys)
+        return _look_up(self.config, keys)
 
     def of_summary(self, *keys: str) -> Any:
-        return _reach(self.summary, keys)
+        return _look_up(self.summary, keys)
 
 
 def load_run(paths: RunPaths) -> RunView:
     """Read a run's folder.
 
     Raises:
-        RunFolderError: it is not one.
+        RunFolderError: the folder is not a run's.
     """
     if not is_run_folder(paths.root):
         raise RunFolderError(_not_a_run(paths.root))
@@ -179,6 +196,8 @@ def load_run(paths: RunPaths) -> RunView:
         view.problems.append(f"{paths.metrics.name}: {error.strerror}")
     view.samples = _samples(view)
     view.checkpoints = _checkpoints(paths.checkpoints)
+    view.attempts = history.read(paths)
+    view.strategies = strategies_of_attempts(paths)
     view.running = is_held(paths.lock)
     view.error, view.failed_rank = _error(view)
     if not view.error:
@@ -188,16 +207,20 @@ def load_run(paths: RunPaths) -> RunView:
 
 
 def differing(views: list[RunView]) -> list[list[str]]:
-    """For each run what sets it apart from the others, as ``key=value``: its own overrides, or, where all were
-    started alike, the keys of the configuration that differ."""
+    """The differences of each run from the others, as ``key=value``.
+
+    They are overrides that not all runs share, or differing configuration keys where all overrides are the same.
+    """
     common = set(views[0].overrides).intersection(*(view.overrides for view in views)) if views else set()
-    own = [[item for item in view.overrides if item not in common and not names_the_run(item)] for view in views]
-    if any(own):
-        return own
+    overrides = [[item for item in view.overrides if item not in common and not names_the_run(item)] for view in views]
+    if any(overrides):
+        return overrides
     flat = [leaves(view.config) for view in views]
-    keys = [key for key in dict.fromkeys(key for one in flat for key in one) if not names_the_run(key)]
-    apart = [key for key in keys if len({repr(one.get(key)) for one in flat}) > 1]
-    return [[f"{key}={setting(one.get(key))}" for key in apart] for one in flat]
+    keys = [
+        key for key in dict.fromkeys(key for values_by_key in flat for key in values_by_key) if not names_the_run(key)
+    ]
+    keys_apart = [key for key in keys if len({repr(values_by_key.get(key)) for values_by_key in flat}) > 1]
+    return [[f"{key}={setting(values_by_key.get(key))}" for key in keys_apart] for values_by_key in flat]
 
 
 def number(value: object) -> float:
@@ -209,7 +232,7 @@ def finite(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def _reach(tree: object, keys: tuple[str, ...]) -> Any:
+def _look_up(tree: object, keys: tuple[str, ...]) -> Any:
     for key in keys:
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
@@ -251,7 +274,7 @@ def _samples(view: RunView) -> list[tuple[int, list[dict[str, Any]]]]:
 
 
 def _error(view: RunView) -> tuple[str, int | None]:
-    """The summary's error, a text or a mapping with its ``message``, and the rank that had it."""
+    """Message and rank of the summary's error, which is a text or a mapping."""
     error = view.summary.get("error")
     if not isinstance(error, Mapping):
         return str(error or ""), None
@@ -264,19 +287,19 @@ def _rank(error: Mapping[str, Any]) -> int | None:
 
 
 def _first_error(paths: RunPaths, problems: list[str]) -> tuple[str, int | None]:
-    """The message of the worker that failed first, and not because another one had, and its rank."""
+    """Message and rank of the worker that failed first, preferring errors that do not follow another worker's."""
     errors = [_json(file, problems) for file in sorted(paths.logs.glob("rank-*.error.json"))]
     errors.sort(key=lambda error: (bool(error.get("follows")), number(error.get("time"))))
     return (str(errors[0].get("message", "")), _rank(errors[0])) if errors else ("", None)
 
 
 def _checkpoints(root: Path) -> list[Step]:
-    """Every step's folder and its size; one without a manifest is not whole."""
+    """Every step with its folder's size; a step without a manifest is incomplete."""
     steps = []
     for step, suffix, path in layout.folders(root):
-        if suffix == "" and path.is_dir():
-            nbytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-            faults = () if (path / layout.MANIFEST).is_file() else ("it has no manifest",)
+        if suffix == "" and is_folder(path):
+            nbytes = sum(file.stat().st_size for file in path.iterdir() if is_file(file))
+            faults = () if is_file(path / layout.MANIFEST) else ("it has no manifest",)
             steps.append(Step(step, path, faults, nbytes=nbytes))
     return steps
 
@@ -286,18 +309,18 @@ def names_the_run(text: str) -> bool:
 
 
 def _hide_secrets(view: RunView) -> None:
-    view.overrides = [redact.override(item) for item in view.overrides]
-    view.environment = redact.tree(view.environment)
-    config = redact.tree(view.config)
+    view.overrides = [redact_override(item) for item in view.overrides]
+    view.environment = redact_tree(view.environment)
+    config = redact_tree(view.config)
     if config != view.config:
         view.config = config
         view.config_text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
 
 
 def _not_a_run(folder: Path) -> str:
-    if not folder.is_dir():
+    if not is_folder(folder):
         return f"{folder}: there is no such folder; give a run's folder, such as outputs/<name>/<date>_<time>-<hash>"
-    if (folder / "manifest.json").is_file():
+    if is_file(folder / "manifest.json"):
         return f"{folder}: this is a checkpoint; give its run's folder, {folder.parent.parent}"
     inside = find_runs(folder)
     if inside:

@@ -1,4 +1,4 @@
-"""What the report says in words and figures, as plain values for the template."""
+"""Builds the report's cards, tables and texts as plain values for the template."""
 
 from __future__ import annotations
 
@@ -6,10 +6,44 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgpu_pipe.report import numbers
-from mgpu_pipe.report.account import from_defaults, times
-from mgpu_pipe.report.numbers import TIMES
+from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report.account import attempts_table, attempts_text, changed_defaults, strategies_text, times
+from mgpu_pipe.report.columns import TIMES
 from mgpu_pipe.report.run_view import RunView, number
+from mgpu_pipe.runs.latest import RUN
+
+SHADES = 5
+"""Shades of a cell, by its share of the row's class."""
+LONGEST_NAME = 24
+"""Longest class name, in characters, of a matrix without class numbers."""
+
+
+def confusion(view: RunView) -> dict[str, Any] | None:
+    """The confusion matrix of the last evaluation: a row per class and a column per predicted class; None for none."""
+    counts, names = view.of_summary("found", "confusion"), view.of_summary("data", "classes")
+    if not isinstance(counts, list) or not isinstance(names, list) or len(names) != len(counts) or not names:
+        return None
+    if not all(isinstance(row, list) and len(row) == len(names) for row in counts):
+        return None
+    labels = [str(name) for name in names]
+    numbered = len({*labels}) < len(labels) or max(map(len, labels)) > LONGEST_NAME
+    titles = [f"{index} {name}" for index, name in enumerate(labels)] if numbered else labels
+    rows = []
+    for index, row in enumerate(counts):
+        known = [value if (value := number(count)) >= 0 else 0.0 for count in row]
+        whole = sum(known) or 1.0
+        cells = [
+            {
+                "text": numbers.plain(count),
+                "shade": round(SHADES * min(1.0, value / whole)) if 0 < value < float("inf") else 0,
+                "right": column == index,
+                "told": f"{titles[index]}, taken for {titles[column]}: {numbers.plain(count)}",
+            }
+            for column, (count, value) in enumerate(zip(row, known, strict=True))
+        ]
+        rows.append({"title": titles[index], "cells": cells})
+    return {"titles": titles, "rows": rows}
+
 
 LABELS = {
     "num_documents": "documents",
@@ -18,6 +52,9 @@ LABELS = {
     "train_tokens": "training tokens",
     "held_out_samples": "held-out samples",
     "validation_samples": "of them evaluated",
+    "too_long_samples": "samples that do not fit",
+    "on_too_long": "what becomes of them",
+    "bad_samples": "samples that cannot be used",
     "num_micro_batches": "micro-batches a process",
     "micro_batch_size": "micro-batch size",
     "global_batch_size": "samples a step",
@@ -36,16 +73,16 @@ LABELS = {
     "data_s": "waits for data, mean",
     "cpu_s": "CPU time, mean",
 }
-EPOCHS = ("started", "created")
-"""Seconds since 1970 in environment.json, which has the date in words besides."""
+LEFT_OUT = ("started", "created", RUN)
+"""Fields of environment.json that repeat others: seconds since 1970, and parts of the configuration."""
 MODEL_KEYS = ("name", "type", "path", "attn_implementation")
 OF_TOKENS = ("tokenizer", "seq_len", "packing", "throughput/tokens_per_s", "throughput/padding")
-"""What says nothing of a run on pictures or recordings."""
+"""Fields without meaning for runs on pictures or recordings."""
 DATA_KEYS = ("source", "paths", "tokenizer", "seq_len", "packing")
 
 
 def subtitle(view: RunView) -> list[str]:
-    """Folder and model, topology and hardware: what was run, in two lines."""
+    """Two lines: the folder; model, strategy, topology and processes."""
     parameters = number(view.of_summary("model", "parameters"))
     model = view.of_summary("model", "name") or view.of_config("model", "name") or ""
     if not math.isnan(parameters):
@@ -55,13 +92,13 @@ def subtitle(view: RunView) -> list[str]:
         model = f"{model}, {numbers.count(trained)} of them trained"
     world = view.summary.get("world_size")
     processes = f"{world} process{'es' if world != 1 else ''}" if isinstance(world, int) else ""
-    strategy = view.of_config("strategy", "name")
+    strategy = strategies_text(view)
     parts = [model, f"strategy {strategy}" if strategy else "", topology_text(view), processes]
     return [view.folder_name, " · ".join(part for part in parts if part)]
 
 
 def topology_text(view: RunView) -> str:
-    """``dp_replicate=2 x tp=4``, from the sizes or the text that the summary holds."""
+    """Topology of the summary as ``dp_replicate=2 x tp=4``."""
     topology = view.summary.get("topology")
     if isinstance(topology, Mapping):
         sizes = {axis: size for axis, size in topology.items() if isinstance(size, int) and size > 1}
@@ -70,7 +107,7 @@ def topology_text(view: RunView) -> str:
 
 
 def figures(view: RunView) -> list[dict[str, str]]:
-    """The key figures, most telling first; what was not measured is left out."""
+    """Cards of the key figures, the most important first, without unmeasured ones."""
     objective, headline = view.objective, view.objective.headline
     cards = [_card(headline.title.capitalize(), numbers.metric(view.headline, headline.percent), baseline_text(view))]
     loss, held_out = view.final("train/loss"), view.final("val/loss")
@@ -82,30 +119,30 @@ def figures(view: RunView) -> list[dict[str, str]]:
     samples, padding = view.final("throughput/samples_per_s"), view.final("throughput/padding")
     rates = [(rate, "tokens/s"), (samples, "samples/s")]
     rates = [(value, unit) for value, unit in rates if not math.isnan(value)] or [(math.nan, "tokens/s")]
-    shown = numbers.MISSING if math.isnan(rates[0][0]) else numbers.count(rates[0][0])
-    told = [
+    throughput = numbers.MISSING if math.isnan(rates[0][0]) else numbers.count(rates[0][0])
+    details = [
         f"{rates[0][1]}, median",
         *(f"{numbers.figure(value, 3)} {unit}" for value, unit in rates[1:]),
         f"{100 * padding:.1f}% padding" if padding >= 0.0005 else "",
         "" if math.isnan(mfu) else f"MFU {100 * mfu:.1f}%",
     ]
-    note = "; ".join(part for part in told if part)
-    cards.append(_card("Throughput", shown, note))
+    note = "; ".join(part for part in details if part)
+    cards.append(_card("Throughput", throughput, note))
     total = view.total_steps
     cards.append(_card("Steps", f"{view.steps:,}", f"of {total:,}" if total else "done"))
-    cards.append(_card("Wall time", numbers.duration(view.wall_s), _attempts_text(view)))
+    cards.append(_card("Wall time", numbers.duration(view.wall_s), attempts_text(view) or "in all"))
     cards.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), "of a process"))
     return [card for card in cards if card["value"] != numbers.MISSING]
 
 
 def _task_card(view: RunView, name: str, task: object) -> dict[str, str]:
     kind = str(_mapping(task).get("kind"))
-    shown = numbers.metric(view.final(f"val/{name}"), percent=kind != "perplexity")
-    return _card(name.replace("_", " ").capitalize(), shown, kind)
+    value = numbers.metric(view.final(f"val/{name}"), percent=kind != "perplexity")
+    return _card(name.replace("_", " ").capitalize(), value, kind)
 
 
 def baseline_text(view: RunView) -> str:
-    """The headline beside what the data's token frequencies alone reach."""
+    """The baseline of token frequencies, with its ratio to the headline metric."""
     unigram, reached = view.baseline, view.headline
     if math.isnan(unigram):
         return ""
@@ -115,19 +152,19 @@ def baseline_text(view: RunView) -> str:
 
 
 def blocks(view: RunView) -> list[dict[str, Any]]:
-    """The tables of one run, each a card; empty ones are left out."""
+    """The nonempty tables of one run, each a card."""
     batch = view.summary.get("batch") or {"global_batch_size": view.of_config("data", "global_batch_size")}
     data = {key: value for key in DATA_KEYS if (value := view.of_config("data", key)) not in (None, [], "")}
     metrics = view.summary.get("metrics")
     if not view.counts_tokens:
         batch, data, metrics = (
-            {key: value for key, value in _mapping(one).items() if key not in OF_TOKENS}
-            for one in (batch, data, metrics)
+            {key: value for key, value in _mapping(section).items() if key not in OF_TOKENS}
+            for section in (batch, data, metrics)
         )
     model = {key: value for key in MODEL_KEYS if (value := view.of_config("model", key)) not in (None, "")}
-    made = [
+    all_blocks = [
         _block("Overrides", code=view.overrides),
-        _block("What differs from the defaults", table=from_defaults(view)),
+        _block("What differs from the defaults", table=changed_defaults(view)),
         _block("Where the time went", _parts(times(view))),
         _block("Topology", _parts(_topology(view))),
         _block("Batch", _parts(batch), text=batch_text(view)),
@@ -137,16 +174,15 @@ def blocks(view: RunView) -> list[dict[str, Any]]:
         _by_rank("Memory", view.summary.get("memory")),
         _block("Final metrics", _parts(metrics)),
         *_task_blocks(view),
-        _block("Confusion", table=_confusion(view), text="rows: the class; columns: what it was taken for"),
         _block("Checkpoints", table=_checkpoint_table(view)),
-        _block("Attempts", *_attempts(view)),
-        _block("Environment", _parts({key: view.environment[key] for key in view.environment if key not in EPOCHS})),
+        _block("Attempts", table=attempts_table(view), wide=True),
+        _block("Environment", _parts({key: value for key, value in view.environment.items() if key not in LEFT_OUT})),
     ]
-    return [block for block in made if block["code"] or block["parts"] or block["table"]]
+    return [block for block in all_blocks if block["code"] or block["parts"] or block["table"]]
 
 
 def batch_text(view: RunView) -> str:
-    """How a step's samples are cut, as one equation; empty where the summary does not say."""
+    """The split of a step's samples as one equation; empty if the summary has no sizes."""
     sizes = [view.of_summary("batch", key) for key in ("global_batch_size", "data_parallel_size", "micro_batch_size")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return ""
@@ -155,7 +191,7 @@ def batch_text(view: RunView) -> str:
     step = f"; {total * tokens:,} tokens a step" if isinstance(tokens, int) and view.counts_tokens else ""
     count = total // processes // micro
     ranks = f"{processes} process{'' if processes == 1 else 'es'}"
-    return f"{total} samples = {ranks} {TIMES} {count} micro-batches {TIMES} {micro}{step}"
+    return f"{total} samples = {ranks} {TIMES} {count} micro-batch{'' if count == 1 else 'es'} {TIMES} {micro}{step}"
 
 
 def _topology(view: RunView) -> dict[str, Any]:
@@ -165,84 +201,56 @@ def _topology(view: RunView) -> dict[str, Any]:
     return {**strategy, "processes": view.summary.get("world_size"), **sizes}
 
 
-def _by_rank(title: str, found: object) -> dict[str, Any]:
-    """Each rank's figures as a table, or what the summary has instead."""
-    values = _mapping(found)
+def _by_rank(title: str, section: object) -> dict[str, Any]:
+    """A table with a row per rank; a list of rows if the summary has no lists by rank."""
+    values = _mapping(section)
     by_rank = {key: value for key, value in values.items() if isinstance(value, list)}
     if not by_rank:
         return _block(title, _parts(values))
     rows = [
-        [str(rank), *(_shown(key, value[rank] if rank < len(value) else None) for key, value in by_rank.items())]
+        [str(rank), *(_value_text(key, value[rank] if rank < len(value) else None) for key, value in by_rank.items())]
         for rank in range(max(map(len, by_rank.values())))
     ]
     names = ["rank", *(_label(key).removesuffix(" gib") for key in by_rank)]
     rest = {key: value for key, value in values.items() if key not in by_rank}
-    return _block(title, _parts(rest), table={"names": names, "rows": rows})
+    return _block(title, _parts(rest), table={"names": names, "rows": rows, "numeric": True})
 
 
 def _checkpoint_table(view: RunView) -> dict[str, Any] | None:
     state = {True: "complete", False: "incomplete, never used"}
-    rows = [[f"{one.step:,}", numbers.gibibytes(one.nbytes / 2**30), state[one.whole]] for one in view.checkpoints]
+    rows = [[f"{step.step:,}", numbers.gibibytes(step.nbytes / 2**30), state[step.whole]] for step in view.checkpoints]
     return {"names": ["step", "size", "state"], "rows": rows} if rows else None
 
 
-def _confusion(view: RunView) -> dict[str, Any] | None:
-    """Of a classifier's last evaluation."""
-    counts, names = _mapping(view.summary.get("found")).get("confusion"), view.of_summary("data", "classes")
-    if not isinstance(counts, list) or not isinstance(names, list) or len(names) != len(counts):
-        return None
-    whole = [row for row in counts if isinstance(row, list) and len(row) == len(names)]
-    rows = [[str(name), *(_shown("", count) for count in row)] for name, row in zip(names, whole, strict=False)]
-    return {"names": ["", *map(str, names)], "rows": rows} if len(whole) == len(counts) else None
-
-
 def _task_blocks(view: RunView) -> list[dict[str, Any]]:
-    """Of each task some answers beside the truth."""
-    found = []
-    for name, told in _mapping(view.summary.get("tasks")).items():
-        shown = _mapping(told).get("shown")
-        rows = [_mapping(one) for one in shown] if isinstance(shown, list) else []
+    """A card per task with some answers next to the truth."""
+    cards = []
+    for name, task in _mapping(view.summary.get("tasks")).items():
+        samples = _mapping(task).get("shown")
+        rows = [_mapping(sample) for sample in samples] if isinstance(samples, list) else []
         lines = [
             [*(str(row.get(key, "")) for key in ("question", "answer", "truth")), "yes" if row.get("right") else "no"]
             for row in rows
         ]
-        value, counted = view.final(f"val/{name}"), _mapping(told).get("counted")
-        text = f"val/{name}: {numbers.metric(value, percent=True)} of {counted}; some of them"
+        value, denominator = view.final(f"val/{name}"), _mapping(task).get("counted")
+        text = f"val/{name}: {numbers.metric(value, percent=True)} of {denominator}; some of them"
         table = {"names": ["question", "answer", "truth", "right"], "rows": lines} if lines else None
-        found.append(_block(f"Task {name}", table=table, text=text))
-    return found
-
-
-def _attempts(view: RunView) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    attempts = view.summary.get("attempts")
-    listed = [item for item in attempts if isinstance(item, Mapping)] if isinstance(attempts, list) else []
-    if not listed:
-        return _parts({"attempts": attempts} if isinstance(attempts, int) and attempts > 1 else None), None
-    names = list(dict.fromkeys(str(key) for item in listed for key in item))
-    rows = [[_shown(name, item.get(name)) for name in names] for item in listed]
-    return [], {"names": [_label(name) for name in names], "rows": rows}
-
-
-def _attempts_text(view: RunView) -> str:
-    attempts = view.summary.get("attempts")
-    count = len(attempts) if isinstance(attempts, list) else attempts if isinstance(attempts, int) else 1
-    listed = [item for item in attempts if isinstance(item, Mapping)] if isinstance(attempts, list) else []
-    lost = sum(value for item in listed if isinstance(value := item.get("lost_s"), int | float))
-    return f"{count} attempts{f', {numbers.duration(lost)} of work lost' if lost else ''}" if count > 1 else "in all"
+        cards.append(_block(f"Task {name}", table=table, text=text))
+    return cards
 
 
 def _parts(values: object) -> list[dict[str, Any]]:
-    """Scalars as one list of rows, then one list for each mapping inside."""
+    """One list of rows for the scalars, then one for each nested mapping."""
     tree = _mapping(values)
     rows = [
-        (_label(key), _shown(key, value))
+        (_label(key), _value_text(key, value))
         for key, value in tree.items()
         if value not in (None, "", [], {}) and not isinstance(value, Mapping)
     ]
     parts = [{"title": "", "rows": rows}] if rows else []
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            inner = [(str(name), _shown(str(name), item)) for name, item in value.items()]
+            inner = [(str(name), _value_text(str(name), item)) for name, item in value.items()]
             parts.append({"title": _label(key), "rows": inner})
     return parts
 
@@ -255,11 +263,11 @@ def _label(key: str) -> str:
     return LABELS.get(key, key.replace("_", " ") if "/" not in key else key)
 
 
-def _shown(key: str, value: object) -> str:
+def _value_text(key: str, value: object) -> str:
     if key.endswith("_gib"):
         return numbers.gibibytes(number(value))
     if key.endswith("_s") and isinstance(value, (int, float)) and not key.endswith("per_s"):
-        return f"{numbers.figure(float(value), 3)} s" if abs(value) < 10 else numbers.duration(float(value))
+        return numbers.seconds(float(value)) if abs(value) < 10 else numbers.duration(float(value))
     if key == "command" and isinstance(value, list):
         return " ".join(map(str, value))
     return numbers.plain(value)
@@ -271,8 +279,9 @@ def _block(
     table: dict[str, Any] | None = None,
     code: Sequence[str] = (),
     text: str = "",
+    wide: bool = False,
 ) -> dict[str, Any]:
-    return {"title": title, "parts": list(parts), "table": table, "code": list(code), "text": text}
+    return {"title": title, "parts": list(parts), "table": table, "code": list(code), "text": text, "wide": wide}
 
 
 def _card(label: str, value: str, note: str) -> dict[str, str]:

@@ -1,20 +1,23 @@
-"""Tables on standard output: what a run reached, and several runs side by side.
+"""Tables on standard output: the result of a run, and a comparison of several runs.
 
-They stay readable at 80 columns and without a terminal. Names and model text are shown as they are: nothing of
-them is taken for rich's markup. rich is imported when a table is printed.
+They stay readable at 80 columns and without a terminal. Names and model text are never parsed as rich's markup. Only
+printing a table imports rich.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.objective import Metric, description
-from mgpu_pipe.report import numbers
-from mgpu_pipe.report.rows import print_rows, printable
+from mgpu_pipe.errors import print_line, printable
+from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report.account import strategies_text
+from mgpu_pipe.report.columns import GAP, LEAST_WIDTH, print_columns, print_rows, print_words
 from mgpu_pipe.report.run_view import RunView, differing, load_run, number
 
 if TYPE_CHECKING:
@@ -23,25 +26,28 @@ if TYPE_CHECKING:
     from mgpu_pipe.config.paths import RunPaths
 
 LONGEST_SAMPLE = 600
-"""Characters of a generated text that are shown."""
+"""Most characters of a generated text."""
 
 
 def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = None) -> None:
-    """Print what a run reached, from its ``summary.json``: figures, the objective's headline, samples.
+    """Print a run's result from its ``summary.json``: figures, the objective's headline metric, samples.
 
     Args:
-        more: further lines at the end, such as the report's path and how to go on.
+        more: further lines at the end, such as the report's path and the command to resume.
     """
     metrics = _mapping(summary.get("metrics"))
     peak = _peak(_mapping(summary.get("memory")).get("peak_gib"))
     limit = f", by trainer.max_time={summary['max_time']}" if "max_time" in summary else ""
+    attempts = summary.get("attempts")
+    count = len(attempts) if isinstance(attempts, list) else attempts if isinstance(attempts, int) else 1
+    together = f", {count} attempts together" if count > 1 else ""
     rows = [
         ("status", f"{summary.get('status', 'unfinished')} at step {numbers.plain(summary.get('step'))}{limit}"),
         ("training loss", numbers.fixed(number(metrics.get("train/loss")), 4)),
         ("held-out loss", numbers.fixed(number(metrics.get("val/loss")), 4)),
         ("throughput", _throughput(metrics)),
         ("peak memory", numbers.MISSING if math.isnan(peak) else f"{numbers.gibibytes(peak)} a process"),
-        ("wall time", numbers.duration(number(summary.get("wall_s")))),
+        ("wall time", numbers.duration(number(summary.get("wall_s"))) + together),
     ]
     paths = {"checkpoint": str(summary.get("checkpoint") or ""), **(more or {})}
     print_rows([row for row in rows if row[1] != numbers.MISSING], "result")
@@ -53,47 +59,39 @@ def after_table(summary: Mapping[str, Any], more: Mapping[str, str] | None = Non
 
 
 def _throughput(metrics: Mapping[str, Any]) -> str:
-    """Tokens that the model computes and samples a second, and how many of the tokens are padding."""
+    """Tokens and samples per second, and the share of padding tokens."""
     tokens, samples, padding = (
         number(metrics.get(f"throughput/{name}")) for name in ("tokens_per_s", "samples_per_s", "padding")
     )
     if math.isnan(tokens):
         return numbers.MISSING
-    told = "" if math.isnan(samples) else f", {numbers.figure(samples, 3)} samples/s"
-    if not tokens:  # nobody counts them
-        return told.removeprefix(", ")
-    return f"{tokens:,.0f} tokens/s{told}" + (f" ({100 * padding:.1f}% padding)" if padding >= 0.0005 else "")
+    samples_text = "" if math.isnan(samples) else f", {numbers.figure(samples, 3)} samples/s"
+    if not tokens:  # the run counts no tokens
+        return samples_text.removeprefix(", ")
+    return f"{tokens:,.0f} tokens/s{samples_text}" + (f" ({100 * padding:.1f}% padding)" if padding >= 0.0005 else "")
 
 
 def _peak(value: object) -> float:
-    """The largest of the ranks' peaks."""
+    """The largest peak of all ranks."""
     return max(map(number, value), default=math.nan) if isinstance(value, list) else number(value)
 
 
 LONGEST_CELL = 32
-"""Characters of a word that says what sets a run apart; longer ones stand below the table."""
+"""Most characters of a run's difference in the table; longer ones move below it."""
 
 
 def runs_table(runs: Sequence[RunPaths]) -> None:
-    """Print several runs side by side: what sets each apart, what it reached, which is best; their folders below."""
-    from rich.table import Table
-    from rich.text import Text
-
+    """Print a table of several runs: differences, metrics and the best run; their folders below."""
     views = [load_run(run) for run in runs]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("run", overflow="fold", min_width=16)
-    table.add_column("status", no_wrap=True)
-    headlines = {one.short or one.name.replace("_", " "): one for one in (view.objective.headline for view in views)}
-    for title in ("steps", "loss", "val loss", *headlines, "tok/s", "time"):
-        table.add_column(title, justify="right", no_wrap=True)
-    alike = len({view.name for view in views}) == 1
+    width = shutil.get_terminal_size().columns
+    headline_metrics = [view.objective.headline for view in views]
+    headlines = {metric.short or metric.name.replace("_", " "): metric for metric in headline_metrics}
+    figures = ("steps", "loss", "val loss", *headlines, "tok/s", "time")
+    same_name = len({view.name for view in views}) == 1
     differences = differing(views)
-    below = any(len(items) > 3 or len(item) > LONGEST_CELL for items in differences for item in items)
-    best, by = _best(views)
-    for position, (view, apart) in enumerate(zip(views, differences, strict=True), 1):
-        named = [] if alike and apart and not below else [view.name]
-        figures = (
+    figure_cells = [
+        (
+            printable(view.status, keep=""),
             f"{view.steps:,}",
             numbers.fixed(view.final("train/loss"), 4),
             numbers.fixed(view.final("val/loss"), 4),
@@ -101,18 +99,36 @@ def runs_table(runs: Sequence[RunPaths]) -> None:
             numbers.MISSING if math.isnan(view.tokens_per_s) else numbers.count(view.tokens_per_s),
             _clock(view.wall_s),
         )
-        shown = (Text(printable(text)) for text in ("\n".join(named if below else [*named, *apart]), view.status))
-        mark = "*" if view is best else ""
-        table.add_row(f"{mark}{position}", *shown, *figures)
-    console = make_console()
-    console.print(table)
-    if best is not None:
-        console.print(f"* lowest {by}")
-    console.print()
+        for view in views
+    ]
+    other_columns = zip(("status", *figures), *figure_cells, strict=True)
+    room = width - sum(GAP + max(map(len, column)) for column in other_columns) - len(f"*{len(views)}") - GAP
+    longest = min(LONGEST_CELL, max(room, LEAST_WIDTH))
+    changes = [[f"then {name}" if index else name for index, name in enumerate(view.strategies)] for view in views]
+    cell_lines = [
+        [*apart, *(lines if len(lines) > 1 else [])] for apart, lines in zip(differences, changes, strict=True)
+    ]
+    details_below = any(len(items) > 3 or len(item) > longest for items in cell_lines for item in items)
+    best, by = _best(views)
+    rows = []
     for position, (view, apart) in enumerate(zip(views, differences, strict=True), 1):
-        print_whole(console, f"{position:>{len(str(len(views)))}}  {relative_to_cwd(view.paths.root)}")
-        if below:
-            print_whole(console, f"   {printable(' '.join(apart))}")
+        named = [] if same_name and apart and not details_below else [view.name]
+        cell = "\n".join(
+            printable(part, keep="") for part in (named if details_below else [*named, *cell_lines[position - 1]])
+        )
+        rows.append((f"{'*' if view is best else ''}{position}", cell, *figure_cells[position - 1]))
+    names = ("#", "run", "status", *figures)
+    print_columns(
+        names, rows, ("#", *figures), below=(), spare=("tok/s", "time", "status"), width=width, several_lines=True
+    )
+    if best is not None:
+        print_line(f"* lowest {by}")
+    print_line()
+    for position, (view, apart) in enumerate(zip(views, differences, strict=True), 1):
+        print_line(f"{position:>{len(str(len(views)))}}  {relative_to_cwd(view.paths.root)}")
+        if details_below:
+            changed = [f"strategies: {strategies_text(view)}"] if len(view.strategies) > 1 else []
+            print_words(printable(" ".join([*apart, *changed])), width, indent=3)
 
 
 def _headline(view: RunView, metric: Metric) -> str:
@@ -120,9 +136,9 @@ def _headline(view: RunView, metric: Metric) -> str:
 
 
 def _best(views: Sequence[RunView]) -> tuple[RunView | None, str]:
-    """The run with the lowest held-out loss, or training loss where nothing is held out, and which of them it is.
+    """The run with the lowest held-out loss, or training loss without held-out data, and the loss's name.
 
-    Finished runs are compared, or all where no run finished. None where there is one run, or no run has a loss.
+    It compares finished runs, or all if no run finished. The run is None for a single run or if no run has a loss.
     """
     finished = [view for view in views if view.status == "finished"] or list(views)
     for column, name in (("val/loss", "held-out loss"), ("train/loss", "training loss")):
@@ -163,26 +179,26 @@ def _print_samples(summary: Mapping[str, Any]) -> None:
     console = make_console()
     listed = summary.get("samples")
     for sample in listed if isinstance(listed, list) else []:
-        if _mapping(sample).get("image"):  # the report shows it
+        if _mapping(sample).get("image"):  # only the report shows pictures
             continue
         prompt, text = str(_mapping(sample).get("prompt") or ""), str(_mapping(sample).get("text") or "")
-        written = printable(text.removeprefix(prompt))
-        shown = written if len(written) <= LONGEST_SAMPLE else written[:LONGEST_SAMPLE] + " ..."
+        continuation = printable(text.removeprefix(prompt))
+        shortened = continuation if len(continuation) <= LONGEST_SAMPLE else continuation[:LONGEST_SAMPLE] + " ..."
         console.print(Text("sample", style="bold"))
-        console.print(Padding(Text.assemble((printable(prompt), "bold cyan"), shown), (0, 0, 1, 2)))
+        console.print(Padding(Text.assemble((printable(prompt), "bold cyan"), shortened), (0, 0, 1, 2)))
 
 
 def print_whole(console: Console, line: str) -> None:
-    """Print a line that is longer than the terminal is wide unbroken, so that its path can be copied."""
+    """Print a line without wrapping, so that its path can be copied."""
     from rich.text import Text
 
-    console.print(Text(printable(line)), soft_wrap=True)
+    console.print(Text(printable(line, keep="")), soft_wrap=True)
 
 
 def relative_to_cwd(folder: Path) -> Path:
     try:
         here = Path.cwd()
-    except OSError:  # it was deleted meanwhile
+    except OSError:  # the working folder was deleted
         return folder
     return folder.relative_to(here) if folder.is_absolute() and folder.is_relative_to(here) else folder
 

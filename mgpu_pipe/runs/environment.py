@@ -1,4 +1,4 @@
-"""``environment.json``: what a run ran on and with. Found without importing what it names, and without torch."""
+"""``environment.json``: hardware, software and command of a run, found without importing the packages it names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 import mgpu_pipe
-from mgpu_pipe.child import bound
-from mgpu_pipe.config.hardware import cpu_cores
-from mgpu_pipe.config.replace_file import replace_file
-from mgpu_pipe.config.threads import WAITING_VARIABLES, Threads
+from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.hardware import cpu_cores
+from mgpu_pipe.system.local_files import replace_file
+from mgpu_pipe.system.threads import WAITING_VARIABLES, Threads
 
 PACKAGES = (
     "torch",
@@ -40,7 +40,7 @@ PACKAGES = (
     "tensorboard",
 )
 VARIABLES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "PYTORCH_", "OMP_", "MKL_", "CUBLAS_")
-"""How those begin that are recorded."""
+"""Prefixes of the recorded environment variables."""
 COMMAND_TIMEOUT_S = 10.0
 GIB = 2**30
 
@@ -49,21 +49,21 @@ def describe_environment(
     command: Sequence[str],
     threads: Threads,
     world_size: int,
-    own: Sequence[str] = (),
-    given: Mapping[str, str] = MappingProxyType({}),
+    local_options: Sequence[str] = (),
+    worker_variables: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, object]:
-    """Everything but secrets: of the environment's variables, only those of devices, communication and threads.
+    """Describe the environment without secrets: of its variables, only those of devices, communication and threads.
 
     Args:
-        own: the options that ``./conf`` of the working folder brought.
-        given: the variables that the workers get over this process's own.
+        local_options: options from ``./conf`` of the working directory.
+        worker_variables: variables that workers get on top of this process's.
     """
     return {
         "started": time.time(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "command": list(command),
         "folder": os.getcwd(),
-        "own_conf": list(own),
+        "own_conf": list(local_options),
         "mgpu_pipe": mgpu_pipe.__version__,
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -77,13 +77,13 @@ def describe_environment(
         "workers": world_size,
         "threads_per_worker": threads.per_worker,
         "threads_rule": threads.rule,
-        "variables": {k: v for k, v in {**os.environ, **given}.items() if k.startswith(VARIABLES)},
+        "variables": {k: v for k, v in {**os.environ, **worker_variables}.items() if k.startswith(VARIABLES)},
         "threads_wait": {name: os.environ[name] for name in WAITING_VARIABLES if name in os.environ},
     }
 
 
 def write_environment(path: Path, environment: dict[str, object], *, flush: bool = True) -> None:
-    """Whole or not at all: a launch that is killed here must not lose when the run was begun."""
+    """Write the file atomically: a launch killed here must not lose the run's start."""
     replace_file(path, json.dumps(environment, indent=2) + "\n", flush=flush)
 
 
@@ -101,24 +101,26 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[str]:
-    if not os.path.exists("/proc/driver/nvidia"):  # spares starting a program that finds nothing
+    if not os.path.exists("/proc/driver/nvidia"):  # avoids starting nvidia-smi without a GPU
         return []
     listed = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     return listed.splitlines() if listed else []
 
 
 def _git() -> dict[str, object]:
-    """Commit of the folder the command ran in, and whether tracked files differ from it."""
+    """Commit of the working directory, and whether tracked files differ from it."""
     commit = _output("git", "rev-parse", "HEAD")
     if not commit:
         return {}
     status = ("status", "--porcelain", "--untracked-files=no")
-    changed = _output("git", "-c", "core.fsmonitor=false", *status)  # which would run a program of the folder's choice
+    changed = _output(
+        "git", "-c", "core.fsmonitor=false", *status
+    )  # fsmonitor could run a program of the folder's choice
     return {"commit": commit, "dirty": bool(changed)}
 
 
 def _output(*command: str) -> str:
-    """What a program prints; empty where it is missing, fails or hangs."""
+    """Output of a program; empty if it is missing, fails or hangs."""
     try:
         done = subprocess.run(
             bound(command),

@@ -1,7 +1,7 @@
-"""Which commit the names of a configuration mean: that of the run that goes on, else what the Hub says now.
+"""Pins the names of a configuration to commits: those of the resumed run, otherwise the Hub's present ones.
 
-The commits are frozen with the run. So a resume trains what the run began with, also offline and after a branch was
-moved; a revision that is typed is asked for, and compared.
+The commits are frozen with the run, so a resume uses the same files offline and after a branch moved. A typed revision
+is resolved and compared.
 """
 
 from __future__ import annotations
@@ -13,35 +13,37 @@ from pathlib import Path
 
 from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.hub import HubName, commit_of, hub_name, hub_names, local_folder, matching, with_names
-from mgpu_pipe.config.joined_world import existing_world
-from mgpu_pipe.config.mathematics import differences
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.run_identity import differences
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
-from mgpu_pipe.runs.newest import runs_in
+from mgpu_pipe.runs.latest import runs_in
+from mgpu_pipe.system.joined_world import existing_world
+from mgpu_pipe.system.local_files import is_folder
 
 
 @dataclass
 class Pinned:
-    """What became of a configuration's names.
+    """A configuration with pinned names.
 
     Attributes:
-        config: with every name at its commit.
-        told: keys, and what is worth knowing of them.
-        by_rank_zero: in a joined world rank 0 alone asks the Hub, and the others take its commits.
-        others_wait: this is rank 0 there, and the others wait for what it says.
+        config: configuration with every name at a commit.
+        notices: keys and their notices.
+        errors: errors of the names.
+        by_rank_zero: whether rank 0 of a joined world pins the names and the others take its commits.
+        others_wait: whether this is that rank 0, for which the others wait.
     """
 
     config: RunConfig
-    told: list[tuple[str, str]] = field(default_factory=list)
+    notices: list[tuple[str, str]] = field(default_factory=list)
     errors: list[BadInputError] = field(default_factory=list)
     by_rank_zero: bool = False
     others_wait: bool = False
 
 
 def pin(config: RunConfig) -> Pinned:
-    """``config`` with every name at a commit, and the small files of its models fetched."""
-    pinned = Pinned(config, _paths_told(config))
+    """Pin every name of ``config`` to a commit, and fetch the small files of its models."""
+    pinned = Pinned(config, _path_notices(config))
     try:
         named = list(hub_names(config))
     except BadInputError as error:
@@ -54,18 +56,18 @@ def pin(config: RunConfig) -> Pinned:
         pinned.by_rank_zero = True
         return pinned
     pinned.others_wait = int(world.get("WORLD_SIZE", "1")) > 1
-    begun = dict(_begun_with(config))
+    started_with = dict(_commits_of_resumed_run(config))
     known: dict[HubName, str] = {}
     at: dict[str, str] = {}
     for key, name in named:
         repository = replace(name, files="")
         try:
-            if name.commit is None and name.revision is None and (key, repository) in begun:
-                known[repository] = begun[key, repository]
-                pinned.told.append((key, f"{name} stays at commit {known[repository]}, which the run began with"))
+            if name.commit is None and name.revision is None and (key, repository) in started_with:
+                known[repository] = started_with[key, repository]
+                pinned.notices.append((key, f"{name} stays at commit {known[repository]}, which the run began with"))
             if repository not in known:
                 known[repository] = name.commit or commit_of(name, key)
-                pinned.told.append((key, f"{name.repository} on the Hub, commit {known[repository]}"))
+                pinned.notices.append((key, f"{name.repository} on the Hub, commit {known[repository]}"))
             exact = replace(name, revision=known[repository])
             at[str(name)] = str(exact)
             if name.kind == "dataset":
@@ -82,7 +84,7 @@ def at_commits(config: RunConfig) -> RunConfig:
     """``config`` with every name at a commit.
 
     Raises:
-        ConfigErrors: what is wrong with the names.
+        ConfigErrors: errors of the names.
     """
     pinned = pin(config)
     if pinned.errors:
@@ -90,40 +92,40 @@ def at_commits(config: RunConfig) -> RunConfig:
     return pinned.config
 
 
-def _paths_told(config: RunConfig) -> list[tuple[str, str]]:
-    """A folder here that a name on the Hub could be."""
-    told = []
+def _path_notices(config: RunConfig) -> list[tuple[str, str]]:
+    """Notices of folders whose path is also a name on the Hub."""
+    notices = []
     for key, text in (("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)):
-        if text and text != "auto" and Path(text).is_dir() and hub_name(f"{text}@main") is not None:
-            told.append((key, f"{text} is the folder here; {text}@main is what the Hub has under this name"))
-    return told
+        if text and text != "auto" and is_folder(Path(text)) and hub_name(f"{text}@main") is not None:
+            notices.append((key, f"{text} is the folder here; {text}@main is what the Hub has under this name"))
+    return notices
 
 
-def _begun_with(config: RunConfig) -> Iterator[tuple[tuple[str, HubName], str]]:
-    """The commits of the run that ``config`` goes on with, by key and repository; of this user's own runs alone."""
-    for folder in _continued(config):
+def _commits_of_resumed_run(config: RunConfig) -> Iterator[tuple[tuple[str, HubName], str]]:
+    """Commits of the run that ``config`` resumes, by key and repository; only from this user's runs."""
+    for folder in _resumable_folders(config):
         try:
-            before, own = load_untrusted(RunPaths(folder).config)
-            names = [(key, name) for key, name in hub_names(before) if name.commit] if own else []
+            before, is_own_run = load_untrusted(RunPaths(folder).config)
+            names = [(key, name) for key, name in hub_names(before) if name.commit] if is_own_run else []
         except BadInputError:
             continue
-        found = {(key, replace(name, revision=None, files="")): str(name.commit) for key, name in names}
-        if not found:
+        commits = {(key, replace(name, revision=None, files="")): str(name.commit) for key, name in names}
+        if not commits:
             continue
         if config.run.dir is None and config.checkpoint.resume == "auto":
             texts = {
-                str(name): str(replace(name, revision=found[key, replace(name, files="")]))
+                str(name): str(replace(name, revision=commits[key, replace(name, files="")]))
                 for key, name in hub_names(config)
-                if (key, replace(name, files="")) in found
+                if (key, replace(name, files="")) in commits
             }
             if differences(with_names(config, texts), before):
                 continue
-        yield from found.items()
+        yield from commits.items()
         return
 
 
-def _continued(config: RunConfig) -> list[Path]:
-    """The runs, or the step, that ``config`` may go on with."""
+def _resumable_folders(config: RunConfig) -> list[Path]:
+    """Runs, or the step, that ``config`` may resume."""
     resume, run = config.checkpoint.resume, config.run
     if resume not in ("none", "auto"):
         return [Path(resume).expanduser()]

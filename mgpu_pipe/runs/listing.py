@@ -1,7 +1,7 @@
-"""What runs there are, each with what ``mgpu-pipe runs`` shows: read from a few small files of its folder. No torch.
+"""Lists runs for ``mgpu-pipe runs``, from a few small files of each folder.
 
-A run's name, strategy and tags lie in its ``environment.json``, for its configuration takes a hundred times as long to
-read; only a run of an earlier version, which has no such entry, is asked for that.
+A run's name, strategy and tags are in its ``environment.json``, because its configuration takes 100 times as long to
+read. Only runs of earlier versions, without this entry, need the configuration.
 """
 
 from __future__ import annotations
@@ -18,34 +18,65 @@ from typing import Any
 
 import yaml
 
-from mgpu_pipe.config.dotted import leaves
+from mgpu_pipe.config.convert import leaves
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, NotPlainError, parse_yaml, read_bytes, read_end
 from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.runs.history import read_summary
+from mgpu_pipe.runs.latest import RUN, attempts, is_run_folder, recorded, run_folders
 from mgpu_pipe.runs.lock import RunLock, is_held
-from mgpu_pipe.runs.newest import RUN, is_run_folder, recorded, run_folders
-from mgpu_pipe.runs.summary import read_summary
+from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, NotPlainError, parse_yaml, read_bytes, read_end
+from mgpu_pipe.topology import AXES
+
+
+def strategies_of_attempts(paths: RunPaths) -> list[str]:
+    """Strategies of a run's attempts with their sizes, e.g. ``megatron tp=2``, in order and without repeats.
+
+    Unreadable configurations are skipped; equal ones are parsed once.
+    """
+    configs = [path for _, path in attempts(paths.root)] or [paths.config]
+    contents = dict.fromkeys(filter(None, map(_content, configs)))
+    return list(dict.fromkeys(filter(None, map(_strategy, contents))))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return read_bytes(path, MAX_CONFIG_BYTES)
+    except (OSError, NotPlainError):
+        return b""
+
+
+def _strategy(content: bytes) -> str:
+    try:
+        config: Any = parse_yaml(content)
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return ""
+    chosen = config.get("strategy") if isinstance(config, Mapping) else None
+    if not isinstance(chosen, Mapping):
+        return ""
+    sizes = [f"{axis}={size}" for axis in (*AXES, "ep") if isinstance(size := chosen.get(axis), int) and size > 1]
+    return " ".join([str(chosen.get("name") or ""), *sizes]).strip()
+
 
 LOSS, RATE, STEP_S = "train/loss", "throughput/tokens_per_s", "throughput/step_s"
 TAIL_BYTES = 8192
-"""Of a metrics file, in which its last row lies."""
+"""Bytes at the end of a metrics file that hold its last row."""
 GOING = ".deleting"
-"""What a folder's name ends with once nothing of it is to be seen any more."""
+"""Suffix of a folder that is being deleted."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A run, as far as it can be read; a figure that is not known is NaN.
+    """A run in a listing; unknown figures are NaN.
 
     Attributes:
-        state: ``running``, or as its summary says (``finished``, ``stopped``, ``failed``), or ``unfinished``: it was
-            killed, or never took a step.
-        step: optimizer steps that it took.
+        state: ``running``, or its summary's status (``finished``, ``stopped``, ``failed``), or ``unfinished`` if it was
+            killed or never took a step.
+        step: optimizer steps taken.
         loss: training loss of the last step.
-        tokens_per_s: of the whole run, where its summary tells, else of its last logged step.
-        begun: when it was first launched, in seconds since the epoch; 0 where that is not known.
-        nbytes: bytes of all its files; 0 where they were not counted.
-        max_steps: steps that it was asked for; 0 where its length is given in epochs.
+        tokens_per_s: speed of the whole run from its summary, else of its last logged step.
+        begun: time of its first launch, in seconds since the epoch; 0 if unknown.
+        nbytes: bytes of all its files; 0 if not counted.
+        max_steps: ``trainer.max_steps``; 0 if the length is in epochs.
         step_s: seconds of the last logged step.
     """
 
@@ -64,30 +95,30 @@ class Listed:
 
 
 def list_runs(root: Path) -> list[Listed]:
-    """Every run below ``root``, the one begun last first."""
+    """Every run below ``root``, the latest first."""
     return sorted(map(listed, run_folders(root)), key=lambda run: (run.begun, run.folder.name), reverse=True)
 
 
 def listed(folder: Path, *, sized: bool = True) -> Listed:
-    """One run; ``sized``: the bytes of its files counted, which takes most of the time."""
+    """Read a run for a listing; ``sized`` counts its bytes, which takes most of the time."""
     paths = RunPaths(folder)
     environment, summary = recorded(folder), _summary(paths)
-    own = environment.get(RUN)
-    said: Mapping[str, Any] = own if isinstance(own, Mapping) else _of_config(paths)
+    entry = environment.get(RUN)
+    settings: Mapping[str, Any] = entry if isinstance(entry, Mapping) else _run_settings(paths)
     metrics = summary.get("metrics")
     figures: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
     if not {LOSS, RATE, STEP_S} <= figures.keys() or not isinstance(summary.get("step"), int):
         figures = {**_last_row(paths.metrics), **figures}
     step = summary.get("step", figures.get("step"))
-    created, tags, steps = environment.get("created"), said.get("tags"), said.get("max_steps")
+    created, tags, steps = environment.get("created"), settings.get("tags"), settings.get("max_steps")
     return Listed(
         folder,
-        str(said.get("name") or folder.parent.name),
+        str(settings.get("name") or folder.parent.name),
         str(summary.get("status") or ("running" if is_held(paths.lock) else "unfinished")),
         int(step) if isinstance(step, int | float) and math.isfinite(step) else 0,
         _number(figures.get(LOSS)),
-        _number(figures.get(RATE)) or math.nan,  # nobody counts the tokens of pictures
-        str(summary.get("strategy") or said.get("strategy") or ""),
+        _number(figures.get(RATE)) or math.nan,  # pictures have no tokens
+        str(summary.get("strategy") or settings.get("strategy") or ""),
         float(created) if isinstance(created, int | float) else 0.0,
         _size(folder) if sized else 0,
         tuple(map(str, tags)) if isinstance(tags, list) else (),
@@ -97,21 +128,21 @@ def listed(folder: Path, *, sized: bool = True) -> Listed:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete a run: at once it is a run no more, then its files go.
+    """Delete a run: rename its folder, which hides it at once, then delete its files.
 
     Raises:
-        RunFolderError: it is no run's folder, a launch holds it, or it cannot be deleted.
+        RunFolderError: it is not a run's folder, a launch holds it, or it cannot be deleted.
     """
     if folder.is_symlink():
         raise RunFolderError(f"{folder}: is a symbolic link; delete the folder that it leads to")
     if not is_run_folder(folder):
         raise RunFolderError(f"{folder}: not a run's folder (it has no config.yaml); nothing was deleted")
     whole = folder.absolute()
-    going = whole.with_name(f".{whole.name}{GOING}")
+    hidden = whole.with_name(f".{whole.name}{GOING}")
     try:
         with RunLock(RunPaths(whole).lock, wait_s=0):
-            whole.rename(going)
-        shutil.rmtree(going)
+            whole.rename(hidden)
+        shutil.rmtree(hidden)
     except OSError as error:
         raise RunFolderError(f"{error.filename or folder}: cannot be deleted ({error.strerror})") from error
 
@@ -123,8 +154,8 @@ def _summary(paths: RunPaths) -> dict[str, object]:
         return {}
 
 
-def told(folder: Path) -> dict[str, Any]:
-    """Every key of a run's configuration, by its dotted path, and the metrics of its summary that have a section."""
+def config_and_metrics(folder: Path) -> dict[str, Any]:
+    """Configuration of a run by dotted key, and the metrics of its summary with a section in their name."""
     paths = RunPaths(folder)
     metrics = _summary(paths).get("metrics")
     measured = metrics.items() if isinstance(metrics, Mapping) else ()
@@ -139,14 +170,14 @@ def _config(paths: RunPaths) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _of_config(paths: RunPaths) -> dict[str, Any]:
+def _run_settings(paths: RunPaths) -> dict[str, Any]:
     sections = map(_config(paths).get, ("run", "strategy", "trainer"))
     run, strategy, trainer = (section if isinstance(section, dict) else {} for section in sections)
     return {**run, "strategy": strategy.get("name"), "max_steps": trainer.get("max_steps")}
 
 
 def _last_row(path: Path) -> dict[str, float]:
-    """The last whole row of a metrics file; an empty dict where the file has no row."""
+    """Last whole row of a metrics file; empty without rows."""
     try:
         tail = read_end(path, TAIL_BYTES)
         with open(path, "rb") as file:
@@ -171,10 +202,10 @@ def _number(value: object) -> float:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below; what links lead to is not counted."""
+    """Bytes of all files below ``folder``, without following links."""
     total, folders = 0, [str(folder)]
     while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:  # it may not be read, or went meanwhile
+        with suppress(OSError), os.scandir(folders.pop()) as entries:  # it may be unreadable or deleted meanwhile
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)

@@ -1,9 +1,9 @@
-"""The lock of a run's folder: one launcher at a time, on this host and on others.
+"""Lock of a run's folder: one launcher at a time, on this host and on others.
 
-On one host ``flock`` decides: workers inherit the descriptor, so the lock lives as long as any of them. Where a
-network file system keeps flock to a host, or has none, a *lease* in the same file decides: the holder rewrites a
-beat in it every few seconds. A contender judges a lease only by whether it changes while the contender watches, on
-its own monotonic clock: no clock is compared with another's, so none can mislead by being wrong or being set back.
+On one host ``flock`` decides: workers inherit the descriptor, so the lock lives as long as any of them. If a network
+file system limits flock to a host or lacks it, a *lease* in the same file decides: the holder rewrites a beat in it
+every few seconds. A contender watches whether the lease changes, by its monotonic clock. Clocks of hosts are never
+compared, so a wrong clock cannot mislead.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from mgpu_pipe.config.plain_files import NotPlainError, check_plain, read_bytes
-from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.errors import RunFolderError, print_line
+from mgpu_pipe.system.local_files import NotPlainError, check_plain, read_bytes
 
 BEAT_S = 4.0
 MISSED_BEATS = 5
-"""A lease that did not change for this many beats has no living holder."""
+"""The holder of a lease without change for this many beats is dead."""
 WAIT_S = 30.0
-"""How long a launcher waits for the workers of one that died, or for one that is stopping."""
-LOOK_S = 0.1
+"""Seconds that a launcher waits for the workers of a dead launcher, or for a stopping one."""
+POLL_S = 0.1
 RECORD_BYTES = 512
-LARGEST = 1 << 16
-"""Bytes of a lock file that can be right."""
+MAX_LOCK_BYTES = 1 << 16
+"""Limit of bytes of a valid lock file."""
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 Record = dict[str, object]
@@ -42,20 +42,20 @@ class RunLock:
     """Holds ``path`` while open; a context manager.
 
     Args:
-        path: the lock file, in the run's folder.
+        path: lock file in the run's folder.
         beat_s: seconds between two beats of the lease.
-        wait_s: longest wait for a dying or stopping holder.
-        tell: shows a line to the user while waiting.
+        wait_s: longest wait in seconds for a dying or stopping holder.
+        tell: prints a line for the user while waiting.
 
     Raises:
-        RunFolderError: on entering, when a living launcher holds the folder, with its host and process.
+        RunFolderError: on entering, if a living launcher holds the folder; names its host and process.
     """
 
     def __init__(
         self, path: Path, *, beat_s: float = BEAT_S, wait_s: float = WAIT_S, tell: Callable[[str], None] | None = None
     ) -> None:
         self.path, self._beat_s, self._wait_s = path, beat_s, wait_s
-        self._tell = tell or (lambda line: print(line, file=sys.stderr))
+        self._tell = tell or (lambda line: print_line(line, file=sys.stderr))
         self._record: Record = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -65,11 +65,11 @@ class RunLock:
             "state": "preparing",
             "beat": 0,
         }
-        self._told = False
+        self._announced = False
         self._lost = ""
         self._write_lock = threading.Lock()
         self._released = threading.Event()
-        self.fd = -1
+        self.fd = self._folder_fd = -1
 
     def __enter__(self) -> RunLock:
         try:
@@ -84,6 +84,7 @@ class RunLock:
         except BaseException:
             os.close(self.fd)
             raise
+        self._folder_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         threading.Thread(target=self._keep_beating, name="lease", daemon=True).start()
         return self
 
@@ -95,19 +96,35 @@ class RunLock:
             if not self._lost:
                 os.ftruncate(self.fd, 0)
             os.close(self.fd)
+            os.close(self._folder_fd)
 
     def training(self) -> None:
-        """Say in the lease that the workers train."""
+        """Record in the lease that the workers train."""
         self._record["state"] = "training"
         self._beat()
 
     def stopping(self) -> None:
-        """Say in the lease that this run is saving and about to leave: another may wait for it."""
+        """Record in the lease that this run is saving before its exit: another launcher may wait for it."""
         self._record["state"] = "stopping"
         self._beat()
 
     def lost(self) -> str:
-        """Why this run no longer holds its folder; empty while it does."""
+        """Reason why this run lost its folder; empty while it holds it."""
+        return self._lost or self._gone()
+
+    def _gone(self) -> str:
+        """Reason if the folder is no longer at its path, where the workers would create another; else empty."""
+        folder = os.fstat(self._folder_fd)
+        try:
+            there = os.stat(self.path.parent)
+        except FileNotFoundError:
+            there = None
+        except OSError:  # an unreachable server may come back
+            return ""
+        if there is not None and (there.st_dev, there.st_ino) == (folder.st_dev, folder.st_ino):
+            return ""
+        what = "deleted" if folder.st_nlink == 0 else f"moved to {os.readlink(f'/proc/self/fd/{self._folder_fd}')}"
+        self._lost = f"{self.path.parent}: this run ends: its folder was {what}"
         return self._lost
 
     def _acquire(self) -> None:
@@ -115,9 +132,9 @@ class RunLock:
         self._wait_for_flock(deadline)
         lease = _read(self.path)
         if lease and lease.get("boot") != self._record["boot"]:
-            self._outwait_lease(lease)
+            self._await_lease_end(lease)
             self._write()
-            time.sleep(self._beat_s / 2)  # of two that took over at once, the later writer has it
+            time.sleep(self._beat_s / 2)  # of two simultaneous takeovers, the later writer wins
             now = _read(self.path)
             if now.get("token") != self._record["token"]:
                 raise self._refusal(now)
@@ -130,11 +147,11 @@ class RunLock:
                 if _launcher_lives(lease) and lease.get("state") != "stopping":
                     raise self._refusal(lease)
             elif lease and lease.get("state") != "stopping":
-                self._outwait_lease(lease)
+                self._await_lease_end(lease)
             if time.monotonic() >= deadline:
                 raise self._refusal(lease)
-            self._say(f"{self.path.parent}: waiting for the workers of {_who(lease)} to end")
-            time.sleep(LOOK_S)
+            self._announce(f"{self.path.parent}: waiting for the workers of {_who(lease)} to end")
+            time.sleep(POLL_S)
 
     def _try_flock(self) -> bool:
         try:
@@ -148,12 +165,12 @@ class RunLock:
             return not (lease.get("boot") == self._record["boot"] and _launcher_lives(lease))
         return True
 
-    def _outwait_lease(self, lease: Record) -> None:
-        """Return once the lease of another host is proved dead, or released."""
+    def _await_lease_end(self, lease: Record) -> None:
+        """Wait until the lease of another host is proved dead or released."""
         dead_at = time.monotonic() + MISSED_BEATS * self._beat_s
         while time.monotonic() < dead_at:
-            self._say(f"{self.path.parent}: watching whether {_who(lease)} is still alive")
-            time.sleep(min(LOOK_S, self._beat_s / 4))
+            self._announce(f"{self.path.parent}: watching whether {_who(lease)} is still alive")
+            time.sleep(min(POLL_S, self._beat_s / 4))
             now = _read(self.path)
             if not now:
                 return
@@ -176,9 +193,9 @@ class RunLock:
             "folder that can be written and has room"
         )
 
-    def _say(self, line: str) -> None:
-        if not self._told:
-            self._told = True
+    def _announce(self, line: str) -> None:
+        if not self._announced:
+            self._announced = True
             self._tell(line)
 
     def _keep_beating(self) -> None:
@@ -197,8 +214,8 @@ class RunLock:
                 else:
                     taken = f"{_who(lease)} took its folder over" if lease else "its lock file was removed"
                     self._lost = f"{self.path.parent}: this run ends: {taken}"
-            except OSError as error:  # a full disk or an unreachable server: the next beat may pass
-                print(f"{self.path}: cannot renew the lock's lease: {error}", file=sys.stderr)
+            except OSError as error:  # a full disk or an unreachable server: the next beat may succeed
+                print_line(f"{self.path}: cannot renew the lock's lease: {error}", file=sys.stderr)
 
     def _write(self) -> None:
         text = json.dumps(self._record)
@@ -207,12 +224,12 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a launcher may hold the folder of this lock file: a process here does, or another host's lease is there.
+    """Whether a local process holds this lock file or another host has a lease in it; returns without waiting.
 
-    A look, without waiting; :class:`RunLock` decides.
+    Only :class:`RunLock` decides for certain.
     """
     try:
-        check_plain(path)  # the folder may be somebody else's
+        check_plain(path)  # the folder may be another user's
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, NotPlainError):
         return False
@@ -227,19 +244,19 @@ def is_held(path: Path) -> bool:
 
 
 def boot_id() -> str:
-    """Names this boot of this machine's kernel, which host names do not."""
+    """ID of this boot of this machine, which a host name does not identify."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def process_identity(pid: int) -> str:
-    """Names a process for good: its number may be another's later, or on another machine."""
+    """Unique identity of a process: PIDs are reused, and repeat between machines."""
     return f"{boot_id()}:{pid}:{_start_time(pid)}"
 
 
 def _read(path: Path) -> Record:
-    """The lease as it is now (opened anew: that is when NFS looks); empty if nobody holds it."""
+    """The present lease, from a newly opened file, because NFS refreshes on open; empty if nobody holds it."""
     try:
-        text = read_bytes(path, LARGEST).decode("utf-8", "replace").strip()
+        text = read_bytes(path, MAX_LOCK_BYTES).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         return {}
     if not text:
@@ -247,7 +264,7 @@ def _read(path: Path) -> Record:
     try:
         record = json.loads(text)
     except ValueError:
-        return {"host": "another host", "raw": text}  # caught between two writes; the next look shows it whole
+        return {"host": "another host", "raw": text}  # read between two writes; the next read is whole
     return record if isinstance(record, dict) else {}
 
 
@@ -261,7 +278,7 @@ def _launcher_lives(lease: Record) -> bool:
 
 
 def _start_time(pid: int) -> str:
-    """When ``pid`` was started, in clock ticks since boot; empty if it is gone or a zombie."""
+    """Start of process ``pid`` in clock ticks since boot; empty if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

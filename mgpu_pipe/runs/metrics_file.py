@@ -1,9 +1,8 @@
-"""``metrics.csv``: one row a logged step, written so that a killed process loses no row and leaves no half one.
+"""``metrics.csv``: one row per logged step; a killed process neither loses a row nor leaves half a row.
 
-A row is one ``write`` of one whole line, so it reaches the kernel or it does not; :meth:`MetricsWriter.sync`
-brings it to the disk and is called before the manifest of its step is written. Power loss can still tear the end
-of the file: readers skip rows that are not whole, and :func:`truncate_after` and the writer cut them.
-No torch here: the launcher and the report read this file too.
+A row is one ``write`` of one whole line. :meth:`MetricsWriter.sync` flushes it to disk before the manifest of its step
+is written. Power loss can still tear the end of the file: readers skip incomplete rows, and :func:`truncate_after` and
+the writer cut them.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from mgpu_pipe.config.plain_files import MAX_TABLE_BYTES, NotPlainError, read_bytes
-from mgpu_pipe.config.replace_file import replace_file
+from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.system.local_files import MAX_TABLE_BYTES, NotPlainError, read_bytes, replace_file
 
 STEP_COLUMNS = (
     "step",
@@ -33,19 +32,19 @@ STEP_COLUMNS = (
     "memory/peak_gib",
 )
 METRIC_COLUMNS = (*STEP_COLUMNS, "val/loss", "val/perplexity")
-"""Of a run of the default objective."""
+"""Columns of a run with the default objective."""
 
 Number = float | int | None
 
 
 class MetricsWriter:
-    """Appends rows to a metrics file; creates it with its header, or continues one that an earlier attempt left.
+    """Appends rows to a metrics file, which it creates with its header or continues from an earlier attempt.
 
-    A file of another set of columns is rewritten with the columns of both, the new ones empty in old rows.
+    A file with other columns is rewritten with the columns of both; new columns are empty in old rows.
 
     Args:
         path: the file; its folder exists.
-        extra: columns besides ``columns``, such as a callback's metrics.
+        extra: columns next to ``columns``, such as a callback's metrics.
 
     Raises:
         RunFolderError: the file cannot be written.
@@ -57,15 +56,15 @@ class MetricsWriter:
         self._known: frozenset[str] = frozenset()
         self._descriptor = -1
         self._descriptor_lock = threading.Lock()
-        """A checkpoint that is written beside training calls :meth:`sync` from a thread of its own."""
+        """Guards the descriptor: a background checkpoint calls :meth:`sync` from its thread."""
         self._open([*columns, *extra])
 
     def append(self, row: Mapping[str, Number]) -> None:
-        """Write one row; columns that ``row`` lacks, or has None for, stay empty.
+        """Write one row; columns missing or None in ``row`` stay empty.
 
         Raises:
             ValueError: no ``step``, or a column that the file does not have (see :meth:`widen`).
-            RunFolderError: the disk is full or gone; the file ends at the row before.
+            RunFolderError: the disk is full or gone; the file ends at the previous row.
         """
         if row.get("step") is None or not row.keys() <= self._known:
             unknown = sorted(row.keys() - self._known)
@@ -74,21 +73,21 @@ class MetricsWriter:
         line = (",".join([_cell(get(name)) for name in self.columns]) + "\n").encode()
         try:
             written = os.write(self._descriptor, line)
-            while written < len(line):  # only a disk that is nearly full takes part of a line
+            while written < len(line):  # only an almost full disk writes part of a line
                 written += os.write(self._descriptor, line[written:])
         except OSError as error:
             _cut_torn_tail(self._descriptor)
             raise _unwritable(self.path, error) from error
 
     def widen(self, extra: Sequence[str]) -> None:
-        """Add columns, empty in the rows so far. Rewrites the file: for the rare metric that turns up late."""
+        """Add columns, empty in previous rows. Rewrites the file, for the rare metric that appears late."""
         if not set(extra) <= self._known:
             with self._descriptor_lock:
                 self._close()
                 self._open([*self.columns, *extra])
 
     def sync(self) -> None:
-        """Return when every row written so far is on the disk."""
+        """Flush every written row to disk."""
         try:
             with self._descriptor_lock:
                 os.fsync(self._descriptor)
@@ -122,9 +121,9 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> dict[str, list[float]]:
-    """Columns of a metrics file, in the file's order: floats, NaN where a cell is empty; ``step`` is ints.
+    """Columns of a metrics file in order: floats, with NaN for an empty cell; ``step`` has ints.
 
-    Rows that are not whole (a torn last line) are left out. A file that is missing or empty gives ``{}``.
+    Incomplete rows (a torn last line) are skipped. A missing or empty file gives ``{}``.
     """
     columns, rows = _read_rows(path)
     table: dict[str, list[float]] = {}
@@ -135,21 +134,21 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    """The steps and finite values of some columns: many files are read several times faster than as whole tables.
+    """Steps and finite values of some columns, several times faster than reading whole tables.
 
-    A file that is missing, cannot be read, or has no such column gives none.
+    A missing or unreadable file, or a missing column, gives an empty list.
     """
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
+    series_by_name: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
     try:
         content = read_bytes(path, MAX_TABLE_BYTES)
     except (OSError, NotPlainError):
-        return found
+        return series_by_name
     header, *lines = content[: content.rfind(b"\n") + 1].splitlines() or [b""]
     columns = next(csv.reader([header.decode("utf-8", errors="replace")]), [])
     if "step" not in columns:
-        return found
+        return series_by_name
     step_at, width = columns.index("step"), len(columns)
-    wanted = [(columns.index(name), found[name]) for name in names if name in columns]
+    wanted = [(columns.index(name), series_by_name[name]) for name in names if name in columns]
     for line in lines:
         cells = line.split(b",")
         if len(cells) != width:
@@ -161,31 +160,31 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[tuple[int, 
                     series.append((step, value))
         except ValueError:
             continue
-    return found
+    return series_by_name
 
 
 def truncate_after(path: Path, step: int) -> int:
-    """Drop the rows of steps later than ``step``, and rows that are not whole; returns how many steps are kept.
+    """Drop incomplete rows and rows of steps after ``step``; returns the number of remaining steps.
 
-    Called before a resume, so that no step is there twice. The file is replaced at once, or not at all.
+    Called before a resume, so that no step appears twice. The file is replaced atomically.
 
     Raises:
         RunFolderError: the file cannot be written.
     """
     columns, rows = _read_rows(path)
-    kept = [row for row in rows if int(row[columns.index("step")]) <= step]
-    if columns and _render(columns, kept) != path.read_bytes():
+    remaining = [row for row in rows if int(row[columns.index("step")]) <= step]
+    if columns and _render(columns, remaining) != path.read_bytes():
         try:
-            _replace(path, columns, kept)
+            _replace(path, columns, remaining)
         except OSError as error:
             raise _unwritable(path, error) from error
-    return len(kept)
+    return len(remaining)
 
 
 def _cell(value: Number) -> str:
     if value is None:
         return ""
-    # int() and float() first: the repr of a NumPy scalar names its type
+    # int() and float(), because the repr of a NumPy scalar names its type
     return str(int(value)) if isinstance(value, int) else repr(float(value))
 
 
@@ -194,7 +193,7 @@ def _parse(cell: str) -> float:
 
 
 def _read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Header and whole rows as text; ``([], [])`` for a file that is missing or has no whole header."""
+    """Header and whole rows as text; ``([], [])`` without a file or a whole header."""
     try:
         content = read_bytes(path, MAX_TABLE_BYTES)
     except FileNotFoundError:
@@ -225,12 +224,12 @@ def _render(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> bytes:
 
 
 def _replace(path: Path, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Put a file of these rows in the place of ``path``, on the disk before it can be seen."""
+    """Replace ``path`` by a file of these rows, flushed to disk first."""
     replace_file(path, _render(columns, rows), flush=True)
 
 
 def _cut_torn_tail(descriptor: int) -> None:
-    """Cut what follows the last newline, so that the next row starts on a line of its own."""
+    """Cut everything after the last newline, so that the next row starts a line."""
     size = os.fstat(descriptor).st_size
     end, block = size, 4096
     while end > 0:
@@ -246,3 +245,40 @@ def _cut_torn_tail(descriptor: int) -> None:
 
 def _unwritable(path: Path, error: OSError) -> RunFolderError:
     return RunFolderError(f"{path}: cannot write metrics ({error.strerror}); free space or make the folder writable")
+
+
+RANK_COLUMNS = ("step", "data_s", "cpu_s", "peak_gib")
+"""Columns of a rank's file: seconds of waiting for the batch, CPU seconds, and peak memory as in ``metrics.csv``."""
+
+
+def rank_writer(paths: RunPaths, rank: int, world_size: int, start_step: int) -> MetricsWriter | None:
+    """Writer of this rank's file; None with one process. Drops rows after ``start_step``.
+
+    Rank 0 also drops them from the files of ranks of earlier, larger attempts.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    if rank == 0:
+        for file in paths.logs.glob("rank-*.csv"):
+            number = file.stem.removeprefix("rank-")
+            if world_size == 1 or (number.isdecimal() and int(number) >= world_size):
+                truncate_after(file, start_step)
+    if world_size == 1:
+        return None
+    file_of_rank = paths.rank_metrics(rank)
+    file_of_rank.parent.mkdir(parents=True, exist_ok=True)
+    if file_of_rank.exists():
+        truncate_after(file_of_rank, start_step)
+    return MetricsWriter(file_of_rank, columns=RANK_COLUMNS)
+
+
+def read_ranks(paths: RunPaths, most: int) -> dict[int, dict[str, list[float]]]:
+    """Columns of those of the first ``most`` ranks that have a file.
+
+    Raises:
+        NotPlainError: a file is not a plain file, or too large.
+        OSError: it cannot be read.
+    """
+    tables = ((rank, read_metrics(paths.rank_metrics(rank))) for rank in range(most))
+    return {rank: columns for rank, columns in tables if columns}

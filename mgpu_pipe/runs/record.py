@@ -1,4 +1,4 @@
-"""What a launch writes into its run's folder: when it began, its configuration, command and surroundings."""
+"""Records of a launch in its run's folder: start, configuration, command, environment and samples."""
 
 from __future__ import annotations
 
@@ -9,22 +9,80 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.checkpoint import files
+from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.config.freeze import freeze, remember
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.runs.auto_resume import attempts
+from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.runs import history
 from mgpu_pipe.runs.environment import write_environment
-from mgpu_pipe.runs.folder import RunFolder, writing_to
-from mgpu_pipe.runs.newest import RUN, STARTS_FROM, begun, recorded
+from mgpu_pipe.runs.latest import RUN, STARTS_FROM, attempts, recorded, start_time
+from mgpu_pipe.runs.run_folder import RunFolder, writing_to
+from mgpu_pipe.system.local_files import MAX_JSON_BYTES, read_bytes, replace_file
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
 
+
+def append_samples(path: Path, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+    """Append the samples of a step.
+
+    Raises:
+        RunFolderError: the disk is full or gone.
+    """
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "samples": list(samples)}) + "\n")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def read_samples(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
+    """Steps and their samples in order; empty without a file."""
+    try:
+        lines = read_bytes(path, MAX_JSON_BYTES).decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [entry for entry in map(_parsed, lines) if entry is not None]
+
+
+def cut_samples_after(path: Path, step: int) -> None:
+    """Drop the samples of steps after ``step``.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    if not path.exists():
+        return
+    remaining = [{"step": at, "samples": samples} for at, samples in read_samples(path) if at <= step]
+    try:
+        replace_file(path, "".join(json.dumps(entry) + "\n" for entry in remaining))
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _parsed(line: str) -> tuple[int, list[dict[str, Any]]] | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(entry.get("step"), int)
+        or not isinstance(entry.get("samples"), list)
+    ):
+        return None
+    return entry["step"], [sample for sample in entry["samples"] if isinstance(sample, dict)]
+
+
+def _unwritable(path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(f"{path}: cannot write samples ({error.strerror}); free space or make the folder writable")
+
+
 CLOCK_STEP_S = 0.001
-"""By how much a run is dated after an earlier one whose clock was ahead."""
+"""Seconds by which a run is dated after an earlier run whose clock was ahead."""
 
 
 def begin(
@@ -37,22 +95,23 @@ def begin(
     dated: float = 0.0,
     flush: bool = True,
 ) -> RunFolder:
-    """Make the folder this run's, before anything else is done: when it was begun, with what, and its configuration.
+    """Write the first files of a new run: its start, command and configuration.
 
-    A continued run keeps what it has until this launch has passed all checks (:func:`record_launch`).
+    A resumed run keeps its files until this launch has passed all checks (:func:`record_launch`).
 
     Args:
-        launch: names the launch whose workers another program may start again.
-        dated: when the run was begun, for one of many; 0: now, but later than every other run of its name.
-        flush: whether all is on the disk on return.
+        launch: ID of the launch, whose workers another program may restart.
+        dated: start time of the run; 0: now, but later than every other run of its name.
+        flush: whether everything is on disk on return.
     """
-    if folder.goes_on:
+    if folder.is_resumed:
         return folder
     paths = folder.paths
     began = not paths.config.exists()
     with writing_to(paths.root):
-        for _, kept in attempts(paths.root):  # of a launch that never trained
-            kept.unlink()
+        for _, attempt_config in attempts(paths.root):  # from a launch that never trained
+            attempt_config.unlink()
+        history.begin_anew(paths)
         now = time.time()
         stamp: dict[str, object] = {"started": now, "command": list(command), "folder": os.getcwd(), "launch": launch}
         if config.checkpoint.resume not in ("none", "auto"):
@@ -69,23 +128,23 @@ def begin(
 def record_launch(
     paths: RunPaths, config: RunConfig, overrides: Sequence[str], environment: Mapping[str, object], prepared: Prepared
 ) -> None:
-    """Write what this launch runs, by which command and where; the workers read it. The run's first moment is kept.
+    """Write configuration, command and environment of this launch, for its workers; keeps the run's start time.
 
-    A summary of an earlier launch is removed: the run has not ended.
+    Removes the summary of an earlier launch, because the run has not ended.
     """
     freeze(config, paths.config)
     remember(paths.config)
     _write_overrides(paths, overrides)
-    kept = {key: value for key, value in recorded(paths.root).items() if key == STARTS_FROM}
-    _record_environment(paths, config, {**environment, **kept})
+    unchanged = {key: value for key, value in recorded(paths.root).items() if key == STARTS_FROM}
+    _record_environment(paths, config, {**environment, **unchanged})
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")
     paths.tokenizer.mkdir(exist_ok=True)
     if prepared.tokenizer_folder is not None:
-        for file in prepared.tokenizer_folder.iterdir():  # copytree would hide which error of the disk it was
+        for file in prepared.tokenizer_folder.iterdir():  # copytree would hide the disk's error
             shutil.copyfile(file, paths.tokenizer / file.name)
     paths.logs.mkdir(exist_ok=True)
     paths.summary.unlink(missing_ok=True)
-    # Checkpoints are worth nothing after a power failure that lost what they belong to.
+    # Flush: checkpoints are useless if a power failure loses these files.
     for path in (paths.config, paths.overrides, paths.environment, paths.data, *paths.tokenizer.iterdir()):
         files.sync_file(path)
     for folder in (paths.tokenizer, paths.root):
@@ -93,7 +152,7 @@ def record_launch(
 
 
 def next_attempt(paths: RunPaths) -> int:
-    """Attempts are counted over all launches of a run, from 1."""
+    """Number of the next attempt, counted over all launches of a run from 1."""
     return max((number for number, _ in attempts(paths.root)), default=0) + 1
 
 
@@ -108,15 +167,15 @@ def _write_overrides(paths: RunPaths, overrides: Sequence[str]) -> None:
 def _record_environment(
     paths: RunPaths, config: RunConfig, environment: Mapping[str, object], dated: float = 0.0, *, flush: bool = True
 ) -> None:
-    created = dated or begun(paths.root) or later_than_others(paths, float(str(environment["started"])), config)
-    told = {"strategy": config.strategy.name, "tags": config.run.tags, "max_steps": config.trainer.max_steps}
-    run = {"name": config.run.name, **told}
+    created = dated or start_time(paths.root) or later_than_others(paths, float(str(environment["started"])), config)
+    settings = {"strategy": config.strategy.name, "tags": config.run.tags, "max_steps": config.trainer.max_steps}
+    run = {"name": config.run.name, **settings}
     write_environment(paths.environment, {**environment, "created": created, RUN: run}, flush=flush)
 
 
 def later_than_others(paths: RunPaths, now: float, config: RunConfig) -> float:
-    """``now``, but later than every other run of this name, also where the clock was set back since."""
+    """``now``, or later if another run of this name has a later start because the clock was set back."""
     if config.run.dir is not None:
         return now
-    others = [begun(folder) for folder in paths.root.parent.iterdir() if folder != paths.root]
+    others = [start_time(folder) for folder in paths.root.parent.iterdir() if folder != paths.root]
     return max(now, *(created + CLOCK_STEP_S for created in others), 0.0)

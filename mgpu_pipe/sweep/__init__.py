@@ -1,1 +1,1 @@
-"""Sweeps: a store of their points, the work on it, search, and what is read of it. No torch."""
+"""Sweeps: a store of points, workers, search and reports."""

@@ -1,13 +1,14 @@
-"""What a search tries next, from what the sweep's store holds: drawn at random, or asked of Optuna's samplers.
+"""Search over a sweep's space: random draws or Optuna's samplers, and the promotion of runs at rungs.
 
-Nothing is kept but the sweep's store: the sampler hears of all earlier trials each time. So a search survives
-whatever its processes do not, and several of them search together. A trial is drawn from the sweep's seed and its own
-place, not from how many processes there are.
+The sweep's store is the only state: each suggestion passes all earlier trials to the sampler. So a search survives its
+processes, and several processes can share it. A trial depends on the sweep's seed and its own number, not on the number
+of processes.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,24 +20,65 @@ from mgpu_pipe.sweep.space import Parameter
 if TYPE_CHECKING:
     import optuna
 
+
+Rule = Literal["asha", "median"]
+REDUCTION = 3
+"""One in this many runs at a rung is promoted; each rung has this many times the steps of the previous one."""
+RUNGS = 3
+"""Default number of rungs: at 1/9, 1/3 and all of a run's steps."""
+STARTUP = 4
+"""Runs at a rung before the median rule applies."""
+
+
+def rungs_of(steps: int, wanted: Sequence[int] = ()) -> list[int]:
+    """Steps of every rung, ascending; the last is the whole run."""
+    below = sorted({*wanted} if wanted else {steps // REDUCTION**power for power in range(1, RUNGS)})
+    return [*(rung for rung in below if 0 < rung < steps), steps]
+
+
+def promoted(reached: Mapping[int, Mapping[int, float]], rungs: Sequence[int], minimize: bool, rule: Rule) -> list[int]:
+    """Numbers of the runs to promote, those nearest to the end first.
+
+    Args:
+        reached: metric at each rung that a run reached, by the run's number.
+        rungs: ascending steps; no run is promoted after the last.
+    """
+    sign = 1.0 if minimize else -1.0
+    promotions: list[int] = []
+    for at in reversed(range(len(rungs) - 1)):
+        rung, later = rungs[at], rungs[at + 1 :]
+        here = {number: sign * values[rung] for number, values in reached.items() if rung in values}
+        best_first = sorted(here, key=lambda number: (here[number], number))
+        if rule == "asha":
+            chosen = best_first[: len(here) // REDUCTION]
+        else:
+            chosen = [number for number in best_first if _among_the_better(number, here)]
+        promotions += [number for number in chosen if not any(step in reached[number] for step in later)]
+    return promotions
+
+
+def _among_the_better(number: int, here: Mapping[int, float]) -> bool:
+    return len(here) < STARTUP or here[number] <= statistics.median(here.values())
+
+
 Kind = Literal["random", "tpe", "gp", "nsga2"]
 STARTUP_TRIALS = 10
-"""Drawn at random before a sampler has something to learn from."""
+"""Random trials before a sampler learns."""
 TPE_STARTUP_TRIALS = 5
-"""Of TPE, which learns from so few: of the 20 trials that a sweep has by default, ten would be half. Over 400 seeds of
+"""Random trials before TPE learns: of the 20 trials of a default sweep, ten would be half. Over 400 seeds of
 :mod:`benchmarks.sweep_search` its regret is 0.84 of random draws' after 12 trials (0.96 with ten), 0.66 after 20 (0.70)
 and 0.54 after 30 (0.56)."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A trial so far.
+    """A trial, for the sampler.
 
     Attributes:
         chosen: its values by key, as overrides write them.
-        values: what it reached, one for each metric; empty while it runs, or where it ended badly.
-        ended: whether it has.
-        rungs: what it reached after how many steps, where it was pruned.
+        values: one for each metric; empty while it runs, or if it failed.
+        ended: whether it is over.
+        rungs: its metric at each rung, by step.
     """
 
     chosen: Mapping[str, str]
@@ -48,27 +90,27 @@ class Tried:
 def suggest(
     kind: Kind, space: Sequence[Parameter], tried: Sequence[Tried], minimize: Sequence[bool], seed: int
 ) -> dict[str, str]:
-    """The values of the next trial, by key, as overrides write them."""
+    """Values of the next trial by key, as overrides write them."""
     place = zlib.crc32(f"{seed}/{len(tried)}".encode())
     if kind == "random":
         generator, chosen = random.Random(place), dict[str, str]()
-        for one in space:
-            if one.applies(chosen):
-                chosen[one.key] = one.drawn(generator)
+        for parameter in space:
+            if parameter.applies(chosen):
+                chosen[parameter.key] = parameter.draw(generator)
         return chosen
     study, whole = _study(kind, minimize, place), 0
     for earlier in tried:
-        study.add_trial(_told(earlier, space, whole // STARTUP_TRIALS))
+        study.add_trial(_frozen_trial(earlier, space, whole // STARTUP_TRIALS))
         whole += bool(earlier.values)
     trial, chosen = study.ask(), dict[str, str]()
-    for one in space:
-        if one.applies(chosen):
-            chosen[one.key] = _asked(trial, one)
+    for parameter in space:
+        if parameter.applies(chosen):
+            chosen[parameter.key] = _suggested(trial, parameter)
     return chosen
 
 
 def check_installed(kind: str) -> None:
-    """Raise unless what this search needs is there.
+    """Check that the packages of this search are installed.
 
     Raises:
         ConfigError: naming what to install.
@@ -97,50 +139,50 @@ def _study(kind: Kind, minimize: Sequence[bool], seed: int) -> optuna.Study:
             "gp": lambda: optuna.samplers.GPSampler(seed=seed, n_startup_trials=STARTUP_TRIALS),
             "nsga2": lambda: optuna.samplers.NSGAIISampler(seed=seed, population_size=STARTUP_TRIALS),
         }
-        directions: list[Any] = ["minimize" if one else "maximize" for one in minimize]
+        directions: list[Any] = ["minimize" if lower else "maximize" for lower in minimize]
         return optuna.create_study(directions=directions, sampler=samplers[kind]())
 
 
-def _told(tried: Tried, space: Sequence[Parameter], generation: int) -> optuna.trial.FrozenTrial:
-    """A trial in Optuna's words; one that ended badly is one that was pruned at once, which is the worst there is.
+def _frozen_trial(tried: Tried, space: Sequence[Parameter], generation: int) -> optuna.trial.FrozenTrial:
+    """Optuna's form of a trial; a failed trial counts as pruned at once, the worst result.
 
     Args:
-        generation: of NSGA-II, which draws at random as long as no trial has one.
+        generation: NSGA-II generation; it draws at random while no trial has one.
     """
     from optuna.trial import TrialState, create_trial
 
-    known = [one for one in space if one.key in tried.chosen]
+    known = [parameter for parameter in space if parameter.key in tried.chosen]
     state = TrialState.COMPLETE if tried.values else TrialState.PRUNED if tried.ended else TrialState.RUNNING
     return create_trial(
         state=state,
         values=list(tried.values) or None,
-        params={one.key: _value(one, tried.chosen[one.key]) for one in known},
-        distributions={one.key: _distribution(one) for one in known},
+        params={parameter.key: _value(parameter, tried.chosen[parameter.key]) for parameter in known},
+        distributions={parameter.key: _distribution(parameter) for parameter in known},
         intermediate_values=dict(tried.rungs),
         system_attrs={"NSGAIISampler:generation": generation},
     )
 
 
-def _value(one: Parameter, text: str) -> Any:
-    if one.values:
+def _value(parameter: Parameter, text: str) -> Any:
+    if parameter.values:
         return text
-    number = min(max(float(text), one.low), one.high)  # the text's few digits may round it out of the range
-    return int(number) if one.whole else number
+    number = min(max(float(text), parameter.low), parameter.high)  # the text's few digits may round it out of the range
+    return int(number) if parameter.whole else number
 
 
-def _distribution(one: Parameter) -> Any:
+def _distribution(parameter: Parameter) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    if one.values:
-        return CategoricalDistribution(one.values)
-    if one.whole:
-        return IntDistribution(int(one.low), int(one.high), log=one.log)
-    return FloatDistribution(one.low, one.high, log=one.log)
+    if parameter.values:
+        return CategoricalDistribution(parameter.values)
+    if parameter.whole:
+        return IntDistribution(int(parameter.low), int(parameter.high), log=parameter.log)
+    return FloatDistribution(parameter.low, parameter.high, log=parameter.log)
 
 
-def _asked(trial: optuna.Trial, one: Parameter) -> str:
-    if one.values:
-        return str(trial.suggest_categorical(one.key, one.values))
-    if one.whole:
-        return str(trial.suggest_int(one.key, int(one.low), int(one.high), log=one.log))
-    return one.text(trial.suggest_float(one.key, one.low, one.high, log=one.log))
+def _suggested(trial: optuna.Trial, parameter: Parameter) -> str:
+    if parameter.values:
+        return str(trial.suggest_categorical(parameter.key, parameter.values))
+    if parameter.whole:
+        return str(trial.suggest_int(parameter.key, int(parameter.low), int(parameter.high), log=parameter.log))
+    return parameter.text(trial.suggest_float(parameter.key, parameter.low, parameter.high, log=parameter.log))

@@ -1,7 +1,7 @@
-"""A task of a job of a sweep's array: ``srun python -m mgpu_pipe.sweep.slurm_point <run folder> <sweep's folder>``.
+"""A task of a job in a sweep's array: ``srun python -m mgpu_pipe.sweep.slurm_point <run folder> <sweep's folder>``.
 
-As :mod:`mgpu_pipe.launch.slurm_job`, and the first task tells the sweep's store how the run begins and ends. A job that
-is killed leaves its point without a living owner, so that it counts as interrupted until the job is started again.
+Runs :mod:`mgpu_pipe.launch.slurm.slurm_job`; the first task also records the run's start and end in the sweep's store.
+A killed job leaves a point without a living owner, which counts as interrupted until the job starts again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-from mgpu_pipe.launch import slurm_job, stop
+from mgpu_pipe.errors import print_line
+from mgpu_pipe.launch import signals as stop
+from mgpu_pipe.launch.slurm import slurm_job
 
 
 def main(folder: Path, sweep: Path) -> int:
-    """Run, or go on with, the run in ``folder``; returns the exit code."""
+    """Start or resume the run in ``folder``; returns the exit code."""
     stop.leave_until_a_run_begins()
     again = ["sbatch", f"--array={os.environ['SLURM_ARRAY_TASK_ID']}", str(sweep / "job.sh")]
     if os.environ.get("SLURM_PROCID") != "0":
@@ -23,16 +25,18 @@ def main(folder: Path, sweep: Path) -> int:
     from mgpu_pipe.config.paths import RunPaths
     from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_OK, BadInputError, print_error
     from mgpu_pipe.runs.lock import is_held
-    from mgpu_pipe.sweep.outcome import ended
     from mgpu_pipe.sweep.point import CANCELLED, RUNNING
     from mgpu_pipe.sweep.store import Store
+    from mgpu_pipe.sweep.sweep_outcome import ended
     from mgpu_pipe.sweep.work import take
 
     try:
         store = Store(sweep)
         point = next(point for point in store.points() if point.folder == str(folder))
         if point.status == CANCELLED:
-            print(f"run {point.number} was cancelled; mgpu-pipe sweeps retry {sweep} brings it back", file=sys.stderr)
+            print_line(
+                f"run {point.number} was cancelled; mgpu-pipe sweeps retry {sweep} brings it back", file=sys.stderr
+            )
             return EXIT_OK
         seen, point = point, take(store, point) or point
     except BadInputError as error:
@@ -41,7 +45,7 @@ def main(folder: Path, sweep: Path) -> int:
     began = time.monotonic()
     code = slurm_job.main(folder, again)
     if code == EXIT_BAD_INPUT and seen.status == RUNNING and is_held(RunPaths(folder).lock):
-        # another job of this point goes on
+        # another job is running this point
         store.change(point, owner=seen.owner, attempts=seen.attempts, begun=seen.begun)
         return code
     ended(store, point, code, time.monotonic() - began)
@@ -49,6 +53,6 @@ def main(folder: Path, sweep: Path) -> int:
 
 
 if __name__ == "__main__":
-    from mgpu_pipe.launch.process_exit import exit_now
+    from mgpu_pipe.system.process_end import exit_now
 
     exit_now(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""Begins a sweep: its points, all of them checked, its store; then the work on it."""
+"""Starts a sweep: checks its points, creates its store, then runs the points."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.config import hydra_cli
-from mgpu_pipe.config.compose import Composition
 from mgpu_pipe.config.eval_tasks import metric_of, ranked
-from mgpu_pipe.config.hydra_cli import SweepWords
-from mgpu_pipe.config.joined_world import existing_world
+from mgpu_pipe.config.hydra import command_line as hydra_cli
+from mgpu_pipe.config.hydra.command_line import SweepRequest
+from mgpu_pipe.config.hydra.compose import Composition
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from
-from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, raised_by
+from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, print_line, raised_by
 from mgpu_pipe.launch.composed import WORST_LAST, checked, each_point, errors_of, launched
-from mgpu_pipe.sweep.grid import grid
 from mgpu_pipe.sweep.point import FAILED, Point
-from mgpu_pipe.sweep.pruning import rungs_of
-from mgpu_pipe.sweep.search import check_installed
+from mgpu_pipe.sweep.search import check_installed, rungs_of
 from mgpu_pipe.sweep.slurm_array import submit_sweep
 from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, ordered, parameter
 from mgpu_pipe.sweep.store import Store, create
-from mgpu_pipe.sweep.work import conclude, parsed_again, run_composed, work
+from mgpu_pipe.sweep.work import conclude, grid, parsed_again, run_composed, work
+from mgpu_pipe.system.joined_world import existing_world
 
 MEASURED = (
     "throughput/tokens_per_s",
@@ -35,16 +33,16 @@ MEASURED = (
     "throughput/mfu",
     "memory/peak_gib",
 )
-"""What every run logs besides its objective's metrics; the memory on GPUs alone."""
+"""Metrics of every run next to its objective's; memory on GPUs only."""
 SPACE = "sweep.space."
 LOWER_IS_BETTER = ("throughput/step_s", "memory/peak_gib")
 
 
 def start(parsed: Namespace, words: Sequence[str]) -> int:
-    """Begin the sweep that ``words`` ask for, and run it; returns the program's exit code.
+    """Create the sweep of the command line ``words`` and run it; returns the exit code.
 
     Raises:
-        ConfigErrors: the sweep's own keys are wrong, or no point of it can run.
+        ConfigErrors: the sweep's keys are wrong, or no point can run.
     """
     from mgpu_pipe.checks.start import joined
 
@@ -53,38 +51,38 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
     on_slurm = "hydra/launcher=slurm" in parsed.overrides
     if on_slurm and not any(word.lstrip("+").startswith("launch=") for word in parsed.overrides):
         parsed.overrides.append("launch=slurm")
-    asked = hydra_cli.read_sweep(parsed)
-    record = recorded(asked, words)
-    if asked.plain and asked.launcher == "slurm":
-        return submit_sweep(asked, record, ["mgpu-pipe", *words])
-    if not asked.plain:
-        return _by_hydra(parsed, create(Path(asked.config.run.root).expanduser(), asked.config.sweep.name, record))
+    request = hydra_cli.read_sweep(parsed)
+    spec = spec_of(request, words)
+    if request.plain and request.launcher == "slurm":
+        return submit_sweep(request, spec, ["mgpu-pipe", *words])
+    if not request.plain:
+        return _by_hydra(parsed, create(Path(request.config.run.root).expanduser(), request.config.sweep.name, spec))
     for word in words:
         if word.lstrip("+~").startswith("hydra.sweep."):
             where = "the sweep's folder is <run.root>/sweeps/<sweep.name>"
-            print(f"note: {one_line(word)}: does nothing here: {where}", file=sys.stderr)
-    root, name = Path(asked.config.run.root).expanduser(), asked.config.sweep.name
-    if record["search"] != "grid":
-        tried = ends(from_record(record["space"]))  # type: ignore[arg-type]
-        if errors := errors_by_point(asked.flags, asked.fixed, [tried]):
-            raise _each_once(errors)
-        return work(create(root, name, record), ["mgpu-pipe", *words])
-    trials = grid(asked)
-    refused = errors_by_point(asked.flags, asked.fixed, trials)
+            print_line(f"note: {one_line(word)}: does nothing here: {where}", file=sys.stderr)
+    root, name = Path(request.config.run.root).expanduser(), request.config.sweep.name
+    if spec["search"] != "grid":
+        corners = ends(from_record(spec["space"]))  # type: ignore[arg-type]
+        if errors := errors_by_point(request.flags, request.fixed, [corners]):
+            raise _without_repeats(errors)
+        return work(create(root, name, spec), ["mgpu-pipe", *words])
+    trials = grid(request)
+    refused = errors_by_point(request.flags, request.fixed, trials)
     if len(refused) == sum(map(len, trials)):
-        raise _each_once(refused)
-    store = create(root, name, record, trials)
+        raise _without_repeats(refused)
+    store = create(root, name, spec, trials)
     refuse(store, store.points(), refused)
     return work(store, ["mgpu-pipe", *words])
 
 
-def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
-    """What ``sweep.json`` keeps.
+def spec_of(request: SweepRequest, words: Sequence[str]) -> dict[str, object]:
+    """Entries of ``sweep.json``.
 
     Raises:
-        ConfigErrors: what is wrong with the sweep's own keys.
+        ConfigErrors: the sweep's keys are wrong.
     """
-    config, settings = asked.config, asked.config.sweep
+    config, settings = request.config, request.config.sweep
     errors: list[BadInputError] = []
     if not config.run.root.strip():
         errors.append(ConfigError("run.root", config.run.root, "give a folder, or leave it out"))
@@ -92,10 +90,10 @@ def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
         errors.append(ConfigError("run.dir", config.run.dir, "leave it out with -m: every run has its own folder"))
     if settings.seeds < 1:
         errors.append(ConfigError("sweep.seeds", settings.seeds, "use a whole number of at least 1"))
-    if settings.seeds > 1 and "seed" in asked.values:
+    if settings.seeds > 1 and "seed" in request.values:
         errors.append(ConfigError("sweep.seeds", settings.seeds, "leave it out, or sweep no seed", "seeds are swept"))
-    whole = [key for key in asked.values if key.startswith("sweep.") and not key.startswith(SPACE)]
-    whole += [key for key in asked.values if key in ("run.root", "run.dir")]
+    whole = [key for key in request.values if key.startswith("sweep.") and not key.startswith(SPACE)]
+    whole += [key for key in request.values if key in ("run.root", "run.dir")]
     errors += [ConfigError(key, "...", "give one value", "it is the whole sweep's") for key in whole]
     metrics = [settings.metric] if isinstance(settings.metric, str) else list(settings.metric)
     metrics = [_usual_metric(config) if metric == "auto" else metric for metric in metrics]
@@ -103,7 +101,7 @@ def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
         errors += raised_by(lambda metric=metric: _check_metric(config, metric))  # type: ignore[misc]
     errors += _search_errors(config, len(metrics))
     by_key: dict[str, Parameter] = {}
-    for key, value in [*flat(settings.space), *_typed_space(asked)] if settings.search != "grid" else ():
+    for key, value in [*flat(settings.space), *_typed_space(request)] if settings.search != "grid" else ():
         try:
             by_key[key] = parameter(key, value)
         except ConfigError as error:
@@ -119,8 +117,8 @@ def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
     return {
         "words": list(words),
         "cwd": os.getcwd(),
-        "flags": [flag for flag in asked.flags if not flag.lstrip("+").startswith("hydra.")],
-        "fixed": [*(flag for flag in asked.flags if flag.lstrip("+").startswith("hydra.")), *asked.fixed],
+        "flags": [flag for flag in request.flags if not flag.lstrip("+").startswith("hydra.")],
+        "fixed": [*(flag for flag in request.flags if flag.lstrip("+").startswith("hydra.")), *request.fixed],
         "seed": config.seed,
         "seeds": settings.seeds,
         "metrics": metrics,
@@ -136,7 +134,7 @@ def recorded(asked: SweepWords, words: Sequence[str]) -> dict[str, object]:
 
 
 def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:
-    """What does not go together in the sweep's own keys."""
+    """Errors of sweep keys that exclude each other."""
     sweep, steps = config.sweep, config.trainer.max_steps
     yield from raised_by(lambda: check_installed(sweep.search))
     for key, value in (("trials", sweep.trials), ("parallel", sweep.parallel)):
@@ -167,9 +165,9 @@ def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:
         yield ConfigError("sweep.pruner", sweep.pruner, "use one metric and sweep.seeds=1", "it ranks single runs")
 
 
-def _typed_space(asked: SweepWords) -> Iterator[tuple[str, Any]]:
-    """The values and ranges in the command line, by key."""
-    for key, values in asked.values.items():
+def _typed_space(request: SweepRequest) -> Iterator[tuple[str, Any]]:
+    """Values and ranges of the command line, by key."""
+    for key, values in request.values.items():
         listed = [value.partition("=")[2] for value in values] if isinstance(values, list) else values
         yield key.removeprefix(SPACE), listed
 
@@ -182,15 +180,15 @@ def _lower_is_better(config: RunConfig, metric: str) -> bool:
 
 
 def ends(space: Sequence[Parameter]) -> list[list[str]]:
-    """Points at the ends of a space, by which one that cannot run is found: each value once, the others at their first.
+    """Points to check before a search: each choice or end once, with the other parameters at their first.
 
-    Parameters under a condition are tried where it holds.
+    A conditional parameter is checked where its condition holds.
     """
     points: list[list[str]] = []
-    for one in space:
-        for value in one.ends:
-            chosen: dict[str, str] = dict(one.when or {})
-            chosen[one.key] = value
+    for searched in space:
+        for value in searched.ends:
+            chosen: dict[str, str] = dict(searched.when or {})
+            chosen[searched.key] = value
             for other in space:
                 if other.key not in chosen and other.applies(chosen):
                     chosen[other.key] = other.ends[0]
@@ -201,24 +199,24 @@ def ends(space: Sequence[Parameter]) -> list[list[str]]:
 def errors_by_point(
     flags: Sequence[str], fixed: Sequence[str], trials: Iterable[Iterable[Sequence[str]]]
 ) -> dict[int, list[BadInputError]]:
-    """What is wrong with each point that cannot run, by its place."""
+    """Errors of each point that cannot run, by its index."""
     points = [list(overrides) for runs in trials for overrides in runs]
     parsed = parsed_again(flags, fixed)
     composed = hydra_cli.compose_each(parsed, points)
-    return {at: errors for at, made in enumerate(composed) if (errors := errors_of(made))}
+    return {at: errors for at, composition in enumerate(composed) if (errors := errors_of(composition))}
 
 
-def _each_once(errors: Mapping[int, list[BadInputError]]) -> ConfigErrors:
-    """The errors of several points; what is wrong with all of them is told once."""
+def _without_repeats(errors: Mapping[int, list[BadInputError]]) -> ConfigErrors:
+    """The distinct errors of several points."""
     return ConfigErrors(list({str(error): error for several in errors.values() for error in several}.values()))
 
 
 def refuse(store: Store, points: Sequence[Point], refused: dict[int, list[BadInputError]]) -> None:
-    """Record the points that cannot run, and tell them before anything starts."""
+    """Record and print the points that cannot run."""
     for at, errors in refused.items():
         point, reason = points[at], "; ".join(one_line(error) for error in errors)
-        shown = " ".join(point.overrides)
-        print(f"error: point {point.number} ({one_line(shown)}) cannot run: {reason}", file=sys.stderr)
+        overrides = " ".join(point.overrides)
+        print_line(f"error: point {point.number} ({one_line(overrides)}) cannot run: {reason}", file=sys.stderr)
         store.change(point, status=FAILED, reason=reason, exit_code=EXIT_BAD_INPUT)
 
 
@@ -237,11 +235,11 @@ def _check_metric(config: RunConfig, metric: str) -> None:
 
 
 def _by_hydra(parsed: Namespace, store: Store) -> int:
-    """Let another sweeper or launcher of Hydra's choose the points; each is stored as it comes."""
-    words = ["mgpu-pipe", *map(str, store.asked["words"])]
+    """Let another Hydra sweeper or launcher choose the points; each is stored when it arrives."""
+    words = ["mgpu-pipe", *map(str, store.spec["words"])]
 
     def job(composition: Composition) -> int:
-        if int(existing_world(os.environ).get("RANK", "0")):  # a launcher's job of several tasks: one of them records
+        if int(existing_world(os.environ).get("RANK", "0")):  # of a job's tasks, rank 0 alone records
             checked(composition)
             return launched(composition, words).exit_code
         (point,) = store.add([[[*composition.swept]]])

@@ -1,36 +1,124 @@
-"""Where a run's first weights come from: drawn, a Hugging Face folder, or a checkpoint's weights alone."""
+"""Sources of a run's first weights: random, a Hugging Face folder, or a checkpoint's weights alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mgpu_pipe.checkpoint.exchange import exchange_json, rank_and_size
-from mgpu_pipe.checkpoint.left_out import LeftOut
+from mgpu_pipe.checkpoint.host_bytes import exchange_json, rank_and_size
+from mgpu_pipe.checkpoint.left_out import LeftOut, weights_digest
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.select import resolve_source
+from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.resolve import leaves_out_frozen_weights
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.keys import PictureChatConfig
-from mgpu_pipe.kernels.packed_attention import use_packed_attention
+from mgpu_pipe.data.cache import digest_of, hash_blocks
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.adapters.lora import add_adapters
-from mgpu_pipe.models.adapters.peft_folder import first_adapters, lengths, measures
+from mgpu_pipe.models.adapters.peft_folder import (
+    ADAPTER_SETTINGS,
+    ADAPTER_WEIGHTS,
+    first_adapters,
+    lengths,
+    magnitude_layer,
+)
 from mgpu_pipe.models.build import draw_adapters, materialise, run_model
 from mgpu_pipe.models.fields import LABELS
-from mgpu_pipe.models.hub_folder import whole_folder
-from mgpu_pipe.models.pretrained import load_pretrained
+from mgpu_pipe.models.init.keyed_init import CHUNK
+from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.rotary import fix_rotary_length
-from mgpu_pipe.models.slices import FolderWeights
+from mgpu_pipe.models.weights.folder import whole_folder
+from mgpu_pipe.models.weights.pretrained import RECORDED, load_pretrained, recorded
+from mgpu_pipe.models.weights.slices import FolderWeights, folder_buffers
+from mgpu_pipe.objectives.first_weights import MEASURED
+from mgpu_pipe.system.local_files import exists
 from mgpu_pipe.topology import ParallelDims
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+INITIALISATION = 1
+"""Version of the random initialisation; raise it when a seed gives other weights."""
+
+
+class MeasuredWeights:
+    """The weights that this attempt's kept numbers follow from.
+
+    Args:
+        first: the checkpoint that the run's first weights come from, where it is open already.
+        resumed: the step that this attempt resumes from.
+        weights: as of :attr:`Objective.measures_weights`.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        first: CheckpointReader | None,
+        resumed: CheckpointReader | None,
+        weights: Literal["first", "loaded"],
+    ) -> None:
+        self._config, self._first, self._resumed, self._weights = config, first, resumed, weights
+        recorded = None if resumed is None else resumed.state.get(MEASURED)
+        self._recorded = None if recorded is None else str(recorded)
+
+    def digest(self) -> str:
+        """The digest that the run's first attempt recorded, or else this attempt's own. A collective call."""
+        if self._recorded is not None:
+            return self._recorded
+        if self._weights == "loaded" and self._resumed is not None:
+            return self._resumed.manifest.root  # the step before may have trained what is frozen now
+        return self._first_weights()
+
+    def reader(self) -> CheckpointReader | None:
+        """The checkpoint of the first weights, to measure from them again; None: they come from elsewhere, or are not
+        needed. A collective call.
+
+        Raises:
+            CheckpointError: the run's first weights are no longer what they were.
+        """
+        if self._weights == "loaded" and self._resumed is not None:
+            return self._first
+        digest = self._first_weights()
+        if self._recorded not in (None, digest):
+            config = self._config
+            key = "model.path" if config.model.path else "checkpoint.init_from" if config.checkpoint.init_from else ""
+            place = config.model.path or config.checkpoint.init_from
+            what = f"{key}={place}: its weights are" if key else f"seed={config.seed}: the weights drawn are"
+            raise CheckpointError(f"{what} not those that this run began with; restore them, or start a new run")
+        return self._first
+
+    def _first_weights(self) -> str:
+        config = self._config
+        if self._first is None and starts_from_run(config):
+            self._first = weights_reader(config)
+        root = self._first.manifest.root if self._first is not None else None
+        digest = _first_weights(config, root) if rank_and_size(None)[0] == 0 else None
+        return str(exchange_json(digest, None)[0])
+
+
+def _first_weights(config: RunConfig, root: str | None) -> str:
+    """A digest of all that decides the initial weights; ``root`` identifies the checkpoint they come from."""
+    model, peft, cache = config.model, config.peft, cache_folder(config.data.cache_dir)
+    folders = [model.path, config.checkpoint.init_from if starts_from_folder(config) else None]
+    files = []
+    for folder in folders:
+        if folder is not None:
+            place = whole_folder(folder).expanduser()
+            files += [weights_digest(place, cache), *hash_blocks(place / "config.json")]
+    if peft.init_from is not None:
+        place = Path(peft.init_from).expanduser()
+        files += [*hash_blocks(place / ADAPTER_WEIGHTS), *hash_blocks(place / ADAPTER_SETTINGS)]
+    adapters = {key: value for key, value in asdict(peft).items() if key != "init_from"}
+    random_part = (INITIALISATION, CHUNK, config.seed)
+    return digest_of(model.type, model.config, adapters, files, root, random_part)
 
 
 LONG_ROW = 512
@@ -48,14 +136,14 @@ def reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
 def build_model(
     config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
-    """The model, without a key-value cache, and what fills it where it is still on the meta device."""
+    """The model, without a key-value cache, and a function that fills it where it is on the meta device."""
     model, fill = _model_and_filler(config, device, sharded)
     model.config.use_cache = False
     fix_rotary_length(model, config.data.seq_len)
     long_rows = device.type == "cuda" or config.data.seq_len >= LONG_ROW
     if long_rows and config.model.attn_implementation == "auto":
         # Of a model that sees, the part that writes has the rows.
-        seeing = isinstance(config.data, PictureChatConfig) and config.data.packing != "none"
+        seeing = isinstance(config.data, PictureChatConfig) and resolve_packing(config) != "none"
         use_packed_attention(model.get_decoder() if seeing else model)
     return model, fill
 
@@ -73,8 +161,8 @@ def _model_and_filler(
         add_adapters(model, config.peft)
         draw_adapters(model, config.seed)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        for name, value in first_adapters(config.peft, {name: tuple(p.shape) for name, p in trained.items()}):
-            layer = measures(name)
+        for name, value in first_adapters(config.peft, model):
+            layer = magnitude_layer(name)
             trained[name].data.copy_(value if layer is None else value - lengths(model, layer))
         return model, None
     if source.path is not None:
@@ -84,6 +172,19 @@ def _model_and_filler(
         materialise(model, config.seed, device)
 
     return run_model(config), fill
+
+
+def buffers_of_start(config: RunConfig, model: PreTrainedModel, reader: CheckpointReader | None) -> dict[str, Any]:
+    """The entry for the buffers of ``model`` in this attempt's checkpoints: its folder's, or those of its checkpoint.
+
+    Args:
+        model: not split.
+        reader: the checkpoint that its weights come from.
+    """
+    if reader is not None and RECORDED in reader.state:
+        return {RECORDED: reader.state[RECORDED]}
+    path = config.checkpoint.init_from if starts_from_folder(config) else config.model.path
+    return {} if path is None else recorded(folder_buffers(replace(config.model, path=path), model))
 
 
 def left_out_weights(config: RunConfig, model: PreTrainedModel, reader: CheckpointReader | None) -> LeftOut | None:
@@ -108,12 +209,12 @@ def left_out_weights(config: RunConfig, model: PreTrainedModel, reader: Checkpoi
     def digest() -> LeftOut | None:
         if reader is not None and before is not None:
             before.require(None if folder is None else whole_folder(folder), cache, reader.folder)
-        return LeftOut.of(folder, cache, sorted(names)) if leaves_out and folder is not None else None
+        return LeftOut.from_folder(folder, cache, sorted(names)) if leaves_out and folder is not None else None
 
     if before is None and not leaves_out:
         return None
-    told = digest() if rank_and_size(None)[0] == 0 else None
-    [first, *_] = exchange_json(None if told is None else told.as_state(), None)
+    left_out = digest() if rank_and_size(None)[0] == 0 else None
+    [first, *_] = exchange_json(None if left_out is None else left_out.as_state(), None)
     return None if first is None else LeftOut.from_state(first, Path(str(folder)))
 
 
@@ -122,12 +223,19 @@ def starts_from_folder(config: RunConfig) -> bool:
     if config.checkpoint.init_from is None:
         return False
     source = Path(config.checkpoint.init_from).expanduser()
-    return not (source / "manifest.json").exists() and (source / "config.json").exists()
+    return not exists(source / "manifest.json") and exists(source / "config.json")
+
+
+def starts_from_run(config: RunConfig) -> bool:
+    """Whether ``checkpoint.init_from`` names a run, or a step of one."""
+    return config.checkpoint.init_from is not None and not starts_from_folder(config)
 
 
 def weights_reader(config: RunConfig) -> CheckpointReader:
-    """A collective call: the run that the weights come from may be saving, and ranks that look by themselves would
-    take different steps of it."""
+    """A reader of the step that ``checkpoint.init_from`` names, the same on every rank. A collective call.
+
+    The run that it names may be saving, so ranks that resolved it alone could take different steps.
+    """
     keep = config.checkpoint
     step = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
     return CheckpointReader(Path(exchange_json(str(step), None)[0]), keep.verify)

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a bar on a terminal, plain lines elsewhere, on stderr.
+"""Progress of a run on stderr: a bar on a terminal, plain lines elsewhere.
 
 An update costs about a microsecond, unless it is time to draw: the bar is drawn at most ten times a second, by the
 thread that trains, and rich is imported only for a bar.
@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, TextIO
+
+from mgpu_pipe.errors import print_text, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -44,7 +46,7 @@ class Progress:
         self.mode: Mode = _choose(self.stream) if mode == "auto" else mode
         self._bar: RichProgress | None = None
         self._line_every = max(1, total_steps // LINES_A_RUN)
-        self._first = self._step = self._shown = 0
+        self._first = self._step = self._drawn_step = 0
         self._loss: float | None = None
         self._rate: tuple[float, str] | None = None
         self._lr: float | None = None
@@ -55,18 +57,18 @@ class Progress:
 
     def start(self, initial_step: int = 0) -> None:
         """Begin; ``initial_step`` steps were done before (a resume)."""
-        self._first = self._step = self._shown = initial_step
+        self._first = self._step = self._drawn_step = initial_step
         self._started = self._next = time.monotonic()
         if self.mode == "bar" and self._bar is None:
             self._guarded(self._start_bar)
 
     def due(self, step: int) -> bool:
-        """Whether an update for ``step`` now would draw: spares the caller what only a drawing needs."""
+        """Whether an update for ``step`` would draw now; the caller then skips values that only a drawing needs."""
         if self._closed:
             return False
         if time.monotonic() >= self._next or step >= self.total_steps:
             return True
-        return self.mode == "lines" and (self._shown == self._first or step - self._shown >= self._line_every)
+        return self.mode == "lines" and (self._drawn_step == self._first or step - self._drawn_step >= self._line_every)
 
     def update(
         self,
@@ -77,7 +79,7 @@ class Progress:
         lr: float | None = None,
         val_loss: float | None = None,
     ) -> None:
-        """Tell that ``step`` steps are done. A value that is not given keeps the one before it."""
+        """Record that ``step`` steps are done. A value that is not given stays as it was."""
         self._step = step
         if loss is not None:
             self._loss = loss
@@ -95,7 +97,7 @@ class Progress:
             self._guarded(self._draw)
 
     def message(self, text: str) -> None:
-        """Show a line of its own, above the bar."""
+        """Show ``text`` as a separate line above the bar."""
         if not self._closed:
             self._guarded(lambda: self._say(text))
 
@@ -103,7 +105,7 @@ class Progress:
         """Draw the last state and give the terminal back; may be called twice."""
         if self._closed:
             return
-        if self._step > self._shown or self.mode == "bar":
+        if self._step > self._drawn_step or self.mode == "bar":
             self._guarded(self._draw)
         if self._bar is not None:
             self._guarded(self._bar.stop)
@@ -117,10 +119,10 @@ class Progress:
             self._closed = True
 
     def _draw(self) -> None:
-        self._shown = self._step
+        self._drawn_step = self._step
         if self._bar is None:
             self._write_line(self._line())
-            self._val_loss = None  # a line tells it once; a bar keeps showing the last one
+            self._val_loss = None  # a line shows it once; a bar keeps showing the last one
             now = time.monotonic()
             self._next = now + min(max(LINE_INTERVAL_S, (now - self._started) / 10), LONGEST_LINE_INTERVAL_S)
             return
@@ -132,10 +134,10 @@ class Progress:
         if self._bar is None:
             self._write_line(text)
         else:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(printable(text), markup=False, highlight=False)
 
     def _write_line(self, text: str) -> None:
-        self.stream.write(text + "\n")
+        print_text(text, file=self.stream)
         self.stream.flush()
 
     def _line(self) -> str:

@@ -17,18 +17,20 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from mgpu_pipe.compat.lightning_private import evaluate_after_this_step, start_at_step, stop_after_this_step
 from mgpu_pipe.config.objective import TRAINING_METRICS
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.models.weights.pretrained import restore_buffers
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.runs.metrics_file import MetricsWriter
-from mgpu_pipe.training.checkpointing import Checkpointer, restore_optimizer, restore_weights
+from mgpu_pipe.system.compat.lightning_private import evaluate_after_this_step, start_at_step, stop_after_this_step
+from mgpu_pipe.training.loggers import log_metrics, log_samples
 from mgpu_pipe.training.progress import Progress
+from mgpu_pipe.training.save_and_resume import Checkpointer, restore_optimizer, restore_weights
 
 GIB = 1 << 30
 TOKENS = "tokens/"
-"""Before a source's name: its tokens since the run's first step, a metric."""
+"""Prefix of the metric that counts a source's tokens since the run's first step."""
 # Steps whose time is not counted in the run's throughput: allocator, kernels and caches warm up.
 WARM_UP_STEPS = 2
 
@@ -45,7 +47,7 @@ def _median_rate(amounts: Sequence[int], seconds: Sequence[float]) -> float:
 
 
 class StepRecorder(pl.Callback):
-    """See the module.
+    """Lightning callback that records the metrics of every step and starts evaluation, saves and samples.
 
     Args:
         max_steps: the run's last (one-based) step.
@@ -61,6 +63,7 @@ class StepRecorder(pl.Callback):
         begins: called before the first step.
         at_first_weights: called when the first weights are there, on every rank.
         reader: checkpoint to take weights and optimizer state from, after that.
+        at_loaded_weights: called when the weights of ``reader``, or the first ones, are there, on every rank.
     """
 
     def __init__(
@@ -77,9 +80,10 @@ class StepRecorder(pl.Callback):
         ranked: Sequence[str] = TRAINING_METRICS,
         model_flops_utilisation: Any = None,
         tasks: Callable[[], dict[str, float]] | None = None,
-        sample: Callable[[int], None] | None = None,
+        sample: Callable[[int], list[dict[str, str]]] | None = None,
         first_reader: Any = None,
         at_first_weights: Callable[[], None] = lambda: None,
+        at_loaded_weights: Callable[[], None] = lambda: None,
         reader: Any = None,
         source_tokens: Callable[[int, int], dict[str, int]] | None = None,
         begins: Callable[[], None] = lambda: None,
@@ -98,6 +102,7 @@ class StepRecorder(pl.Callback):
         self._begins = begins
         self._save_due = False
         self._first_reader, self._at_first_weights, self._reader = first_reader, at_first_weights, reader
+        self._at_loaded_weights = at_loaded_weights
         self._source_tokens = source_tokens
         before = reader.state["metrics"] if reader is not None else {}
         self._consumed = {key: int(value) for key, value in before.items() if key.startswith(TOKENS)}
@@ -109,23 +114,27 @@ class StepRecorder(pl.Callback):
         """Tokens, samples and padding of each step whose time counts."""
         self._data_seconds: list[float] = []
         self._cpu_seconds: list[float] = []
-        """Of those steps: waiting for the batch, and processor time of this process."""
+        """Seconds of those steps: waiting for the batch, and processor time of this process."""
         self._mark = self._cpu_mark = self._waited = self._cpu = 0.0
         self.step = start_step
         self.stopped = False
         self.metrics: dict[str, float] = {}
-        """The newest value of each."""
+        """The latest value of each metric."""
         self._measured: dict[str, float] = {}
-        """Those of the newest step alone: what its checkpoint says of it, and is ranked by."""
+        """Metrics of the latest step alone, which its checkpoint stores and is ranked by."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy: Any = trainer.strategy
+        objective: Any = pl_module
         if self._first_reader is not None:
             restore_weights(self._first_reader, strategy)
+            restore_buffers(objective.model, self._first_reader.state, self._first_reader.folder)
         self._at_first_weights()
         if self._reader is not None:
             restore_weights(self._reader, strategy)
+            restore_buffers(objective.model, self._reader.state, self._reader.folder)
             restore_optimizer(self._reader, strategy)
+        self._at_loaded_weights()
         start_at_step(trainer, self._start_step)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -161,7 +170,7 @@ class StepRecorder(pl.Callback):
             self._step_work.append((batch.num_tokens, batch.num_samples, batch.padding))
         self._open = {
             "step": self.step,
-            "train/loss": result.loss,
+            **({} if batch.loss_denominator == 0 else {"train/loss": result.loss}),
             "train/grad_norm": result.gradient_norm,
             "lr": outputs["lr"],
             "throughput/tokens_per_s": batch.num_tokens / seconds,
@@ -230,7 +239,7 @@ class StepRecorder(pl.Callback):
         }
 
     def _count_sources(self, batch: StepBatch) -> dict[str, int]:
-        """The tokens of each source of a mixture so far, this step's among them."""
+        """Tokens of each source of a mixture so far, including this step."""
         if self._source_tokens is not None:
             for name, tokens in self._source_tokens(batch.first_sample, batch.num_samples).items():
                 self._consumed[TOKENS + name] = self._consumed.get(TOKENS + name, 0) + tokens
@@ -255,15 +264,15 @@ class StepRecorder(pl.Callback):
         if due and (self._writer is not None or self._own_writer is not None or trainer.loggers):
             peak = row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
             if self._own_writer is not None:
-                own = {"step": row["step"], "data_s": self._waited, "cpu_s": self._cpu, "peak_gib": peak}
-                self._own_writer.append(own)
+                row_of_rank = {"step": row["step"], "data_s": self._waited, "cpu_s": self._cpu, "peak_gib": peak}
+                self._own_writer.append(row_of_rank)
             if self._mfu is not None:
                 row["throughput/mfu"] = self._mfu(row["throughput/tokens_per_s"])
             self._record(trainer, row)
         if self._progress is not None:
             self._progress.update(
                 row["step"],
-                row["train/loss"],
+                row.get("train/loss", math.nan),
                 row["throughput/tokens_per_s"],
                 row["throughput/samples_per_s"],
                 lr=row["lr"],
@@ -274,7 +283,7 @@ class StepRecorder(pl.Callback):
         elif row["step"] == self._start_step + 1:
             self._checkpointer.reserve(trainer.strategy, row["step"])  # type: ignore[arg-type]
         if self._sample is not None and not self.stopped:
-            self._sample(row["step"])
+            log_samples(trainer.loggers, row["step"], self._sample(row["step"]))
         self._mark_time()  # evaluation, saving and sampling are not the step's time
 
     def _mark_time(self) -> None:
@@ -286,7 +295,7 @@ class StepRecorder(pl.Callback):
             self._writer.append(row)
         values = {key: value for key, value in row.items() if key != "step"}
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=row["step"])
+            log_metrics(logger, values, row["step"])
 
     def _save(self, trainer: pl.Trainer, last: bool = False) -> None:
         self._checkpointer.save(trainer.strategy, self.step, self._measured, last=last)  # type: ignore[arg-type]

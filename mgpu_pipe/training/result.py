@@ -1,31 +1,41 @@
-"""What an attempt of a run ended with: the model as it is, and the run's ``summary.json``. Inside a worker."""
+"""The result of an attempt: its model as trained, and the run's ``summary.json``. Inside a worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import uses_tf32
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.parallel.randomness import STATISTICAL, uses_dropout
-from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.parallel.random_streams import STATISTICAL, uses_dropout
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.checkpointing import Checkpointer
-from mgpu_pipe.training.memory import by_rank, memory_by_rank
+from mgpu_pipe.training.rank_memory import by_rank, memory_by_rank
 from mgpu_pipe.training.recorder import StepRecorder, peak_memory_gib
-from mgpu_pipe.training.tasks import RunTasks
+from mgpu_pipe.training.save_and_resume import Checkpointer
+from mgpu_pipe.training.strategy import EngineStrategy
 
 if TYPE_CHECKING:
+    from pytorch_lightning.loggers import Logger
     from transformers import PreTrainedModel
+
+
+class TaskFigures(Protocol):
+    """The tasks that every evaluation measures (``eval.tasks``)."""
+
+    def __call__(self) -> dict[str, float]:
+        """Measure all tasks; their figures by metric. Collective."""
+
+    def summary_values(self) -> dict[str, Any]:
+        """The fields of ``summary.json`` for each task."""
 
 
 @dataclass
 class TrainResult:
-    """What an attempt ended with."""
+    """The result of an attempt."""
 
     model: PreTrainedModel
     status: str
@@ -38,6 +48,8 @@ class TrainResult:
     summary: dict[str, Any] = field(default_factory=dict)
     sampling_forward: Callable[..., Any] | None = None
     """See :meth:`EngineStrategy.sampling_forward`."""
+    loggers: Sequence[Logger] = ()
+    """The run's loggers, on rank 0, for its outputs after the last step."""
 
 
 def train_result(
@@ -51,7 +63,7 @@ def train_result(
     checkpointer: Checkpointer,
     precision: str,
     sizes: dict[str, int],
-    tasks: RunTasks | None,
+    tasks: TaskFigures | None,
     ended_by_time: bool,
 ) -> TrainResult:
     """The result of an attempt. Collective.
@@ -92,8 +104,8 @@ def train_result(
             "seq_len": config.data.seq_len,
         },
         "data": prepared.as_dict(),
-        **({"found": found} if (found := strategy.objective.found) else {}),
-        **({"tasks": tasks.told()} if tasks is not None else {}),
+        **({"found": details} if (details := strategy.objective.evaluation_details) else {}),
+        **({"tasks": tasks.summary_values()} if tasks is not None else {}),
         "memory": memory,
         "times": by_rank(recorder.times(), strategy.root_device),
     }

@@ -9,13 +9,68 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.profilers import Profiler
 
-from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
-from mgpu_pipe.config.build import build
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.plugins import STRATEGY_GROUP
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.config.targets.build_target import build
+from mgpu_pipe.objectives.registry import load_subclass, objective_class
+from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
+from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.loggers import start_loggers
 from mgpu_pipe.training.recorder import StepRecorder
+from mgpu_pipe.training.strategy import EngineStrategy
+
+ROTARY_BUFFER = "inv_freq"
+"""How the names of transformers' buffers of rotary frequencies end."""
+
+
+def set_tf32(model: torch.nn.Module, allowed: bool) -> None:
+    """Let the fp32 products and convolutions of this process on CUDA use TF32, or not.
+
+    The angles of rotary embeddings stay fp32 products: they are positions times frequencies, and TF32 tells positions
+    above 2048 from their neighbours no more.
+    """
+    _set(allowed)
+    if not allowed:
+        return
+    for module in model.modules():
+        if any(name.endswith(ROTARY_BUFFER) for name, _ in module.named_buffers(recurse=False)):
+            module.register_forward_pre_hook(_without)
+            module.register_forward_hook(_with, always_call=True)
+
+
+def _set(allowed: bool) -> None:
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def _without(*_: Any) -> None:
+    _set(False)
+
+
+def _with(*_: Any) -> None:
+    _set(True)
+
+
+__all__ = ["objective_class", "strategy_class"]
+
+
+def strategy_class(engine: str) -> type[EngineStrategy]:
+    """The class that ``strategy.engine`` names; it is built by its ``from_config``.
+
+    Raises:
+        ConfigError: no such name, or what is registered is not a whole subclass of ``EngineStrategy``.
+    """
+    if engine == "mesh":
+        from mgpu_pipe.training.mesh import MeshStrategy
+
+        return MeshStrategy
+    if engine == "deepspeed":
+        from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
+
+        return DeepSpeedStrategy
+    registered: type[EngineStrategy] = load_subclass("strategy.engine", engine, STRATEGY_GROUP, EngineStrategy)
+    return registered
 
 
 def run_trainer(
@@ -32,7 +87,8 @@ def run_trainer(
     callbacks = [
         build(node, "pytorch_lightning.Callback", f"callbacks.{name}") for name, node in config.callbacks.items()
     ]
-    loggers = start_loggers(config, paths.root) if rank == 0 else []
+    dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
+    loggers = start_loggers(config, paths.root, dims) if rank == 0 else []
     sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
     return bare_trainer(
         accelerator=device.type,

@@ -1,6 +1,6 @@
-"""The plain computation of one process that strategies are compared with; it shares no code with them.
+"""Plain computation of one process that strategies are compared with; it shares no code with them.
 
-The objective's plain losses of stock forward passes, one backward pass, a float64 norm, the optimizer.
+It takes the objective's plain losses of stock forward passes, one backward pass, a float64 norm and the optimizer.
 """
 
 from __future__ import annotations
@@ -11,25 +11,56 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.checkpoint.adapters import model_shards, optimizer_shards
+from mgpu_pipe.checkpoint.live_state import model_shards, optimizer_shards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.data.step_batch import BatchSpec, StepBatch
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Objective
-from mgpu_pipe.training.optimizers import optimizer_factory
-from mgpu_pipe.training.schedules import build_schedule
+from mgpu_pipe.optim.optimizers import optimizer_factory
+from mgpu_pipe.optim.schedules import build_schedule
+from mgpu_pipe.topology import BatchPlan
+
+
+def micro_batches(batch: Batch, spec: BatchSpec, size: int) -> list[Batch]:
+    """``batch`` in consecutive pieces of ``size`` samples."""
+    return [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, spec.rows(batch), size)]
+
+
+def step_batch_of(batch: Batch, spec: BatchSpec, step: int, plan: BatchPlan, data_parallel_rank: int) -> StepBatch:
+    """One process's share of a global batch, like that of the loader."""
+    share = plan.samples_per_process
+    first = data_parallel_rank * share
+    mine = {name: value[first : first + share] for name, value in batch.items()}
+    return StepBatch(
+        step=step,
+        first_sample=step * plan.global_batch_size,
+        num_samples=plan.global_batch_size,
+        micro_batches=micro_batches(mine, spec, plan.micro_batch_size),
+        loss_denominator=spec.valid_targets(batch),
+    )
+
+
+def global_batch(objective: Objective, config: RunConfig, step: int) -> Batch:
+    """All samples of an optimizer step of the small ``config``."""
+    data = config.data
+    return objective.random_batch(
+        config.seed, step, data.global_batch_size, data.seq_len, resolve_packing(config) != "none"
+    )
+
 
 CLIP_EPSILON = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+"""Epsilon of torch.nn.utils.clip_grad_norm_."""
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE = 2.0**16
-"""torch.amp.GradScaler begins with it."""
+"""Initial scale of torch.amp.GradScaler."""
 
 
 @dataclass
 class PlainStep:
-    """What one step gave: the loss, the norm before clipping, and the gradients after it, by parameter name."""
+    """Result of a step: loss, norm before clipping, and clipped gradients by parameter name."""
 
     loss: float
     norm: float
@@ -37,13 +68,13 @@ class PlainStep:
 
 
 class BaselineRun:
-    """A model on one process, from the keyed initial weights.
+    """Model on one process with keyed initial weights.
 
     Args:
-        objective: gives the plain losses; its own model is not looked at.
+        objective: provides the plain losses; its model is not used.
         precision: ``bf16`` and ``fp16`` compute as one such process does: parameters cast for the forward and
             backward passes, fp32 master weights, gradients summed over micro-batches in fp32; under fp16 the loss is
-            scaled. ``bf16_true`` has everything in bf16.
+            scaled. ``bf16_true`` computes everything in bf16.
     """
 
     def __init__(self, config: RunConfig, objective: Objective, precision: str = "fp32") -> None:
@@ -62,10 +93,10 @@ class BaselineRun:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, number: int, batches: Sequence[Batch]) -> PlainStep:
-        """One optimizer step.
+        """Runs one optimizer step.
 
         Args:
-            number: zero-based, for the schedule.
+            number: zero-based step, for the schedule.
             batches: the step's samples, in one or several forward passes.
         """
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
-"""The comparison itself, inside a process group: the configured strategy trains, rank 0 computes the plain steps.
+"""Comparison inside a process group: the configured strategy trains, rank 0 computes the plain steps.
 
-Each step starts from the plain computation's weights and optimizer state, so that rounding does not pile up and an
-error shows in the step where it is made.
+Each step starts from the plain computation's weights and optimizer state. So rounding does not accumulate, and an error
+shows in its own step.
 """
 
 from __future__ import annotations
@@ -13,26 +13,23 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.checkpoint.host_bytes import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
-from mgpu_pipe.compat.lightning_private import quiet_libraries
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.batch_spec import BatchSpec
-from mgpu_pipe.data.step_batch import ListedStepBatches, StepBatch
+from mgpu_pipe.data.step_batch import BatchSpec, ListedStepBatches, StepBatch
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Objective
-from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.optim.optimizers import optimizer_factory
+from mgpu_pipe.optim.schedules import build_schedule
+from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.optimizers import optimizer_factory
-from mgpu_pipe.training.plugins import objective_class, strategy_class
-from mgpu_pipe.training.schedules import build_schedule
-from mgpu_pipe.training.trainer import bare_trainer
-from mgpu_pipe.verify import bounds
-from mgpu_pipe.verify.baseline import BaselineRun, PlainStep
-from mgpu_pipe.verify.batches import global_batch, micro_batches, step_batch_of
-from mgpu_pipe.verify.bounds import Measurement
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.training.trainer import bare_trainer, objective_class, strategy_class
+from mgpu_pipe.verify import certificate as bounds
+from mgpu_pipe.verify.baseline import BaselineRun, PlainStep, global_batch, micro_batches, step_batch_of
+from mgpu_pipe.verify.certificate import Measurement
 from mgpu_pipe.verify.transfer import Tensors, check_covered, fill, from_rank_0, norm_of, squared_errors, whole_errors
 
 StepBatchMaker = Callable[[Batch, BatchSpec, int, BatchPlan, int], StepBatch]
@@ -44,14 +41,15 @@ def compare(
     step_batch_maker: StepBatchMaker = step_batch_of,
     on_start: Callable[[EngineStrategy], None] = lambda strategy: None,
 ) -> list[Measurement]:
-    """Train the (small) ``config`` for ``trainer.max_steps`` and compare every step. A collective call.
+    """Trains the small ``config`` for ``trainer.max_steps`` and compares every step. A collective call.
 
     Args:
-        step_batch_maker: this process's share ``(global batch, its spec, step, plan, data-parallel rank)`` of a step.
-        on_start: called with the strategy once its model is built and split.
+        step_batch_maker: returns this process's share of a step from ``(global batch, its spec, step, plan,
+            data-parallel rank)``.
+        on_start: called with the strategy after its model is built and sharded.
 
     Returns:
-        On rank 0 every comparison; elsewhere an empty list.
+        All comparisons on rank 0; an empty list elsewhere.
     """
     quiet_libraries()
     torch.manual_seed(config.seed)
@@ -68,13 +66,13 @@ def compare(
         accelerator="cpu", devices=dims.world_size, strategy=strategy, max_steps=steps, logger=False, callbacks=[watch]
     )
     spec = objective.batch_spec
-    made = [step_batch_maker(batch, spec, step, plan, at) for step, batch in enumerate(batches)]
-    trainer.fit(objective, ListedStepBatches(made))
+    step_batches = [step_batch_maker(batch, spec, step, plan, at) for step, batch in enumerate(batches)]
+    trainer.fit(objective, ListedStepBatches(step_batches))
     return watch.measurements
 
 
 def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, Objective]:
-    """The strategy and the objective as training assembles them."""
+    """Strategy and objective, assembled like in training."""
 
     def materialised(model: torch.nn.Module, device: torch.device) -> None:
         materialise(model, config.seed, device)  # type: ignore[arg-type]
@@ -94,7 +92,7 @@ def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, 
 
 
 class _Comparison(pl.Callback):
-    """Sets the state before each step, and compares gradients before and weights after the update."""
+    """Sets the state before each step; compares gradients before and weights after the update."""
 
     def __init__(
         self,
@@ -143,8 +141,8 @@ class _Comparison(pl.Callback):
         errors = self._errors("gradient", trainer.strategy.gradient_shards(), gradients, partial=True)
         total = norm_of(gradients.values()) or 1.0
         for name, error in errors.items():
-            own = norm_of([gradients[name]]) / total if name in gradients else 0.0
-            bound = bounds.GRADIENT * own + bounds.GRADIENT_OF_ALL
+            share = norm_of([gradients[name]]) / total if name in gradients else 0.0
+            bound = bounds.GRADIENT * share + bounds.GRADIENT_OF_ALL
             self._note("gradient", name, self._step, error / total, bound)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
@@ -160,7 +158,7 @@ class _Comparison(pl.Callback):
         self._note("weights", where, self._step, error, bounds.WEIGHTS)
 
     def _take_plain_step(self, step: int) -> None:
-        """One plain step on rank 0; gradients, weights and state after it on every rank."""
+        """Runs a plain step on rank 0 and shares its gradients, weights and state with every rank."""
         self._step = step + 1
         if self._plain is not None:
             self._expected = self._plain.step(step, [self._batches[step]])
@@ -172,7 +170,7 @@ class _Comparison(pl.Callback):
         self._state = self._share(self._plain.optimizer_state() if self._plain else [])
 
     def _measure_alone(self, step: int) -> None:
-        """How far one bf16 process is off, over the micro-batches of the configured plan."""
+        """Measures the errors of one bf16 process, over the micro-batches of the configured plan."""
         assert self._alone is not None
         assert self._plain is not None
         measured = self._alone.step(step, micro_batches(self._batches[step], self._spec, self._plan.micro_batch_size))

@@ -1,9 +1,10 @@
-"""``mgpu-pipe verify <any overrides>``: the parity certificate of a configuration. Torch-free; workers compute."""
+"""``mgpu-pipe verify <any overrides>``: the parity certificate of a configuration; workers compute."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,36 +12,37 @@ from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
-from mgpu_pipe.config.threads import choose_threads
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK
-from mgpu_pipe.launch.extensions import prepare_extensions
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, print_line, print_text
+from mgpu_pipe.import_path import python_module
+from mgpu_pipe.launch.deepspeed_build import prepare_extensions
+from mgpu_pipe.launch.gpus import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.workers import WorkerPlan, worker_environment
 from mgpu_pipe.runs.environment import describe_environment
-from mgpu_pipe.runs.folder import choose_folder
+from mgpu_pipe.runs.run_folder import choose_folder
+from mgpu_pipe.system.threads import choose_threads
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.verify.bounds import Worst
-from mgpu_pipe.verify.certificate import Certificate, certificate, failures, show
+from mgpu_pipe.verify.certificate import Certificate, Worst, certificate, failures, show
 from mgpu_pipe.verify.shrink import shrink
-from mgpu_pipe.verify.worker import COMPARISON
+from mgpu_pipe.verify.verify_worker import COMPARISON
 
-WORKER = ("-m", "mgpu_pipe.verify.worker")
+WORKER = "mgpu_pipe.verify.verify_worker"
 STOP_TIMEOUT_S = 5.0
-"""A verification has nothing to save."""
+"""Short, because a verification saves nothing."""
 STOPPED = "stopped by a signal before the verification was through; there is no certificate"
 CONFIGURED = "configured.yaml"
-"""What is certified; the folder's ``config.yaml`` is the small run's, which the workers read."""
+"""Certified configuration; ``config.yaml`` is that of the small run, which the workers read."""
 
 
 def verify(config: RunConfig, overrides: list[str]) -> int:
-    """Verify ``config`` on its own topology and print the certificate's path; in the main thread.
+    """Verifies ``config`` on its topology and prints the certificate's path; runs in the main thread.
 
     Args:
-        overrides: the command line's, for the record.
+        overrides: those of the command line, for the record.
 
     Returns:
-        0 if every bound holds, 1 if one is broken or a process failed, 2 if a process found the configuration wrong.
+        0 if every bound holds, 1 if one is broken or a process failed, 2 if a process refused the configuration.
 
     Raises:
         BadInputError: the configuration cannot be verified as it is.
@@ -48,19 +50,20 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
     dims = ParallelDims.resolve(config.strategy, world_size(config))
     small = shrink(config, dims)
     prepare_extensions(small.config)
+    compiled = run_environment(small.config)
     named = replace(config, run=replace(config.run, name="verify"), checkpoint=CheckpointConfig())
     paths = choose_folder(named).paths
     freeze(small.config, paths.config)
     freeze(config, paths.root / CONFIGURED)
-    threads = choose_threads(config, dims.world_size)
+    threads = choose_threads(config.launch.threads_per_worker, dims.world_size)
     environment = describe_environment(["mgpu-pipe", "verify", *overrides], threads, dims.world_size)
     title = f"{config.model.name}, {config.strategy.name}: {dims.describe()}, {small.config.precision.name}"
-    print(f"verifying {title}, {small.config.trainer.max_steps} steps on CPU processes", file=sys.stderr)
-    for line in small.told():
-        print(f"note: {line}", file=sys.stderr)
+    print_line(f"verifying {title}, {small.config.trainer.max_steps} steps on CPU processes", file=sys.stderr)
+    for line in small.notices():
+        print_line(f"note: {line}", file=sys.stderr)
     with SignalInbox() as inbox:
         try:
-            outcome = _run_workers(paths, dims.world_size, threads.per_worker, inbox)
+            outcome = _run_workers(paths, dims.world_size, threads.per_worker, compiled, inbox)
         except StoppedBeforeTraining:
             outcome = Outcome("failed", EXIT_FAILURE, 1, message=STOPPED)
         stopped = inbox.stop_requested
@@ -72,21 +75,21 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
     return _conclude(result, paths.root, title)
 
 
-def _run_workers(paths: RunPaths, world: int, threads: int, inbox: SignalInbox) -> Outcome:
+def _run_workers(paths: RunPaths, world: int, threads: int, compiled: Mapping[str, str], inbox: SignalInbox) -> Outcome:
     plan = WorkerPlan(
-        argv=[sys.executable, *WORKER, str(paths.root)],
+        argv=python_module(WORKER, str(paths.root)),
         world_size=world,
         paths=paths,
-        environment=worker_environment(threads),
+        environment={**worker_environment(threads), **compiled},
     )
     return supervise(plan, inbox, stop_timeout=STOP_TIMEOUT_S)
 
 
 def _failed(outcome: Outcome, stopped: bool) -> int:
     if stopped or outcome.failure is None:
-        print(f"error: {STOPPED if stopped else outcome.message}", file=sys.stderr)
+        print_line(f"error: {STOPPED if stopped else outcome.message}", file=sys.stderr)
         return EXIT_FAILURE
-    print(outcome.failure.show(), file=sys.stderr)
+    print_text(outcome.failure.show(), file=sys.stderr)
     return outcome.exit_code
 
 
@@ -94,7 +97,7 @@ def _conclude(result: Certificate, folder: Path, title: str) -> int:
     path = result.write(folder)
     show(result, title)
     for line in failures(result):
-        print(f"error: {line}", file=sys.stderr)
+        print_line(f"error: {line}", file=sys.stderr)
     sys.stderr.flush()
-    print(f"certificate: {path}", flush=True)
+    print_line(f"certificate: {path}", flush=True)
     return EXIT_OK if result.passed else EXIT_FAILURE

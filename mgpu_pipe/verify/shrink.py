@@ -9,25 +9,24 @@ from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.eval_tasks import EvalConfig
-from mgpu_pipe.config.optimizer import OptimizerConfig
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, RunConfig, SchedulerConfig, SyntheticConfig
-from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import is_noise, resolved_fields
-from mgpu_pipe.parallel.pipeline_streams import stages_by_rank
+from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.verify.shrink_model import in_fewer_layers, shrink_model
 
 STEPS = 10
 MAX_LR = 3e-4
-"""Above it, rounding alone moves one process away from itself, by 4e-3 at a rate of 3e-3."""
+"""Highest learning rate. Above it, rounding alone makes one process differ from itself: 4e-3 at a rate of 3e-3."""
 SEQ_LEN = 32
 BUCKET_MIB = 0.05
 """Several gradient buckets even for a small model."""
 MAX_RANK = 4
-"""Of adapters."""
+"""Highest rank of adapters."""
 SHOWN = ("model", "data", "objective", "optimizer", "scheduler", "peft", "strategy", "precision", "trainer")
 TOLD = ("optimizer.lr", "strategy.offload")
 NOISE_REASON = "parity under random noise is statistical"
@@ -46,16 +45,16 @@ REASONS = {
 
 @dataclass
 class Shrunk:
-    """The small run, and what was changed to get it: key -> ``{"from", "to"}`` and, for some, ``"why"``."""
+    """Small run and its changes: key -> ``{"from", "to"}`` and, for some, ``"why"``."""
 
     config: RunConfig
     changes: dict[str, dict[str, Any]]
 
-    def told(self) -> list[str]:
-        """The changes a user should hear of: those that take something away from what is verified."""
-        heard = {key: change for key, change in self.changes.items() if key in TOLD or _is_noise(key)}
+    def notices(self) -> list[str]:
+        """Changes to report to the user: those that reduce what is verified."""
+        notable = {key: change for key, change in self.changes.items() if key in TOLD or _is_noise(key)}
         return [
-            f"{key}={change['to']} here instead of {change['from']}: {change['why']}" for key, change in heard.items()
+            f"{key}={change['to']} here instead of {change['from']}: {change['why']}" for key, change in notable.items()
         ]
 
 
@@ -74,12 +73,13 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     unit = lcm(2 * dims.cp, dims.tp)  # a context-parallel rank may take two pieces of the sequence
     seq_len = -(-min(config.data.seq_len, SEQ_LEN) // unit) * unit
     micro = min(plan.micro_batch_size, 2 if dims.data_parallel_size > 1 else 4)
-    # Every schedule takes twice as many micro-batches as there are ranks.
+    # Every schedule accepts twice as many micro-batches as ranks.
     num_micro = 2 * dims.pp if dims.pp > 1 else 2 if plan.num_micro_batches > 1 else 1
     chosen = config.strategy.pipeline
     stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank) if dims.pp > 1 else ((0,),)
     stages = sum(map(len, stages_of_ranks))
-    model = shrink_model(config.model, dims, seq_len, stages)
+    model_class = description(config.objective.name).model_class
+    model = shrink_model(config.model, dims, seq_len, stages, model_class)
     small = replace(
         config,
         model=model,
@@ -135,7 +135,7 @@ def _small_optimizer(optimizer: OptimizerConfig, steps: int, layers: int) -> Opt
 
 
 def _small_adapters(peft: PeftConfig, layers: int) -> PeftConfig:
-    # Its widths are no multiples of the blocks of four-bit weights.
+    # Small widths are no multiples of four-bit blocks.
     return replace(
         peft.unquantised(),
         r=min(peft.r, MAX_RANK),
@@ -147,7 +147,7 @@ def _small_adapters(peft: PeftConfig, layers: int) -> PeftConfig:
 
 
 def _sizes_filled_in(strategy: StrategyConfig, dims: ParallelDims) -> StrategyConfig:
-    if strategy.engine == "mesh":  # on the CPU everything is in host memory already
+    if strategy.engine == "mesh":  # on the CPU all state is in host memory
         strategy = replace(strategy, offload="none")
     return replace(
         strategy,
@@ -163,7 +163,7 @@ def _sizes_filled_in(strategy: StrategyConfig, dims: ParallelDims) -> StrategyCo
 
 
 def _small_schedule(scheduler: SchedulerConfig, steps: int) -> SchedulerConfig:
-    """The same shape over the few steps: warm-up, plateau and decay all happen."""
+    """Schedule of the same shape over few steps, with warm-up, plateau and decay."""
     decay = None if scheduler.decay_steps is None else min(scheduler.decay_steps, max(1, steps // 3))
     return replace(
         scheduler, total_steps=steps, warmup_steps=min(scheduler.warmup_steps, steps // 4), decay_steps=decay
@@ -172,7 +172,7 @@ def _small_schedule(scheduler: SchedulerConfig, steps: int) -> SchedulerConfig:
 
 def _changes(before: RunConfig, after: RunConfig) -> dict[str, dict[str, Any]]:
     old, new = _flat(to_plain(before)), _flat(to_plain(after))
-    for name, value in resolved_fields(before.model).items():  # what a folder or a class's default says
+    for name, value in resolved_fields(before.model).items():  # values of a folder or class defaults
         old.setdefault(f"model.config.{name}", value)
     changes: dict[str, dict[str, Any]] = {}
     for key in dict.fromkeys([*_flat(to_plain(before)), *new]):

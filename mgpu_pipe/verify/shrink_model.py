@@ -1,8 +1,7 @@
-"""A small model of the same architecture and divisibility as the configured one. Torch-free.
+"""Shrinks a model but keeps its architecture and divisibility.
 
-Everything that decides how a strategy cuts the model stays as it is: the family, the ratio of heads to key-value
-heads, tied weights, the kinds of layers, whether the vocabulary divides by the tensor-parallel size. Everything that
-only makes it large is reduced.
+Everything that decides how a strategy cuts the model stays: the family, the ratio of heads to key-value heads, tied
+weights, the kinds of layers, whether the vocabulary divides by the tensor-parallel size. Sizes are reduced.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.architectures.config_source import ConfigClass, config_class
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.families.config_source import ConfigClass, config_class
-from mgpu_pipe.families.find import family_of
-from mgpu_pipe.models.fields import TEXT, config_fields, is_noise, model_types, part_type, resolved_fields
-from mgpu_pipe.models.folder import read_config_json
+from mgpu_pipe.models.fields import TEXT, config_fields, given_fields, is_noise, model_types, part_type, resolved_fields
 from mgpu_pipe.topology import ParallelDims
 
 WIDTH, HEAD_DIM, FEED_FORWARD, VOCABULARY, LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 32, 8, 48, 96, 2, 4, 2
@@ -35,7 +32,7 @@ FEED_FORWARDS = (
     "shared_intermediate_size",
 )
 LATENTS = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+"""Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434)."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_TAKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 STATES: tuple[tuple[tuple[str, ...], int], ...] = (
@@ -45,43 +42,48 @@ STATES: tuple[tuple[tuple[str, ...], int], ...] = (
     (("linear_num_value_heads",), 4),
     (("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
 )
-"""Sizes of state space layers and linear attention, and what they become at most."""
+"""Fields of state space layers and linear attention, with their largest values."""
 STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
-"""Heads of state space layers, which together are as wide as the expanded hidden states."""
+"""Fields of the heads of state space layers, together as wide as the expanded hidden states."""
 TOWERS = (TEXT, "vision_config")
+CAUSAL = "AutoModelForCausalLM"
 PATCH, PATCHES = 4, 4
 """Pixels of a patch, and patches across a picture."""
 PATCHES_IN_TEXT = 2
-"""Patches across a picture that stands among text."""
+"""Patches across a picture in a text."""
 POSITIONS, BANDS = 16, 8
-"""Of an encoder that reads spectrograms."""
+"""Positions and bands of an encoder of spectrograms."""
 CONVOLUTION = 16
-"""Channels of the convolutions that a waveform goes through."""
+"""Channels of the convolutions of a waveform encoder."""
 TOKEN_IDS = (
     *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index", "image_token_id"),
     "video_token_id",
 )
 
 
-def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: int = 1) -> ModelConfig:
-    """The small model, with random weights even where ``model`` is a folder's; dropout is off in it.
+def shrink_model(
+    model: ModelConfig, dims: ParallelDims, seq_len: int, stages: int = 1, model_class: str = CAUSAL
+) -> ModelConfig:
+    """Small model without dropout, with random weights even if ``model`` is a folder.
 
     Args:
-        seq_len: tokens a sample of the small run.
-        stages: of the pipeline, each of which gets as many layers.
+        seq_len: tokens per sample of the small run.
+        stages: pipeline stages, which get equally many layers.
+        model_class: transformers' ``AutoModelFor...`` to train. The causal language model of a folder with several
+            parts is its text part; other classes keep all parts.
 
     Raises:
         ModelFolderError: ``model.path`` has no readable ``config.json``.
     """
-    model_type, given = _type_and_fields(model)
+    model_type, source = _type_and_fields(model, model_class)
     known = config_class(model_type) or ConfigClass()
-    own = known.attribute_map
-    spelled = {own.get(name, name): name for name in given}
-    fields = resolved_fields(ModelConfig(type=model_type, config=given))
-    if isinstance(fields.get("num_attention_heads"), list | tuple):  # one for each stage: as it is, the layers as well
-        noiseless = {own.get(name, name): value for name, value in _dropouts(fields).items()}
-        return replace(model, path=None, type=model_type, config={**given, **noiseless})
-    takes = known.names | set(given)
+    class_names = known.attribute_map
+    spelled = {class_names.get(name, name): name for name in source}
+    fields = resolved_fields(ModelConfig(type=model_type, config=source))
+    if isinstance(fields.get("num_attention_heads"), list | tuple):  # one value per stage: keep sizes and layers
+        noiseless = {class_names.get(name, name): value for name, value in _dropouts(fields).items()}
+        return replace(model, path=None, type=model_type, config={**source, **noiseless})
+    takes = known.names | set(source)
     wanted: dict[str, Any] = {}
     for part in (
         _attention(fields, dims),
@@ -105,40 +107,40 @@ def shrink_model(model: ModelConfig, dims: ParallelDims, seq_len: int, stages: i
             wanted[name] = min(fields[name], most)
     if isinstance(fields.get("projection_dim"), int):
         wanted["projection_dim"] = min(fields["projection_dim"], WIDTH)
-    changed = {own.get(name, name): value for name, value in wanted.items() if name in takes}
+    changed = {class_names.get(name, name): value for name, value in wanted.items() if name in takes}
     for name in TOWERS:
-        part = dict(given.get(name) or {})
-        tower, own_type = part_type(model_type, name, part), part.pop("model_type", None)
+        part = dict(source.get(name) or {})
+        tower, tower_type = part_type(model_type, name, part), part.pop("model_type", None)
         if name in known.names and config_class(tower):
             cut = stages if name == TEXT else 1
             small = shrink_model(ModelConfig(type=tower, config=part), dims, seq_len, cut).config
-            changed[name] = {**small, "model_type": own_type} if own_type else small
-    if "image_token_index" in known.names:  # several pictures fit into a row
+            changed[name] = {**small, "model_type": tower_type} if tower_type else small
+    if "image_token_index" in known.names:  # so that several pictures fit into a row
         vision = changed["vision_config"]
         vision["image_size"] = min(vision["image_size"], PATCHES_IN_TEXT * vision["patch_size"])
-    if {"image_token_index", "projection_dim"} <= known.names:  # to what the projector projects
+    if {"image_token_index", "projection_dim"} <= known.names:  # the width after the projector
         changed["projection_dim"] = changed[TEXT]["hidden_size"]
     if "scale_factor" in known.names:  # it divides the patches across
         changed["scale_factor"] = 2
     if "video_token_id" in known.names:
-        changed["vision_config"] = _own_sizes(changed, int(changed[TEXT]["num_hidden_layers"]) // stages)
+        changed["vision_config"] = _native_size_tower(changed, int(changed[TEXT]["num_hidden_layers"]) // stages)
     changed = {spelled.get(name, name): value for name, value in changed.items()}
     implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
     return ModelConfig(
         name=model.name,
         type=model_type,
-        config={**given, **changed},
+        config={**source, **changed},
         attn_implementation=implementation,
         freeze=in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])),
         compile=model.compile,
     )
 
 
-def _own_sizes(model: Mapping[str, Any], first: int) -> dict[str, Any]:
-    """The tower of pictures in sizes of their own: windows of two by two places, the language model's width.
+def _native_size_tower(model: Mapping[str, Any], first: int) -> dict[str, Any]:
+    """Small tower of pictures in native size: windows of two by two places, the language model's width.
 
     Args:
-        first: layers of the first pipeline stage, behind each of which what the tower saw may be added.
+        first: number of layers of the first pipeline stage, after each of which the tower's output may be added.
     """
     vision = dict(model["vision_config"])
     merge, layers = int(vision.get("spatial_merge_size", 2)), int(vision["depth"])
@@ -152,22 +154,34 @@ def _own_sizes(model: Mapping[str, Any], first: int) -> dict[str, Any]:
     return {**vision, **{name: value for name, value in sizes.items() if name in vision}}
 
 
-def _type_and_fields(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """The model type and the fields given for it; of a composite folder those of its language model."""
-    if model.path is None:
-        return str(model.type), dict(model.config)
-    content = read_config_json(local_folder(model.path))
-    nested = content.get("text_config")
-    if isinstance(nested, Mapping) and nested.get("model_type") in model_types():
-        content = dict(nested)
-    model_type = str(content["model_type"])
+def _type_and_fields(model: ModelConfig, model_class: str) -> tuple[str, dict[str, Any]]:
+    """Model type, and its source fields that its classes know."""
+    source = given_fields(model)
+    nested = source.get(TEXT)
+    if (
+        model.path is not None
+        and model_class == CAUSAL
+        and isinstance(nested, Mapping)
+        and nested.get("model_type") in model_types(CAUSAL)
+    ):
+        source = dict(nested)
+    model_type = str(source.get("model_type", model.type))
+    return model_type, _known_fields(model_type, source)
+
+
+def _known_fields(model_type: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``source`` that the configuration class knows, for parts too."""
     known = config_fields(model_type)
-    fields = {**content, **model.config}
-    return model_type, {name: value for name, value in fields.items() if known is None or name in known}
+    fields = {name: value for name, value in source.items() if known is None or name in known}
+    for name, part in fields.items():
+        if name.endswith("_config") and isinstance(part, Mapping):
+            kind = part_type(model_type, name, part)
+            fields[name] = {**_known_fields(kind, part), **({"model_type": kind} if "model_type" in part else {})}
+    return fields
 
 
 def in_fewer_layers(patterns: list[str], layers: int) -> list[str]:
-    """Patterns of parameter names with every layer number brought into the small model."""
+    """Patterns of parameter names with layer numbers of the small model."""
     return [re.sub(r"(?<=\.)\d+(?=\.|$)", lambda match: str(int(match[0]) % layers), text) for text in patterns]
 
 
@@ -179,13 +193,13 @@ def _attention(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
         ratio = heads // key_value
         key_value = _multiple(lcm(cut, family_of(str(fields.get("model_type"))).heads_together), min(key_value, 2))
         heads = key_value * ratio
-    # Not where a model merely looks it up: its other sizes may rest on width / heads.
+    # A model that only looks it up may derive other sizes from width / heads.
     has_head_dim = isinstance(fields.get("head_dim"), int)
     width = _multiple(lcm(8, dims.tp, heads), WIDTH)
     if not has_head_dim:
         width = heads * _multiple(8, -(-WIDTH // heads))
     elif fields["head_dim"] * int(fields.get("num_attention_heads") or 1) == fields.get("hidden_size"):
-        width = heads * HEAD_DIM  # some families rest on it
+        width = heads * HEAD_DIM  # some families need it
     sizes: dict[str, Any] = {
         "num_attention_heads": heads,
         **({"decoder_attention_heads": heads} if "decoder_attention_heads" in fields else {}),
@@ -228,7 +242,7 @@ def _experts(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
 
 
 def _state_space(fields: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """State space layers and linear attention: the same number of groups, states and chunks a few wide."""
+    """Sizes of state space layers and linear attention: the same groups, small states and chunks."""
     sizes = {
         name: min(fields[name], size) for names, size in STATES for name in names if isinstance(fields.get(name), int)
     }
@@ -257,7 +271,7 @@ def _layers(fields: Mapping[str, Any], stages: int) -> dict[str, Any]:
         if isinstance(fields.get(name), int):
             sizes[name] = min(fields[name], LAYERS)
     for name, value in lists.items():
-        # Every kind of layer stays, in the order of first appearance.
+        # All kinds of layers stay, in order of first appearance.
         order = list(dict.fromkeys(value))
         sizes[name] = [order[index % len(order)] for index in range(count)]
     if isinstance(fields.get("mlp_only_layers"), list):
@@ -271,12 +285,12 @@ def _layers(fields: Mapping[str, Any], stages: int) -> dict[str, Any]:
 def _vocabulary(fields: Mapping[str, Any], dims: ParallelDims) -> dict[str, Any]:
     size = _multiple(lcm(8, dims.tp), VOCABULARY)
     if int(fields.get("vocab_size") or size) % dims.tp:
-        size += 1  # the configured one does not divide either
+        size += 1  # like the configured one, it does not divide
     sizes: dict[str, Any] = {"vocab_size": size, "vocab_size_per_layer_input": size}
     for name in TOKEN_IDS:
         value = fields.get(name)
         if isinstance(value, int) and value >= size:
-            # A padding token stays one: its embedding gets no gradient.
+            # A padding token stays, since its embedding gets no gradient.
             sizes[name] = size - 1 - TOKEN_IDS.index(name)
         elif isinstance(value, list):
             sizes[name] = size - 1 - TOKEN_IDS.index(name)
@@ -307,7 +321,7 @@ def _dropouts(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Factors that stand for each frequency, cut to the small head."""
+    """Rotary factors per frequency, cut to the small head."""
     sizes: dict[str, Any] = {}
     head_dim = int(wanted.get("head_dim") or wanted["hidden_size"] // wanted["num_attention_heads"])
     for name in ("rope_parameters", "rope_scaling"):
@@ -316,12 +330,12 @@ def _rope(fields: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any
             sizes[name] = {
                 key: entry[: head_dim // 2] if isinstance(entry, list) else entry for key, entry in value.items()
             }
-            if "mrope_section" in value:  # frequencies of each of three axes
+            if "mrope_section" in value:  # frequencies of three axes
                 share = head_dim // 2 // 3
                 sizes[name]["mrope_section"] = [head_dim // 2 - 2 * share, share, share]
     return sizes
 
 
-def _multiple(of: int, at_least: int) -> int:
-    """The smallest multiple of ``of`` that is at least ``at_least``."""
-    return -(-at_least // of) * of
+def _multiple(unit: int, at_least: int) -> int:
+    """Smallest multiple of ``unit`` that is at least ``at_least``."""
+    return -(-at_least // unit) * unit

@@ -1,4 +1,4 @@
-"""Tensors between rank 0 and the local shards that ranks hold, without pickle."""
+"""Transfers tensors between rank 0 and the ranks' local shards, without pickle."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.exchange import exchange_json
-from mgpu_pipe.checkpoint.host import DTYPES, dtype_name, select
+from mgpu_pipe.checkpoint.host_bytes import DTYPES, dtype_name, exchange_json, select
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
 from mgpu_pipe.errors import WorkerError
 
@@ -16,7 +15,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def from_rank_0(tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Rank 0's ``tensors`` (on the CPU), on every rank; what other ranks give is ignored. A collective call."""
+    """Broadcast of rank 0's CPU ``tensors``; those of other ranks are ignored. A collective call."""
     header = exchange_json([[name, dtype_name(t), list(t.shape)] for name, t in tensors.items()], None)[0]
     if dist.get_world_size() == 1:
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -35,19 +34,19 @@ def from_rank_0(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 @torch.no_grad()
 def fill(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> None:
-    """Write each local shard's part of the whole tensors ``full`` into it, in place.
+    """Copies each local shard's part of the whole tensors ``full`` into it, in place.
 
     Raises:
-        WorkerError: a local shard of a tensor that is not there.
+        WorkerError: ``full`` lacks the tensor of a shard.
     """
     for shard in shards:
         shard.tensor.copy_(_part(full, shard.tensor_slice))
 
 
 def squared_errors(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> list[list[object]]:
-    """For each local shard ``[name, offsets, shape, e]``, e being the squared 2-norm of its difference from ``full``.
+    """List of ``[name, offsets, shape, e]`` by local shard; e is the squared 2-norm of its difference from ``full``.
 
-    A tensor that ``full`` lacks is taken as zero; ``e`` is None where it is not finite (JSON has no other word).
+    A tensor that ``full`` lacks counts as zero; ``e`` is None if not finite, which JSON cannot express.
     """
     errors: list[list[object]] = []
     for shard in shards:
@@ -70,13 +69,13 @@ def squared_errors(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor
 def whole_errors(
     what: str, by_rank: Iterable[Iterable[list[object]]], full: Mapping[str, torch.Tensor], partial: bool = False
 ) -> dict[str, float]:
-    """The 2-norm of each whole tensor's difference, from all ranks' :func:`squared_errors`.
+    """2-norm of each whole tensor's difference, from all ranks' :func:`squared_errors`.
 
-    A block that several ranks hold counts once, with the worst of its copies.
+    A block on several ranks counts once, with its worst copy.
 
     Args:
-        what: the kind of tensors, for errors.
-        partial: a tensor may be absent from all ranks; it is then taken as zero.
+        what: kind of the tensors, for errors.
+        partial: whether a tensor may be missing on all ranks; it then counts as zero.
 
     Raises:
         WorkerError: the ranks' blocks do not cover a tensor exactly.
@@ -102,7 +101,7 @@ def whole_errors(
 
 
 def check_covered(what: str, shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> None:
-    """Raise unless all ranks' local shards cover each tensor of ``full`` exactly once. A collective call."""
+    """Raises unless all ranks' local shards cover each tensor of ``full`` exactly once. A collective call."""
     mine = [
         [shard.tensor_slice.name, list(shard.tensor_slice.offsets), list(shard.tensor_slice.shape), 0.0]
         for shard in shards
@@ -111,7 +110,7 @@ def check_covered(what: str, shards: Iterable[LocalShard], full: Mapping[str, to
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
-    """The 2-norm of all elements, in float64."""
+    """2-norm of all elements, in float64."""
     return sum(float(tensor.detach().double().square().sum()) for tensor in tensors) ** 0.5
 
 

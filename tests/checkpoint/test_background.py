@@ -19,17 +19,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint import files
+from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.checkpoint.background import HostCopies
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.ruined import ruined_steps
-from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.checkpoint.selection import list_steps, ruined_steps
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
-from mgpu_pipe.training.checkpointing import Checkpointer
+from mgpu_pipe.training.save_and_resume import Checkpointer
 from tests.checkpoint.support import config_file, cut_shards, empty_like, rows
 from tests.support.processes import run_processes
 
@@ -474,6 +473,6 @@ def test_a_disk_that_is_gone_leaves_the_saves_own_error(tmp_path: Path, monkeypa
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(tmp_path))
 
     saver = checkpointer(tmp_path)
-    monkeypatch.setattr("mgpu_pipe.training.checkpointing.newest_valid", gone)
+    monkeypatch.setattr("mgpu_pipe.training.save_and_resume.newest_valid", gone)
     with full_disk(), pytest.raises(CheckpointSaveError, match=r"step 1 could not be written.*Stale file handle"):
         saver.save(Trained(), 1, {}, last=True)

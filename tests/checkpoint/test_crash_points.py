@@ -17,17 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint import exchange, files, layout
+from mgpu_pipe.checkpoint import file_operations as files
+from mgpu_pipe.checkpoint import host_bytes as exchange
+from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint import save as save_module
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.retention import prune
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.select import list_steps, newest_valid
+from mgpu_pipe.checkpoint.selection import list_steps, newest_valid, prune
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
-from mgpu_pipe.training.checkpointing import Checkpointer
+from mgpu_pipe.training.save_and_resume import Checkpointer
 from tests.checkpoint.crash import Disk, Killed, Operation, Recorder, State, build, digest, interleavings, tree_of
 from tests.checkpoint.support import config_file, cut_shards, rows
 from tests.support.processes import run_processes

@@ -13,7 +13,7 @@ import torch
 
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, record_of
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.select import inspect
+from mgpu_pipe.checkpoint.selection import inspect
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import CheckpointError
 from tests.checkpoint.support import cut_shards, empty_like, flip_bit, model_tensors, rewrite, save_alone, whole

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_pipe.checkpoint.finite import all_finite
-from mgpu_pipe.checkpoint.host import DTYPES, byte_view
+from mgpu_pipe.checkpoint.host_bytes import DTYPES, byte_view
+from mgpu_pipe.checkpoint.save import all_finite
 
 FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
 

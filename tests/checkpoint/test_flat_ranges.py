@@ -9,8 +9,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from mgpu_pipe.checkpoint.flat_ranges import flat_slices
-from mgpu_pipe.checkpoint.tensor_slices import tiling_fault
+from mgpu_pipe.checkpoint.tensor_slices import flat_slices, tiling_fault
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
 

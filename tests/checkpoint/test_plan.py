@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from mgpu_pipe.checkpoint.plan import Held, plan_files
+from mgpu_pipe.checkpoint.plan import ShardRecord, plan_files
 from mgpu_pipe.checkpoint.tensor_slices import TensorSlice, tiling_fault
 from mgpu_pipe.errors import CheckpointSaveError
 from tests.checkpoint.support import CUTS
@@ -57,10 +57,10 @@ def test_a_box_outside_its_tensor_is_no_tile(tensor_slice: TensorSlice, words: s
     assert words in str(tiling_fault((2, 4), [tensor_slice]))
 
 
-def _held(cut: str, world_size: int) -> list[list[Held]]:
+def _held(cut: str, world_size: int) -> list[list[ShardRecord]]:
     return [
         [
-            Held(kind, tensor_slice, shape, "F32")
+            ShardRecord(kind, tensor_slice, shape, "F32")
             for kind in ("model", "optimizer")
             for name, shape in SHAPES.items()
             for tensor_slice in CUTS[cut](name, shape, rank, world_size)
@@ -89,7 +89,8 @@ def test_every_element_is_written_by_exactly_one_rank_that_holds_it(cut: str, wo
 
 def test_replicated_tensors_are_dealt_evenly_by_bytes() -> None:
     held = [
-        [Held("model", TensorSlice.whole(f"w{i}", (100 + i,)), (100 + i,), "F32") for i in range(40)] for _ in range(4)
+        [ShardRecord("model", TensorSlice.whole(f"w{i}", (100 + i,)), (100 + i,), "F32") for i in range(40)]
+        for _ in range(4)
     ]
     load = dict.fromkeys(range(4), 0)
     for tensor in plan_files(held)["model"].values():
@@ -104,8 +105,8 @@ def test_ranks_may_list_their_pieces_in_any_order() -> None:
 
 
 def test_shared_tensors_are_dealt_around_what_one_rank_alone_holds() -> None:
-    alone = Held("model", TensorSlice.whole("alone", (900,)), (900,), "F32")
-    shared = Held("model", TensorSlice.whole("shared", (1000,)), (1000,), "F32")
+    alone = ShardRecord("model", TensorSlice.whole("alone", (900,)), (900,), "F32")
+    shared = ShardRecord("model", TensorSlice.whole("shared", (1000,)), (1000,), "F32")
     plan = plan_files([[shared, alone], [shared]])["model"]
     assert plan["shared"].tensor_slices[0][1] == "model-00001.safetensors"
 
@@ -113,32 +114,32 @@ def test_shared_tensors_are_dealt_around_what_one_rank_alone_holds() -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([[Held("model", TensorSlice("t", (0,), (3,)), (8,), "F32")], []], "hold 3 of the 8 elements"),
+        ([[ShardRecord("model", TensorSlice("t", (0,), (3,)), (8,), "F32")], []], "hold 3 of the 8 elements"),
         (
             [
-                [Held("model", TensorSlice("t", (0,), (5,)), (8,), "F32")],
-                [Held("model", TensorSlice("t", (3,), (5,)), (8,), "F32")],
+                [ShardRecord("model", TensorSlice("t", (0,), (5,)), (8,), "F32")],
+                [ShardRecord("model", TensorSlice("t", (3,), (5,)), (8,), "F32")],
             ],
             "overlap",
         ),
         (
             [
-                [Held("model", TensorSlice("t", (0,), (4,)), (8,), "F32")],
-                [Held("model", TensorSlice("t", (4,), (4,)), (8,), "BF16")],
+                [ShardRecord("model", TensorSlice("t", (0,), (4,)), (8,), "F32")],
+                [ShardRecord("model", TensorSlice("t", (4,), (4,)), (8,), "BF16")],
             ],
             "rank 1 has BF16",
         ),
         (
             [
-                [Held("model", TensorSlice("t", (0,), (4,)), (8,), "F32")],
-                [Held("model", TensorSlice("t", (4,), (4,)), (9,), "F32")],
+                [ShardRecord("model", TensorSlice("t", (0,), (4,)), (8,), "F32")],
+                [ShardRecord("model", TensorSlice("t", (4,), (4,)), (9,), "F32")],
             ],
             r"rank 1 has F32 \[9\]",
         ),
-        ([[Held("model", TensorSlice("t", (0,), (8,)), (8,), "F32")] * 2], "twice"),
-        ([[Held("optimizer", TensorSlice("t", (0,), (0,)), (8,), "F32")]], "0 slices"),
+        ([[ShardRecord("model", TensorSlice("t", (0,), (8,)), (8,), "F32")] * 2], "twice"),
+        ([[ShardRecord("optimizer", TensorSlice("t", (0,), (0,)), (8,), "F32")]], "0 slices"),
     ],
 )
-def test_slices_that_do_not_make_up_the_tensor_are_refused(ranks: list[list[Held]], words: str) -> None:
+def test_slices_that_do_not_make_up_the_tensor_are_refused(ranks: list[list[ShardRecord]], words: str) -> None:
     with pytest.raises(CheckpointSaveError, match=words):
         plan_files(ranks)

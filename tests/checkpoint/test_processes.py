@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from mgpu_pipe.checkpoint import files
-from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.checkpoint import file_operations as files
+from mgpu_pipe.checkpoint.host_bytes import exchange_json
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.select import newest_valid
+from mgpu_pipe.checkpoint.selection import newest_valid
 from mgpu_pipe.errors import CheckpointError, CheckpointSaveError
 from tests.checkpoint.support import (
     CUTS,

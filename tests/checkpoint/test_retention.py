@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from mgpu_pipe.checkpoint import files, layout
-from mgpu_pipe.checkpoint.retention import prune
-from mgpu_pipe.checkpoint.ruined import mark_ruined, ruined_steps
+from mgpu_pipe.checkpoint import file_operations as files
+from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.checkpoint.select import list_steps, newest_valid
+from mgpu_pipe.checkpoint.selection import list_steps, mark_ruined, newest_valid, prune, ruined_steps
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from tests.checkpoint.support import config_file, flip_bit
 

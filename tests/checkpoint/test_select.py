@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.checkpoint import layout
-from mgpu_pipe.checkpoint.select import list_steps, newest_valid, resolve_source
+from mgpu_pipe.checkpoint.selection import list_steps, newest_valid, resolve_source
 from mgpu_pipe.errors import CheckpointError
 from tests.checkpoint.support import flip_bit, rewrite, save_alone
 
@@ -145,7 +145,5 @@ def test_selection_and_retention_do_not_import_torch() -> None:
     import subprocess
     import sys
 
-    code = (
-        "import sys; from mgpu_pipe.checkpoint import select, retention, tensor_file; assert 'torch' not in sys.modules"
-    )
+    code = "import sys; from mgpu_pipe.checkpoint import selection, tensor_file; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 
-from mgpu_pipe.checks.causality import check_causality
+from mgpu_pipe.checks.model import DECIDED_BY, check_causality
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.fields import resolved_fields
-from tests.models.tiny import tiny_model
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.fields import model_types, resolved_fields
+from tests.families.cells import Variant, not_tried, small
+from tests.families.step import sees_later_tokens, whole_model
 
 SEEING = [
     ("bert", {"is_decoder": False}, "model.config.is_decoder=false: .*; use model.config.is_decoder=true"),
+    ("camembert", {}, "model.config.is_decoder=false"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "model.config.use_bidirectional_attention=true"),
     ("cpmant", {}, "model.type=cpmant"),
     ("doge", {"is_moe": True}, "model.config.is_moe=true: .*micro-batch.*; use model.config.is_moe=false"),
     ("xlm", {"causal": False}, "model.config.causal=false"),
 ]
-FINE = [("bert", {"is_decoder": True}), ("gemma3_text", {}), ("llama", {}), ("xlm", {"causal": True})]
+FINE = [
+    *(("bert", {"is_decoder": True}), ("gemma3_text", {}), ("llama", {}), ("xlm", {"causal": True})),
+    *(("gpt_neox", {}), ("gpt_neox", {"is_decoder": False}), ("bart", {"is_decoder": False})),
+]
 
 
 def fields(family: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -39,12 +44,42 @@ def test_causal_models_are_not(family: str, given: dict[str, Any]) -> None:
     check_causality(fields(family, given))
 
 
-@pytest.mark.parametrize(
-    ("family", "given", "sees"), [("bert", {"is_decoder": False}, True), ("bert", {"is_decoder": True}, False)]
-)
-def test_the_field_is_what_decides(family: str, given: dict[str, Any], sees: bool) -> None:
-    model = materialise(build_meta(tiny_model(family, **given)), 1, "cpu").eval()
-    ids = torch.randint(3, 100, (1, 8))
-    with torch.no_grad():
-        whole, part = model(input_ids=ids).logits, model(input_ids=ids[:, :5]).logits
-    assert (not torch.allclose(whole[:, :5], part, rtol=1e-4, atol=1e-5)) is sees
+def test_a_folder_that_says_so_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.config\.is_causal=false"):
+        check_causality({**fields("llama", {}), "is_causal": False})
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt_neox"])
+def test_what_the_check_says_is_measured(family: str) -> None:
+    assert refused(family, {}) is measured(family, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted({*chain(*DECIDED_BY.values()), "marian"} - {"reformer"}))
+def test_the_field_is_what_decides(family: str) -> None:
+    name = next((name for name, families in DECIDED_BY.items() if family in families), "is_decoder")
+    for value in (False, True):
+        assert refused(family, {name: value}) is measured(family, {name: value})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [name for name in model_types() if not_tried(name) is None])
+def test_every_family_by_default_is_what_the_check_says(family: str) -> None:
+    try:
+        seen = measured(family, {})
+    except (BadInputError, AssertionError, AttributeError, ValueError) as error:
+        pytest.skip(f"the defaults do not build: {error}")
+    assert refused(family, {}) is seen
+
+
+def refused(family: str, given: dict[str, Any]) -> bool:
+    try:
+        check_causality(fields(family, given))
+    except ConfigError:
+        return True
+    return False
+
+
+def measured(family: str, given: dict[str, Any]) -> bool:
+    model = whole_model(small(Variant(family, given))).eval()
+    return sees_later_tokens(model, torch.arange(3, 15))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.checks.context import context_parallel_errors
+from mgpu_pipe.checks.model_axes import context_parallel_errors
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.fields import resolved_fields
 
@@ -73,7 +73,7 @@ def test_rotary_tables_by_the_length_of_the_run_are_the_same_on_every_rank() -> 
 
 def test_no_torch_is_needed() -> None:
     code = (
-        "import sys; from mgpu_pipe.checks.context import context_parallel_errors as f;"
+        "import sys; from mgpu_pipe.checks.model_axes import context_parallel_errors as f;"
         "assert len(f({'num_attention_heads': 6}, 'llama', 4, 'ulysses', 9, 1)) == 2; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

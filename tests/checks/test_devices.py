@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.checks.devices import device_errors, device_notices
-from mgpu_pipe.checks.numerics import numerics_errors
-from mgpu_pipe.config import hardware
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.checks.devices import device_errors, device_notices, numerics_errors
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.system import hardware
 
 GIB = 1 << 30
 CACHED = (hardware._nvml, hardware._driver_gpus, hardware.gpu_capability, hardware.torch_has_cuda)

@@ -8,9 +8,9 @@ import sys
 import pytest
 from transformers import AutoConfig
 
-from mgpu_pipe.checks.experts import expert_count, expert_parallel_errors, router_loss_errors
+from mgpu_pipe.architectures.find import families_with, family_of
+from mgpu_pipe.checks.model_axes import expert_count, expert_parallel_errors, router_loss_errors
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.families.find import families_with, family_of
 from mgpu_pipe.models.fields import resolved_fields
 
 
@@ -61,5 +61,5 @@ def test_a_balance_loss_wants_routers_that_take_a_softmax() -> None:
 
 
 def test_nothing_here_imports_torch() -> None:
-    code = "import sys, mgpu_pipe.checks.experts; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, mgpu_pipe.checks.model_axes; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checks import logger_needs
+from mgpu_pipe.checks import lightning_needs as logger_needs
 from mgpu_pipe.checks.values import relation_errors, value_errors
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
 

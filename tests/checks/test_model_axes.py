@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from mgpu_pipe.checks.model_axes import across_nodes, model_axis_errors
-from mgpu_pipe.checks.unused_keys import unused_options
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.checks.notices import unused_options
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.topology import BatchPlan, ParallelDims

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checks import numerics, offload, toolchain
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.checks import devices as numerics
+from mgpu_pipe.checks import devices as toolchain
+from mgpu_pipe.checks import offload
+from mgpu_pipe.config.hydra.compose import compose
 
 
 @pytest.mark.parametrize(

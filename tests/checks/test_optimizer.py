@@ -14,10 +14,10 @@ import pytest
 
 from mgpu_pipe.checks import optimizer as optimizer_check
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.optim.probe import probe
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.optimizer_probe import probe
 
 OWN = "optimizer._target_=tests.support.own_optimizers."
 PLAIN = "optimizer=sgd"  # without options
@@ -33,7 +33,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(given)
         return asdict(probe(**json.loads(given)))
 
-    monkeypatch.setattr(optimizer_check, "_tried", in_this_process)
+    monkeypatch.setattr(optimizer_check, "_probe", in_this_process)
     return found
 
 
@@ -52,18 +52,21 @@ def refusals(*overrides: str) -> list[str]:
         ("optimizer.options.betas=[0.9]", "optimizer.options.betas=[0.9]: use a list of 2 values"),
         (
             "optimizer.options.betas=[0.9,2]",
-            "optimizer.options.betas=[0.9, 2]: torch.optim.AdamW refuses it: Invalid "
-            "beta parameter at index 1: 2; correct it, or leave it out (the default is (0.9, 0.999))",
+            "optimizer.options.betas=[0.9, 2]: out of range; give two numbers of at least 0 and below 1, such as "
+            "[0.9, 0.95], or leave it out",
         ),
         ("+optimizer.options.nesterov=true", "optimizer.options.nesterov=true: torch.optim.SGD refuses"),
         ("optimizer._target_=torch.optim.Muon", "use optimizer=muon"),
         ("optimizer._target_=torch.optim.SparseAdam", "SparseAdam does not support dense gradients"),
         ("optimizer=muon strategy=zero3 trainer.devices=2", "Muon needs whole matrices; use strategy=fsdp, or"),
-        ("optimizer=muon optimizer.options.momentum=-1", "optimizer.options.momentum=-1: mgpu_pipe.parallel.muon.Muon"),
-        ("optimizer=muon +optimizer.options.adjust_lr_fn=x", "neither original nor match_rms_adamw: x; correct it"),
+        ("optimizer=muon optimizer.options.momentum=-1", "optimizer.options.momentum=-1: out of range; give a number"),
+        (
+            "optimizer=muon +optimizer.options.adjust_lr_fn=x",
+            "adjust_lr_fn=x: out of range; give original, match_rms_adamw",
+        ),
         (
             "optimizer=adamw_bf16 optimizer.options.betas=[0.9,0.999]",
-            "below 0.992, where bfloat16 loses a moment's decay",
+            "bfloat16 loses a moment's decay; give two numbers of at least 0 and below 0.992",
         ),
         (OWN + "Noisy", "draws random numbers"),
         (OWN + "Early strategy=zero1 trainer.devices=2", "its constructor makes the state"),
@@ -107,7 +110,7 @@ def test_state_in_bfloat16_is_not_swapped_to_the_disk() -> None:
     config, _ = compose(["optimizer=adamw_bf16", "strategy=zero3", "strategy.offload=nvme"])
     (error,) = optimizer_check.optimizer_errors(config, ParallelDims())
     assert "DeepSpeed swaps state in fp32 alone to the disk; use strategy=zero3_cpu" in str(error)
-    assert str(error).startswith("optimizer._target_=mgpu_pipe.training.adamw_bf16.AdamWBf16: ")
+    assert str(error).startswith("optimizer._target_=mgpu_pipe.optim.adamw_bf16.AdamWBf16: ")
 
 
 def test_shipped_optimizers_are_not_tried(tried: list[str]) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 
-from mgpu_pipe.checks.packing import check_packing
+from mgpu_pipe.architectures.find import families_with
+from mgpu_pipe.checks.model import check_attention, check_packing
+from mgpu_pipe.checks.notices import notices
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.run_identity import differences, mathematics_hash
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.data.text.prepare_text import prepare as prepare_text
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.find import families_with
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.packed_text import block_diagonal_mask, forward_kwargs
+from tests.data.support import text_files
 from tests.models.tiny import tiny_model
 from tests.support.sampling import one_in
 
@@ -83,3 +92,43 @@ def test_families_that_cannot_be_packed_are_refused() -> None:
         check_packing({"model_type": "falcon", "alibi": True}, "best_fit")
     check_packing({"model_type": "mamba"}, "none")
     check_packing({"model_type": "llama"}, "best_fit", "flash_attention_2")
+
+
+ISOLATION = {"llama": "best_fit", "bloom": "none", "gptj": "none", "gpt_oss": "none", "deepseek_v2": "none"}
+
+
+@pytest.mark.parametrize("kind", ISOLATION)
+def test_auto_packs_where_documents_are_kept_apart(kind: str) -> None:
+    config = RunConfig(model=ModelConfig(type=kind))
+    assert config.data.packing == "auto" and resolve_packing(config) == ISOLATION[kind]
+    check_attention(config)
+    noticed = [notice.text for notice in notices(config) if notice.key == "data.packing"]
+    assert len(noticed) == (ISOLATION[kind] == "none")
+    explicit = replace(config, data=replace(config.data, packing="best_fit"))
+    assert mathematics_hash(explicit) == mathematics_hash(config) and not differences(explicit, config)
+    if ISOLATION[kind] == "none":
+        with pytest.raises(ConfigError, match=r"data\.packing=best_fit: .*; use data\.packing=none"):
+            check_attention(explicit)
+
+
+def test_auto_reads_the_fields_that_decide() -> None:
+    falcon = RunConfig(model=ModelConfig(type="falcon"))
+    assert resolve_packing(falcon) == "best_fit"
+    falcon.model.config = {"alibi": True}
+    assert resolve_packing(falcon) == "none"
+    seeing = RunConfig(model=ModelConfig(type="paligemma"))
+    seeing.objective = description("vision_language").keys()
+    assert resolve_packing(seeing) == "none"
+    seeing.model.type = "llava"
+    assert resolve_packing(seeing) == "best_fit"
+
+
+def test_documents_of_a_family_that_cannot_pack_have_a_row_each(tmp_path: Path) -> None:
+    run, samples = text_files(tmp_path, number=6), {}
+    run.data.seq_len, run.data.packing = 1024, "auto"
+    for kind in ("llama", "bloom"):
+        run.model.type = kind
+        prepared = prepare_text(run)
+        assert prepared.packing == ISOLATION[kind]
+        samples[kind] = prepared.train_samples
+    assert samples["llama"] < samples["bloom"] == 5

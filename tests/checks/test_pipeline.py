@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_contents, stage_layers
 from mgpu_pipe.checks.pipeline import pipeline_errors
-from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, micro_batches_fit
-from mgpu_pipe.planner.pipeline import LayerCosts, stage_contents, stage_layers
-from mgpu_pipe.report.pipeline_picture import pipeline_picture, schedule_lines
+from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES, micro_batches_fit
+from mgpu_pipe.report.overview import pipeline_picture, schedule_lines
 
 EIGHT = {"num_hidden_layers": 8}
 
@@ -125,6 +125,6 @@ def test_the_lines_of_check_name_bubble_and_stages() -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, mgpu_pipe.report.pipeline_picture, mgpu_pipe.checks.pipeline; sys.exit('torch' in sys.modules)"
+    code = "import sys, mgpu_pipe.report.overview, mgpu_pipe.checks.pipeline; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.checks.tensor import tensor_parallel_errors
+from mgpu_pipe.architectures.find import has_tensor_plan
+from mgpu_pipe.architectures.library_plans import library_plan
+from mgpu_pipe.checks.model_axes import tensor_parallel_errors
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.families.brought import brought_plan
-from mgpu_pipe.families.find import has_tensor_plan
 from mgpu_pipe.models.fields import resolved_fields
 
 LLAMA = {
@@ -62,8 +62,8 @@ def test_sequence_parallelism() -> None:
 
 
 def test_plans_are_read_without_torch() -> None:
-    assert brought_plan("llama", "base_model_tp_plan")["layers.*.self_attn.o_proj"] == "rowwise"
+    assert library_plan("llama", "base_model_tp_plan")["layers.*.self_attn.o_proj"] == "rowwise"
     assert has_tensor_plan("gpt2") and not has_tensor_plan("gpt2_of_nobody")
-    code = "import sys, mgpu_pipe.checks.tensor as p; p.has_tensor_plan('llama')"
+    code = "import sys, mgpu_pipe.checks.model_axes as p; p.has_tensor_plan('llama')"
     command = [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"]
     assert subprocess.run(command, check=False).returncode == 0

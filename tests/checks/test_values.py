@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checks import numerics
+from mgpu_pipe.checks import devices as numerics
+from mgpu_pipe.checks.notices import unused_options
 from mgpu_pipe.checks.preflight import preflight, preflight_errors
-from mgpu_pipe.checks.unused_keys import unused_options
-from mgpu_pipe.config import hardware, resolve
-from mgpu_pipe.config.compose import compose, compose_checked
+from mgpu_pipe.config import resolve
+from mgpu_pipe.config.hydra.compose import compose, compose_checked
+from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.system import hardware
 
 CPU = "trainer.accelerator=cpu"
 
@@ -60,8 +63,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
             ["scheduler.warmup_ratio=0.1", "scheduler.warmup_steps=5"],
             "scheduler.warmup_steps=5 is set too; leave one of",
         ),
-        (["scheduler.warmup_steps=200"], "longer than trainer.max_steps=100; use at most 100"),
         (["scheduler=wsd", "scheduler.warmup_steps=60", "scheduler.decay_steps=50"], "use at most 40"),
+        (
+            ["scheduler=wsd", "scheduler.warmup_steps=200", "scheduler.decay_steps=50"],
+            "use a scheduler.warmup_steps of at most 50",
+        ),
         (["data=jsonl"], "data.paths=[]: data.source=jsonl reads files"),
         (["data=text_files", "data.paths=[/nothing/*.txt]"], "data.paths=/nothing/*.txt: matches no file"),
         (["trainer.val_every_n_steps=5", "data.validation_fraction=0"], "nothing is held out"),
@@ -89,7 +95,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["model=gpt2_tiny", "data.seq_len=2048"], "raise model.config.n_positions"),
         (["checkpoint.resume=auot"], "did you mean auto?"),
         (["data.source=squares"], "synthetic, text_files; or install the package that brings it"),
-        (["checkpoint.init_from=/nothing/here"], "nothing is there"),
+        (["checkpoint.init_from=/nothing/here"], "no such file or folder"),
         (["checkpoint.init_from=/etc/passwd"], "mgpu-pipe import --from /etc/passwd --out"),
         (["data.tokenizer=/nothing/here"], "give a tokenizer folder"),
         (["optimizer._target_=os.system"], "not a class; use a subclass of torch.optim.Optimizer"),
@@ -162,7 +168,7 @@ def test_a_used_run_folder_is_refused_and_a_resume_is_not(tmp_path: Path):
     assert "is not empty and holds no run (metrics.csv)" in message
     (tmp_path / "config.yaml").write_text("")
     (message,) = messages(f"run.dir={tmp_path}")
-    assert "continue it with: mgpu-pipe " in message
+    assert re.search(r"continue it with: .*mgpu[-_]pipe ", message)  # as this process can start the program
     preflight(compose([CPU, f"run.dir={tmp_path}", "checkpoint.resume=auto"])[0])
     preflight(compose([CPU, f"run.dir={tmp_path}/new"])[0])
     (message,) = messages(f"run.dir={tmp_path}/metrics.csv")
@@ -311,11 +317,12 @@ def test_tf32_is_used_where_it_has_an_effect_and_told_where_it_has_none(
 
 
 def test_a_model_folder_and_its_tokenizer_must_fit(tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 8}))
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **dict.fromkeys(sizes, 8)}))
     assert "weights" in messages("model=hf", f"model.path={tmp_path}")[0]
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    preflight(compose([CPU, "model=hf", f"model.path={tmp_path}"])[0])
+    assert "no tokenizer.json" in messages("model=hf", f"model.path={tmp_path}")[0]
     vocabulary = {f"t{index}": index for index in range(12)}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
     assert "vocab" in messages("model=hf", f"model.path={tmp_path}")[0]
@@ -329,3 +336,13 @@ def test_a_pattern_that_freezes_nothing_is_refused_by_check():
     (message,) = messages("model=llama_tiny", "model.freeze=['*']")
     assert "nothing is left to train" in message
     preflight(compose([CPU, "model=llama_tiny", "model.freeze=['model.embed_tokens.*']"])[0])
+
+
+def test_a_short_run_of_a_longer_warm_up_is_noticed_and_is_the_same_run() -> None:
+    long, short = (compose([CPU, "scheduler.warmup_steps=10", f"trainer.max_steps={steps}"])[0] for steps in (100, 5))
+    said = [notice.text for notice in preflight(short) if notice.key == "scheduler.warmup_steps"]
+    kept = "a resumed run keeps the schedule that it began with"
+    assert said == [f"10 is longer than trainer.max_steps=5: all 5 steps are warm-up; {kept}"]
+    assert not [notice for notice in preflight(long) if notice.key == "scheduler.warmup_steps"]
+    assert mathematics_hash(long) == mathematics_hash(short)
+    assert short.scheduler.warmup_steps == 10, "the configuration stays as it was written"

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 from mgpu_pipe.checkpoint.compare import compare_tensors
-from mgpu_pipe.checkpoint.ruined import mark_ruined
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.cli import main
-from mgpu_pipe.report.numbers import MISSING
+from mgpu_pipe.checkpoint.selection import mark_ruined
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.report.columns import MISSING
 from mgpu_pipe.runs.lock import RunLock
 from tests.checkpoint.support import CUTS, cut_shards, flip_bit, model_tensors, optimizer_tensors
 
@@ -202,7 +202,7 @@ def test_wrong_words_are_one_line(
 
 def test_listing_checking_and_pruning_never_import_torch(run: Path) -> None:
     program = (
-        "import sys; from mgpu_pipe.cli import main; run = sys.argv[1]\n"
+        "import sys; from mgpu_pipe.cli.main import main; run = sys.argv[1]\n"
         "for words in ([run], ['check', run, '--full'], ['prune', run, '--keep-last', '1', '--yes']):\n"
         "    assert main(['checkpoints', *words]) == 0\n"
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), sorted(sys.modules)"

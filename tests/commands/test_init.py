@@ -11,18 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe import cli
-from mgpu_pipe.commands.init import FILES
+from mgpu_pipe.cli import main as cli
+from mgpu_pipe.cli.verbs.init import FILES
 from tests.support.command import environment
 from tests.support.program import run_program
 
-SHORT = [
-    "trainer.max_steps=2",
-    "scheduler.warmup_steps=0",
-    "data.seq_len=32",
-    "data.validation_max_samples=4",
-    "objective.sample_prompts=[]",
-]
+SHORT = ["trainer.max_steps=2", "data.seq_len=32", "data.validation_max_samples=4", "objective.sample_prompts=[]"]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe import cli
+from mgpu_pipe.cli import main as cli
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.runs.lock import RunLock
 from tests.report.fake_runs import make_run
@@ -110,7 +110,10 @@ def test_runs_are_filtered_and_sorted(
     assert names(capsys, *words) == found
 
 
-def test_the_table_shows_the_folders_whole(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_folders_whole(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["runs", "--name", "alpha"]) == 0
     head, first, second, count = capsys.readouterr().out.splitlines()
     assert head.split() == ["state", "step", "loss", "tok/s", "strategy", "age", "size", "tags", "run"]
@@ -119,7 +122,10 @@ def test_the_table_shows_the_folders_whole(root: Path, capsys: pytest.CaptureFix
     assert count.startswith("2 of 4 runs, ")
 
 
-def test_a_key_that_is_asked_for_is_a_column(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_is_asked_for_is_a_column(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["runs", "--sort", "lr", "--where", "max_steps=12"]) == 0
     head, first, second, _ = capsys.readouterr().out.splitlines()
     assert head.split()[-3:] == ["optimizer.lr", "trainer.max_steps", "run"]
@@ -153,7 +159,7 @@ def test_a_living_run_and_a_link_are_not_deleted(root: Path, capsys: pytest.Capt
     ("words", "said"),
     [
         (["--delete"], "--delete: say which"),
-        (["--yes"], "--yes: goes with --delete"),
+        (["--yes"], "--yes: only works with --delete"),
         (["outputs"], "outputs: not a run's folder; mgpu-pipe runs run.root=outputs lists those below it"),
         (["--older", "7"], "7: use an age such as 30m"),
         (["--state", "finishd"], "invalid choice: 'finishd'"),
@@ -190,7 +196,7 @@ def test_tags_are_short_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_needs_no_torch(root: Path) -> None:
-    program = "import sys; from mgpu_pipe.cli import main; main(['runs']); sys.exit('torch' in sys.modules)"
+    program = "import sys; from mgpu_pipe.cli.main import main; main(['runs']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 

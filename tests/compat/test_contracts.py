@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "mgpu_pipe"
-COMPAT = PACKAGE / "compat"
+COMPAT = PACKAGE / "system" / "compat"
 DISTRIBUTIONS = {"pytorch_lightning": "pytorch-lightning", "hydra": "hydra-core"}
 PUBLIC = {"_target_", "_replace", "_asdict", "_exit", "_getframe", "_parameters", "_buffers", "_modules"}
 """Names with an underscore that are documented, and the tables of torch's modules, whose contract is held here."""
@@ -27,7 +27,7 @@ def contracts() -> list[tuple[str, str]]:
     return [
         (file, name)
         for file in compat_modules()
-        for name in importlib.import_module(f"mgpu_pipe.compat.{file}").PRIVATE
+        for name in importlib.import_module(f"mgpu_pipe.system.compat.{file}").PRIVATE
     ]
 
 
@@ -71,7 +71,7 @@ def test_a_name_that_went_is_told() -> None:
 
 
 def test_atens_operators_are_still_there() -> None:
-    from mgpu_pipe.compat.torch_private import OPERATORS, operator
+    from mgpu_pipe.system.compat.torch_private import OPERATORS, operator
 
     for name in OPERATORS:
         try:
@@ -133,7 +133,7 @@ def test_private_names_are_used_in_compat_alone() -> None:
 
 @pytest.mark.parametrize("file", compat_modules())
 def test_what_a_compat_file_uses_is_in_its_contract(file: str) -> None:
-    module: ModuleType = importlib.import_module(f"mgpu_pipe.compat.{file}")
+    module: ModuleType = importlib.import_module(f"mgpu_pipe.system.compat.{file}")
     listed = " ".join([*module.PRIVATE, *getattr(module, "OPERATORS", ())])
     used = {use.rpartition(" ")[2].rpartition(".")[2] for use in private_uses(COMPAT / f"{file}.py")}
     assert not {name for name in used if name not in listed}

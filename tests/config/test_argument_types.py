@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mgpu_pipe.checks.values import relation_errors, value_errors
-from mgpu_pipe.config.argument_types import wanted_instead
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.targets.build_target import wanted_instead
 from mgpu_pipe.errors import BadInputError
 
 
@@ -30,7 +30,7 @@ STOPPING = ["callbacks=early_stopping", "trainer.val_every_n_steps=5", "trainer.
         ("int | None", [None, 2], ["x"], "a whole number or null"),
         ("typing.Union[bool, str]", [True, "x"], [2], "true or false or text"),
         ("Literal['min', 'max']", ["min"], ["mn", 1], "min or max"),
-        ("tuple[float, float]", [[0.9, 0.95], (1, 2)], [[0.9], 0.9, ["a", "b"]], "a list of 2 values"),
+        ("tuple[float, float]", [[0.9, 0.95], (1, 2)], [[0.9], 0.9, ["a", "b"]], "a list of 2 values, [a,b]"),
         ("list[str]", [["a"], []], ["a", [1]], "a list of text"),
         ("dict[str, Any]", [{}], [[], "x"], "a mapping, {name: value}"),
         ("Union[float, Tensor]", [0.1, "anything"], [], ""),

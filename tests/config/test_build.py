@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.checks.slots import CALLBACK_BASE, LOGGER_BASE, OPTIMIZER_BASE
-from mgpu_pipe.config.build import build, check_target, resolve_target
+from mgpu_pipe.config.targets.build_target import build, check_target, resolve_target
 from mgpu_pipe.errors import ConfigErrors
 
 DANGEROUS = [
@@ -70,7 +70,7 @@ def test_building_refuses_it_too(target: str):
 def test_known_classes_are_judged_without_importing_them(target: str, base: str):
     program = textwrap.dedent(f"""
         import sys
-        from mgpu_pipe.config.build import check_target
+        from mgpu_pipe.config.targets.build_target import check_target
         print(check_target({{"_target_": {target!r}}}, {base!r}, "slot", ("params", "save_dir")))
         print(sorted({{"torch", "pytorch_lightning", "transformers"}} & set(sys.modules)))
     """)

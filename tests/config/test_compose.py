@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config.compose import compose, hydra_session, preprocess
-from mgpu_pipe.config.conf_folders import conf_dir
 from mgpu_pipe.config.convert import schema_keys
+from mgpu_pipe.config.hydra.compose import compose, hydra_session, preprocess
 from mgpu_pipe.config.sections import own_keys
-from mgpu_pipe.data.audio.keys import SpokenDigitsConfig
-from mgpu_pipe.data.image.keys import CaptionConfig, PictureChatConfig
-from mgpu_pipe.data.text.mixture_keys import MixtureConfig
+from mgpu_pipe.data.audio.speech_keys import SpokenDigitsConfig
+from mgpu_pipe.data.images.image_keys import CaptionConfig, PictureChatConfig
+from mgpu_pipe.data.sources.mixture_keys import MixtureConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
-from mgpu_pipe.launch.slurm_keys import SlurmConfig
+from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
+from mgpu_pipe.system.conf_folders import conf_dir
 
 
 def messages(*overrides: str) -> list[str]:
@@ -112,7 +112,7 @@ def test_a_section_may_be_given_as_a_mapping():
         ("~optimizer.options", "a key cannot be deleted; its default is {}"),
         ("trainer.devices.x=1", "trainer.devices.x=1: no such key"),
         ("optimizer.lr=1e-3,1e-4", "several values; add -m for one run each"),
-        ("run.name=[a", "cannot be read"),
+        ("run.name=[a", "add the missing ]"),
         ("optimizer=null", "use one of adamw, adamw_bf16, muon, sgd"),
         ("nosuch/group=x", "no such group"),
     ],

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mgpu_pipe.config.compose import compose_in, hydra_session
-from mgpu_pipe.config.compose_points import PointComposer
-from mgpu_pipe.config.conf_folders import CONFIG_NAME
 from mgpu_pipe.config.freeze import HEADER, _with_interpolations, freeze
-from mgpu_pipe.config.interpolation import escaped
+from mgpu_pipe.config.hydra.compose import compose_in, hydra_session
+from mgpu_pipe.config.hydra.compose_points import PointComposer
+from mgpu_pipe.config.hydra.interpolation import escaped
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.system.conf_folders import CONFIG_NAME
 
 FIXED = ["model=llama_tiny", "callbacks.own._target_=a.B", "callbacks.own.size=3", "trainer.max_steps=9"]
 QUICK = [
@@ -53,7 +53,7 @@ def test_a_point_is_what_hydra_composes(quick: bool) -> None:
             assert made.config == whole.config and repr(made.config) == repr(whole.config), point
             assert made.overrides == whole.overrides, point
             assert list(map(str, made.errors)) == list(map(str, whole.errors)), point
-            assert (made.own, made.multirun) == (whole.own, whole.multirun)
+            assert (made.local_options, made.multirun) == (whole.local_options, whole.multirun)
 
 
 def test_points_do_not_share_values() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.conf_folders import conf_dir
-from mgpu_pipe.config.listing import list_groups
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.hydra.group_listing import list_groups
 from mgpu_pipe.models.fields import config_fields
-from mgpu_pipe.planner.parameters import count_parameters
+from mgpu_pipe.system.conf_folders import conf_dir
 
 OPTIONS = [(group, option.name) for group, options in list_groups().items() for option in options]
 NEEDS_MORE = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.freeze import config_hash, freeze, load, load_untrusted, remember
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import private_folder
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 

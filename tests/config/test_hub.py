@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.hub import _as_regex, data_name, hub_name, hub_names, is_at_commit, with_names, without_revisions
-from mgpu_pipe.config.mathematics import mathematics_hash
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.errors import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe import cli
+from mgpu_pipe.cli import main as cli
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_would_have_no_effect_is_refused_with_what_to_write(
         ["hydra.mode=RUN"],
         ["hydra.searchpath=[]"],
         ["~logger"],
-        ["~model.config.vocab_size"],
+        ["~model.config.max_position_embeddings"],
         ["~optimizer.options.eps"],
         ["-m", "seed=1", "hydra.sweep.subdir=x", "hydra/sweeper=basic"],
     ],

@@ -7,8 +7,7 @@ import json
 from typing import Any
 
 from mgpu_pipe.config.convert import all_keys, to_plain
-from mgpu_pipe.config.docs import field_documentation
-from mgpu_pipe.config.json_schema import json_schema
+from mgpu_pipe.config.json_schema import field_documentation, json_schema
 from mgpu_pipe.config.schema import RunConfig
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.convert import schema_keys
-from mgpu_pipe.config.mathematics import KINDS, Kind, differences, kind_of, mathematics_hash
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.run_identity import IDENTITIES, Identity, differences, identity_of, mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 
 MIXED = ("model", "data", "objective")
@@ -20,10 +20,12 @@ MIXED = ("model", "data", "objective")
 def test_every_key_of_the_schema_has_a_kind() -> None:
     for key, hint in schema_keys():
         if not (isinstance(hint, type) and is_dataclass(hint)):
-            assert isinstance(kind_of(key), Kind), f"decide in mgpu_pipe/config/mathematics.py what {key} is to a run"
-    assert not [key for key in MIXED if key in KINDS]
+            assert isinstance(identity_of(key), Identity), (
+                f"decide in mgpu_pipe/config/run_identity.py what {key} is to a run"
+            )
+    assert not [key for key in MIXED if key in IDENTITIES]
     known = {key for key, _ in schema_keys()}
-    assert set(KINDS) <= known, "an entry for a key that is gone"
+    assert set(IDENTITIES) <= known, "an entry for a key that is gone"
 
 
 def changed(key: str, value: object) -> RunConfig:

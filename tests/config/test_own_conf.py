@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mgpu_pipe import cli
-from mgpu_pipe.config.compose import compose_checked
-from mgpu_pipe.config.conf_folders import conf_dir
+from mgpu_pipe.cli import main as cli
+from mgpu_pipe.config.hydra.compose import compose_checked
 from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.system.conf_folders import conf_dir
 from tests.support.command import column, mgpu, run_folder
 
 MINE = """\
@@ -41,10 +41,10 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_own_options_compose_after_the_shipped_ones_and_are_told(work: Path) -> None:
     made = compose_checked(["experiment=mine"])
-    assert made.errors == [] and made.own == ["data=short", "experiment=mine"]
+    assert made.errors == [] and made.local_options == ["data=short", "experiment=mine"]
     data = made.config.data
     assert (data.source, data.seq_len, made.config.trainer.max_steps) == ("synthetic", 16, 8)
-    assert compose_checked(["model=llama_tiny"]).own == []
+    assert compose_checked(["model=llama_tiny"]).local_options == []
 
 
 @pytest.mark.parametrize("name", ["config", "model/llama_tiny"])
@@ -64,12 +64,12 @@ def test_another_tree_is_not_followed_by_it(work: Path) -> None:
         Path(folder).mkdir(exist_ok=True)
         Path(folder, "config.yaml").write_text("defaults: [mgpu_schema, _self_]\nseed: 7\n")
         made = compose_checked([], conf=Path(folder).absolute())
-        assert made.config.seed == 7 and made.own == []
+        assert made.config.seed == 7 and made.local_options == []
 
 
 def test_in_the_shipped_trees_own_folder_nothing_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(conf_dir().parent)
-    assert compose_checked(["experiment=quickstart"]).own == []
+    assert compose_checked(["experiment=quickstart"]).local_options == []
 
 
 def test_ls_check_and_completion_show_them(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config.replace_file import replace_file
+from mgpu_pipe.system.local_files import replace_file
 
 
 def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.commands.eval import _with_overrides
-from mgpu_pipe.config import convert, docs, plugins, sections
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.cli.verbs.eval import _with_overrides
+from mgpu_pipe.config import convert, plugins, sections
+from mgpu_pipe.config import json_schema as docs
 from mgpu_pipe.config.freeze import freeze, load
-from mgpu_pipe.config.mathematics import Kind, differences, kind_of, mathematics_hash
+from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.run_identity import Identity, differences, identity_of, mathematics_hash
 from mgpu_pipe.config.schema import DataConfig, RunConfig
-from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.config.untrusted_run import untrusted_data
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 
@@ -80,11 +81,11 @@ def test_own_keys_are_typed_kept_and_part_of_the_run_only_where_they_are_content
     assert (config.data.folder, config.data.waves, config.strategy.pause) == ("a", Waves(4), 1.0)  # type: ignore[attr-defined]
     freeze(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
-    assert (kind_of("data.waves.period"), kind_of("strategy.pause")) == (Kind.CONTENT, Kind.FREE)
+    assert (identity_of("data.waves.period"), identity_of("strategy.pause")) == (Identity.CONTENT, Identity.FREE)
     slower, _ = compose([*words, "strategy.pause=2"])
     longer, _ = compose([*words, "data.waves.period=5"])
     assert mathematics_hash(slower) == mathematics_hash(config) != mathematics_hash(longer)
-    assert list(differences(longer, config, [Kind.CONTENT])) == [("data.waves.period", 5, 4)]
+    assert list(differences(longer, config, [Identity.CONTENT])) == [("data.waves.period", 5, 4)]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import sys
 
 import pytest
 
-from mgpu_pipe.config import threads
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.threads import Threads, choose_threads, limit_threads
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.runs.environment import describe_environment
+from mgpu_pipe.system import threads
+from mgpu_pipe.system.threads import Threads, choose_threads, limit_threads
 from tests.support.command import REPOSITORY
 
 
@@ -26,14 +26,14 @@ from tests.support.command import REPOSITORY
 def test_usable_cores_are_shared_out(cores: int, workers: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "cpu_cores", lambda: cores)
     config, _ = compose([])
-    found = choose_threads(config, workers)
+    found = choose_threads(config.launch.threads_per_worker, workers)
     assert found.per_worker == expected
     assert f"{cores} / {workers}" in found.rule
 
 
 def test_a_given_number_stands_and_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = compose(["launch.threads_per_worker=3"])
-    found = choose_threads(config, 4)
+    found = choose_threads(config.launch.threads_per_worker, 4)
     assert found == Threads(3, "launch.threads_per_worker")
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
@@ -51,7 +51,7 @@ def test_what_the_user_set_stands() -> None:
 
 
 SHOW = """
-from mgpu_pipe import cli
+from mgpu_pipe.cli import main as cli
 cli.main = lambda: 0
 try:
     cli.program()

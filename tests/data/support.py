@@ -22,6 +22,7 @@ def config(tmp_path: Path, **data: object) -> RunConfig:
     run.data.cache_dir = str(tmp_path / "cache")
     run.data.tokenize_workers = 1
     run.data.seq_len = 32
+    run.data.packing = "best_fit"  # auto follows the model's family, and this model has none
     for name, value in data.items():
         assert hasattr(run.data, name)
         setattr(run.data, name, value)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.cli import main
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.balance import dealt, imbalance
 from mgpu_pipe.data.loader import train_step_batches
@@ -21,7 +21,7 @@ from mgpu_pipe.data.prepare import prepare as prepare_any
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config

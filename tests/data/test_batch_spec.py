@@ -8,10 +8,14 @@ from pathlib import Path
 import torch
 
 import mgpu_pipe
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.data.step_batch import BatchSpec, Field
 
 NAMES = re.compile(r"\b(input_ids|labels|position_ids)\b")
-KNOWING = ("data/audio", "data/image", "data/text", "objectives", "families", "inference")
+KNOWING = (
+    *("data/audio", "data/images", "data/text", "objectives", "inference"),
+    *("models/weights/pretrained.py", "report/"),
+)
+"""The last two have a tensor of old folders and the labels of charts by the same names."""
 SPEC = BatchSpec(
     {
         "frames": Field(sequence_dim=2, dtype="float32", shape=(3,)),
@@ -36,7 +40,7 @@ def test_only_those_whose_business_it_is_know_fields_by_name() -> None:
         for file in sorted(package.rglob("*.py"))
         if not str(file.relative_to(package)).startswith(KNOWING)
         for number, line in enumerate(file.read_text().splitlines(), 1)
-        if NAMES.search(line)
+        if NAMES.search(line) and not line.startswith("from ")
     ]
     assert told == []
 

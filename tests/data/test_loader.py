@@ -18,7 +18,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.data.text.encode import EncodedBatch
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
 from mgpu_pipe.data.text.packing import pack, valid_tokens
-from mgpu_pipe.data.text.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.data.text.token_store import TokenStore, write_tokens
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from mgpu_pipe.architectures.config_source import NO_DEFAULT, ConfigClass, config_class
+from mgpu_pipe.checks.model import DECIDED_BY
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.families.config_source import NO_DEFAULT, ConfigClass, config_class
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink_model import shrink_model
+from tests.families.published import PUBLISHED
 
 SEQ_LEN = 24
 MOST = 16
@@ -58,10 +60,11 @@ class Variant:
 
     family: str
     fields: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
 
     @property
     def name(self) -> str:
-        return ",".join(f"{key}={_short(value)}" for key, value in self.fields.items()) or "as shipped"
+        return self.title or ",".join(f"{key}={_short(value)}" for key, value in self.fields.items()) or "as shipped"
 
 
 def _short(value: object) -> str:
@@ -81,23 +84,25 @@ def not_tried(family: str) -> str | None:
 
 
 def variants(family: str) -> list[Variant]:
-    """The family as shipped, with every boolean the other way, in all combinations where those are few; and with
-    rotary tables that depend on the length."""
+    """The family as its class has it by default, with every boolean the other way, in all combinations where those
+    are few; with rotary tables that depend on the length; and as its maker published it.
+
+    Where the defaults see later tokens, all but the first are of the family made causal.
+    """
     known = config_class(family) or ConfigClass()
     flips = {name: not default for name, default in _booleans(known)}
-    base = {name: True for name in ("is_decoder", "causal") if name in known.annotations}
+    base = {name: True for name, families in DECIDED_BY.items() if family in families}
     flips = {name: value for name, value in flips.items() if name not in base}
     rotary = list(_rotary(known))
-    room = MOST - len(rotary)
+    published = [Variant(family, fields, f"published: {name}") for name, fields in PUBLISHED.get(family, {}).items()]
+    room = MOST - len(rotary) - len(published) - bool(base)
     if 2 ** len(flips) <= room:
         chosen = [dict(pairs) for pairs in _subsets(flips)]
     else:
         chosen = [{}, *({name: value} for name, value in flips.items())][:room]
     found = [Variant(family, {**base, **fields}) for fields in chosen]
     found += [Variant(family, {**base, **fields}) for fields in rotary]
-    if base:
-        found = [*found[: MOST - 1], Variant(family, dict.fromkeys(base, False))]
-    return found[:MOST]
+    return [*([Variant(family)] if base else []), *found, *published]
 
 
 def _booleans(known: ConfigClass) -> Iterator[tuple[str, bool]]:

@@ -9,10 +9,10 @@ import torch
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.models.layout import layouts_of
+from mgpu_pipe.models.local_shards import layouts_of
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.parallel.pipeline_stages import StageParts, cut_stages
+from mgpu_pipe.parallel.pipeline.stages import StageParts, cut_stages
 from tests.families.cells import SEQ_LEN
 from tests.families.step import Tensors, error, isolates, steps, ways, whole_model
 from tests.support.filling import fill
@@ -29,7 +29,7 @@ def stages_error(config: ModelConfig) -> tuple[float, str]:
     way = "packed, both at once" if isolates(config) else "padded, three at once"
     (batch,) = ways(config, isolates(config))[way][:1]
     loss, gradients = steps(whole, [batch])
-    blocks = len(whole.get_submodule(StageParts.of(whole, len(RANKS)).layers))
+    blocks = len(whole.get_submodule(StageParts.from_model(whole, len(RANKS)).layers))
     ends = [round(blocks * stage / STAGES) for stage in range(STAGES + 1)]
     layers = tuple(range(start, stop) for start, stop in itertools.pairwise(ends))
     values = {name: p.detach() for name, p in whole.named_parameters(remove_duplicate=False)}
@@ -45,7 +45,7 @@ def stages_error(config: ModelConfig) -> tuple[float, str]:
     hidden = None
     for stage in range(STAGES - 1):
         hidden = views[stage](hidden, objectives[stage].model_inputs(batch))
-    with views[STAGES - 1].shown(hidden):
+    with views[STAGES - 1].activate(hidden):
         total = objectives[STAGES - 1].micro_batch_loss(batch)
     count = int((batch["labels"] >= 0).sum())
     (total / count).backward()

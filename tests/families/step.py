@@ -12,21 +12,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mgpu_pipe.architectures.find import document_isolation
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.families.find import document_isolation
-from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import build_meta, materialise, model_config
+from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.compile import compile_blocks
-from mgpu_pipe.parallel.tensor import apply_tensor_parallel
-from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
+from mgpu_pipe.parallel.tensor.apply import apply_tensor_parallel
+from mgpu_pipe.parallel.tensor.collectives import reduce_replicated_gradients
 from tests.families.cells import SEQ_LEN
 from tests.support.filling import fill, owned_shards
 
 ROWS = ((11, 8, 5), (4, 13, 7))
 """Lengths of the documents that make up a row each."""
+SEEN = 1e-4
+"""Relative change of a logit from which on it depends on a token."""
 NOISE = 0.05
 """Added to every parameter: nothing is zero, and norms are not one."""
 Batch = dict[str, torch.Tensor]
@@ -116,12 +118,17 @@ def one_document_at_a_time(config: ModelConfig, weights: Tensors, dtype: torch.d
         loss = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum") / count
         loss.backward()
         total += float(loss.detach())
-    ids = docs[0][0]
-    with torch.no_grad():
-        whole, part = (model(input_ids=tokens[None], use_cache=False).logits[0] for tokens in (ids, ids[:-4]))
-    seen = float((whole[: len(part)] - part).abs().max() / whole.abs().max())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": total, "gradients": gradients, "sees_the_future": seen > 1e-4}
+    return {"loss": total, "gradients": gradients, "sees_the_future": sees_later_tokens(model, docs[0][0])}
+
+
+@torch.no_grad()
+def sees_later_tokens(model: Any, ids: torch.Tensor) -> bool:
+    """Whether the logits of the first tokens change with the last token of ``ids``."""
+    changed = ids.clone()
+    changed[-1] = ids[0] if ids[0] != ids[-1] else ids[0] + 1
+    first, other = (model(input_ids=tokens[None], use_cache=False).logits[0, :-1] for tokens in (ids, changed))
+    return float((first - other).abs().max() / first.abs().max()) > SEEN
 
 
 def compute_in(model: Any, dtype: torch.dtype) -> None:
@@ -197,7 +204,7 @@ def tensor_parallel(
 
 
 def error(found: tuple[float, Mapping[str, torch.Tensor]], expected: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest error over its bound (mgpu_pipe.verify.bounds), and of what; infinite where a gradient lacks."""
+    """The largest error over its bound (mgpu_pipe.verify.certificate), and of what; infinite where a gradient lacks."""
     loss, gradients = found
     want: Tensors = expected["gradients"]
     lacking = sorted(

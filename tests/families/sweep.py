@@ -28,11 +28,11 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+from mgpu_pipe.architectures.find import stages_of
 from mgpu_pipe.checks.preflight import preflight_errors
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
-from mgpu_pipe.families.find import stages_of
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.fields import model_types
 from tests.families.cells import Variant, not_tried, small, variants
@@ -278,7 +278,7 @@ def page(table: dict[str, Any]) -> str:
         "transformers over one document at a time in one process: loss, gradient norm and every gradient. Written by",
         "`python -m tests.families.sweep`; cell by cell in `benchmarks/results/families.json`.",
         "",
-        "`packs`: documents of one row are kept apart; where not, `data.packing=none` is asked for. A number alone",
+        "`packs`: documents of one row are kept apart; where not, each has a row (`data.packing=auto`). A number alone",
         "says how many variants are equal; `refused` are told in one line before a run starts. `pp=2`: four stages one",
         "after the other in one process against the whole model; nothing where the family cannot be cut into stages.",
         "",

@@ -1,4 +1,4 @@
-"""Every file of ``mgpu_pipe/families`` is found by the ``model_type`` that it is named after."""
+"""Every family of the table, and every file of ``mgpu_pipe/architectures``, is found by its ``model_type``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-import mgpu_pipe.families
-from mgpu_pipe.families.config_source import auto_mapping
-from mgpu_pipe.families.family import Family, Stages
-from mgpu_pipe.families.find import family_of, stages_of
+import mgpu_pipe.architectures
+from mgpu_pipe.architectures.config_source import auto_mapping
+from mgpu_pipe.architectures.families import FAMILIES
+from mgpu_pipe.architectures.family import Family, Stages
+from mgpu_pipe.architectures.find import family_of, stages_of
 
-FRAME = {"__init__", "brought", "config_source", "family", "find", "frames", "parts", "pictures"}
-FILES = sorted(path.stem for path in Path(mgpu_pipe.families.__file__).parent.glob("*.py") if path.stem not in FRAME)
+FRAME = {"__init__", "config_source", "families", "family", "find", "library_plans", "pictures"}
+FOLDER = Path(mgpu_pipe.architectures.__file__).parent
+FILES = sorted({*FAMILIES, *(path.stem for path in FOLDER.glob("*.py") if path.stem not in FRAME)})
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -32,5 +34,5 @@ def test_a_family_without_a_file_is_what_transformers_says_of_it() -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys; from mgpu_pipe.families.find import stages_of; stages_of('gemma2'); stages_of('falcon')"
+    code = "import sys; from mgpu_pipe.architectures.find import stages_of; stages_of('gemma2'); stages_of('falcon')"
     assert subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"]).returncode == 0

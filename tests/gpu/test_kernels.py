@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.kernels import packed_attention, softmax
-from mgpu_pipe.objectives.cross_entropy import linear_cross_entropy
-from mgpu_pipe.parallel.context_blocks import whole_blocks
-from mgpu_pipe.parallel.context_kernels import Gradients, Partial
+from mgpu_pipe.models.kernels import packed_attention, softmax
+from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy
+from mgpu_pipe.parallel.context.kernels import Gradients, Partial
+from mgpu_pipe.parallel.context.sequences import whole_blocks
 
 BOUNDS = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest error of a tensor's norm over the norm."""
@@ -89,7 +89,7 @@ def test_a_mask_is_made_on_gpus_in_fp32_alone(device: torch.device, monkeypatch:
     def no_mask(*_: object) -> None:
         raise AssertionError("a mask was made")
 
-    monkeypatch.setattr(packed_attention, "mask_of", no_mask)
+    monkeypatch.setattr(packed_attention, "visibility_mask", no_mask)
     if device.type == "cpu":
         attended(device, torch.float32, 64)
         return

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from mgpu_pipe.profiling.memory_use import MEMORY_PHASES, phases_of, rank_memory, thinned
-from mgpu_pipe.profiling.memory_watch import MemoryWatch
+from mgpu_pipe.training.profiling.memory_use import MEMORY_PHASES, phases_of, rank_memory, thinned
+from mgpu_pipe.training.profiling.memory_watch import MemoryWatch
 
 MIB = 1 << 20
 SIZE = 128 * MIB

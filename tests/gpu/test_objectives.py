@@ -8,11 +8,9 @@ import pytest
 
 from mgpu_pipe.config import plugins
 from tests.gpu.conftest import Programs, sampled
-from tests.objectives.test_sequence_classification import write_rows
 from tests.runs.support import same
 from tests.support.command import column, mgpu, mgpu_anew
-from tests.support.needs import need_digits, need_speech
-from tests.support.sounds import RATE, list_of_tones
+from tests.support.objectives import OBJECTIVES, TEXT, list_overrides
 
 SHORT = (
     "precision=fp32",
@@ -25,25 +23,12 @@ SHORT = (
     "trainer.deterministic=true",
     "logger=none",
 )
-TEXT = ("model=llama_tiny", "data=synthetic", "data.seq_len=64")
-OBJECTIVES = {
-    "causal_lm": TEXT,
+VARIANTS = {
+    **OBJECTIVES,
     "gpt2": (*TEXT, "model=gpt2_tiny"),
     "qwen3": (*TEXT, "model=qwen3_tiny"),
     "muon": (*TEXT, "optimizer=muon"),
     "averaged weights": (*TEXT, "optimizer.ema.decay=0.9", "optimizer.ema.evaluate=true"),
-    "masked_lm": ("model=bert_tiny", "objective=masked_lm", "data=synthetic", "data.seq_len=64"),
-    "seq2seq": ("model=t5_tiny", "objective=seq2seq", "data=number_words"),
-    "image_classification": ("model=vit_tiny", "objective=image_classification", "data=digits"),
-    "contrastive": ("model=clip_tiny", "objective=contrastive", "data=captioned_digits"),
-    "vision_language": ("model=llava_tiny", "objective=vision_language", "data=digit_questions"),
-    "ctc": ("model=wav2vec2_tiny", "objective=ctc", "data=audio_list", f"data.sampling_rate={RATE}"),
-    "speech_seq2seq": ("model=whisper_tiny", "objective=speech_seq2seq", "data=audio_list")
-    + ("model.config.max_source_positions=100", "objective.max_new_tokens=9"),
-    "sequence_classification": ("model=bert_tiny", "objective=sequence_classification", "data=labelled_jsonl")
-    + ("data.seq_len=24", "data.validation_fraction=0.2"),
-    "dpo": ("model=llama_tiny", "model.config.vocab_size=384", "objective=dpo", "data=spoken_preferences")
-    + ("data.chat_template=chatml", "data.numbers={count: 200, digits: 3}", "data.seq_len=80"),
 }
 PEFT = ("lora", "dora", "qlora", "distill")
 ON_GPU = {
@@ -55,38 +40,25 @@ ON_GPU = {
 }
 
 
-def words(name: str, folder: Path) -> tuple[str, ...]:
-    chosen = OBJECTIVES[name]
-    if "digit" in " ".join(chosen):
-        need_digits()
-    if "data=audio_list" in chosen:
-        need_speech()
-        (folder / "sounds").mkdir()
-        return *chosen, f"data.paths=[{list_of_tones(folder / 'sounds')}]"
-    if "data=labelled_jsonl" in chosen:
-        return *chosen, f"data.paths=[{write_rows(folder / 'rows.jsonl')}]"
-    return chosen
-
-
 def test_no_objective_is_left_out() -> None:
     named = {word.partition("=")[2] for row in OBJECTIVES.values() for word in row if word.startswith("objective=")}
     assert named | {"causal_lm"} | set(PEFT) >= set(plugins.OBJECTIVES)
 
 
-@pytest.mark.parametrize("name", sampled(OBJECTIVES, "speech_seq2seq"))
+@pytest.mark.parametrize("name", sampled(VARIANTS, "speech_seq2seq"))
 def test_an_objective_in_fp32_is_that_of_one_cpu_process(name: str, programs: Programs) -> None:
-    chosen = (*SHORT, *words(name, programs.folder))
+    chosen = (*SHORT, *list_overrides(name, programs.folder, VARIANTS))
     for strategy in ON_GPU.get(name, ("single",)):
         programs.hold([*chosen, f"strategy={strategy}"], [*chosen, "strategy=single"], same)
 
 
-@pytest.mark.parametrize("name", sampled(OBJECTIVES))
+@pytest.mark.parametrize("name", sampled(VARIANTS))
 def test_an_objective_in_bf16_stays_close(name: str, programs: Programs) -> None:
     def close(mine: Path, truth: Path) -> None:
         found, wanted = column(mine, "train/loss"), column(truth, "train/loss")
         assert max(abs(found[step] / wanted[step] - 1) for step in wanted) < 2e-2
 
-    chosen = (*SHORT, *words(name, programs.folder))
+    chosen = (*SHORT, *list_overrides(name, programs.folder, VARIANTS))
     programs.hold([*chosen, "precision=bf16"], [*chosen, "strategy=single"], close)
 
 

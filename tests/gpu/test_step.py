@@ -10,8 +10,8 @@ import torch
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 
 Gradients = dict[str, torch.Tensor]

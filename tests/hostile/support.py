@@ -155,7 +155,7 @@ def slow_imports(commands: Sequence[Sequence[str]], cwd: Path, cache: Path) -> l
     seconds."""
     program = textwrap.dedent(f"""
         import io, json, os, sys
-        from mgpu_pipe.cli import main
+        from mgpu_pipe.cli.main import main
         for words in {[list(words) for words in commands]!r}:
             pid = os.fork()
             if pid:

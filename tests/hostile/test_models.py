@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.cli import main
+from mgpu_pipe.cli.main import main
 from tests.hostile.support import (
     attempt,
     cases,

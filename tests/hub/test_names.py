@@ -120,7 +120,7 @@ def test_half_of_the_weights_stops_the_start_and_the_next_one_fetches_them(place
 def test_check_needs_no_torch_and_the_library_for_names_alone(place: Place, path: str | None) -> None:
     model = ["model=llama_tiny"] if path is None else ["model=hf", f"model.path={path}"]
     code = (
-        f"import sys; from mgpu_pipe.cli import main; code = main({['check', *model, 'data=synthetic', *TINY]!r});"
+        f"import sys; from mgpu_pipe.cli.main import main; code = main({['check', *model, 'data=synthetic', *TINY]!r});"
         f"sys.exit(code or 'torch' in sys.modules or ('huggingface_hub' in sys.modules) != {path is not None})"
     )
     asked = {**environment(place.cache), **place.hub.environment(place.root / "hf")}

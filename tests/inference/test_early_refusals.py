@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (["export", "run", "--out", "run"], "--out=run: exists and is no model folder; choose another folder"),
         (["export", "nothing", "--out", "new"], "nothing: no such folder"),
         (["export", "run", "--out", "new", "--device", "cpu"], "unrecognized arguments: --device cpu"),
-        (["import", "--from", "nothing.ckpt", "--out", "new", "model=llama_tiny"], "--from=nothing.ckpt: nothing is"),
+        (["import", "--from", "nothing.ckpt", "--out", "new", "model=llama_tiny"], "--from=nothing.ckpt: no such file or folder"),
         (["import", "--from", "file.ckpt", "--out", "there", "model=llama_tiny"], "--out=there: exists already"),
         (["generate", "run", "--prompt", "x", "--device", "cuda"], "--device=cuda: torch can use no GPU here"),
         (["generate", "run", "--prompt", "x", "--device", "tpu"], "--device=tpu: no such device; use auto, cpu, cuda"),
@@ -35,7 +35,7 @@ def test_it_is_one_line_and_nothing_slow_was_imported(tmp_path: Path, words: lis
     (tmp_path / "file.ckpt").write_text("x")
     program = textwrap.dedent(f"""
         import sys
-        from mgpu_pipe.cli import main
+        from mgpu_pipe.cli.main import main
         code = main({words!r})
         print(code, sorted({{"torch", "transformers", "pytorch_lightning"}} & set(sys.modules)))
     """)

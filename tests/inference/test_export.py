@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
-from mgpu_pipe.cli import main
+from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.inference import export
 from mgpu_pipe.inference.export import _put_in_place, export_folder
-from mgpu_pipe.inference.load import StoredModel, _with_buffers, open_model, read_from
 from mgpu_pipe.inference.model_folder import write_model_folder
-from mgpu_pipe.inference.streaming import streamed_logits
+from mgpu_pipe.inference.open import StoredModel, _with_buffers, open_model, read_from
+from mgpu_pipe.inference.streamed_weights import streamed_logits
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.save import saved_groups
-from mgpu_pipe.parallel.memory import AllocationWatch
+from mgpu_pipe.models.weights.model_files import saved_groups
+from mgpu_pipe.parallel.device_memory import AllocationWatch
 from mgpu_pipe.training.initial_weights import build_model
 from tests.models.tiny import tiny_model
 from tests.support.program import forked_check

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.child import bound
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.export import _undo_half_a_replacement, working_folder
+from mgpu_pipe.system.child_process import bound
 from tests.launch.launching import ROOT, alive, until
 
 PARENT = """
 import subprocess, sys
-from mgpu_pipe.child import bound
+from mgpu_pipe.system.child_process import bound
 child = subprocess.Popen(bound([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]),
                          stdout=subprocess.PIPE)
 child.stdout.readline()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from mgpu_pipe.cli import main
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.inference.external_weights import read_weights
-from mgpu_pipe.inference.load import load_run
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.errors import ModelFolderError
+from mgpu_pipe.inference.import_weights import read_weights
+from mgpu_pipe.inference.open import load_run
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
+from mgpu_pipe.models.weights.folder import check_model_folder
+from mgpu_pipe.training.deepspeed.zero_engine import prepare_deepspeed
 from tests.inference.support import write_tokenizer
+from tests.models.old_folders import write_old
 from tests.support.processes import run_processes
 
 pytestmark = pytest.mark.slow
@@ -133,7 +138,7 @@ def test_a_file_that_brings_code_is_refused_also_with_trust(tmp_path: Path, caps
         (lambda path: path.mkdir(), "neither a Lightning or torch file nor a DeepSpeed folder"),
         (lambda path: (path.mkdir(), (path / "config.json").touch()), "use model=hf model.path="),
         (lambda path: (path.mkdir(), (path / "manifest.json").touch()), "use checkpoint.init_from="),
-        (lambda path: None, "nothing is there; correct the path"),
+        (lambda path: None, "no such file or folder; check the path"),
         (lambda path: (path.mkdir(), (path / "latest").write_text("x")), "repeat with --trust"),
     ],
 )
@@ -204,3 +209,28 @@ def test_the_converter_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pyte
     (source / "latest").write_text("global_step0")
     found = read_weights(source, True, scratch)
     assert int(found["pid"]) != os.getpid()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_folder_from_before_safetensors_is_converted(
+    shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its masks and frequencies are left out, as transformers leaves them out."""
+    folder, out = write_old("pythia", tmp_path), tmp_path / "out"
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    files = {name: f"pytorch_model-{i % shards + 1:05d}-of-{shards:05d}.bin" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        torch.save({name: tensors[name] for name in names if files[name] == file}, folder / file)
+    if shards == 1:
+        (folder / files[names[0]]).rename(folder / "pytorch_model.bin")
+    else:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    expected = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelFolderError, match="mgpu-pipe import --from="):
+        check_model_folder(folder)
+    imported(capsys, "--from", folder, "--out", out, "model=hf", f"model.path={folder}")
+    found = AutoModelForCausalLM.from_pretrained(out, local_files_only=True, dtype=torch.float32)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name

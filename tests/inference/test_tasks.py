@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare
@@ -64,7 +64,8 @@ def config_of(place: Path, *overrides: str) -> RunConfig:
 
 
 def trained(place: str, strategies: list[str]) -> list[tuple[dict[str, float], dict[str, Any]]]:
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.inference.during_training import INFERENCE
+    from mgpu_pipe.training.train import train
 
     results = []
     for name in strategies:
@@ -77,7 +78,7 @@ def trained(place: str, strategies: list[str]) -> list[tuple[dict[str, float], d
             freeze(config, paths.config)
             shutil.copytree(prepared.tokenizer_folder, paths.tokenizer)
         torch.distributed.barrier()
-        result = train(config, paths, prepared)
+        result = train(config, paths, prepared, inference=INFERENCE)
         results.append(({k: v for k, v in result.metrics.items() if k.startswith("val/")}, result.summary["tasks"]))
     return results
 
@@ -88,7 +89,7 @@ def alone(place: Path) -> tuple[dict[str, float], dict[str, Any]]:
 
 
 def test_figures_are_those_of_one_row_at_a_time(place: Path, alone: Any) -> None:
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.inference.open import load_run
 
     metrics, told = alone
     run = load_run(place / "run-single-1")
@@ -151,18 +152,18 @@ def test_every_strategy_measures_the_same(place: Path, alone: Any, strategies: l
 def test_a_pattern_finds_what_is_compared() -> None:
     import re
 
-    from mgpu_pipe.inference.tasks.answers import _found
+    from mgpu_pipe.inference.tasks.answers import _extract
 
-    assert _found(re.compile(r"is (\d+)"), "It is 12 or 13.") == "12"
-    assert _found(re.compile(r"\d+"), "It is 12 or 13.") == "12" and _found(re.compile(r"\d+"), "None.") is None
-    assert _found(None, " 12 ") == "12"
+    assert _extract(re.compile(r"is (\d+)"), "It is 12 or 13.") == "12"
+    assert _extract(re.compile(r"\d+"), "It is 12 or 13.") == "12" and _extract(re.compile(r"\d+"), "None.") is None
+    assert _extract(None, " 12 ") == "12"
 
 
 @pytest.mark.slow
 def test_eval_measures_tasks_of_the_run_and_others(
     place: Path, alone: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mgpu_pipe.cli import main
+    from mgpu_pipe.cli.main import main
 
     monkeypatch.setenv("MGPU_PIPE_CACHE", str(place / "cache"))
     monkeypatch.chdir(place)

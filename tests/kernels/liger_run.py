@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.data.prepare import prepare
 from tests.kernels.liger_steps import CALLS, interpret
@@ -26,7 +26,7 @@ SMALL = (
 
 
 def run(folder: str, kernels: str) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     interpret()
     config, _ = compose([*SMALL, f"data.cache_dir={folder}/cache", f"model.kernels={kernels}"])

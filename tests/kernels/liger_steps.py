@@ -18,9 +18,9 @@ from liger_kernel.ops import geglu, rms_norm
 from triton.runtime import interpreter
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.kernels import liger
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
+from mgpu_pipe.models.kernels import layers as liger
+from mgpu_pipe.parallel.checkpointing import apply_activation_checkpointing
 from tests.support.tiny import COMMON, global_batch
 
 CALLS: Counter[str] = Counter()

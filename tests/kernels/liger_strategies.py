@@ -11,10 +11,10 @@ import sys
 from typing import Any
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.kernels.liger import use_liger
 from mgpu_pipe.models.build import run_model
+from mgpu_pipe.models.kernels.layers import use_liger
 from mgpu_pipe.verify import comparison
-from mgpu_pipe.verify.bounds import Worst
+from mgpu_pipe.verify.certificate import Worst
 from tests.kernels.liger_steps import CALLS, interpret
 from tests.support.processes import run_processes
 from tests.verify.support import small_run, verified

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import attention
 
-from mgpu_pipe.kernels.packed_attention import use_flash_attention_3
+from mgpu_pipe.models.kernels.packed_attention import use_flash_attention_3
 
 
 def test_torch_is_told_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:

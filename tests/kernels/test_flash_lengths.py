@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import modeling_flash_attention_utils as flash_attention
 
-from mgpu_pipe.compat.transformers_private import set_attention, works_with_flash_attention
-from mgpu_pipe.families.find import families_with
+from mgpu_pipe.architectures.find import families_with
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.packed_text import forward_kwargs, wants_starts
+from mgpu_pipe.system.compat.transformers_private import set_attention, works_with_flash_attention
 from tests.checks.test_packing import CUTS, packed_batch
 from tests.models.tiny import tiny_model
 from tests.support.sampling import one_in

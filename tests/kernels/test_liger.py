@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.checks.numerics import numerics_errors
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.checks.devices import numerics_errors
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.kernels import liger
-from mgpu_pipe.kernels.liger import FAMILIES, kernels_of
+from mgpu_pipe.models.kernels import layers as liger
+from mgpu_pipe.models.kernels.layers import FAMILIES, resolve_kernels
 from mgpu_pipe.parallel.compile import compiles
-from mgpu_pipe.parallel.pipeline_streams import splits_backward
+from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 
 ROOT = Path(__file__).parents[2]
 ERROR = 1e-5
@@ -123,7 +123,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def chosen(*overrides: str, model_type: str = "llama") -> str:
     config = config_of(*overrides)
-    return kernels_of(config, model_type, splits_backward(config.strategy))
+    return resolve_kernels(config, model_type, splits_backward(config.strategy))
 
 
 def refusals(*overrides: str) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_pipe.kernels.norms import add_up_in_fp32
+from mgpu_pipe.models.kernels.norms import add_up_in_fp32
 
 TOKENS, WIDTH = 2048, 32
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import ConfigError, NonFiniteError
-from mgpu_pipe.launch import stop
+from mgpu_pipe.launch import signals as stop
 from mgpu_pipe.launch.failure import write_error
-from mgpu_pipe.launch.parent_death import Lifeline
+from mgpu_pipe.system.process_end import Lifeline
 
 
 def fail(paths: RunPaths, rank: int, error: BaseException, code: int) -> None:

@@ -14,7 +14,7 @@ from tests.launch.launching import ROOT
 
 PROGRAM = """
 import sys
-from mgpu_pipe.launch.console import outliving_streams
+from mgpu_pipe.system.standard_streams import outliving_streams
 with outliving_streams():
     sys.stdin.readline()
     for _ in range(3):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config import compile_caches
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.launch import extensions
-from mgpu_pipe.strategies.build_extension import FOLDER
+from mgpu_pipe.launch import deepspeed_build as extensions
+from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def test_machines_of_other_processors_keep_their_own(
     here = extensions.extension_folder(config)
     other = tmp_path / "cpuinfo"
     other.write_text("flags\t\t: fpu sse sse2\n")
-    monkeypatch.setattr(extensions, "CPU_INFORMATION", other)
+    monkeypatch.setattr(compile_caches, "CPU_INFORMATION", other)
     assert extensions.extension_folder(config) != here
 
 

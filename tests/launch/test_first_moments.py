@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.launch.stop import NOT_BEGUN, asks_for_a_run
+from mgpu_pipe.launch.signals import NOT_BEGUN, asks_for_a_run
 from tests.launch.launching import ROOT, until
 
 

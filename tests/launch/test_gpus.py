@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.threads import Threads
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.launch import variables
-from mgpu_pipe.launch.distributed import _told_in_one_line
+from mgpu_pipe.launch import gpus as variables
+from mgpu_pipe.launch.distributed import _explained_start_errors
 from mgpu_pipe.launch.gpus import Gpu, compare, fault
 from mgpu_pipe.runs.environment import describe_environment
+from mgpu_pipe.system.threads import Threads
 
 FIRST = Gpu("n0", "boot-0", "GPU-a", "H100", (9, 0))
 SECOND = replace(FIRST, uuid="GPU-b")
@@ -69,25 +69,27 @@ def test_a_start_that_cuda_or_nccl_refuses_is_one_line() -> None:
             "NCCL finds no network interface",
         ),
     ):
-        with pytest.raises(BadInputError, match=f"^rank 3 cannot start: {told}") as raised, _told_in_one_line(3):
+        with pytest.raises(BadInputError, match=f"^rank 3 cannot start: {told}") as raised, _explained_start_errors(3):
             raise RuntimeError(said)
         assert "\n" not in str(raised.value)
-    with pytest.raises(RuntimeError, match="another"), _told_in_one_line(3):
+    with pytest.raises(RuntimeError, match="another"), _explained_start_errors(3):
         raise RuntimeError("another")
 
 
 def test_processes_on_gpus_get_variables_that_the_user_has_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = compose([])
-    for name in (*variables.ON_GPUS, variables.ALLOCATOR_BEFORE):
+    for name in (*variables.GPU_DEFAULTS, variables.ALLOCATOR_BEFORE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(variables, "device_type", lambda _: "cuda")
-    assert variables.gpu_environment(config) == variables.ON_GPUS
+    assert variables.gpu_environment(config) == variables.GPU_DEFAULTS
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert variables.gpu_environment(config) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, "one of the allocator's is enough"
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    recorded = describe_environment(["mgpu-pipe"], Threads(1, ""), 2, given={"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})
+    recorded = describe_environment(
+        ["mgpu-pipe"], Threads(1, ""), 2, worker_variables={"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    )
     told = dict(recorded["variables"])  # type: ignore[call-overload]
     wanted = {"NCCL_IB_HCA": "mlx5", "TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert wanted.items() <= told.items() and "WANDB_API_KEY" not in told

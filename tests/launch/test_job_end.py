@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.training.job_end import JOB_ENDS, _ends, _say, too_late
+from mgpu_pipe.training.run_clock import JOB_ENDS, _ends, _say, too_late
 from tests.support.command import column, environment, mgpu, run_folder
 from tests.support.program import run_program
 

@@ -16,20 +16,20 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from mgpu_pipe.config import resolve
-from mgpu_pipe.config.joined_world import existing_world, hosts, joined_processes, tasks_per_node
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, RunOptions, TrainerConfig
-from mgpu_pipe.config.strategy import StrategyConfig
 from mgpu_pipe.data.cache import locked
-from mgpu_pipe.data.text.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch import join
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.join import SharedPlan, _with_its_cause, agree, check_world, prepare_on_every_node
 from mgpu_pipe.launch.worker import NODE_LOCK
 from mgpu_pipe.launch.workers import is_stopped
-from mgpu_pipe.runs.continue_line import Asked
 from mgpu_pipe.runs.lock import process_identity
+from mgpu_pipe.runs.resume_command import CommandLine
+from mgpu_pipe.system.joined_world import existing_world, hosts, joined_processes, tasks_per_node
 from tests.data.support import config as data_config
 from tests.launch.launching import until
 
@@ -250,18 +250,18 @@ def test_rank_zero_of_a_complete_run_stays_until_the_others_know(
 ) -> None:
     store, config = HashStore(), RunConfig(run=RunOptions(dir=str(tmp_path)))
     complete = SharedPlan(str(tmp_path), join._hash(config), "", 1, train=False)
-    monkeypatch.setattr(join, "_settle", lambda *_: complete)
+    monkeypatch.setattr(join, "_prepare_attempt", lambda *_: complete)
 
     def rank_zero() -> None:
         with ExitStack() as resources:
-            agree(config, World(0, 0, 2, 2, "127.0.0.1", 0), Asked([], []), store, resources)
+            agree(config, World(0, 0, 2, 2, "127.0.0.1", 0), CommandLine([], []), store, resources)
 
     first = threading.Thread(target=rank_zero, daemon=True)
     first.start()
     first.join(1.0)
     assert first.is_alive()  # the store leaves with its process
     with ExitStack() as resources:
-        shared, _ = agree(config, World(1, 1, 2, 2, "127.0.0.1", 0), Asked([], []), store, resources)
+        shared, _ = agree(config, World(1, 1, 2, 2, "127.0.0.1", 0), CommandLine([], []), store, resources)
     assert shared == complete
     first.join(5.0)
     assert not first.is_alive()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.launch import link_check
-from mgpu_pipe.launch.node_check import BAD_NODES
+from mgpu_pipe.launch.node import BAD_NODES
 from tests.support.worlds import free_port
 
 TASK = """

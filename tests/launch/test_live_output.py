@@ -6,7 +6,7 @@ import io
 import os
 import random
 
-from mgpu_pipe.launch.live_output import LiveStream, PlainLines
+from mgpu_pipe.launch.preparing import LiveStream, PlainLines
 
 
 def test_a_bar_that_is_redrawn_leaves_no_trace_in_the_log() -> None:

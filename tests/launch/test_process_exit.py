@@ -9,7 +9,7 @@ from tests.support.command import REPOSITORY
 
 PROGRAM = """
 import atexit, os, threading, time
-from mgpu_pipe.launch.process_exit import exit_now
+from mgpu_pipe.system.process_end import exit_now
 
 class Bomb:
     def __del__(self):

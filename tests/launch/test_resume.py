@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.text.prepare import PreparedData, prepare
+from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import CheckpointError, ConfigErrors
 from mgpu_pipe.launch.resume import check_init_from, check_resume, resume_step
@@ -131,7 +131,7 @@ def test_another_runs_end_leaves_nothing_to_train(config: RunConfig, prepared: P
     ended = changed(config, "trainer.max_steps", STEP)
     with pytest.raises(ConfigErrors, match=r"trainer.max_steps=4: .* is at step 4 already; use more than 4"):
         check_resume(ended, prepared, step)
-    assert check_resume(ended, prepared, step, own=True) == []  # killed after its last save
+    assert check_resume(ended, prepared, step, is_own_step=True) == []  # killed after its last save
 
 
 def tokenizer_folder(folder: Path, tokens: list[str], **entries: object) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.launch.stop import SAME_SIGNAL_S
+from mgpu_pipe.launch.signals import SAME_SIGNAL_S
 from mgpu_pipe.launch.workers import is_stopped
 from tests.launch.launching import alive, run_launcher, start_launcher, until
 
@@ -21,7 +21,7 @@ def worker_pids(run: Path, world_size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
-def test_workers_meet_over_the_launchers_socket(run: Path, world_size: int) -> None:
+def test_workers_meet(run: Path, world_size: int) -> None:
     code, _, outcome = run_launcher(run, "all_reduce", world_size)
     assert (code, outcome[0]) == (0, "finished")
     for rank in range(world_size):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.adapters.dora import row_norms
 from mgpu_pipe.models.adapters.lora import add_adapters, is_adapter, lora_layers, merge_adapters, without_adapters
-from mgpu_pipe.models.adapters.peft_folder import measures, name_in_peft
+from mgpu_pipe.models.adapters.low_rank import row_norms
+from mgpu_pipe.models.adapters.peft_folder import magnitude_layer, name_in_peft
 from mgpu_pipe.models.build import build_meta, materialise
 from tests.models.tiny import tiny_model
 from tests.support.encoders import ENCODER_MODELS, ENCODERS, SEEING
@@ -89,12 +89,12 @@ def test_loss_gradients_and_merged_weights_are_those_of_peft(name: str, kind: An
         if is_adapter(own_name):
             theirs_name = f"{name_in_peft(own_name).removesuffix('.weight')}.default.weight"
             pairs[own_name] = named[theirs_name]
-            layer = measures(own_name)
+            layer = magnitude_layer(own_name)
             norms = 0 if layer is None else row_norms(ours.get_submodule(layer).rows())
             pairs[own_name].data.copy_(parameter.data + norms)
     assert (
         len(pairs)
-        == len(lora_layers(ours)[0][1].OWN) * len(lora_layers(ours))
+        == len(lora_layers(ours)[0][1].PARAMETERS) * len(lora_layers(ours))
         == sum(p.requires_grad for p in ours.parameters())
     )
     loss, truth = loss_of(ours), loss_of(theirs)
@@ -249,3 +249,18 @@ def test_what_is_trained_besides() -> None:
 def test_what_cannot_be_adapted_is_refused(keys: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         add_adapters(build_meta(MODELS["llama"]), PeftConfig(name="lora", **keys))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["all-linear"], ["*.q_proj", "language"]])
+def test_a_frozen_tower_gets_no_adapters(targets: list[str]) -> None:
+    model = build_meta(replace(ENCODER_MODELS["llava"], freeze=["vision"]), ENCODERS["llava"].model_class)
+    add_adapters(model, PeftConfig(name="lora", r=2, targets=targets))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained and not [name for name in trained if "vision_tower" in name]
+
+
+@pytest.mark.parametrize("keys", [{"targets": ["vision"]}, {"train_also": ["vision"]}, {"targets": ["out_proj"]}])
+def test_adapters_for_a_frozen_tower_alone_are_refused(keys: dict[str, Any]) -> None:
+    model = build_meta(replace(ENCODER_MODELS["llava"], freeze=["vision"]), ENCODERS["llava"].model_class)
+    with pytest.raises(ConfigError, match=r"is frozen or never used; leave it out, or take them out of model.freeze"):
+        add_adapters(model, PeftConfig(name="lora", r=2, **keys))

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import BadInputError, ModelFolderError
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.folder import INDEX, WEIGHTS, check_model_folder
-from mgpu_pipe.models.pretrained import load_pretrained
+from mgpu_pipe.models.weights.folder import INDEX, WEIGHTS, check_model_folder
+from mgpu_pipe.models.weights.pretrained import load_pretrained
 from tests.models.tiny import tiny_model, write_folder
 
 FAMILIES = ["llama", "gpt2", "qwen3", "mixtral"]

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models import keyed_init
 from mgpu_pipe.models.build import build_meta, draw_parameter, materialise, recipe_of
+from mgpu_pipe.models.init import keyed_init
 from tests.models.tiny import tiny_model
 
 FAMILIES = [

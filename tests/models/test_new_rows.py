@@ -10,8 +10,8 @@ import torch
 
 from mgpu_pipe.errors import ModelFolderError
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.pretrained import load_pretrained
-from mgpu_pipe.models.slices import FolderWeights
+from mgpu_pipe.models.weights.pretrained import load_pretrained
+from mgpu_pipe.models.weights.slices import FolderWeights
 from tests.models.tiny import tiny_model, write_folder
 
 

@@ -8,14 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.lora import add_adapters
-from mgpu_pipe.models.adapters.nf4 import Block, dequantise, packed_ranges, packed_shapes, quantise
-from mgpu_pipe.models.adapters.qlora import is_scales, parameters_of, unpack
+from mgpu_pipe.models.adapters.qlora import (
+    Block,
+    dequantise,
+    is_scales,
+    packed_parameters,
+    packed_ranges,
+    packed_shapes,
+    quantise,
+    unpack,
+)
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.parallel.tensor_cut import check_blocks
+from mgpu_pipe.parallel.tensor.cut import check_blocks
 from tests.support.exact import BOUND, distance
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 
@@ -85,7 +93,7 @@ def test_loss_and_gradients_are_those_of_lora_beside_the_values_of_the_bytes(nam
     assert bytes_.keys() == weights.keys(), "matrices without an adapter too"
     kept = 0
     for one, value in bytes_.items():
-        scales = packed.get_parameter(parameters_of(one)[1])
+        scales = packed.get_parameter(packed_parameters(one)[1])
         plain.get_parameter(one).data.copy_(unpack(packed, one, value, scales))
         kept += value.numel() + scales.numel()
     assert kept <= 1.02 * sum(weights.values()) * (4 + 8 / 64 + 32 / (64 * 256)) / 8

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from mgpu_pipe.checks.model import check_names
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.inference.model_folder import write_adapter
+from mgpu_pipe.inference.open import StoredModel
+from mgpu_pipe.models.adapters.lora import add_adapters
+from mgpu_pipe.models.adapters.peft_folder import FIELDS
 from mgpu_pipe.models.build import build_meta, materialise, run_model
-from mgpu_pipe.models.slices import FolderWeights
+from mgpu_pipe.models.weights.slices import FolderWeights
 from mgpu_pipe.training.initial_weights import build_model
 from tests.models.tiny import tiny_model, write_folder
 
 KEYS = PeftConfig(name="lora", r=4, alpha=12.0, targets=["q_proj", "v_proj"], train_also=["lm_head.*"])
+UNTIED = {"tie_word_embeddings": False}
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +33,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
     return made_by_peft(tmp_path_factory.mktemp("peft"))
 
 
-def made_by_peft(root: Path, **options: Any) -> tuple[Path, Path, Any]:
+def made_by_peft(root: Path, fields: Mapping[str, Any] = UNTIED, **options: Any) -> tuple[Path, Path, Any]:
     """A base, an adapter that peft trained nothing into but random numbers, and peft's model."""
     from peft import LoraConfig, get_peft_model
 
-    model: Any = materialise(build_meta(tiny_model("llama", tie_word_embeddings=False)), 5, "cpu")
+    model: Any = materialise(build_meta(tiny_model("llama", **fields)), 5, "cpu")
     write_folder(model, root / "base")
     told = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
     config = LoraConfig(**{**told, **options})
@@ -47,7 +54,7 @@ def run_of(folders: tuple[Path, Path, Any], **keys: Any) -> RunConfig:
     run = RunConfig(seed=7)
     run.model.type, run.model.path, run.model.config = None, str(folders[0]), {}
     run.data.seq_len = 32
-    run.peft = replace(KEYS, init_from=str(folders[1]), **keys)
+    run.peft = replace(KEYS, **{"init_from": str(folders[1]), **keys})
     return run
 
 
@@ -115,3 +122,164 @@ def test_other_kinds_of_adapters_and_other_bases_are_refused(folders: tuple[Path
     write_folder(materialise(build_meta(wider), 5, "cpu"), tmp_path / "wider")
     with pytest.raises(ConfigError, match="give the model that it was trained on"):
         check_names(run_of((tmp_path / "wider", folders[1], None)))
+
+
+CHANGED: dict[str, Any] = {
+    "peft_type": "LOHA",
+    "bias": "all",
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "megatron_config": {"tensor_model_parallel_size": 1},
+    "trainable_token_indices": [1],
+    "velora_config": {"num_groups": 1},
+    "alora_invocation_tokens": [1, 2],
+    "use_qalora": True,
+    "monteclora_config": {"num_samples": 2},
+    "layer_replication": [[0, 1], [0, 2]],
+    "lora_bias": True,
+    "target_parameters": ["mlp.weight"],
+    "use_bdlora": {"nblocks": 2},
+    "arrow_config": {"top_k": 2},
+    "kasa_config": {"beta": 0.1},
+    "init_lora_weights": "pissa",
+    "r": 2,
+    "lora_alpha": 3,
+    "use_rslora": True,
+    "use_dora": True,
+}
+"""Values of peft's fields under which its tensors mean something else."""
+UNCHANGED: dict[str, Any] = {
+    "task_type": "CAUSAL_LM",
+    "auto_mapping": {"base_model_class": "LlamaForCausalLM"},
+    "peft_version": "0.17.0",
+    "base_model_name_or_path": "elsewhere",
+    "revision": "main",
+    "inference_mode": False,
+    "target_modules": "all-linear",
+    "exclude_modules": ["k_proj"],
+    "lora_dropout": 0.5,
+    "fan_in_fan_out": True,
+    "modules_to_save": ["lm_head"],
+    "init_lora_weights": "gaussian",
+    "layers_to_transform": [0, 1],
+    "layers_pattern": "layers",
+    "megatron_core": "megatron.other",
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"corda_method": "kpm"},
+    "lora_ga_config": {"direction": "ArB2r"},
+    "qalora_group_size": 32,
+    "runtime_config": {"ephemeral_gpu_offload": True},
+    "ensure_weight_tying": True,
+}
+"""Values of peft's fields that leave what its tensors compute as it is."""
+
+
+def test_every_field_of_peft_is_known() -> None:
+    from dataclasses import fields as fields_of
+
+    from peft import LoraConfig
+
+    assert {field.name for field in fields_of(LoraConfig)} <= FIELDS
+    assert set(CHANGED) | set(UNCHANGED) == FIELDS
+
+
+def with_settings(folders: tuple[Path, Path, Any], root: Path, settings: object) -> RunConfig:
+    import json
+    import shutil
+
+    other = shutil.copytree(folders[1], root / "adapter")
+    (other / "adapter_config.json").write_text(json.dumps(settings))
+    return run_of((folders[0], other, None))
+
+
+def settings_of(folders: tuple[Path, Path, Any]) -> dict[str, Any]:
+    import json
+
+    settings: dict[str, Any] = json.loads((folders[1] / "adapter_config.json").read_text())
+    return settings
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_field_that_changes_what_is_computed_is_refused(
+    folders: tuple[Path, Path, Any], tmp_path: Path, name: str
+) -> None:
+    run = with_settings(folders, tmp_path, {**settings_of(folders), name: CHANGED[name]})
+    with pytest.raises(ConfigError) as error:
+        check_names(run)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_a_field_that_changes_nothing_is_read(folders: tuple[Path, Path, Any], tmp_path: Path, name: str) -> None:
+    begins_as_peft(with_settings(folders, tmp_path, {**settings_of(folders), name: UNCHANGED[name]}), folders[2], False)
+
+
+def test_every_other_kind_of_adapter_and_unknown_fields_are_refused(
+    folders: tuple[Path, Path, Any], tmp_path: Path
+) -> None:
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    plain = settings_of(folders)
+    others: list[object] = [{**plain, "peft_type": kind.value} for kind in PEFT_TYPE_TO_CONFIG_MAPPING]
+    assert len(others) > 20
+    others.remove(plain)
+    newer: list[object] = [{**plain, "a_newer_field": 16}, {"r": 4}, [], "LORA", 7]
+    for number, settings in enumerate([*others, *newer]):
+        (tmp_path / str(number)).mkdir()
+        with pytest.raises(ConfigError, match=r"^peft\.init_from="):
+            check_names(with_settings(folders, tmp_path / str(number), settings))
+
+
+@pytest.mark.parametrize("way", ["pissa", "pissa_niter_2", "olora"])
+def test_adapters_that_changed_their_base_are_refused(tmp_path: Path, way: str) -> None:
+    with pytest.raises(ConfigError, match=f"its init_lora_weights is '{way}'"):
+        check_names(run_of(made_by_peft(tmp_path, init_lora_weights=way)))
+
+
+TIED = {"tie_word_embeddings": True}
+
+
+@WAYS
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_a_tied_embedding_that_peft_trained_is_read(tmp_path: Path, sharded: bool, module: str) -> None:
+    options = {"modules_to_save": [module], "ensure_weight_tying": True}
+    folders = made_by_peft(tmp_path, TIED, **options)
+    begins_as_peft(run_of(folders, train_also=["embed_tokens.*"]), folders[2], sharded)
+
+
+def test_a_tied_embedding_that_peft_untied_is_refused(tmp_path: Path) -> None:
+    folders = made_by_peft(tmp_path, TIED, modules_to_save=["embed_tokens"])
+    with pytest.raises(ConfigError, match=r"it has no base_model.model.lm_head.weight: peft leaves it as the base has"):
+        check_names(run_of(folders, train_also=["embed_tokens.*"]))
+    both = tmp_path / "both"
+    both.mkdir()
+    folders = made_by_peft(both, TIED, modules_to_save=["embed_tokens", "lm_head"])
+    with pytest.raises(ConfigError, match=r"differ, and the model ties lm_head.weight to model.embed_tokens.weight"):
+        build_model(run_of(folders, train_also=["embed_tokens.*"]), torch.device("cpu"), False)
+
+
+@pytest.mark.parametrize("pattern", ["embed_tokens.*", "lm_head.*"])
+def test_a_trained_tied_embedding_is_pefts_head_too(tmp_path: Path, pattern: str) -> None:
+    from peft import PeftModel
+
+    model: Any = build_meta(tiny_model("llama", **TIED))
+    keys = replace(KEYS, train_also=[pattern])
+    add_adapters(model, keys)
+    materialise(model, 5, "cpu")
+    write_folder(materialise(build_meta(tiny_model("llama", **TIED)), 6, "cpu"), tmp_path / "base")
+    torch.manual_seed(1)
+    base = build_model(run_of((tmp_path / "base", tmp_path, None), init_from=None), torch.device("cpu"), False)[0]
+    model.load_state_dict(base.state_dict(), strict=False)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.1)
+    stored = StoredModel(model.eval(), lambda name, dtype: model.state_dict()[name].to(dtype), tmp_path, None, None, 1)
+    (tmp_path / "adapter").mkdir()
+    write_adapter(stored, tmp_path / "adapter", torch.float32)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    ids = torch.arange(16).unsqueeze(0)
+    torch.testing.assert_close(theirs.eval()(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+    merged = theirs.merge_and_unload()
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    begins_as_peft(run_of((tmp_path / "base", tmp_path / "adapter", None), train_also=[pattern]), model, False)

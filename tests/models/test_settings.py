@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checkpoint.strict_json import canonical, parse
+from mgpu_pipe.checkpoint.chunks import canonical, parse
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.build import model_config
 from mgpu_pipe.models.settings import model_settings, require_model_settings

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ModelFolderError
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.parts import PartOf, local_tensor, parts_held
-from mgpu_pipe.models.pretrained import load_pretrained
-from mgpu_pipe.models.slices import fill_from_folder
+from mgpu_pipe.models.local_shards import TensorPart, local_parts, local_tensor
+from mgpu_pipe.models.weights.pretrained import load_pretrained
+from mgpu_pipe.models.weights.slices import fill_from_folder
 from mgpu_pipe.parallel.fsdp import apply_fully_shard
 from mgpu_pipe.topology import Meshes, ParallelDims
 from tests.models.tiny import write_folder
@@ -27,7 +27,7 @@ def folder_of(name: str, root: Path) -> Path:
     return write_folder(model, root / name)
 
 
-def _filled(folders: list[str]) -> list[dict[str, list[tuple[PartOf, torch.Tensor]]]]:
+def _filled(folders: list[str]) -> list[dict[str, list[tuple[TensorPart, torch.Tensor]]]]:
     found = []
     for folder in folders:
         source = ModelConfig(path=folder)
@@ -37,7 +37,7 @@ def _filled(folders: list[str]) -> list[dict[str, list[tuple[PartOf, torch.Tenso
         assert not any(buffer.is_meta for buffer in model.buffers())
         found.append(
             {
-                name: [(part, block.of(local_tensor(p).detach()).clone()) for block, part in parts_held(p, None)]
+                name: [(part, block.view(local_tensor(p).detach()).clone()) for block, part in local_parts(p, None)]
                 for name, p in model.named_parameters()
             }
         )

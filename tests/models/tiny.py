@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.families.config_source import config_class
-from mgpu_pipe.inference.load import read_from
 from mgpu_pipe.inference.model_folder import write_model_folder
+from mgpu_pipe.inference.open import read_from
 
 SMALL = {
     "vocab_size": 128,

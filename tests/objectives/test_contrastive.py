@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,16 +13,19 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import contrastive_loss
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.architectures.formulas.traffic import exchanged
+from mgpu_pipe.architectures.pictures import READ_WHOLE
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
-from mgpu_pipe.families.pictures import READ_WHOLE
+from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.base import Alone
+from mgpu_pipe.objectives.base import SingleProcess
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
-from mgpu_pipe.planner.traffic import exchanged
-from mgpu_pipe.strategies.base import EngineStrategy
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.objectives.contrastive_keys import measured
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
@@ -107,7 +111,7 @@ def made(family: str, max_scale: float = 100.0) -> ContrastiveObjective:
 def loss_of(objective: ContrastiveObjective, batch: dict[str, torch.Tensor], size: int) -> torch.Tensor:
     """Summed over micro-batches of ``size``, backward through each."""
     parts = [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, 6, size)]
-    objective.meet(parts, len(parts), Alone())
+    objective.gather_features(parts, len(parts), SingleProcess())
     losses = [objective.micro_batch_loss(part) for part in parts]
     torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
     return torch.stack(losses).sum().detach()
@@ -147,7 +151,7 @@ def test_loss_and_gradients_are_transformers_own(family: str) -> None:
 
 def in_float64(family: str, samples: int, size: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients over all processes, each of which has its share of the samples, ``size`` at a time."""
-    objective, world = made(family), contrastive_loss.World() if dist.is_initialized() else Alone()
+    objective, world = made(family), contrastive_loss.World() if dist.is_initialized() else SingleProcess()
     bias: Any = getattr(objective.model, "logit_bias", None)
     if bias is not None:  # where it begins, at -10, strangers hardly count
         bias.data.fill_(-0.5)
@@ -157,7 +161,7 @@ def in_float64(family: str, samples: int, size: int) -> tuple[float, dict[str, t
     first = share * (dist.get_rank() if world.ring > 1 else 0)
     starts = range(first, first + share, size)
     parts = [{name: value[at : at + size] for name, value in batch.items()} for at in starts]
-    objective.meet(parts, len(parts), world)
+    objective.gather_features(parts, len(parts), world)
     loss = torch.zeros((), dtype=torch.float64)
     for part in parts:
         one = objective.micro_batch_loss(part)
@@ -195,11 +199,12 @@ def test_recalls_are_counted_over_all_held_out_samples() -> None:
     objective, random = made("clip"), torch.Generator().manual_seed(7)
     images, texts = (torch.randn(40, 8, generator=random) for _ in range(2))
     labels = torch.randint(0, 12, (40,), generator=random).float()
+    pictures = torch.arange(40).float()
     texts = torch.nn.functional.normalize(texts + 0.7 * images, dim=1)
     for rows in (slice(0, 25), slice(25, 40)):
-        shown = {"images": images[rows], "texts": texts[rows], "labels": labels[rows]}
-        objective.met(shown, slice(0, rows.stop - rows.start))
-    sums = objective.last_sums(Alone())
+        shown = {"images": images[rows], "texts": texts[rows], "labels": labels[rows], "picture_ids": pictures[rows]}
+        objective.collect_heldout(shown, slice(0, rows.stop - rows.start))
+    sums = objective.last_sums(SingleProcess())
     assert isinstance(sums, torch.Tensor)
     scores = (images @ texts.T).numpy()
     expected = []
@@ -209,11 +214,73 @@ def test_recalls_are_counted_over_all_held_out_samples() -> None:
             for own, row in enumerate(matrix)
         ]
         expected += [sum(rank < limit for rank in ranks) for limit in (1, 5, 10)]
-    assert sums[2:].tolist() == expected
+    assert sums[1] == 40 and sums[3:].tolist() == expected
     means = {label: texts[labels == label].mean(0) for label in set(labels.tolist())}
     nearest = [max(means, key=lambda one: float(image @ means[one] / means[one].norm())) for image in images]
-    assert sums[1] == sum(one == label for one, label in zip(nearest, labels.tolist(), strict=True))
-    assert objective.last_sums(Alone()) == 0, "the next evaluation begins anew"
+    assert sums[2] == sum(one == label for one, label in zip(nearest, labels.tolist(), strict=True))
+    assert objective.last_sums(SingleProcess()) == 0, "the next evaluation begins anew"
+
+
+def test_another_caption_of_the_same_picture_is_right() -> None:
+    """The usual rule: each picture once, among all captions; each caption once, among all different pictures."""
+    objective, random = made("clip"), torch.Generator().manual_seed(11)
+    several = [5, 5, 3, 1, 2, 5, 4, 1, 1, 5, 2, 3]  # captions of each picture
+    owner = np.repeat(np.arange(12), several)
+    seen, said = torch.randn(12, 8, generator=random), torch.randn(36 + 1, 8, generator=random)
+    texts = torch.nn.functional.normalize(said + seen[owner], dim=1)
+    order = np.random.default_rng(2).permutation(len(owner))  # captions of a picture need not follow each other
+    whole = {
+        "images": seen[owner[order]],
+        "texts": texts[order],
+        "labels": torch.from_numpy(order).float(),
+        "picture_ids": torch.from_numpy(owner[order]).float(),
+    }
+    for rows in (slice(0, 20), slice(20, 37)):
+        objective.collect_heldout(
+            {name: value[rows] for name, value in whole.items()}, slice(0, rows.stop - rows.start)
+        )
+    sums = objective.last_sums(SingleProcess())
+    assert isinstance(sums, torch.Tensor)
+    scores = (seen @ texts.T).numpy()
+    captions = [min(np.flatnonzero(owner[np.argsort(-row)] == at)) for at, row in enumerate(scores)]
+    pictures = [int(np.flatnonzero(np.argsort(-row) == owner[at])[0]) for at, row in enumerate(scores.T)]
+    metrics = measured([0.0, *sums[1:].tolist(), float(len(owner))])
+    for rank in (1, 5, 10):
+        assert metrics[f"val/image_to_text_recall@{rank}"] == pytest.approx(np.mean(np.array(captions) < rank))
+        assert metrics[f"val/text_to_image_recall@{rank}"] == pytest.approx(np.mean(np.array(pictures) < rank))
+    assert 0 < metrics["val/image_to_text_recall@1"] < 1 > metrics["val/text_to_image_recall@1"] > 0
+
+
+def test_a_row_with_a_list_of_captions_gives_a_sample_for_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = folder_of_classes(tmp_path / "shown", each=10)
+    rows = [
+        {"image": str(path), "caption": [f"a {path.parent.name} square", f"{path.parent.name} {path.stem}"]}
+        for path in sorted(root.rglob("*.png"))
+    ]
+    listed = tmp_path / "list.jsonl"
+    listed.write_text("\n".join(map(json.dumps, rows)))
+    config = captioned(tmp_path, f"data.paths=[{listed}]", "data.validation_fraction=0.5")
+    prepared = prepare(config)
+    assert prepared.amounts() == [(30, "pictures"), (60, "captions")]
+    preflight(config)
+    picture_ids, labels = {}, {}
+    for split, number in (("train", prepared.train_samples), ("validation", prepared.held_out_samples)):
+        batch = prepared.open(config, split).batch(np.arange(number), np.arange(number))
+        picture_ids[split], labels[split] = batch["picture_ids"].tolist(), batch["labels"].tolist()
+        assert all(count == 2 for count in Counter(picture_ids[split]).values()), "no picture is on both sides"
+    assert len(set(picture_ids["train"])) + len(set(picture_ids["validation"])) == 30
+    assert any(count > 1 for count in Counter(labels["train"]).values()), "captions that say the same"
+    rows[3]["caption"] = ["whole", None]
+    rows[4]["caption"] = []
+    listed.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigErrors, match=r"list.jsonl:4: has no caption; correct or remove it"):
+        preflight(config)
+    config = captioned(tmp_path, f"data.paths=[{listed}]", "data.on_bad_sample=skip")
+    preflight(config)
+    assert prepare(config).amounts() == [(29, "pictures"), (57, "captions"), (2, "left out")]
+    assert f"{listed}:4 has no caption; {listed}:5 has no caption" in caplog.text
 
 
 def captioned(folder: Path, *overrides: str) -> RunConfig:
@@ -242,8 +309,8 @@ def goes_on_and_is_exported(
     """The exported model of a run that went on under another strategy, as that class of transformers loads it."""
     import transformers
 
-    from mgpu_pipe.cli import main
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.open import load_run
 
     whole, metrics, _ = small_runs.run_on(composed, folder)
     for key in ("train/loss", "val/loss"):
@@ -308,7 +375,7 @@ def test_captions_of_classes_are_drawn_by_seed_and_sample(tmp_path: Path) -> Non
     ("lines", "overrides", "said"),
     [
         (["image,text", "a.png,b"], (), "data.caption_column"),
-        (["image,caption", "a.png,"], (), "the caption is nothing"),
+        (["image,caption", "a.png,"], (), "has no caption"),
         (["image,caption", "gone.png,b"], (), "there is no file"),
         (["image,caption", "a.png,b"], ("strategy=pp", "trainer.devices=2"), "objective.name=contrastive"),
         (["image,caption", "a.png,b"], ("data.seq_len=64",), "data.seq_len=64"),

@@ -13,18 +13,18 @@ import pytest
 
 import mgpu_pipe
 from mgpu_pipe.config import objective, plugins
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.eval_tasks import higher_is_better
 from mgpu_pipe.config.freeze import freeze, load
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.json_schema import json_schema
-from mgpu_pipe.config.mathematics import mathematics_hash
 from mgpu_pipe.config.objective import Description, Metric, description
+from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.objectives.registry import objective_class
 
 COMPUTED = re.compile(r"\bcross_entropy\(|\bmath\.exp\(|log_softmax|nll_loss")
-ASKED = ("objectives/", "data/text/", "inference/generation.py")
+ASKED = ("objectives/", "data/text/", "data/sources/mixture.py", "inference/generation.py")
 
 
 @dataclass
@@ -47,7 +47,8 @@ def tilted(monkeypatch: pytest.MonkeyPatch) -> None:
     for cache in caches:
         cache.cache_clear()
     yield
-    from mgpu_pipe.config import convert, docs, sections
+    from mgpu_pipe.config import convert, sections
+    from mgpu_pipe.config import json_schema as docs
 
     for cache in (*caches, sections.all_hints, convert.all_keys, docs.field_documentation):
         cache.cache_clear()
@@ -55,7 +56,8 @@ def tilted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    from mgpu_pipe.config import convert, docs, sections
+    from mgpu_pipe.config import convert, sections
+    from mgpu_pipe.config import json_schema as docs
 
     for cache in (sections.all_hints, convert.all_keys, docs.field_documentation):
         cache.cache_clear()

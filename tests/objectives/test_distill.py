@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.order import GlobalOrder
@@ -22,9 +22,9 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise, run_model
 from mgpu_pipe.objectives.distill_keys import DistillConfig
-from mgpu_pipe.objectives.divergence import Teaching, linear_distillation, token_divergences
+from mgpu_pipe.objectives.losses.divergence import Teaching, linear_distillation, token_divergences
 from mgpu_pipe.objectives.packed_text import forward_kwargs
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
@@ -149,7 +149,7 @@ def with_teacher(folder: Path, **changes: Any) -> RunConfig:
 
 
 def trained(folder: str, overrides: list[str]) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     config = small_data(Path(folder), *overrides)
     paths = RunPaths(Path(folder) / "run")
@@ -217,7 +217,7 @@ def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tu
 
 def test_a_teacher_of_another_tokenizer_or_with_changed_logits_is_refused(tmp_path: Path) -> None:
     from mgpu_pipe.launch.resume import announce_resume
-    from mgpu_pipe.objectives.teacher import Teacher
+    from mgpu_pipe.objectives.distill import Teacher
 
     config = with_teacher(tmp_path)
     prepared, paths = prepare(config), RunPaths(tmp_path / "run")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze, remember
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.order import GlobalOrder
@@ -22,7 +24,7 @@ from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.models.build import materialise, run_model
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
@@ -95,7 +97,7 @@ def test_every_strategy_is_one_answer_at_a_time(processes: int, strategy: tuple[
 
 
 def trained(folder: str, overrides: list[str], cache: str, resume: str | None = None) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     config = small_data(Path(cache), *overrides)
     step = None if resume is None else Path(resume)
@@ -103,10 +105,17 @@ def trained(folder: str, overrides: list[str], cache: str, resume: str | None = 
     return result.summary["metrics"]
 
 
-def run(folder: Path, cache: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
-    import shutil
+def weights_of(folder: Path) -> tuple[str, ...]:
+    return ("model=hf", f"model.path={folder}", "~model.config.vocab_size")
 
+
+def run(
+    folder: Path, cache: Path, processes: int, *overrides: str, resume: Path | None = None, beside: Sequence[Path] = ()
+) -> dict[str, float]:
+    """The metrics of a run in the new ``folder``, in which lie copies of the files ``beside``."""
     folder.mkdir()
+    for path in beside:
+        shutil.copy(path, folder)
     given = [*overrides, f"trainer.devices={processes}"]
     config = small_data(cache, *given)
     freeze(config, RunPaths(folder).config)
@@ -117,15 +126,16 @@ def run(folder: Path, cache: Path, processes: int, *overrides: str, resume: Path
     return found
 
 
-def answers(tokenizer: Any, row: dict[str, str]) -> list[tuple[list[int], int]]:
-    """Of each side the tokens, their end included, and how many of them are the prompt's."""
+def answers(tokenizer: Any, row: dict[str, str]) -> list[tuple[list[int], int, int]]:
+    """Of each side the tokens, their end included, how many are the prompt's, and how many end with the turn."""
     asked, found = [{"role": "user", "content": row["prompt"]}], []
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
     for side in ("chosen", "rejected"):
         said = [*asked, {"role": "assistant", "content": row[side]}]
         ids = tokenizer(tokenizer.apply_chat_template(said, tokenize=False), add_special_tokens=False)["input_ids"]
         length = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-        found.append(([*ids, tokenizer.eos_token_id], length))
+        turn = len(ids) - ids[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        found.append(([*ids, tokenizer.eos_token_id], length, turn))
     return found
 
 
@@ -152,10 +162,10 @@ def by_hand(config: RunConfig, steps: int, beta: float) -> tuple[list[float], di
 
     def margin(row: dict[str, str]) -> tuple[torch.Tensor, list[float]]:
         gains = []
-        for ids, prompt in answers(tokenizer, row):
+        for ids, prompt, turn in answers(tokenizer, row):
             with torch.no_grad():
-                before = log_probability(reference, ids, prompt)
-            gains.append(log_probability(model, ids, prompt) - before)
+                before = log_probability(reference, ids[:turn], prompt)
+            gains.append(log_probability(model, ids[:turn], prompt) - before)
         return gains[0] - gains[1], [beta * float(gain.detach()) for gain in gains]
 
     order, losses, size = GlobalOrder(config.seed, len(train)), [], config.data.global_batch_size
@@ -217,7 +227,7 @@ def test_a_live_reference_is_the_cached_one(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mgpu_pipe.cli import main
+    from mgpu_pipe.cli.main import main
 
     files, cache = file_of(tmp_path, PAIRS), tmp_path / "cache"
     whole = run(tmp_path / "whole", cache, 1, files, "strategy=single", "checkpoint.every_n_steps=2")
@@ -233,6 +243,45 @@ def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
         kept.unlink()
     assert main(evaluate) == 2
     assert "no such numbers of the reference for these pairs" in capsys.readouterr().err
+
+
+def test_a_reference_of_other_first_weights_is_not_taken(tmp_path: Path) -> None:
+    """An attempt that ended before its first row leaves its reference to the next one in that ``run.dir``."""
+    given, cache = (file_of(tmp_path, PAIRS), "strategy=single", "trainer.val_every_n_steps=100"), tmp_path / "cache"
+    run(tmp_path / "earlier", cache, 1, *given)
+    left = list((tmp_path / "earlier").glob("reference-*"))
+    for name, other in (("seed", "seed=7"), ("model", "model.config.hidden_act=gelu")):
+        run(tmp_path / name, cache, 1, *given, other, beside=left)
+        assert losses_of(tmp_path / name)[0] == pytest.approx(np.log(2), abs=1e-6)
+
+
+def test_a_damaged_reference_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    given, cache = (file_of(tmp_path, PAIRS), "strategy=single", "checkpoint.every_n_steps=2"), tmp_path / "cache"
+    run(tmp_path / "run", cache, 1, *given, "checkpoint.keep_last=0")
+    losses = losses_of(tmp_path / "run")
+    [kept] = (tmp_path / "run").glob("reference-*.npy")
+    whole = np.load(kept)
+    damaged = bytearray(kept.read_bytes())
+    damaged[128:136] = np.float64(-1.0).tobytes()
+    kept.write_bytes(damaged)
+    again, saved = [*given, "trainer.devices=1"], tmp_path / "run" / "checkpoints" / "step-00000002"
+    run_processes(1, trained, str(tmp_path / "run"), again, str(cache), str(saved))
+    assert losses_of(tmp_path / "run") == losses
+    assert np.array_equal(np.load(kept), whole)
+
+
+def test_a_reference_is_not_measured_again_from_other_weights(tmp_path: Path) -> None:
+    files, cache, folder = file_of(tmp_path, PAIRS), tmp_path / "cache", tmp_path / "model"
+    config = small_data(cache, files)
+    model = materialise(run_model(config), 0, torch.device("cpu"))
+    model.save_pretrained(folder)
+    shutil.copytree(prepare(config).tokenizer_folder, folder, dirs_exist_ok=True)
+    given = (files, "strategy=single", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0", *weights_of(folder))
+    run(tmp_path / "run", cache, 1, *given)
+    materialise(run_model(config), 1, torch.device("cpu")).save_pretrained(folder)
+    saved = tmp_path / "run" / "checkpoints" / "step-00000002"
+    with pytest.raises(AssertionError, match="its weights are not those that this run began with"):
+        run(tmp_path / "second", cache, 1, *given, resume=saved)
 
 
 def test_a_sample_is_both_conversations_of_its_pair(tmp_path: Path) -> None:
@@ -258,7 +307,7 @@ def test_a_sample_is_both_conversations_of_its_pair(tmp_path: Path) -> None:
     config = small_data(tmp_path, file_of(tmp_path, rows), "data.validation_fraction=0")
     prepared = prepare(config)
     assert prepared.amounts()[0] == (len(PAIRS) + 3, "pairs")
-    assert prepared.amounts()[2:] == [(1, "equal pairs left out"), (1, "pairs above data.seq_len left out")]
+    assert prepared.amounts()[2:] == [(1, "equal pairs left out")] and prepared.too_long_samples == 1
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
     samples = prepared.open(config, "train")
     everything = np.arange(len(samples))
@@ -266,11 +315,12 @@ def test_a_sample_is_both_conversations_of_its_pair(tmp_path: Path) -> None:
     assert samples.valid_units(everything, everything) == len(samples)
     for row in range(len(PAIRS)):
         start = 0
-        for side, (ids, prompt) in enumerate(answers(tokenizer, PAIRS[row])):
+        for side, (ids, prompt, turn) in enumerate(answers(tokenizer, PAIRS[row])):
             at = slice(start, start + len(ids))
             assert batch["input_ids"][row, at].tolist() == ids
             assert batch["position_ids"][row, at].tolist() == list(range(len(ids)))
-            assert batch["labels"][row, at].tolist() == [IGNORE_INDEX] * (prompt - 1) + ids[prompt:] + [IGNORE_INDEX]
+            before, after = [IGNORE_INDEX] * (prompt - 1), [IGNORE_INDEX] * (len(ids) - turn + 1)
+            assert batch["labels"][row, at].tolist() == before + ids[prompt:turn] + after
             assert batch["rejected"][row, at].tolist() == [side] * len(ids)
             start += len(ids)
         assert set(batch["labels"][row, start:].tolist()) == {IGNORE_INDEX}
@@ -283,7 +333,7 @@ def test_a_sample_is_both_conversations_of_its_pair(tmp_path: Path) -> None:
     ("row", "told"),
     [
         ({"prompt": "a", "chosen": "b"}, "pairs.jsonl:1: has no column 'rejected'; columns: prompt, chosen"),
-        ({"chosen": "b", "rejected": "c"}, "pairs.jsonl:1: has no column 'messages'; set data.messages_column to one"),
+        ({"chosen": "b", "rejected": "c"}, "pairs.jsonl:1: has no prompt (no column messages, prompt, "),
         ({"prompt": "a", "chosen": "", "rejected": "c"}, "pairs.jsonl:1: column 'chosen' is empty"),
         ({"prompt": "a", "chosen": 1, "rejected": "c"}, "column 'chosen' must be a text or a list of messages"),
         (

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.models.build import build_meta, materialise
@@ -22,9 +22,9 @@ from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
 from mgpu_pipe.objectives.image_classification_keys import FAMILIES
 from mgpu_pipe.report.comparison import PNG, encoded_of
-from mgpu_pipe.strategies.base import EngineStrategy
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from mgpu_pipe.verify.shrink import shrink
 from tests.support import small_runs
@@ -184,8 +184,8 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tun
 ) -> None:
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-    from mgpu_pipe.cli import main
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.open import load_run
 
     whole = run(tmp_path / "whole", 1, "strategy=single")
     half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
@@ -227,7 +227,7 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tun
 def test_a_folder_of_other_classes_gets_a_new_head(tmp_path: Path) -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.inference.open import load_run
 
     torch.manual_seed(2)
     sizes = {

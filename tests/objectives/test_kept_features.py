@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from mgpu_pipe.checks.model import check_names
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.base import Alone
+from mgpu_pipe.objectives.base import SingleProcess
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION
 from mgpu_pipe.objectives.image_classification_keys import FAMILIES
-from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PooledFeatures, SeesPictures
+from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, PooledFeatures
 from tests.objectives import test_contrastive, test_image_classification
 from tests.objectives.test_tower_features import _once, equal
 from tests.support import small_runs
@@ -31,9 +31,9 @@ CLIP = (test_contrastive.captioned, ("model.freeze=[vision]", *STILL))
 DATA = {"vit": VIT, "clip": CLIP}
 
 
-def run(kind: str, folder: Path, processes: int, *overrides: str) -> None:
+def run(kind: str, folder: Path, processes: int, *overrides: str, **options: Any) -> None:
     data, given = DATA[kind]
-    small_runs.run(data, folder, processes, *given, *overrides)
+    small_runs.run(data, folder, processes, *given, *overrides, **options)
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +63,14 @@ def test_the_run_is_the_one_that_computes_them_in_every_step(
     """And one that goes on half-way, in its folder, without the tower."""
     more = (strategy, "trainer.val_every_n_steps=2", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
     folder = tmp_path / "run"
-    with mock.patch.object(small_runs, "_trained", partial(_once, False)):
-        run(kind, folder, 2, *more)
+    run(kind, folder, 2, *more, trained=partial(_once, False))
     equal(folder, plain(kind))
     saved, (data, given) = str(folder / "checkpoints" / "step-00000002"), DATA[kind]
     run_processes(2, partial(_once, True), data, str(folder), [*given, *more, "trainer.devices=2"], saved)
     equal(folder, plain(kind))
 
 
-def objective_of(kind: str, family: str) -> tuple[SeesPictures, Callable[[Any], torch.Tensor]]:
+def objective_of(kind: str, family: str) -> tuple[PictureObjective, Callable[[Any], torch.Tensor]]:
     if kind == "vit":
         classifier = test_image_classification.made(family)
         classifier.model.requires_grad_(False).get_submodule("classifier").requires_grad_(True)
@@ -86,7 +85,7 @@ def objective_of(kind: str, family: str) -> tuple[SeesPictures, Callable[[Any], 
     towers.features = PooledFeatures(towers.model)
 
     def met(batch: Any) -> torch.Tensor:
-        towers.meet([batch], 1, Alone())
+        towers.gather_features([batch], 1, SingleProcess())
         return towers.micro_batch_loss(batch)
 
     return towers, met
@@ -119,10 +118,10 @@ def test_loss_and_gradients_of_every_family(kind: str, family: str) -> None:
     batch = {name: value[:5] for name, value in batch.items()}
     expected, truth = measured()
     features._tables["train"] = np.zeros((6, *features._shape), np.float32)
-    with features.of("train"):
-        features.measures = True
+    with features.on_split("train"):
+        features.is_measuring = True
         measured()
-        features.measures = False
+        features.is_measuring = False
         with mock.patch.object(features, "_run", side_effect=AssertionError("the tower ran")):
             found, grads = measured()
     assert float(found) == pytest.approx(float(expected), rel=1e-6)

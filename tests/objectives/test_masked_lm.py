@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,19 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
-from mgpu_pipe.objectives.cross_entropy import correct_predictions
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.losses.cross_entropy import correct_predictions
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
-from mgpu_pipe.strategies.base import EngineStrategy
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
@@ -127,8 +129,45 @@ def test_what_cannot_be_done_is_refused_beforehand(overrides: tuple[str, ...], t
     assert told in str(refused.value)
 
 
+def tokenizer_with(folder: Path, mask: str | None) -> Path:
+    """A tokenizer folder of 600 words whose mask token, where it has one, stands among them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [mask if number == 103 and mask else f"w{number}" for number in range(600)]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", mask_token=mask)
+    fast.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(("mask", "token"), [("[MASK]", 103), ("<mask>", 103), (None, 1023)])
+def test_the_mask_token_is_the_tokenizers(tmp_path: Path, mask: str | None, token: int) -> None:
+    texts = tmp_path / "texts.jsonl"
+    rows = [{"text": " ".join(f"w{2 + (row * word) % 90}" for word in range(60))} for row in range(40)]
+    texts.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    tokenizer = tokenizer_with(tmp_path / "tokenizer", mask)
+    given = ("data=jsonl", f"data.paths=[{texts}]", f"data.tokenizer={tokenizer}", "data.validation_fraction=0")
+    config = small_data(tmp_path / "cache", *given)
+    prepared = prepare(config)
+    samples = MaskedLMObjective.samples(prepared.complete(config), prepared.open(config, "train"))
+    batch = samples.batch(np.arange(16), np.arange(16))
+    hidden = batch["input_ids"][batch["labels"] != IGNORE_INDEX]
+    assert 0.6 < float((hidden == token).double().mean()) < 0.95
+
+
+def test_a_pretrained_model_whose_tokenizer_has_no_mask_token_is_refused(tmp_path: Path) -> None:
+    folder = tokenizer_with(tmp_path / "hf", None)
+    model = materialise(build_meta(small_data(tmp_path).model, "AutoModelForMaskedLM"), 1, "cpu")
+    model.save_pretrained(folder)
+    given = ("model=hf", f"model.path={folder}", "model.type=null", "data=jsonl", f"data.paths=[{folder}/config.json]")
+    with pytest.raises(ConfigErrors, match=r"objective\.mask_token_id=auto: .* has no mask token; give the id"):
+        preflight(compose([*BERT, *given])[0])
+
+
 def trained(folder: str, overrides: list[str], cache: str, resume: str | None) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     config = small_data(Path(cache), *overrides)
     step = None if resume is None else Path(resume)
@@ -153,7 +192,7 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
 ) -> None:
     from transformers import AutoModelForMaskedLM
 
-    from mgpu_pipe.cli import main
+    from mgpu_pipe.cli.main import main
 
     cache = tmp_path / "cache"
     whole = run(tmp_path / "whole", cache, 1, "strategy=single")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
 from mgpu_pipe.objectives.masked_lm_keys import MaskedLMConfig
 

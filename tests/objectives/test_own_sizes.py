@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.grids import chat_pixels
-from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.images.grids import chat_pixels
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.preview import parts_of
@@ -147,9 +147,7 @@ def test_a_picture_keeps_its_shape_and_tokens_stand_where_transformers_puts_them
     assert [one.count("<image>") for one in text] == list(map(len, shown)), "as people are shown them"
     most = int(samples.lengths.max()) - 1
     short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={most}"))
-    assert (
-        short.train_samples == 5 and f"1 conversations of more than {most} tokens (with their pictures)" in short.told
-    )
+    assert short.train_samples == 5 and short.too_long_samples == 1
 
 
 def test_a_picture_that_is_too_long_stops_or_is_left_out(tmp_path: Path) -> None:
@@ -231,9 +229,9 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
 ) -> None:
     import transformers
 
-    from mgpu_pipe.cli import main
-    from mgpu_pipe.inference.load import load_run
-    from mgpu_pipe.inference.sight import Sight
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.open import load_run
+    from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
     whole = run(tmp_path / "whole", 1, model, "strategy=single")
     run(tmp_path / "first", 2, model, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
@@ -257,8 +255,8 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     )
     made = processor([Image.open(picture) for picture in pictures], return_tensors="pt")
     loaded = load_run(second)
-    sight = Sight.of(loaded, pictures)
-    assert sight is not None
+    visuals = PromptVisuals.from_files(loaded, pictures)
+    assert visuals is not None
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     places = ["<image>" * (int(one.prod()) // 4) for one in made["image_grid_thw"]]
     text = tokenizer.apply_chat_template(
@@ -266,7 +264,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     )
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     inputs = {"input_ids": ids, **made, "mm_token_type_ids": (ids == exported.config.image_token_id).int()}
-    ours = sight.inputs(ids.tolist(), torch.device("cpu"))
+    ours = visuals.inputs(ids.tolist(), torch.device("cpu"))
     with torch.no_grad():
         plain = exported(**inputs).logits
         assert torch.allclose(loaded.model(input_ids=ids, **ours).logits, plain, rtol=0, atol=1e-5)

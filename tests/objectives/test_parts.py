@@ -14,18 +14,18 @@ import pytest
 import torch
 from PIL import Image
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.architectures.pictures import Parts
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.grids import chat_pixels
-from mgpu_pipe.data.image.keys import PictureChatConfig
+from mgpu_pipe.data.images.grids import chat_pixels
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.pictures import Parts
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
-from mgpu_pipe.objectives.pictures import NOT_ZERO, pictures_of
+from mgpu_pipe.objectives.picture_inputs import NOT_ZERO, build_picture_inputs
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
 from tests.objectives.test_contrastive import verified
 from tests.objectives.test_vision_language import CLASS, said
@@ -132,7 +132,7 @@ def test_parts_and_the_tokens_around_them_are_those_of_transformers(tmp_path: Pa
             tokenizer.decode(answer[answer != IGNORE_INDEX], skip_special_tokens=True).strip()
             == (rows[number][1]["content"])
         )
-    inputs = pictures_of(model.config).inputs(batch)
+    inputs = build_picture_inputs(model.config).inputs(batch)
     assert inputs["pixel_values"].shape == (1, 22, 3, 16, 16)
     text = ["".join(part.text for part in one) for one in parts_of(prepared, samples, every, every, True)]
     assert [one.count("<image>") for one in text] == [3, 3, 5, 5, 6, 0] and "<row_2_col_1><image>" in text[1]
@@ -140,7 +140,7 @@ def test_parts_and_the_tokens_around_them_are_those_of_transformers(tmp_path: Pa
     assert whole.open(config, "train") is not None and whole.places_in("train")[:, 1:].tolist() == [[1, 1]] * 6
     most = int(samples.lengths.max()) - 1
     short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={most}"))
-    assert short.train_samples == 5 and "(with their pictures)" in short.told
+    assert short.train_samples == 5 and short.too_long_samples > 0
 
 
 @pytest.mark.parametrize(("longest", "side"), [(2048, 512), (1536, 384), (1456, 364), (5000, 512), (1000, 384)])
@@ -220,8 +220,8 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     from transformers import AutoTokenizer, SmolVLMForConditionalGeneration
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    from mgpu_pipe.cli import main
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.open import load_run
 
     whole = run(tmp_path / "whole", 1, "strategy=single")
     run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")

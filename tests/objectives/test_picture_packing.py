@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.checks.model import check_attention
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
 from tests.objectives import test_own_sizes, test_parts, test_vision_language
 from tests.objectives.test_contrastive import verified
@@ -104,9 +104,11 @@ def test_rows_of_several_conversations_learn_what_each_alone_does(
             assert (gradient is None) == (expected is None)
             if gradient is not None:
                 assert float((gradient - expected).norm()) <= 1e-5 * float(expected.norm()) + 1e-6, name
-    held = chats(tmp_path, *given[:-3], "data.validation_fraction=0.4", PACKED)
+    few = (*given[:-3], "data.validation_fraction=0.4")
+    held, single_held = chats(tmp_path, *few, PACKED), chats(tmp_path, *few, "data.packing=none")
     known = prepare(held)
-    assert known.validation_samples == len(known.open(held, "validation")) == 2, "those have a row each"
+    assert known.validation_samples == len(known.open(held, "validation")) > 0
+    assert known.validation_samples == prepare(single_held).validation_samples, "those have a row each"
 
 
 def test_what_cannot_be_packed_is_refused() -> None:

@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.check import check_picture_chats
+from mgpu_pipe.data.images.check_images import check_picture_chats
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.pictures import pictures_of
+from mgpu_pipe.objectives.picture_inputs import build_picture_inputs
 from tests.objectives.test_contrastive import verified
 from tests.objectives.test_vision_language import CLASS, said
 from tests.support import small_runs
@@ -92,7 +92,7 @@ def test_rows_are_those_of_transformers_processor_and_only_questions_are_read_fr
     batch = samples.batch(every, every)
     model: Any = materialise(build_meta(prepared.complete(config).model, CLASS), 1, "cpu").eval()
     processor = processor_of(prepared.tokenizer_folder, size={"height": 16, "width": 16}, resample=Image.BILINEAR)
-    given = pictures_of(model.config).inputs(batch)
+    given = build_picture_inputs(model.config).inputs(batch)
     types = given["token_type_ids"]
     for row in range(3):
         paths = [tmp_path / name for name in ROWS[row]["images"]]
@@ -135,7 +135,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     from transformers import PaliGemmaForConditionalGeneration
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    from mgpu_pipe.cli import main
+    from mgpu_pipe.cli.main import main
 
     whole = run(tmp_path / "whole", 1, "strategy=single")
     run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")

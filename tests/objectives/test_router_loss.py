@@ -12,9 +12,9 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.objectives.router_loss import RouterLoss, router_modules
-from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
-from mgpu_pipe.parallel.expert import apply_expert_parallel
+from mgpu_pipe.objectives.losses.router_balance import RouterLoss, router_modules
+from mgpu_pipe.parallel.checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.expert.experts import apply_expert_parallel
 from tests.support.experts import (
     MIXTURES,
     Batch,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare
@@ -21,8 +21,8 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.objectives.registry import objective_class
-from mgpu_pipe.strategies.base import EngineStrategy
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
@@ -114,11 +114,13 @@ def test_exact_match_is_that_of_greedy_answers(tmp_path: Path, chunk: str) -> No
         (("strategy=tp", "trainer.devices=3"), "strategy.tp=3: it does not divide the 8 attention heads"),
         (
             ("model=llama_tiny",),
-            "model.type=llama: transformers has no sequence-to-sequence model llama; use a sequence-to-sequence model",
+            "model.type=llama: transformers has no sequence-to-sequence model llama; use a sequence-to-sequence model "
+            "(model=t5_mini or model=t5_tiny)",
         ),
         (
             ("objective=causal_lm", "data=stdlib_text"),
-            "no causal language model t5; use a causal language model, or objective=seq2seq",
+            "no causal language model t5; use a causal language model "
+            "(model=gpt2_124m, model=gpt2_tiny, model=llama32_1b or model=llama3_70b), or objective=seq2seq",
         ),
         (("objective=masked_lm", "data=stdlib_text"), "transformers has no masked language model t5"),
         (
@@ -152,13 +154,13 @@ def pairs_file(folder: Path, *rows: object) -> str:
         ({"source": "one"}, "has no column 'target'; set data.target_column to one that is there: source"),
         ({"source": "one", "target": ""}, "pairs.jsonl:2: column 'target' is empty"),
         ({"source": "one", "target": 1}, "pairs.jsonl:2: column 'target' holds int, not a string"),
-        ({"source": "one" * 90, "target": "1"}, "data.seq_len=24: 1 of 2 sources are longer, the longest (of pair 2)"),
+        ({"source": "one" * 90, "target": "1"}, "data.seq_len=24: 1 of 2 sources are longer, the longest (number 2)"),
         ({"source": "one", "target": "1 2" * 90}, "data.target_len=24: 1 of 2 targets are longer"),
     ],
 )
 def test_pairs_that_cannot_be_learned_are_refused(tmp_path: Path, row: object, told: str) -> None:
     files = pairs_file(tmp_path, {"source": "two", "target": "2"}, row)
-    config = small_data(tmp_path, "data=pairs_jsonl", files, "model.config.vocab_size=257")
+    config = small_data(tmp_path, "data=pairs_jsonl", files, "model.config.vocab_size=257", "data.on_too_long=refuse")
     with pytest.raises(BadInputError) as refused:
         preflight(config)
         prepare(config)
@@ -204,7 +206,7 @@ def test_a_sample_is_its_pair_padded(tmp_path: Path) -> None:
 
 
 def trained(folder: str, overrides: list[str], cache: str, resume: str | None) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     config = small_data(Path(cache), *overrides)
     step = None if resume is None else Path(resume)
@@ -228,9 +230,9 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_answers_and_is
 ) -> None:
     from transformers import AutoModelForSeq2SeqLM
 
-    from mgpu_pipe.cli import main
+    from mgpu_pipe.cli.main import main
     from mgpu_pipe.inference.generation import load_tokenizer
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.inference.open import load_run
 
     cache = tmp_path / "cache"
     whole = run(tmp_path / "whole", cache, 1, "strategy=single")
@@ -264,7 +266,7 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_answers_and_is
 
 def answered(overrides: list[str], cache: str, folder: str) -> list[str]:
     from mgpu_pipe.inference.generation import generate_text
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     config = small_data(Path(cache), *overrides)
     prepared = prepare(config)

@@ -14,14 +14,14 @@ import torch
 
 from mgpu_pipe.checks.model import check_attention
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.sequence_classification import SequenceClassificationObjective
-from mgpu_pipe.strategies.base import EngineStrategy
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.models.tiny import tiny_model
 from tests.support import small_runs
@@ -82,13 +82,14 @@ def test_a_planted_error_is_found() -> None:
     [
         ((*BERT, "strategy=pp", "trainer.devices=2"), "strategy.pp=2: objective.name=sequence_classification cannot"),
         ((*LLAMA, "strategy=cp", "trainer.devices=2"), "strategy.cp=2: objective.name=sequence_classification cannot"),
-        ((*CLASSES, "model=llama_tiny"), "model.config.pad_token_id=null"),
+        ((*CLASSES, "model=llama_tiny", "data=labelled_jsonl"), "model.config.pad_token_id=null"),
         (BERT, "data.source=stdlib_text: objective.name=sequence_classification trains on labelled text; use data="),
     ],
 )
-def test_what_cannot_be_done_is_refused_beforehand(overrides: tuple[str, ...], told: str) -> None:
+def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tuple[str, ...], told: str) -> None:
+    paths = [f"data.paths=[{write_rows(tmp_path / 'rows.jsonl')}]"] if "data=labelled_jsonl" in overrides else []
     with pytest.raises(ConfigErrors) as refused:
-        preflight(compose([*overrides])[0])
+        preflight(compose([*overrides, *paths])[0])
     assert told in str(refused.value)
 
 
@@ -155,7 +156,7 @@ def test_classes_are_found_or_given_and_the_model_names_them(tmp_path: Path) -> 
     ("line", "told"),
     [
         ({"text": "a"}, "has no column 'label'; set data.label_column"),
-        ({"text": "a", "label": 0.5}, "the class is 0.5, not a name or a whole number"),
+        ({"text": "a", "label": 0.5}, "has 0.5 as its class, not a name or a whole number"),
         ({"text": ["a"], "label": 0}, "a text is a list, not a string"),
     ],
 )
@@ -191,7 +192,13 @@ def test_rows_are_those_of_transformers_own_tokenizer(tmp_path: Path, pairs: boo
     own = bert_tokenizer(tmp_path / "tokenizer")
     write_rows(tmp_path / "rows.jsonl", pairs=pairs)
     second = ("data.second_text_column=other",) if pairs else ()
-    more = (f"data.tokenizer={own}", f"data.seq_len={seq_len}", "model.config.pad_token_id=0", *second)
+    more = (
+        f"data.tokenizer={own}",
+        f"data.seq_len={seq_len}",
+        "model.config.pad_token_id=0",
+        "data.on_too_long=truncate",
+        *second,
+    )
     config = small_data(tmp_path, *more, "data.validation_fraction=0")
     samples = prepare(config).open(config, "train")
     batch = samples.batch(np.arange(60), np.arange(60))
@@ -218,7 +225,7 @@ def test_a_tokenizer_without_marks_gets_ends_between_and_after_the_texts(
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", pairs=True)
     named = (f"data.text_column={columns[0]}", f"data.second_text_column={columns[1]}")
-    config = small_data(tmp_path, *named, "data.seq_len=12", "data.validation_fraction=0")
+    config = small_data(tmp_path, *named, "data.seq_len=12", "data.validation_fraction=0", "data.on_too_long=truncate")
     batch = prepare(config).open(config, "train").batch(np.arange(60), np.arange(60))
     for ids, kinds, length in zip(batch["input_ids"], batch["token_type_ids"], batch["lengths"], strict=True):
         assert int((ids[:length] == 0).sum()) == 2 and int(ids[length - 1]) == 0
@@ -237,7 +244,7 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
 ) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    from mgpu_pipe.cli import main
+    from mgpu_pipe.cli.main import main
 
     whole = run(tmp_path / "whole", 1, "strategy=single")
     half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
@@ -292,7 +299,7 @@ def test_a_folder_without_the_head_gets_a_new_one(tmp_path: Path, processes: int
     given = ("model=hf", f"model.path={tmp_path / 'base'}", "optimizer.lr=0", strategy)
     run(tmp_path / "run", processes, *given)
     run(tmp_path / "again", 1, *given, "strategy=single")
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.inference.open import load_run
 
     found, alone = (dict(load_run(tmp_path / name).model.named_parameters()) for name in ("run", "again"))
     body = dict(base.named_parameters())
@@ -308,7 +315,7 @@ def test_a_folder_without_the_head_gets_a_new_one(tmp_path: Path, processes: int
 @pytest.mark.parametrize("strategy", ["strategy=ddp", "strategy=fsdp"])
 def test_a_run_tells_the_classes_of_its_sample_texts(tmp_path: Path, cache: Path, strategy: str) -> None:
     """The program itself, and what its last checkpoint says of these texts without it."""
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.inference.open import load_run
 
     write_rows(tmp_path / "rows.jsonl")
     given = [*BERT[:-1], "data=labelled_jsonl", "data.paths=[rows.jsonl]", "data.seq_len=24", "trainer.max_steps=3"]

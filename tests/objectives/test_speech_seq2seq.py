@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.models.build import materialise, run_model
-from mgpu_pipe.models.dictation import dictated
+from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
-from mgpu_pipe.objectives.transcripts import errors
+from mgpu_pipe.objectives.transcripts import count_errors
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_speech
@@ -92,7 +92,7 @@ def test_words_are_counted_in_what_the_decoder_writes_by_itself(tmp_path: Path) 
     assert torch.equal(
         batch["input_features"][1], plain(wave, sampling_rate=16000, return_tensors="pt").input_features[0]
     ), "as the extractor in the export makes it, without what training hides"
-    written = dictated(model, batch["input_features"], 9)
+    written = greedy_transcripts(model, batch["input_features"], 9)
     own = model.generate(batch["input_features"], max_new_tokens=9, do_sample=False)
     start = model.config.decoder_start_token_id
     for ours, theirs in zip(written, own.tolist(), strict=True):
@@ -106,7 +106,7 @@ def test_words_are_counted_in_what_the_decoder_writes_by_itself(tmp_path: Path) 
     said = [words.decode(written[0]), *["ab b"] * (len(held) - 1)]
     calls: list[int] = []
     model.register_forward_pre_hook(lambda *_: calls.append(1))
-    counted = errors([(one, words.decode(heard)) for one, heard in zip(said, written, strict=True)])
+    counted = count_errors([(one, words.decode(heard)) for one, heard in zip(said, written, strict=True)])
     assert objective.evaluation_sums(batch).tolist()[2:] == list(counted) and counted[0] > 0 and len(calls) == 10
     alone = {name: value[:1] for name, value in batch.items()}
     del calls[:]
@@ -122,8 +122,8 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     need_speech()
     from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
-    from mgpu_pipe.cli import main
-    from mgpu_pipe.inference.load import load_run
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.open import load_run
 
     whole, metrics, saved = small_runs.run_on(listed, tmp_path)
     third = run(tmp_path / "third", 2, "strategy=zero3", resume=saved)

@@ -11,16 +11,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.errors import BadInputError, ConfigErrors
-from mgpu_pipe.inference.load import load_run
+from mgpu_pipe.inference.open import load_run
+from mgpu_pipe.objectives.distill import Teacher
 from mgpu_pipe.objectives.distill_keys import DistillConfig
 from mgpu_pipe.objectives.packed_text import random_packed_text
-from mgpu_pipe.objectives.teacher import Teacher
 from tests.objectives.test_distill import DISTILL, FSDP, small_data, trained, with_teacher
 from tests.support.processes import run_processes
 
@@ -40,10 +40,10 @@ def held(folder: str, strategy: list[str]) -> dict[str, Any]:
     if teacher._hidden is None:
         return {"parameters": 0}
     model = teacher._hidden.model
-    with teacher.taught(batch) as teaching:
+    with teacher.teach(batch) as teaching:
         logits = torch.nn.functional.linear(teaching.hidden, teaching.weight)
         gathered = sum(not isinstance(weights, DTensor) for weights in model.parameters())
-    whole = teacher.whole
+    whole = teacher.unsharded
     from mgpu_pipe.objectives.packed_text import forward_kwargs
 
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_ranks_with_fewer_held_out_samples_gather_as_often(tmp_path: Path) -> No
 
 
 def validated(folder: str, run: str, overrides: list[str]) -> dict[str, float]:
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     config, paths = small_data(Path(folder), *overrides), RunPaths(Path(run))
     paths.root.mkdir(exist_ok=True)
@@ -107,7 +107,7 @@ def test_a_run_teaches_as_its_export_does(tmp_path: Path) -> None:
     ids = some_rows()["input_ids"]
     with torch.no_grad():
         expected = load_run(run).model(input_ids=ids).logits
-        assert torch.equal(teacher_of(taught).whole(input_ids=ids).logits, expected)
+        assert torch.equal(teacher_of(taught).unsharded(input_ids=ids).logits, expected)
     with pytest.raises(ConfigErrors, match="its vocabulary has 384 tokens, the student's 400"):
         preflight(small_data(tmp_path, f"objective.teacher={run}", "model.config.vocab_size=400"))
 

@@ -13,11 +13,13 @@ import torch
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.models.build import run_model
 from mgpu_pipe.objectives.first_weights import RunStart
-from mgpu_pipe.objectives.tower_features import TowerFeatures, _file
+from mgpu_pipe.objectives.tower_features import LlavaFeatures, TowerFeatures
 from mgpu_pipe.topology import BatchPlan
+from mgpu_pipe.training.initial_weights import MeasuredWeights
 from tests.objectives.test_vision_language import GIVEN, chats
 from tests.support import small_runs
 from tests.support.processes import run_processes
@@ -40,7 +42,7 @@ def _once(again: bool, *words: Any) -> dict[str, Any]:
         self._run = _never
 
     with mock.patch.object(TowerFeatures, "measure", _never if again else measured):
-        return small_runs._trained(*words)
+        return small_runs.trained(*words)
 
 
 def rows(folder: Path) -> list[list[float]]:
@@ -98,8 +100,7 @@ def test_the_run_is_the_one_that_computes_them_in_every_step(
     """And one that goes on half-way, in its folder, without the tower."""
     given = [*strategy, *KEPT, "trainer.val_every_n_steps=2", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0"]
     folder = tmp_path / "run"
-    with mock.patch.object(small_runs, "_trained", partial(_once, False)):
-        run(folder, processes, *given)
+    run(folder, processes, *given, trained=partial(_once, False))
     equal(folder, plain)
     saved = str(folder / "checkpoints" / "step-00000002")
     run_processes(processes, partial(_once, True), chats, str(folder), [*given, f"trainer.devices={processes}"], saved)
@@ -130,12 +131,23 @@ def test_what_would_change_them_is_refused(overrides: tuple[str, ...], told: str
 def test_other_pictures_or_another_model_have_a_file_of_their_own(tmp_path: Path) -> None:
     def name(*overrides: str) -> str:
         config = chats(tmp_path, *KEPT, *overrides)
-        plan = BatchPlan.resolve(config.data, 1)
-        return _file(RunStart(config, tmp_path, prepare(config), plan, 0, 4), "train").name
+        plan, weights = BatchPlan.resolve(config.data, 1), MeasuredWeights(config, None, None, "loaded")
+        start = RunStart(config, tmp_path, prepare(config), plan, 0, 4, "fp32", weights.digest)
+        return LlavaFeatures(run_model(config)).file(start, "train").name
 
     first = name()
     assert name() == first
-    others = [name("model.config.vision_feature_layer=-2"), name("data.mean=[0.1]"), name("seed=7")]
+    others = [name("model.config.vision_feature_layer=[-2]"), name("data.mean=[0.1]"), name("seed=7")]
     (tmp_path / "p" / "dark" / "0.png").write_bytes((tmp_path / "p" / "light" / "3.png").read_bytes())
     others.append(name())
     assert len({first, *others}) == 5
+
+
+def test_a_tower_that_learned_before_it_was_frozen_is_measured_as_it_is_now(tmp_path: Path) -> None:
+    given = ("strategy=single", "optimizer.lr=1e-2", "data.shift=0")
+    run(tmp_path / "first", 1, *given, "trainer.max_steps=2", "scheduler.total_steps=4")
+    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
+    for kept in ("true", "false"):
+        words = (*given, "trainer.max_steps=4", "model.freeze=[vision]", f"data.cache_features={kept}")
+        run(tmp_path / kept, 1, *words, resume=saved)
+    equal(tmp_path / "true", tmp_path / "false")

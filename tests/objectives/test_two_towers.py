@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
+from tests.inference.support import write_tokenizer
+from tests.models.tiny import write_folder
 from tests.objectives.test_contrastive import captioned, compared_with_transformers, goes_on_and_is_exported, verified
+from tests.support import small_runs
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
 
@@ -94,3 +97,20 @@ def test_towers_that_were_not_tried_are_refused(changes: dict[str, str], said: s
         fields[part] = {**fields[part], "model_type": kind}
     (error,) = config.objective.model_errors(fields)
     assert str(error).startswith(said)
+
+
+@pytest.mark.slow
+def test_a_folder_whose_text_tower_names_no_end_is_resumed_and_opened(tmp_path: Path) -> None:
+    """BERT's configuration names no end of a text: the run takes its tokenizer's."""
+    from mgpu_pipe.inference.open import load_run
+
+    model = materialise(build_meta(pictured(tmp_path).model, CLASS), 1, "cpu")
+    model.config.text_config.eos_token_id = None
+    write_folder(model, tmp_path / "hf")
+    given = ("model=hf", f"model.path={tmp_path / 'hf'}", f"data.tokenizer={write_tokenizer(tmp_path / 'tokenizer')}")
+    first = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    whole = small_runs.run(pictured, tmp_path / "run", 1, *given, "strategy=single", *first)
+    step = tmp_path / "run" / "checkpoints" / "step-00000002"
+    resumed = small_runs.run(pictured, tmp_path / "resumed", 2, *given, "strategy=fsdp", resume=step)
+    assert resumed["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
+    assert load_run(tmp_path / "run").model.config.text_config.eos_token_id is not None

@@ -22,21 +22,21 @@ import numpy as np
 import pytest
 import torch
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.chat_rows import rows_of
-from mgpu_pipe.data.image.check import check_picture_chats
-from mgpu_pipe.data.image.clips import chosen_frames
-from mgpu_pipe.data.image.keys import PictureChatConfig
-from mgpu_pipe.data.image.moving_shapes import CLIPS, FRAMES, SIDE, WAYS, moving_shapes
-from mgpu_pipe.data.image.pixels import Pixels
+from mgpu_pipe.data.images.chat_rows import rows_of
+from mgpu_pipe.data.images.check_images import check_picture_chats
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.pixels import Pixels
+from mgpu_pipe.data.images.videos import sample_frames
 from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.sources.demo.demo_pictures import CLIPS, FRAMES, SIDE, WAYS, moving_shapes
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError, printable
 from mgpu_pipe.inference.generation import encode
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.pictures import pictures_of
+from mgpu_pipe.objectives.picture_inputs import build_picture_inputs
 from tests.objectives.test_vision_language import CLASS, said
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
@@ -139,7 +139,7 @@ def test_pictures_of_a_video_that_are_told_their_times_are_those_of_transformers
     samples, every = prepared.open(config, "train"), np.arange(len(ROWS))
     batch = samples.batch(every, -1 - every)
     model: Any = materialise(build_meta(prepared.complete(config).model, CLASS), 1, "cpu").eval()
-    kind, tokenizer = pictures_of(model.config), AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
+    kind, tokenizer = build_picture_inputs(model.config), AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
     assert tokenizer.convert_tokens_to_ids("<|vision_start|>") is not None
     # Five frames of a folder are three pairs, the last its own, and six of forty in a file three.
     chosen = {"walk": (np.arange(5), 1.5, [3, 6, 8]), "run": (np.arange(6) * 39 / 5, 10.0, [3, 8, 4])}
@@ -198,7 +198,7 @@ def test_frames_of_a_video_are_changed_alike(tmp_path: Path) -> None:
     for frame in (tmp_path / "walk").iterdir():
         frame.write_bytes(first)
     samples: Any = prepare(config).open(config, "train")
-    (trained,), (other,) = samples._shown(0, 7), samples._shown(0, 8)
+    (trained,), (other,) = samples._seen_pictures(0, 7), samples._seen_pictures(0, 8)
     begin, end = np.split(trained, 2)
     assert np.array_equal(begin, end) and not np.array_equal(trained, other)
 
@@ -207,12 +207,15 @@ def test_frames_of_a_video_are_changed_alike(tmp_path: Path) -> None:
 def test_frames_are_chosen_as_transformers_chooses_them(total: int, rate: float, most: int) -> None:
     own = SimpleNamespace(fps=2.0, min_frames=4, max_frames=most)
     told = of_transformers("sample_frames", "qwen3_vl")(own, SimpleNamespace(total_num_frames=total, fps=rate))
-    assert chosen_frames(total, rate, PictureChatConfig(max_frames=most), 2, told=True)[0].tolist() == told.tolist()
+    assert (
+        sample_frames(total, rate, PictureChatConfig(max_frames=most), 2, writes_times=True)[0].tolist()
+        == told.tolist()
+    )
     data = PictureChatConfig(max_frames=most)
     usual = SimpleNamespace(num_frames=None, fps=data.frames_per_second, temporal_patch_size=2, min_frames=4)
     usual.max_frames = most
     found = of_transformers("sample_frames")(usual, SimpleNamespace(total_num_frames=total, fps=rate))
-    chosen, seconds = chosen_frames(total, rate, data, 2)
+    chosen, seconds = sample_frames(total, rate, data, 2)
     assert chosen.tolist() == found.tolist()
     assert seconds == pytest.approx(2 / (len(found) / total * rate)), "its sampled_fps"
 
@@ -236,7 +239,7 @@ def test_a_video_that_cannot_be_used_stops_or_is_left_out(tmp_path: Path, caplog
 def test_a_video_of_more_frames_than_places_is_left_out_and_told(tmp_path: Path) -> None:
     need_pyav()
     prepared: Any = prepare(chats(tmp_path, "data.frames_per_second=10"))
-    assert prepared.train_samples == 3 and "2 conversations of more than 160 tokens" in prepared.told
+    assert prepared.train_samples == 3 and prepared.too_long_samples == 2
     assert prepare(chats(tmp_path, "data.frames_per_second=10", "data.max_frames=8")).train_samples == len(ROWS)
 
 
@@ -292,7 +295,7 @@ def test_no_frame_tells_the_way_and_clips_are_held_out_whole(cache: Path) -> Non
         assert len(fits) == 1, "it moves as the answer says"
     config = compose(["experiment=video_shapes", f"data.cache_dir={cache}"])[0]
     prepared: Any = prepare(config)
-    assert prepared.long_samples == 0 and prepared.train_samples + prepared.held_out_samples == CLIPS
+    assert prepared.too_long_samples == 0 and prepared.train_samples + prepared.held_out_samples == CLIPS
     assert 0.15 * CLIPS < prepared.held_out_samples < 0.25 * CLIPS
 
 
@@ -318,24 +321,24 @@ def test_generate_and_chat_are_shown_videos_and_an_export_says_how_they_are_prep
 ) -> None:
     import transformers
 
-    from mgpu_pipe.cli import main
-    from mgpu_pipe.inference.load import load_run
-    from mgpu_pipe.inference.sight import Sight
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.open import load_run
+    from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
     need_pyav()
     run(tmp_path / "run", 1, f"model={model}_tiny", "strategy=single", "data.seq_len=240", "data.max_frames=4")
     loaded = load_run(tmp_path / "run")
     still, walk, film = (tmp_path / one for one in ("still.png", "walk", "run.mkv"))
-    sight = Sight.of(loaded, [still], [walk, film])
-    assert sight is not None and loaded.config is not None
+    visuals = PromptVisuals.from_files(loaded, [still], [walk, film])
+    assert visuals is not None and loaded.config is not None
     # A prompt's inputs are those of the row that is trained on, whose questions are the second half of these.
     prepared: Any = prepare(loaded.config)
     samples, template = prepared.open(loaded.config, "train"), chat_of(prepared.tokenizer_folder)
     assert template is not None
     asked = [{"role": "user", "content": "<video><image>?"}]
-    one = Sight.of(loaded, [still], [walk])
+    one = PromptVisuals.from_files(loaded, [still], [walk])
     assert one is not None
-    ids = one.expanded(encode(loaded.tokenizer(), asked, template))
+    ids = one.expand(encode(loaded.tokenizer(), asked, template))
     row = samples.batch(np.array([3]), np.array([-1]))
     assert row["input_ids"][0, : len(ids)].tolist() == ids
     given = one.inputs([ids], torch.device("cpu"))
@@ -357,12 +360,12 @@ def test_generate_and_chat_are_shown_videos_and_an_export_says_how_they_are_prep
     # transformers' own model writes the same, making its positions itself.
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     exported = getattr(transformers, f"{name}ForConditionalGeneration").from_pretrained(tmp_path / "out")
-    ids = sight.expanded(encode(loaded.tokenizer(), [{"role": "user", "content": question}], template))
-    plain = sight.kind.alone(torch.tensor(ids), [sight.videos[0], sight.pictures[0], sight.videos[1]], 0)
+    ids = visuals.expand(encode(loaded.tokenizer(), [{"role": "user", "content": question}], template))
+    plain = visuals.kind.single_row(torch.tensor(ids), [visuals.videos[0], visuals.pictures[0], visuals.videos[1]], 0)
     if name == "Qwen3VL":
         del plain["second_per_grid_ts"]  # its text tells the times
     wrote = exported.generate(**plain, max_new_tokens=8, do_sample=False)[0][len(ids) :]
-    assert loaded.tokenizer().decode(wrote, skip_special_tokens=True).strip() == answer
+    assert printable(loaded.tokenizer().decode(wrote, skip_special_tokens=True)).strip() == answer
     how = json.loads((tmp_path / "out" / "video_preprocessor_config.json").read_text())
     assert how["video_processor_type"] == f"{'Qwen3VL' if name == 'Qwen3VL' else 'Qwen2VL'}VideoProcessor"
     assert (how["fps"], how["max_frames"], how["patch_size"]) == (2.0, 4, 2)
@@ -375,10 +378,10 @@ def test_generate_and_chat_are_shown_videos_and_an_export_says_how_they_are_prep
 
 
 def test_a_model_that_sees_no_videos_is_shown_none(tmp_path: Path) -> None:
-    from mgpu_pipe.inference.sight import Sight
+    from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
     small = compose([*GIVEN, "model=llava_tiny", "data=picture_chats", "data.paths=[x]", "data.seq_len=64"])[0]
     model = build_meta(small.model, CLASS)
     loaded: Any = SimpleNamespace(model=model, config=small, tokenizer_folder=tmp_path, source=tmp_path)
     with pytest.raises(BadInputError, match=r"--video=walk: LlavaForConditionalGeneration sees no videos"):
-        Sight.of(loaded, [], [Path("walk")])
+        PromptVisuals.from_files(loaded, [], [Path("walk")])

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.image.chat_rows import rows_of
+from mgpu_pipe.data.images.chat_rows import rows_of
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.preview import lengths_of, places_of_pictures
+from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
 from tests.objectives.test_contrastive import verified
@@ -167,9 +169,13 @@ def test_conversations_of_every_form_become_rows_with_places(tmp_path: Path) -> 
     model = prepared.complete(config).model.config
     assert (batch["input_ids"] == model["image_token_index"]).sum(1).tolist() == [16, 16, 16, 32, 0]
     assert model["image_seq_length"] == 16
+    lengths = lengths_of(prepared)
+    stored = np.diff(TokenStore.open(prepared.folder).offsets)
+    assert lengths is not None and (lengths[0] - stored).tolist() == [15, 15, 15, 30, 0]
+    assert places_of_pictures(prepared) == (5, 80), "pictures, and the tokens that stand for them"
     tokenizer = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))  # type: ignore[operator]
     kept = [tokenizer.decode(row[row != IGNORE_INDEX].tolist()).split() for row in batch["labels"]]
-    assert kept == [["dark"], ["light"], ["dark", "Yes."], ["two"], ["No."]], "the answers alone"
+    assert kept == [["dark"], ["light"], ["darkYes."], ["two"], ["No."]], "the answers alone"
     held = chats(tmp_path)
     first = prepare(held)
     moved = tmp_path / "elsewhere" / "and deeper"
@@ -178,7 +184,7 @@ def test_conversations_of_every_form_become_rows_with_places(tmp_path: Path) -> 
     assert keys[0] == keys[1]
     assert first.train_samples + first.validation_samples == len(ROWS) and first.validation_samples == 2
     short = prepare(chats(tmp_path, "data.validation_fraction=0", "data.seq_len=48"))
-    assert short.train_samples == 3 and "2 conversations of more than 48 tokens" in short.told
+    assert short.train_samples == 3 and short.too_long_samples == 2
 
 
 LLAVA_15 = (
@@ -207,10 +213,10 @@ def test_digits_are_held_out_by_pairs_and_asked_about_alone_and_together(cache: 
     need_digits()
     config = compose([*GIVEN, "data=digit_questions", f"data.cache_dir={cache}", "data.validation_fraction=0.2"])[0]
     prepared: Any = prepare(config)
-    assert prepared.long_samples == 0 and prepared.train_samples + prepared.held_out_samples == 3143
+    assert prepared.too_long_samples == 0 and prepared.train_samples + prepared.held_out_samples == 3143
     shown = {}
     for split in ("train", "validation"):
-        own, seen = prepared.documents(split), prepared.shown_in(split)
+        own, seen = prepared.documents(split), prepared.visual_index(split)
         offsets, pictures = seen.offsets, seen.pictures
         shown[split] = {int(one) for at in own for one in pictures[offsets[at] : offsets[at + 1]]}
         counts = set(np.diff(offsets)[own].tolist())
@@ -273,9 +279,9 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
 ) -> None:
     from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
-    from mgpu_pipe.cli import main
-    from mgpu_pipe.inference.load import load_run
-    from mgpu_pipe.inference.sight import Sight
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.open import load_run
+    from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
     whole = run(tmp_path / "whole", 1, "strategy=single")
     half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
@@ -287,7 +293,8 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     second, picture = tmp_path / "second", str(tmp_path / "p" / "dark" / "0.png")
     assert main(["eval", str(second), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert f"{metrics['val/loss']:.6f} nats a token" in printed and "exact_match" in printed
+    said = float(printed.split("nats a token")[0].split()[-1])
+    assert said == pytest.approx(metrics["val/loss"], abs=1e-6) and "exact_match" in printed
     asked = ["generate", str(second), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
     assert main([*asked, "--prompt", "What is it?", "--image", picture]) == 0
     answer = capsys.readouterr().out.strip()
@@ -318,8 +325,8 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     )
     made = processor(images=Image.open(picture), text="<image>What?", return_tensors="pt")
     assert int((made["input_ids"] == exported.config.image_token_id).sum()) == 16
-    sight = Sight.of(load_run(second), [Path(picture)])
-    assert sight is not None and torch.allclose(sight.pictures[0].values, made["pixel_values"].float(), atol=1e-5)
+    visuals = PromptVisuals.from_files(load_run(second), [Path(picture)])
+    assert visuals is not None and torch.allclose(visuals.pictures[0].values, made["pixel_values"].float(), atol=1e-5)
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     inputs = {"pixel_values": pixels, "input_ids": ids}
     with torch.no_grad():
@@ -333,8 +340,8 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
 
 def answered(composed: Any, folder: str, overrides: list[str], _: object) -> Any:
     """The metrics of a run, and what is shown of its model behind it."""
-    from mgpu_pipe.inference.pictured_answers import answer_samples
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.inference.picture_answers import answer_samples
+    from mgpu_pipe.training.train import train
 
     config = composed(Path(folder).parent, *overrides)
     prepared: Any = prepare(config)

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgpu_pipe.architectures.formulas.layer_split import layer_costs
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise, materialise_buffers, recipe_of
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.models.layout import layouts_of
-from mgpu_pipe.models.parts import fill_parameters
+from mgpu_pipe.models.local_shards import fill_parameters, layouts_of
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.parallel.pipeline import Pipeline, PipelinePlan
-from mgpu_pipe.planner.pipeline import layer_costs
+from mgpu_pipe.parallel.pipeline.run_pipeline import Pipeline, PipelinePlan
 from tests.support.tiny import MODELS, SEQ_LEN, step_batch
 
 CPU = torch.device("cpu")

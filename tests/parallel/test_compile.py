@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.compat.torch_private import operator
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.kernels import packed_attention
 from mgpu_pipe.models.build import build_meta
+from mgpu_pipe.models.kernels import packed_attention
 from mgpu_pipe.objectives.packed_text import forward_kwargs
 from mgpu_pipe.parallel import compile as compilation
-from mgpu_pipe.parallel.activation_checkpointing import Mode, apply_activation_checkpointing
-from mgpu_pipe.parallel.expert_load import ExpertLoad
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.parallel.checkpointing import Mode, apply_activation_checkpointing
+from mgpu_pipe.parallel.expert.experts import ExpertLoad
+from mgpu_pipe.system.compat.torch_private import operator
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.experts import batch_of, loss_sum, whole_model
 from tests.support.processes import run_processes

@@ -9,11 +9,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mgpu_pipe.data.batch_spec import BatchSpec, Field
+from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.objectives.packed_text import block_diagonal_mask, packed_text
-from mgpu_pipe.parallel.context import attend
-from mgpu_pipe.parallel.context_sequences import ContextAxis, SequenceContext
-from mgpu_pipe.parallel.context_split import Method, chunk_ranges, padded_length, split_micro_batch
+from mgpu_pipe.parallel.context.attention import attend
+from mgpu_pipe.parallel.context.sequences import (
+    ContextAxis,
+    Method,
+    SequenceContext,
+    chunk_ranges,
+    padded_length,
+    split_micro_batch,
+)
 from tests.support.processes import run_processes
 
 ROWS, HEAD_SIZE, SCALE = 3, 8, 0.3
@@ -58,7 +64,7 @@ def shared(
     assert group is not None
     axis = ContextAxis(group, method, packed_text())
     batch = {"input_ids": torch.zeros(ROWS, length, dtype=torch.int64), "position_ids": positions(length, seed)}
-    context = SequenceContext.of(batch, axis)
+    context = SequenceContext.from_micro_batch(batch, axis)
     whole = padded_length(length, axis.size, method)
     parts = []
     for tensor in tensors(length, heads, key_heads, dtype):
@@ -153,7 +159,7 @@ def test_every_token_is_on_one_rank_and_padding_counts_nothing(method: Method, l
 
 
 def test_the_ring_is_balanced() -> None:
-    from mgpu_pipe.parallel.context_blocks import ring_blocks
+    from mgpu_pipe.parallel.context.sequences import ring_blocks
 
     size, length = 4, 64
     work = []
@@ -167,7 +173,7 @@ def test_the_ring_is_balanced() -> None:
 
 
 def test_what_nobody_sees_is_not_computed() -> None:
-    from mgpu_pipe.parallel.context_blocks import ring_blocks
+    from mgpu_pipe.parallel.context.sequences import ring_blocks
 
     # A document to a chunk: nothing of another rank's keys is seen.
     documents = torch.arange(4).repeat_interleave(5)[None]

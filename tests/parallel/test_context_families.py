@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.families.find import families_with
+from mgpu_pipe.architectures.find import families_with
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
+from mgpu_pipe.objectives.losses.cross_entropy import logits_cross_entropy
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
-from mgpu_pipe.parallel.context import apply_context_parallel, context_of
+from mgpu_pipe.parallel.context.attention import apply_context_parallel, context_of
 from tests.models.tiny import tiny_model
 from tests.support.processes import run_processes
 from tests.support.tiny import global_batch

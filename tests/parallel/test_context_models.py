@@ -12,10 +12,10 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
+from mgpu_pipe.objectives.losses.cross_entropy import logits_cross_entropy
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
-from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
-from mgpu_pipe.parallel.context import apply_context_parallel, context_of
+from mgpu_pipe.parallel.checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.context.attention import apply_context_parallel, context_of
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS, VOCABULARY, global_batch
 
@@ -79,7 +79,7 @@ def split_each(names: list[str], methods: list[str]) -> dict[str, tuple[float, d
 
 
 def worst_over_bound(gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """A gradient's error over its bound (mgpu_pipe.verify.bounds); 1 is the bound."""
+    """A gradient's error over its bound (mgpu_pipe.verify.certificate); 1 is the bound."""
     assert gradients.keys() == expected.keys()
     total = float(torch.cat([g.double().flatten() for g in expected.values()]).norm())
     errors = {

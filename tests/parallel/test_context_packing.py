@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.parallel import context_kernels
-from mgpu_pipe.parallel.context_blocks import Blocks, ring_blocks, whole_blocks
-from mgpu_pipe.parallel.context_kernels import Gradients, Partial
-from mgpu_pipe.parallel.context_split import chunk_ranges, document_numbers
+from mgpu_pipe.parallel.context import kernels as context_kernels
+from mgpu_pipe.parallel.context.kernels import Gradients, Partial
+from mgpu_pipe.parallel.context.sequences import Blocks, chunk_ranges, document_numbers, ring_blocks, whole_blocks
 from tests.parallel.test_context_attention import SCALE, one_process, positions, tensors, worst
 
 HEADS, KEY_HEADS = 4, 2

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.models.layout import layouts_of
-from mgpu_pipe.objectives.router_loss import router_modules
-from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
-from mgpu_pipe.parallel.expert import apply_expert_parallel, experts_modules
-from mgpu_pipe.parallel.expert_load import ExpertLoad
+from mgpu_pipe.models.local_shards import layouts_of
+from mgpu_pipe.objectives.losses.router_balance import router_modules
+from mgpu_pipe.parallel.checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.expert.experts import ExpertLoad, apply_expert_parallel, experts_modules
 from mgpu_pipe.topology import Meshes, ParallelDims
 from tests.support.expert_groups import expert_groups
 from tests.support.experts import (

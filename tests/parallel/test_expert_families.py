@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mgpu_pipe.architectures.find import families_with, family_of
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.families.find import families_with, family_of
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.fields import config_fields
-from mgpu_pipe.models.layout import layouts_of
-from mgpu_pipe.parallel.expert import apply_expert_parallel
+from mgpu_pipe.models.local_shards import layouts_of
+from mgpu_pipe.parallel.expert.experts import apply_expert_parallel
 from tests.support.experts import (
     MIXTURES,
     batch_of,

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.parallel import tensor_linear
-from mgpu_pipe.parallel.float8 import float8_product, use_float8
-from mgpu_pipe.strategies.mesh import split_options
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.parallel.compile import float8_product, use_float8
+from mgpu_pipe.parallel.tensor import linear as tensor_linear
 from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.mesh import split_options
 from tests.strategies.test_precision import gradient_error
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, built, filled, plain, trained

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from mgpu_pipe.parallel.gradients import clip_gradients, gradient_norm
+from mgpu_pipe.optim.gradients import clip_gradients, gradient_norm
 from tests.support.processes import run_processes
 
 CPU = torch.device("cpu")

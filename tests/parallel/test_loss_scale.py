@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mgpu_pipe.parallel.loss_scale import SMALLEST, LossScale
+from mgpu_pipe.optim.gradients import SMALLEST, LossScale
 
 
 def test_the_rule_is_gradscalers() -> None:

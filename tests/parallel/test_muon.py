@@ -9,8 +9,8 @@ import torch
 
 from mgpu_pipe.config.schema import OptimizerConfig
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.parallel.muon import Muon
-from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.optim.muon import Muon
+from mgpu_pipe.optim.optimizers import optimizer_factory
 from tests.models.tiny import tiny_model
 
 SHAPES = [(8, 24), (24, 8), (16, 16)]
@@ -47,7 +47,7 @@ def test_in_bf16_a_step_is_torchs(options: dict[str, Any]) -> None:
 )
 def test_matrices_of_hidden_layers_are_its_own_and_the_rest_is_adamws(family: str, by_adamw: set[str]) -> None:
     model = materialise(build_meta(tiny_model(family)), 1, "cpu")
-    config = OptimizerConfig("mgpu_pipe.parallel.muon.Muon", 2e-2, 0.1, options={"adamw_lr": 1e-3})
+    config = OptimizerConfig("mgpu_pipe.optim.muon.Muon", 2e-2, 0.1, options={"adamw_lr": 1e-3})
     optimizer = optimizer_factory(config, model)(model)
     names = {id(p): name for name, p in model.named_parameters()}
     matrices, decayed, plain = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)

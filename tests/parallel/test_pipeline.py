@@ -1,4 +1,4 @@
-"""Oracle: the same model, step batch and optimizer in one process; the bounds of mgpu_pipe.verify.bounds."""
+"""Oracle: the same model, step batch and optimizer in one process; the bounds of mgpu_pipe.verify.certificate."""
 
 from __future__ import annotations
 

@@ -10,10 +10,9 @@ import torch
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.models.layout import Layout, layouts_of
-from mgpu_pipe.models.parts import fill_parameters
-from mgpu_pipe.models.plans import decoder_blocks, sharding_units
-from mgpu_pipe.parallel.pipeline_stages import cut_stages, tied_parameter
+from mgpu_pipe.models.local_shards import Layout, fill_parameters, layouts_of
+from mgpu_pipe.models.shard_units import decoder_blocks, sharding_units
+from mgpu_pipe.parallel.pipeline.stages import cut_stages, tied_parameter
 from tests.parallel.pipeline_support import CPU, gradients_of, model_of, objective_of, whole_model, worst_error
 from tests.support.tiny import COMMON, step_batch
 
@@ -84,7 +83,7 @@ def test_stages_one_after_the_other_are_the_whole_model(model_type: str, ranks: 
     hidden = None
     for stage in range(3):
         hidden = views[stage](hidden, objectives[stage].model_inputs(batch))
-    with views[3].shown(hidden):
+    with views[3].activate(hidden):
         loss = objectives[3].micro_batch_loss(batch)
     assert abs(float(loss.detach()) / float(loss0.detach()) - 1) < 1e-6
     (loss / one.loss_denominator).backward()

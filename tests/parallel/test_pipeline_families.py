@@ -1,4 +1,4 @@
-"""Oracle: each family's plain model over the same step batch in one process; the bounds of mgpu_pipe.verify.bounds."""
+"""Oracle: each family's plain model over the same step batch in one process; the bounds of verify.certificate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "gemma3_text": {"layer_types": KINDS},
     "glm4": {},
-    "gpt_neox": {"is_decoder": True},
+    "gpt_neox": {},
     "gpt_oss": {},
     "granite": {},
     "granitemoe": {},

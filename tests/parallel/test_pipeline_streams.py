@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.parallel.pipeline_streams import SCHEDULES, Action, micro_batches_fit, stages_by_rank, streams
-from mgpu_pipe.parallel.pipeline_timing import (
+from mgpu_pipe.parallel.pipeline.work_order import (
+    SCHEDULES,
+    Action,
     bubble_of,
     forward_slots,
+    micro_batches_fit,
     most_in_flight,
     needs,
+    stages_by_rank,
+    streams,
     theoretical_bubble,
     timeline,
 )
@@ -49,7 +53,7 @@ class Stage:
 
 def torch_order(name: str, ranks: int, micro_batches: int, each: int) -> list[list[Action]]:
     """What torch's schedule does on each rank, idle slots and what only concerns sharding left out."""
-    from mgpu_pipe.parallel.pipeline_schedule import MULTI, SINGLE
+    from mgpu_pipe.parallel.pipeline.schedule import MULTI, SINGLE
 
     if name in SINGLE:  # these run what their code says; their printed order of 1F1B is off by one on the last rank
         found = []

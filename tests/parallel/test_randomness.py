@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.parallel.randomness import uses_dropout
+from mgpu_pipe.parallel.random_streams import uses_dropout
 
 
 class Configured(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Oracle: the plain model of tests/support/tiny.py in one process: loss, every gradient, by mgpu_pipe.verify.bounds."""
+"""Oracle: the plain model of tests/support/tiny.py in one process: loss, every gradient, by verify.certificate."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.layout import layouts_of
+from mgpu_pipe.models.local_shards import layouts_of
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.checkpointing import apply_activation_checkpointing
+from mgpu_pipe.parallel.device_memory import ForwardMeter
 from mgpu_pipe.parallel.fsdp import ShardingOptions, apply_fully_shard, reshard_all
-from mgpu_pipe.parallel.memory import ForwardMeter
-from mgpu_pipe.parallel.tensor import apply_tensor_parallel
-from mgpu_pipe.parallel.tensor_cut import TensorCut
-from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
+from mgpu_pipe.parallel.tensor.apply import apply_tensor_parallel
+from mgpu_pipe.parallel.tensor.collectives import reduce_replicated_gradients
+from mgpu_pipe.parallel.tensor.cut import TensorCut
 from tests.support.filling import assembled, fill, owned_shards
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in, sampled

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.parallel.tensor import apply_tensor_parallel
-from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
+from mgpu_pipe.parallel.tensor.apply import apply_tensor_parallel
+from mgpu_pipe.parallel.tensor.collectives import reduce_replicated_gradients
 from tests.parallel.test_tensor import worst
 from tests.support.filling import assembled, owned_shards
 from tests.support.processes import run_processes

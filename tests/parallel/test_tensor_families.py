@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checks.tensor import tensor_parallel_errors
+from mgpu_pipe.checks.model_axes import tensor_parallel_errors
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.parallel.tensor import apply_tensor_parallel
-from mgpu_pipe.parallel.tensor_gradients import reduce_replicated_gradients
-from mgpu_pipe.parallel.tensor_roles import tensor_plan
+from mgpu_pipe.parallel.tensor.apply import apply_tensor_parallel
+from mgpu_pipe.parallel.tensor.collectives import reduce_replicated_gradients
+from mgpu_pipe.parallel.tensor.cut import tensor_plan
 from tests.families.step import whole_model
 from tests.support.filling import assembled, fill, owned_shards
 from tests.support.processes import run_processes

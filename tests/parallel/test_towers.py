@@ -21,8 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from mgpu_pipe.models.plans import decoder_blocks, sharding_units
-from mgpu_pipe.parallel.activation_checkpointing import apply_activation_checkpointing
+from mgpu_pipe.models.shard_units import decoder_blocks, sharding_units
+from mgpu_pipe.parallel.checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.fsdp import apply_fully_shard
 from tests.support.processes import run_processes
 

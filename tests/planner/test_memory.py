@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchmarks import axes_memory, data_parallel_bytes, zero_bytes
-from mgpu_pipe.config.optimizer import OptimizerConfig
-from mgpu_pipe.parallel.weight_average import WeightAverage
-from mgpu_pipe.planner.memory import activation_share, norm_bytes, optimizer_bytes, state_bytes
+from mgpu_pipe.architectures.formulas.kept_memory import activation_share, norm_bytes, optimizer_bytes, state_bytes
+from mgpu_pipe.config.group_keys import OptimizerConfig
+from mgpu_pipe.optim.moving_average import WeightAverage
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LLAMA_SMALL = 8_392_960

@@ -10,14 +10,13 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
+from mgpu_pipe.architectures.formulas.flops import Shape, attention_forward_flops, known_gpu_peak, windowed
+from mgpu_pipe.architectures.formulas.parameters import ParameterCount, count_parameters, layer_parameters
 from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.models.active_parameters import active_matmul_parameters, training_flops_per_token
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.models.flops import active_matmul_parameters, training_flops_per_token
-from mgpu_pipe.models.freezing import freeze_parameters
-from mgpu_pipe.planner.flops import attention_forward_flops, known_gpu_peak, windowed
-from mgpu_pipe.planner.parameters import ParameterCount, count_parameters, layer_parameters
-from mgpu_pipe.planner.shapes import Shape
+from mgpu_pipe.models.model_parts import freeze_parameters
 from tests.models.tiny import tiny_model
 
 SHIPPED = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
@@ -104,7 +103,7 @@ def test_flops_are_those_that_torch_counts(family: str) -> None:
     with counter:
         real(input_ids=torch.arange(3, 3 + length)[None], use_cache=False).logits.sum().backward()
     ours = training_flops_per_token(real.config, length) * length
-    shape = Shape.of(real.config)
+    shape = Shape.from_fields(real.config)
     attention = 3 * shape.layers * attention_forward_flops(shape, length) * length
     # Torch counts the whole square of scores, not the causal half; norms and biases are in our 6N, not in its matmuls.
     assert counter.get_total_flops() == pytest.approx(ours + attention, rel=0.02)
@@ -136,7 +135,7 @@ def test_frozen_parameters_and_windows_cost_less() -> None:
     mistral = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     fewer = training_flops_per_token(build_meta(tiny_model("qwen3", use_sliding_window=True, **mistral)).config, length)
     full = training_flops_per_token(build_meta(tiny_model("qwen3")).config, length)
-    shape = Shape.of(build_meta(tiny_model("qwen3")).config)
+    shape = Shape.from_fields(build_meta(tiny_model("qwen3")).config)
     saved = attention_forward_flops(shape, length) - attention_forward_flops(shape, windowed(length, 8))
     assert full - fewer == pytest.approx(3 * saved), "one layer of two"
 

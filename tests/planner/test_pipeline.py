@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, layer_costs, stage_contents, stage_layers
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.planner.pipeline import LayerCosts, layer_costs, stage_contents, stage_layers
 from tests.parallel.pipeline_support import build_meta, model_of
 
 
@@ -82,7 +82,7 @@ def test_by_hand_is_taken_as_it_is_or_refused() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "mixtral"])
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("interleaved_1f1b", 2), ("zbv", 2)])
 def test_what_check_prints_is_what_the_ranks_hold(name: str, schedule: str, ranks: int) -> None:
-    from mgpu_pipe.parallel.pipeline import PipelinePlan
+    from mgpu_pipe.parallel.pipeline.run_pipeline import PipelinePlan
 
     model = model_of(name, 5)
     costs = layer_costs(resolved_fields(model), 24)

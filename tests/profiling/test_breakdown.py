@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.profiling.advice import findings
-from mgpu_pipe.profiling.axes import axis_of
-from mgpu_pipe.profiling.breakdown import Blocked, breakdown
-from mgpu_pipe.profiling.device_trace import Marks, device_timeline
-from mgpu_pipe.profiling.memory_use import POINTS, Look, MemoryUse, RankMemory, phases_of, rank_memory, thinned
-from mgpu_pipe.profiling.rank_times import RankTimes, StepTimes, slowest
-from mgpu_pipe.report.memory_use import line as memory_line
-from mgpu_pipe.report.step_times import WIDTH, bars
+from mgpu_pipe.report.measurements import WIDTH, bars
+from mgpu_pipe.report.measurements import memory_bands as memory_line
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.profiling.advice import findings
+from mgpu_pipe.training.profiling.device_trace import Blocked, Marks, breakdown, device_timeline
+from mgpu_pipe.training.profiling.link_table import axis_of
+from mgpu_pipe.training.profiling.memory_use import POINTS, Look, MemoryUse, RankMemory, phases_of, rank_memory, thinned
+from mgpu_pipe.training.profiling.rank_times import RankTimes, StepTimes, slowest
 
 
 def rank_times(compute: float, waits: float, node: str = "one", host: float = 0.0, data: float = 0.0) -> RankTimes:
@@ -38,11 +37,11 @@ def test_a_collective_is_waiting_until_its_last_rank_comes_and_transfer_from_the
     arrivals = [{"a": [4.0, 13.5], "b": [9.0]}, {"a": [3.0, 20.0]}, {"a": [6.0, 1.0], "b": [2.0]}]
     found = breakdown(phases, blocked, arrivals)
     assert found.total == 15.0
-    assert found.own == {"compute": 6.0, "host": 1.0, "data": 1.0, "optimizer": 1.5}
+    assert found.by_phase == {"compute": 6.0, "host": 1.0, "data": 1.0, "optimizer": 1.5}
     assert found.waiting == {"tp": 2.5, "dp_shard": 0.0}
     assert found.transfer == {"tp": 1.0, "dp_shard": 2.0}
     assert found.waits_for == {2: 2.0, 1: 0.5}
-    assert sum(found.own.values()) + sum(found.waiting.values()) + sum(found.transfer.values()) == found.total
+    assert sum(found.by_phase.values()) + sum(found.waiting.values()) + sum(found.transfer.values()) == found.total
 
 
 def test_groups_have_the_names_of_the_configuration() -> None:
@@ -90,7 +89,7 @@ def test_a_gpus_time(tmp_path: Path, packed: bool) -> None:
     ]
     found = breakdown(phases, blocked, [arrivals, {"7 [0, 2]": [105.0]}])
     assert found.total == 14.0
-    assert found.own == {"compute": 4.0, "optimizer": 2.0, "data": 1.5, "host": 3.5}
+    assert found.by_phase == {"compute": 4.0, "optimizer": 2.0, "data": 1.5, "host": 3.5}
     assert (found.waiting, found.waits_for) == ({"dp_shard": 2.0}, {1: 1.0})  # of the message no more is known
     assert found.transfer == {"dp_shard": 1.0}
 

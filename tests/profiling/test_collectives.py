@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.profiling.axes import axis_of
-from mgpu_pipe.profiling.breakdown import breakdown
-from mgpu_pipe.profiling.collectives import CollectiveWatch
-from mgpu_pipe.profiling.step_profiler import StepProfiler
 from mgpu_pipe.topology import Meshes, ParallelDims
+from mgpu_pipe.training.profiling.device_trace import breakdown
+from mgpu_pipe.training.profiling.link_table import axis_of
+from mgpu_pipe.training.profiling.step_profiler import StepProfiler
+from mgpu_pipe.training.profiling.watch_collectives import CollectiveWatch
 from tests.support.processes import run_processes
 
 LATE, LATE_S = 2, 0.3
@@ -65,13 +65,13 @@ def test_collectives_are_seen_whole_and_the_late_rank_is_waited_for() -> None:
         assert one["counts"] == [1] * (3 + messages)
         assert set(one["axes"]) == {"all ranks", "tp", "dp_shard"}
         found = one["found"]
-        parts = (found.own, found.waiting, found.transfer)
+        parts = (found.by_phase, found.waiting, found.transfer)
         assert abs(sum(sum(part.values()) for part in parts) - found.total) < 1e-9
         if rank != LATE:
             assert max(found.waits_for, key=found.waits_for.get) == LATE
             assert found.waiting["all ranks"] > found.transfer["all ranks"]
     late, last = ranks[LATE]["found"], ranks[3]["found"]
-    assert late.own["compute"] > LATE_S > late.waiting["all ranks"]
+    assert late.by_phase["compute"] > LATE_S > late.waiting["all ranks"]
     assert last.waiting["all ranks"] > 1.5 * LATE_S, "the sum and the message"
 
 
@@ -105,5 +105,5 @@ def test_what_trains_imports_nothing_of_it() -> None:
     program = "import sys; from mgpu_pipe.launch.worker import import_all; import_all(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     imported = set(done.stdout.split())
-    assert "mgpu_pipe.training.run" in imported
+    assert "mgpu_pipe.training.train" in imported
     assert not {StepProfiler.__module__, CollectiveWatch.__module__} & imported

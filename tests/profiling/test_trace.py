@@ -6,7 +6,7 @@ import gzip
 import json
 from pathlib import Path
 
-from mgpu_pipe.profiling.rank_times import StepTimes
+from mgpu_pipe.training.profiling.rank_times import StepTimes
 from tests.support.command import mgpu, run_folder
 
 SMALL = ["model=llama_tiny", "data.seq_len=32", "data.global_batch_size=4", "checkpoint.save_last=false"]

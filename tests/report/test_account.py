@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
+import struct
 from pathlib import Path
+
+import pytest
+import yaml
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.report import logs as logs_module
-from mgpu_pipe.report.account import from_defaults, times, why
+from mgpu_pipe.report.account import changed_defaults, explain_end, times
+from mgpu_pipe.report.comparison import samples
 from mgpu_pipe.report.html import write_report
 from mgpu_pipe.report.logs import MOST_WARNINGS, SHOWN_LINES, Logs, read_logs
 from mgpu_pipe.report.run_view import load_run
-from mgpu_pipe.runs.samples_file import append_samples
+from mgpu_pipe.report.sections import blocks, figures, subtitle
+from mgpu_pipe.report.tables import after_table, runs_table
+from mgpu_pipe.runs import history
+from mgpu_pipe.runs.record import append_samples
 from tests.report.fake_runs import MakeRun
 from tests.report.test_html import page_of
 
 
 def told(run: RunPaths) -> str:
-    found = why(load_run(run))
+    found = explain_end(load_run(run))
     return "" if found is None else f"{found['text']} {found['command']}".strip()
 
 
@@ -119,7 +128,7 @@ def test_a_log_that_is_no_file_is_a_problem_and_not_read(make_run: MakeRun, tmp_
 
 def test_the_settings_are_those_that_the_schema_has_otherwise(make_run: MakeRun) -> None:
     run = make_run(steps=60, overrides=("model.config.hidden_size=256",), config={"data": {"seq_len": 256}})
-    table = from_defaults(load_run(run))
+    table = changed_defaults(load_run(run))
     assert table is not None
     rows = {key: (value, default) for key, value, default in table["rows"]}
     assert rows["optimizer.lr"] == ("0.003", "0.0003")
@@ -166,3 +175,81 @@ def test_the_samples_of_each_prompt_are_shown_over_training(make_run: MakeRun) -
     run.summary.unlink()
     assert "step 60 <b>after 60 Earlier in training (2)" in page_of(run).words
     assert "after 20" not in page_of(run, make_run(steps=60, name="other")).words
+
+
+def of_three_attempts(make_run: MakeRun) -> RunPaths:
+    """A run under ddp, killed, under zero2, and under tensor parallelism of two."""
+    run = make_run(steps=60, summary={"wall_s": 170.0, "attempts": 3})
+    config = yaml.safe_load(run.config.read_text())
+    under = ({"name": "ddp"}, {"name": "zero2"}, {"name": "megatron", "tp": 2, "dp_shard": "auto"})
+    for attempt, strategy in enumerate(under, 1):
+        text = yaml.safe_dump({**config, "strategy": strategy})
+        (run.root / f"config-attempt-{attempt}.yaml").write_text(text)
+    killed = {"attempt": 2, "launched": 1772460433.0, "started": 1772460434.0, "ended": 1772460483.0, "lost_s": 12.0}
+    entries = [
+        {
+            "attempt": 1,
+            "launched": 1772460333.0,
+            "ended": 1772460433.0,
+            "status": "stopped",
+            "step": 20,
+            "wall_s": 100.0,
+        },
+        {**killed, "status": "failed", "cause": history.KILLED, "step": 33, "from_step": 20},
+        {
+            "attempt": 3,
+            "launched": 1772460533.0,
+            "ended": 1772460553.0,
+            "status": "finished",
+            "step": 60,
+            "wall_s": 20.0,
+        },
+    ]
+    run.attempts.write_text(json.dumps(entries))
+    return run
+
+
+def test_attempts_are_counted_timed_and_named_with_their_strategies(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, under = of_three_attempts(make_run), "ddp, then zero2, then megatron tp=2"
+    view = load_run(run)
+    card = next(card for card in figures(view) if card["label"] == "Wall time")
+    assert (card["value"], card["note"]) == ("2 min 50 s", "3 attempts, 12 s of work lost")
+    table = next(block["table"] for block in blocks(view) if block["title"] == "Attempts")
+    rows = [dict(zip(table["names"], row, strict=True)) for row in table["rows"]]
+    assert [row["took"] for row in rows] == ["1 min 40 s", "50 s", "20 s"]
+    assert [row["to step"] for row in rows] == ["20", "33", "60"] and rows[1]["cause"] == history.KILLED
+    assert f"strategy {under}" in subtitle(view)[1]
+    after_table(view.summary)
+    assert "2 min 50 s, 3 attempts together" in capsys.readouterr().out
+    run.summary.unlink()
+    assert load_run(run).wall_s == 170.0 and load_run(run).num_attempts == 3, "also of a run that was killed"
+
+
+def test_a_comparison_names_every_strategy_of_a_runs_attempts(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, under = [of_three_attempts(make_run), make_run(name="other", steps=60)], "ddp, then zero2, then megatron tp=2"
+    words = page_of(*runs).words
+    assert under in words
+    runs_table(runs)
+    first = capsys.readouterr().out.split("other")[0]
+    assert all(name in first for name in ("ddp", "zero2", "megatron tp=2")), first
+
+
+def test_times_and_shares_are_written_to_be_read(make_run: MakeRun) -> None:
+    times = {"step_s": [1.5, 0.141], "data_s": [0.000749, 0.0]}
+    view = load_run(make_run(steps=6, summary={"times": times, "metrics": {"throughput/padding": 0.0}}))
+    (table,) = (block["table"] for block in blocks(view) if block["title"] == "Time of each rank's step")
+    assert table["rows"] == [["0", "1.5 s", "0.749 ms"], ["1", "0.141 s", "0 s"]]
+    (metrics,) = (block["parts"][0]["rows"] for block in blocks(view) if block["title"] == "Final metrics")
+    assert ("throughput/padding", "0") in metrics
+
+
+@pytest.mark.parametrize(("size", "wide"), [((8, 8), False), ((20, 10), False), ((60, 8), True)])
+def test_a_strip_of_frames_gets_the_width_of_the_page(make_run: MakeRun, size: tuple[int, int], wide: bool) -> None:
+    header = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", *size)
+    sample = {"prompt": "a", "text": "b", "image": base64.b64encode(header + bytes(20)).decode()}
+    (shown,) = samples([load_run(make_run(steps=6, summary={"samples": [sample]}))])
+    assert shown["wide"] is wide

@@ -218,3 +218,26 @@ def test_a_served_page_shows_new_steps_and_keeps_what_the_reader_chose(browser: 
         assert browser.run("document.querySelector('details').open") is True
         server.shutdown()
     browser.wait("document.querySelector('.live').textContent.startsWith('The server does not answer')")
+
+
+@pytest.mark.parametrize(("width", "classes"), [(1400, 2), (1400, 10), (1400, 40), (420, 10), (420, 40)])
+def test_a_confusion_matrix_is_shown_whole_or_scrolls_in_its_box(
+    browser: Browser, make_run: MakeRun, width: int, classes: int
+) -> None:
+    names = [f"n0250{at:04} an african elephant of_the_savannah" for at in range(classes)]
+    counts = [[1000 + row if row == column else column for column in range(classes)] for row in range(classes)]
+    show(browser, make_run(steps=6, summary={"found": {"confusion": counts}, "data": {"classes": names}}), width=width)
+    assert browser.run("document.documentElement.scrollWidth") == width and browser.refused == []
+    box = "document.querySelector('.matrix').parentElement"
+    whole = browser.run(f"{box}.scrollWidth === {box}.clientWidth")
+    assert whole == (width == 1400 and classes <= 10)
+    seen = browser.run(
+        f"(b => {{ b.scrollLeft = b.scrollWidth; const c = b.getBoundingClientRect(),"
+        " r = [...b.querySelectorAll('td')].at(-1).getBoundingClientRect();"
+        f" return r.left >= c.left && r.right <= c.right + 1; }})({box})"
+    )
+    assert seen, "the last class's column can be reached"
+    assert browser.run("[...document.querySelectorAll('.matrix td')].map(e => e.textContent).slice(0, 2)") == [
+        "1,000",
+        "1",
+    ]

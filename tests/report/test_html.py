@@ -18,11 +18,10 @@ import pytest
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report.charts import charts
+from mgpu_pipe.report.columns import TIMES
 from mgpu_pipe.report.html import write_report
-from mgpu_pipe.report.numbers import TIMES
 from mgpu_pipe.report.run_view import load_run
-from mgpu_pipe.runs.metrics_file import MetricsWriter
-from mgpu_pipe.runs.rank_metrics import OWN_COLUMNS
+from mgpu_pipe.runs.metrics_file import RANK_COLUMNS, MetricsWriter
 from tests.report.fake_runs import MakeRun
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -221,7 +220,7 @@ def test_broken_files_are_named_and_the_rest_is_shown(make_run: MakeRun) -> None
 def test_memory_and_times_of_each_rank_are_curves(make_run: MakeRun) -> None:
     run = make_run(steps=60, summary={"world_size": 9})
     for rank in range(9):
-        writer = MetricsWriter(run.rank_metrics(rank), columns=OWN_COLUMNS)
+        writer = MetricsWriter(run.rank_metrics(rank), columns=RANK_COLUMNS)
         for step in range(1, 61):
             writer.append({"step": step, "data_s": 0.01 * rank, "cpu_s": 1.0, "peak_gib": 2.0 + rank})
         writer.close()

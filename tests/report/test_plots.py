@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_pipe.report.charts import x_axes
-from mgpu_pipe.report.plots import Curve, chart
+from mgpu_pipe.report.charts import Curve, chart, x_axes
 from mgpu_pipe.report.run_view import load_run
 from mgpu_pipe.runs.metrics_file import MetricsWriter
 from tests.report.fake_runs import MakeRun

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mgpu_pipe.report.rows import print_rows
+from mgpu_pipe.report.columns import print_rows
 
 ROWS = [("data", "a text of more words than fit beside it, and " + "x" * 50), ("run", "\x1b[31mred\nsecond line")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from mgpu_pipe.report.series import MOST_POINTS, points, smoothed, thinned
+from mgpu_pipe.report.charts import MOST_POINTS, points, smoothed, thinned
 
 
 def noise(length: int) -> list[tuple[float, float]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.commands.report import report
+from mgpu_pipe.cli.verbs.report import report
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError
 from tests.report.fake_runs import MakeRun
 
@@ -107,7 +107,7 @@ def test_no_run_yet_and_a_wrong_flag_are_one_line() -> None:
 def test_a_report_needs_no_torch(make_run: MakeRun) -> None:
     run = make_run(steps=60)
     program = (
-        "import sys; from mgpu_pipe.commands.report import report\n"
+        "import sys; from mgpu_pipe.cli.verbs.report import report\n"
         "assert not {'rich', 'jinja2'} & set(sys.modules)\n"
         "report([sys.argv[1]])\n"
         "assert not {'torch', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)\n"
@@ -142,7 +142,7 @@ def test_what_watching_cannot_do_is_one_line(make_run: MakeRun) -> None:
             (["--watch", "--port", port], f"--port {port}: cannot serve there .Address already in use.; give another"),
             (["--watch", "--port", "70000"], "--port 70000: cannot serve there"),
             (["--watch", "--out", "x.html"], "--out x.html: --watch writes no file"),
-            (["--port", "0"], "--port 0: is for --watch"),
+            (["--port", "0"], "--port 0: only works with --watch"),
         ):
             with pytest.raises(BadInputError, match=told) as caught:
                 report([str(run.root), *words])

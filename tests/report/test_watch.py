@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import threading
 from collections.abc import Callable, Iterator
+from urllib.parse import urljoin, urlsplit
 
 import pytest
 
@@ -31,10 +32,11 @@ def serve() -> Iterator[Serve]:
         server.server_close()
 
 
-def get(server: ReportServer, path: str = "/", **headers: str) -> tuple[int, str, str]:
-    """Status, tag and text."""
+def get(server: ReportServer, path: str = "", **headers: str) -> tuple[int, str, str]:
+    """Status, tag and text of a page below the server's address, or of a path that begins with ``/``."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
-    connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    whole = urljoin(urlsplit(server.address).path, path) if ".." not in path else path
+    connection.request("GET", whole, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
     text = answer.read().decode()
     connection.close()
@@ -58,14 +60,25 @@ def test_only_this_machines_own_name_is_answered(make_run: MakeRun, serve: Serve
     assert server.server_address[0] == "127.0.0.1"
     for host, status in (("localhost:1", 200), ("127.0.0.1", 200), ("evil.example", 403), ("evil.example:80", 403)):
         assert get(server, Host=host)[0] == status
-    for path in ("/metrics.csv", "/../config.yaml", "/1"):
+    for path in ("metrics.csv", "/../config.yaml", "1"):
         assert get(server, path)[0] == 404
+
+
+def test_another_user_of_the_machine_gets_nothing_without_the_token(make_run: MakeRun, serve: Serve) -> None:
+    server, other = serve(make_run(steps=60)), serve(make_run(steps=60, name="other"))
+    token = urlsplit(server.address).path
+    assert len(token) > 40 and get(server)[0] == 200
+    wrong = ("/", "/1", token[:-1], f"{token[:-2]}x/", f"/{'a' * (len(token) - 2)}/", f"{token}../../1")
+    for path in (*wrong, urlsplit(other.address).path):
+        status, tag, text = get(server, path)
+        assert (status, tag, "quickstart" in text) == (404, "", False), path
 
 
 def test_each_run_of_a_comparison_has_a_page(make_run: MakeRun, serve: Serve) -> None:
     server = serve(make_run(steps=60, name="one"), make_run(steps=60, name="two"))
     assert "Comparison of 2 runs" in get(server)[2]
-    assert "<h1>two</h1>" in get(server, "/2")[2]
+    assert "<h1>two</h1>" in get(server, "2")[2]
+    assert 'href="./2"' in get(server)[2]
 
 
 def test_a_run_that_is_gone_is_told(make_run: MakeRun, serve: Serve) -> None:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.checkpoint.selection import list_steps
 from mgpu_pipe.models.adapters.lora import ADAPTER_NAMES
-from mgpu_pipe.models.adapters.nf4 import Block, dequantise, quantise
+from mgpu_pipe.models.adapters.qlora import Block, dequantise, quantise
 from tests.runs.support import overrides, same
 from tests.support.command import column, mgpu, run_folder
 

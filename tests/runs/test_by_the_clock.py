@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import seconds_of
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.topology import ParallelDims

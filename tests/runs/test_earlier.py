@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.cli import main
+from mgpu_pipe.cli.main import main
 from tests.support.command import column, environment
 from tests.support.program import run_program
 

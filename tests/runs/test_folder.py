@@ -17,13 +17,13 @@ import pytest
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions, TrainerConfig
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.runs.environment import write_environment
-from mgpu_pipe.runs.folder import RunFolder, choose_folder, completed, settle, writing_to
-from mgpu_pipe.runs.newest import newest_run
+from mgpu_pipe.runs.history import write_summary
+from mgpu_pipe.runs.latest import newest_run
 from mgpu_pipe.runs.record import begin, keep_attempt_config, next_attempt, record_launch
-from mgpu_pipe.runs.summary import write_summary
+from mgpu_pipe.runs.run_folder import RunFolder, choose_folder, completed, settle, writing_to
 
 
 def config_in(root: Path, resume: str = "none", folder: Path | None = None, **trainer: int) -> RunConfig:
@@ -65,7 +65,7 @@ def test_two_runs_of_the_same_second_have_two_folders(tmp_path: Path) -> None:
 
 def test_many_processes_at_once_never_share_a_folder(tmp_path: Path) -> None:
     program = (
-        "import sys; from mgpu_pipe.config.schema import *; from mgpu_pipe.runs.folder import choose_folder\n"
+        "import sys; from mgpu_pipe.config.schema import *; from mgpu_pipe.runs.run_folder import choose_folder\n"
         "print(choose_folder(RunConfig(run=RunOptions(root=sys.argv[1]))).paths.root)"
     )
     started = [
@@ -143,7 +143,7 @@ def test_auto_goes_on_in_the_run_begun_last(tmp_path: Path) -> None:
     newest = leave_run(tmp_path / "study" / "a-newer", 200.0)
     (tmp_path / "study" / "no-run").mkdir()
     folder = choose_folder(config_in(tmp_path, "auto"))
-    assert folder.goes_on
+    assert folder.is_resumed
     assert folder.paths.root == newest.root
 
 
@@ -175,8 +175,8 @@ def test_a_launch_that_is_killed_while_it_is_recorded_keeps_when_the_run_was_beg
 
 
 def test_auto_starts_afresh_where_there_is_no_run(tmp_path: Path) -> None:
-    assert not chosen(config_in(tmp_path, "auto")).goes_on
-    assert not chosen(config_in(tmp_path, "auto", tmp_path / "run")).goes_on
+    assert not chosen(config_in(tmp_path, "auto")).is_resumed
+    assert not chosen(config_in(tmp_path, "auto", tmp_path / "run")).is_resumed
 
 
 def test_a_restart_by_another_launcher_goes_on_in_that_launchs_folder(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_what_a_kill_left_unfinished_goes_when_the_run_is_gone_on_in(tmp_path: P
         folder.mkdir(parents=True)
     for file in left:
         file.touch()
-    assert chosen(config).goes_on
+    assert chosen(config).is_resumed
     assert not any(file.exists() for file in left) and step.exists()
 
 
@@ -333,7 +333,7 @@ def test_a_folder_that_another_process_makes_after_the_look_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process makes the folder between the question whether it is there and its making."""
-    from mgpu_pipe.checkpoint import files
+    from mgpu_pipe.checkpoint import file_operations as files
 
     make, names = files.make_folders, list[Path]()
 

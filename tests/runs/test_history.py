@@ -75,3 +75,36 @@ def test_another_job_of_the_run_begins_anew(paths: RunPaths, monkeypatch: pytest
         history.note_unbegun(paths, time.time(), "SIGUSR1 (the time limit is near)")
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     history.check_progress(paths, 0)
+
+
+def test_the_time_of_a_run_is_that_of_all_its_attempts(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a job: 100 s, then one killed after 50 s, then one of 20 s."""
+    monkeypatch.delenv("SLURM_JOB_ID")
+    now = time.time()
+    history.begin(paths, 1, None, 2, launched=now - 1000)
+    history.end(paths, "stopped", 3, "SIGTERM", retry=False, wall_s=100.0)
+    history.begin(paths, 2, None, 2, launched=now - 650)
+    entries = history.read(paths)
+    entries[-1]["started"] = now - 640
+    history._write(paths, entries)
+    written(paths.metrics, "step,train/loss\n3,1.0\n4,1.0\n", 600)
+    assert history.wall_s(history.read(paths), history.last_sign(paths)) == pytest.approx(150, abs=20)
+    history.begin(paths, 3, None, 2, launched=now - 30)
+    entries = history.end(paths, "finished", 6, "", retry=False, wall_s=20.0)
+    assert history.wall_s(entries) == pytest.approx(170, abs=20)
+    assert [entry.get("job") for entry in entries] == [None] * 3
+
+
+def test_a_run_that_begins_anew_in_a_folder_keeps_the_history_of_jobs_alone(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history.note_unbegun(paths, time.time(), "SIGTERM (preempted, requeued or cancelled)")
+    monkeypatch.delenv("SLURM_JOB_ID")
+    history.begin(paths, 1, None, 2)
+    history.end(paths, "failed", 0, "it crashed", retry=True)
+    history.begin_anew(paths)
+    assert [entry.get("job") for entry in history.read(paths)] == ["7"]
+    paths.attempts.unlink()
+    history.begin(paths, 1, None, 2)
+    history.begin_anew(paths)
+    assert not paths.attempts.exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.checkpoint.manifest import read_manifest
-from mgpu_pipe.checkpoint.select import newest_valid
+from mgpu_pipe.checkpoint.selection import newest_valid
 from tests.support.command import metrics
 from tests.support.tables import TOLD
 from tests.support.worlds import JoinedRun

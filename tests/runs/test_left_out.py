@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.checkpoint.selection import list_steps
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.load import open_model
+from mgpu_pipe.inference.open import open_model
 from tests.runs.support import overrides, same
 from tests.support.command import mgpu, run_folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import RunFolderError
+from mgpu_pipe.launch.outcome import conclude
+from mgpu_pipe.launch.supervisor import Outcome
 from mgpu_pipe.runs.lock import RunLock, boot_id
 
 HOLD = """
@@ -115,6 +120,32 @@ def test_a_holder_notices_that_it_was_replaced(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert "process 4711 on node7" in lock.lost()
     assert "node7" in path.read_text()  # what is the other's is left alone
+
+
+@pytest.mark.parametrize("ghost", [False, True])
+@pytest.mark.parametrize("end", ["moved", "deleted"])
+def test_a_holder_notices_that_its_folder_is_gone(end: str, ghost: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with RunLock(folder / ".lock") as lock:
+        assert not lock.lost()
+        if end == "moved":
+            folder.rename(tmp_path / "other")
+        else:
+            shutil.rmtree(folder)
+        if ghost:
+            folder.mkdir()
+        where = f"moved to {tmp_path / 'other'}" if end == "moved" else "deleted"
+        assert lock.lost() == f"{folder}: this run ends: its folder was {where}"
+
+
+def test_nothing_is_written_where_a_folder_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for root in (tmp_path / "gone", tmp_path / "ghost"):
+        if root.name == "ghost":
+            root.mkdir()
+        conclude(RunConfig(), RunPaths(root), Outcome("failed", 1, 1, message="its folder was moved"), 1.0, "")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "ghost"]
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_folder_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> None:

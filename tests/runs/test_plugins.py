@@ -39,7 +39,7 @@ packages = ["acme_training", "acme_training.conf"]
 CODE = """
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.strategies.mesh import MeshStrategy
+from mgpu_pipe.training.mesh import MeshStrategy
 
 
 def numbers(config):

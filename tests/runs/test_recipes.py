@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_pipe import cli
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.conf_folders import conf_dir
+from mgpu_pipe.cli import main as cli
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.system.conf_folders import conf_dir
 from tests.support.needs import need_speech
 from tests.support.processes import run_processes
 from tests.verify.support import small_run
@@ -43,7 +43,7 @@ def test_a_machine_without_gpus_checks_it(name: str, capsys: pytest.CaptureFixtu
 
 
 def verified(overrides: list[str], steps: int) -> list[tuple[str, bool]]:
-    from mgpu_pipe.verify.bounds import worst_of
+    from mgpu_pipe.verify.certificate import worst_of
     from mgpu_pipe.verify.comparison import compare
 
     return [(one.quantity, one.passed) for one in worst_of(compare(small_run(*overrides, steps=steps)))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checkpoint.select import list_steps
+from mgpu_pipe.checkpoint.selection import list_steps
 from tests.support.command import column, mgpu, run_folder
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.runs.samples_file import append_samples, cut_samples_after, read_samples
+from mgpu_pipe.runs.record import append_samples, cut_samples_after, read_samples
 from tests.support.command import column, mgpu, run_folder
 from tests.support.needs import need_torch_compile
 

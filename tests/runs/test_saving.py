@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checkpoint.select import list_steps, newest_valid
+from mgpu_pipe.checkpoint.selection import list_steps, newest_valid
 from tests.runs.test_kills import content, rows
 from tests.support.worlds import JoinedRun
 

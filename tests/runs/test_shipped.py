@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.config.conf_folders import conf_dir
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.system.conf_folders import conf_dir
 from tests.support.needs import need_digits, need_speech
 from tests.support.processes import run_processes
 from tests.support.sampling import sampled
@@ -36,7 +36,7 @@ CLASSES = {"vit_tiny": 10, **dict.fromkeys(TWO_TOWERS, 8), "whisper_tiny": 384, 
 
 
 def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
+    from mgpu_pipe.training.train import train
 
     config, _ = compose(overrides)
     return train(config, RunPaths(Path(folder)), prepare(config)).summary

@@ -8,7 +8,7 @@ import pytest
 
 from mgpu_pipe.checks.optimizer import optimizer_errors
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.topology import ParallelDims
 from tests.support.command import column, mgpu, run_folder

@@ -12,10 +12,10 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.checks.optimizer import optimizer_errors
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.cli import main
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.load import load_run
+from mgpu_pipe.inference.open import load_run
 from mgpu_pipe.topology import ParallelDims
 from tests.support.command import column, mgpu, run_folder
 

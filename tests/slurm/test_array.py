@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe import cli
+from mgpu_pipe.cli import main as cli
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.launch import slurm, slurm_job, stop
-from mgpu_pipe.launch.slurm_submitted import POINTS
+from mgpu_pipe.launch import signals as stop
+from mgpu_pipe.launch.slurm import slurm_job
+from mgpu_pipe.launch.slurm import submit_job as slurm
+from mgpu_pipe.launch.slurm.script import POINTS
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.sweep import slurm_array, slurm_point
 from mgpu_pipe.sweep.store import create

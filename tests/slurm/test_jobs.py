@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe import cli
+from mgpu_pipe.cli import main as cli
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.launch.slurm_submitted import seconds
+from mgpu_pipe.launch.slurm.script import seconds
 from tests.support.command import column, start
 from tests.support.slurm_cluster import TINY, Cluster
 
@@ -50,6 +50,7 @@ def test_jobs_are_listed_followed_queued_again_and_cancelled(
     assert running["end_s"] == pytest.approx((900 - running["step"]) * step_s) and 1200 < running["limit_s"] < 1800
     assert found[held]["where"] == "(JobHeldUser)" and found[held]["run"] == str(waiting)
     assert (found[held]["loss"], found[held]["limit_s"], found[held]["end_s"]) == (None, None, None)
+    monkeypatch.setenv("COLUMNS", "300")
     assert cli.main(["jobs"]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.split()[0] == job)
     assert "/900 " in line and line.endswith(str(folder))
@@ -116,6 +117,6 @@ def test_no_torch_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "squeue").write_text("#!/bin/sh\necho '7|RUNNING|1:00|N/A|n0|/nowhere'\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    program = "import sys; from mgpu_pipe.cli import main; main(['jobs']); sys.exit('torch' in sys.modules)"
+    program = "import sys; from mgpu_pipe.cli.main import main; main(['jobs']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "0 jobs\n", done.stderr

@@ -15,15 +15,17 @@ from pathlib import Path
 import pytest
 
 import mgpu_pipe
-from mgpu_pipe.commands.submit import submit
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.cli.verbs.submit import submit
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, RunFolderError
-from mgpu_pipe.launch import node_check, slurm, slurm_job
-from mgpu_pipe.launch.slurm_keys import SlurmConfig
-from mgpu_pipe.launch.slurm_script import batch_script
-from mgpu_pipe.launch.slurm_submitted import keep_job
-from mgpu_pipe.runs.continue_line import Asked, hydra_quoted
+from mgpu_pipe.import_path import python_module
+from mgpu_pipe.launch import node as node_check
+from mgpu_pipe.launch.slurm import slurm_job
+from mgpu_pipe.launch.slurm import submit_job as slurm
+from mgpu_pipe.launch.slurm.script import batch_script, keep_job
+from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
+from mgpu_pipe.runs.resume_command import CommandLine, hydra_quoted
 from tests.support.command import column, environment
 from tests.support.program import ForkedProgram
 
@@ -119,7 +121,7 @@ def test_no_variable_says_otherwise_than_the_script(
     for name in ("PARTITION", "TIMELIMIT", "MEM_PER_NODE", "ARRAY_INX", "JOB_NAME", "ACCOUNT"):
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     words = ["launch.partition=low", "launch.time=1:00:00", "launch.memory=1G"]
-    slurm.submit(configured(f"run.root={tmp_path}/runs", *words), Asked([], []))
+    slurm.submit(configured(f"run.root={tmp_path}/runs", *words), CommandLine([], []))
     left = [line for line in (tools / "variables").read_text().splitlines() if line.startswith("SBATCH_")]
     assert left == ["SBATCH_ACCOUNT=1"], "which the script does not name"
 
@@ -132,7 +134,7 @@ def test_a_job_whose_number_cannot_be_kept_is_cancelled(
 
     monkeypatch.setattr(slurm, "keep_job", full)
     with pytest.raises(BadInputError, match=r"cannot be written \(No space left on device\), so that job 12 was canc"):
-        slurm.submit(configured(f"run.root={tmp_path}/runs"), Asked([], []))
+        slurm.submit(configured(f"run.root={tmp_path}/runs"), CommandLine([], []))
     assert (tools / "cancelled").read_text() == "12\n" and not list((tmp_path / "runs").glob("*/*"))
 
 
@@ -160,7 +162,7 @@ def test_who_does_not_say_where_it_computes_is_told_that_no_gpus_are_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words, told in (((), True), (("trainer.accelerator=cpu",), False), (("launch.gpus=2",), False)):
-        slurm.hand_over(configured(*words), Asked([], []), dry_run=True)
+        slurm.hand_over(configured(*words), CommandLine([], []), dry_run=True)
         assert ("the job asks for no GPUs" in capsys.readouterr().err) == told, words
 
 
@@ -180,7 +182,8 @@ def test_set_up_lines_and_the_folder_reach_the_shell_as_they_are(tmp_path: Path)
     done = subprocess.run([folder / slurm.SCRIPT], capture_output=True, text=True)
     assert done.returncode == 3
     lines = done.stdout.splitlines()
-    assert lines[-5:] == [sys.executable, "-m", "mgpu_pipe.launch.slurm_job", str(folder), HARD]
+    task = [*python_module("mgpu_pipe.launch.slurm.slurm_job"), str(folder)]
+    assert lines[-len(task) - 1 :] == [*task, HARD]
 
 
 def test_a_set_up_line_that_bash_cannot_read_is_refused(tmp_path: Path) -> None:
@@ -238,7 +241,7 @@ def test_without_sbatch_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path))
     config = configured(f"run.root={tmp_path}/runs")
     with pytest.raises(ConfigError, match=r"launch.type=slurm: there is no sbatch on this machine"):
-        slurm.submit(config, Asked([], []))
+        slurm.submit(config, CommandLine([], []))
     assert not (tmp_path / "runs").exists()
 
 
@@ -254,7 +257,7 @@ def test_ctrl_c_while_slurm_answers_cancels_the_job(
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt):
-        slurm.submit(configured(f"run.root={tmp_path}/runs"), Asked([], []))
+        slurm.submit(configured(f"run.root={tmp_path}/runs"), CommandLine([], []))
     assert (tmp_path / "cancelled").read_text() == "12\n" and not list((tmp_path / "runs").glob("*/*"))
     assert signal.getsignal(number) is before
 
@@ -307,7 +310,7 @@ def test_the_line_for_other_schedulers_needs_a_folder() -> None:
 
 
 def test_a_node_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "mgpu_pipe.launch.slurm_job", str(tmp_path / "not shared")]
+    words = [sys.executable, "-m", "mgpu_pipe.launch.slurm.slurm_job", str(tmp_path / "not shared")]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "SLURMD_NODENAME": "n7"})
     assert done.returncode == 2
     assert "node n7 does not see the run's folder; set run.root to a folder" in done.stderr
@@ -320,7 +323,7 @@ def test_a_node_is_judged_by_its_gpus_memory_and_disk(tmp_path: Path, monkeypatc
     monkeypatch.setattr(node_check, "usable_gpus", lambda: 1)
     monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))
     gpus, memory, disk = node_check.node_faults(config, tmp_path / "gone", "n0")
-    monkeypatch.setattr(node_check, "LEAST_FREE", 1 << 60)
+    monkeypatch.setattr(node_check, "MIN_FREE_BYTES", 1 << 60)
     with pytest.raises(RunFolderError, match="MiB free; make room, and queue it again"):  # no node's fault
         node_check.node_faults(config, tmp_path, "n0")
     assert gpus == "1 of 2 GPUs can be used" and "MiB of memory are free" in memory and "gone cannot be written" in disk
@@ -353,10 +356,14 @@ def test_the_script_queues_the_job_again_without_bad_nodes(tmp_path: Path, refus
     for tool in tools.iterdir():
         tool.chmod(0o755)
     (tmp_path / "bad_nodes.txt").write_text("n1 no memory\nn2 no disk\n")
-    slurm.write_script(configured("launch.exclude=n7"), tmp_path, [])
+    exclude = f"n7,$(touch {tmp_path}/ran)`touch {tmp_path}/ran`\";'x"
+    config = configured("launch.exclude=n7")
+    config.launch.exclude = exclude
+    slurm.write_script(config, tmp_path, [])
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run([tmp_path / slurm.SCRIPT], capture_output=True, text=True, env=environment)
     assert done.returncode == 75
     asked = (tmp_path / "asked").read_text().splitlines()
-    assert asked == ["requeue 12", *([] if refused else ["update JobId=12 ExcNodeList=n1,n2,n7"])]
+    assert asked == ["requeue 12", *([] if refused else [f"update JobId=12 ExcNodeList=n1,n2,{exclude}"])]
+    assert not (tmp_path / "ran").exists()
     assert ("error: SLURM does not requeue this job; go on with: sbatch" in done.stderr) == refused

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.runs.continue_line import hydra_quoted
+from mgpu_pipe.runs.resume_command import hydra_quoted
 from tests.support.command import column, mgpu, run_folder
 from tests.support.slurm_cluster import TINY, Cluster
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.topology import ParallelDims
 from tests.support.exact import BOUND, in_float64, worst_gradient
 from tests.support.processes import run_processes

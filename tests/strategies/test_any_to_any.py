@@ -21,10 +21,10 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
-from mgpu_pipe.config.peft import PeftConfig
-from mgpu_pipe.strategies.build_extension import FOLDER
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
+from mgpu_pipe.training.deepspeed.build_extension import FOLDER
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 from tests.support.encoders import ENCODERS, SEEING
 from tests.support.learned import LEARNED
 from tests.support.processes import run_processes

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.topology import ParallelDims
 from tests.strategies.test_matrix import BF16_FACTOR, bf16_error
 from tests.support.needs import need_torch_compile

@@ -10,18 +10,19 @@ import torch.distributed as dist
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.parts import local_tensor
-from mgpu_pipe.models.pretrained import load_pretrained
-from mgpu_pipe.models.slices import FolderWeights
+from mgpu_pipe.models.local_shards import local_tensor
+from mgpu_pipe.models.weights.pretrained import load_pretrained
+from mgpu_pipe.models.weights.slices import FolderWeights
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.parallel.memory import AllocationWatch
-from mgpu_pipe.strategies.base import Materialise
-from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
-from mgpu_pipe.strategies.deepspeed_config import generate
-from mgpu_pipe.strategies.parallel_model import ParallelModel, ParallelOptions
-from mgpu_pipe.strategies.zero_build import equal_part
-from mgpu_pipe.strategies.zero_engine import prepare_deepspeed
+from mgpu_pipe.parallel.device_memory import AllocationWatch
+from mgpu_pipe.parallel.parallelize import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.deepspeed.deepspeed_config import generate
+from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
+from mgpu_pipe.training.deepspeed.zero_build import equal_part
+from mgpu_pipe.training.deepspeed.zero_engine import prepare_deepspeed
+from mgpu_pipe.training.parallel_model import ParallelModel
+from mgpu_pipe.training.strategy import Materialise
 from tests.models.tiny import write_folder
 from tests.support.processes import run_processes
 from tests.support.tiny import MODELS as TINY

@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
-from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.strategies.base import EngineStrategy
-from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
-from mgpu_pipe.strategies.deepspeed_config import generate
-from mgpu_pipe.strategies.mesh import MeshStrategy
-from mgpu_pipe.strategies.parallel_model import ParallelOptions
+from mgpu_pipe.parallel.parallelize import ParallelOptions
+from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
+from mgpu_pipe.training.deepspeed.deepspeed_config import generate
+from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
+from mgpu_pipe.training.mesh import MeshStrategy
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
+from mgpu_pipe.training.strategy import EngineStrategy
 from tests.strategies.test_deepspeed import joined, parts, with_extensions_in
 from tests.strategies.test_mesh import LR, relative, whole
 from tests.support.processes import run_processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.launch.deepspeed_build import write_engine_settings
 from mgpu_pipe.report.overview import overview
-from mgpu_pipe.strategies.deepspeed_config import deepspeed_config
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training.deepspeed.deepspeed_config import deepspeed_config
 from tests.support.needs import need_torch_compile
 
 BASE = ("model=llama_tiny", "trainer.devices=2", "trainer.accelerator=cpu")
@@ -47,7 +50,7 @@ def settings(*overrides: str) -> dict[str, object]:
         ([f"{RAW}zero_optimization.ignore_unused_parameters=false"], "ZeRO-3 does not have it"),
         (["strategy=zero1", "strategy.offload=nvme", "strategy.offload_path=."], "ZeRO-1 offloads to the CPU only"),
         (["strategy.offload=nvme"], "strategy.offload_path=null: strategy.offload=nvme writes to one"),
-        (["strategy.offload=nvme", "strategy.offload_path=/no/such"], "nothing is there"),
+        (["strategy.offload=nvme", "strategy.offload_path=/no/such"], "no such folder"),
         (["strategy.offload=nvme", "strategy.offload_path=/proc"], "it cannot be written"),
         (["strategy.deepspeed.stage=4"], "strategy.deepspeed.stage=4"),
         (["strategy.tp=2"], "strategy.engine=deepspeed shards data only"),
@@ -121,14 +124,23 @@ def test_what_does_nothing_here_is_said(overrides: list[str], keys: list[str]) -
     assert [notice.key for notice in preflight(config) if "does nothing here" in notice.text] == keys
 
 
-def test_check_shows_the_configuration() -> None:
+def test_check_shows_what_matters_of_the_settings_and_the_run_keeps_them_all(tmp_path: Path) -> None:
     config, _ = compose([*BASE, "strategy=zero3"])
-    assert '"stage": 3' in dict(overview(config))["deepspeed"]
+    line = dict(overview(config))["deepspeed"]
+    assert line.startswith("ZeRO-3 shards weights, gradients and optimizer state, buckets of ") and "{" not in line
+    config, _ = compose([*BASE, "strategy=zero3_cpu", f"{RAW}wall_clock_breakdown=true"])
+    line = dict(overview(config))["deepspeed"]
+    assert 'set by you: {"wall_clock_breakdown": true}; all settings: deepspeed.json' in line
+    write_engine_settings(RunPaths(tmp_path), config)
+    written = json.loads((tmp_path / "deepspeed.json").read_text())
+    assert written["wall_clock_breakdown"] is True and written["zero_optimization"]["stage"] == 3
+    write_engine_settings(RunPaths(tmp_path / "none"), compose([*BASE, "strategy=ddp"])[0])
 
 
 def test_neither_torch_nor_deepspeed_is_imported_to_check() -> None:
     program = (
-        "import sys; from mgpu_pipe import cli; code = cli.main(['check', 'strategy=zero3', 'model=llama_tiny']); "
+        "import sys; from mgpu_pipe.cli import main as cli; "
+        "code = cli.main(['check', 'strategy=zero3', 'model=llama_tiny']); "
         "sys.exit(code or bool({'torch', 'deepspeed'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0

@@ -11,13 +11,15 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.strategies.mesh import MeshStrategy, NonFiniteStep
-from mgpu_pipe.strategies.parallel_model import ParallelOptions
+from mgpu_pipe.parallel.parallelize import ParallelOptions
+from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.mesh import MeshStrategy
+from mgpu_pipe.training.step import NonFiniteStep
+from tests.support.bf16 import loss_error
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 from tests.support.tiny import MODELS, plain_steps, step_batch
@@ -143,12 +145,11 @@ def test_clipping_uses_the_global_norm() -> None:
 def test_bf16_is_as_close_to_fp32_as_one_bf16_process() -> None:
     expected = oracle("llama")
     (alone,) = run_processes(1, trained, "llama", 8, "bf16", 0)
-    single_error = max(abs(loss / e - 1) for (loss, _), e in zip(alone["rows"], expected["losses"], strict=True))
+    single_error = loss_error(alone["rows"], expected["losses"])
     assert 1e-6 < single_error < 5e-3
     assert all(weight.dtype == torch.float32 for weight in alone["weights"].values())
     for result in run_processes(2, trained, "llama", 2, "bf16", 7):
-        error = max(abs(loss / e - 1) for (loss, _), e in zip(result["rows"], expected["losses"], strict=True))
-        assert error <= 1.5 * single_error
+        assert loss_error(result["rows"], expected["losses"]) <= 1.5 * single_error
         assert relative(whole(result["weights"]), whole(expected["weights"])) <= 1.5 * relative(
             whole(alone["weights"]), whole(expected["weights"])
         )

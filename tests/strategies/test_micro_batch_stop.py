@@ -13,8 +13,8 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from mgpu_pipe.strategies import micro_batch_stop
 from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training import step_gradients as micro_batch_stop
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, assembled, trained
 
@@ -42,7 +42,7 @@ def ask(asked: dict[str, int], told: Stopped, strategy: Any) -> None:
         asked["votes"] += 1
         return strategy.global_rank == 1 and asked["votes"] == STEPS * CASE.micro_batches + 2
 
-    strategy._stop._requested = requested
+    strategy.micro_batch_stop._requested = requested
 
 
 def both(case: Case, dims: ParallelDims) -> tuple[Outcome, Outcome, int]:
@@ -77,6 +77,6 @@ def test_the_step_that_was_left_has_left_no_trace(sizes: dict[str, int], options
 def test_a_short_step_is_never_left_and_votes_nowhere() -> None:
     stop = micro_batch_stop.MicroBatchStop.__new__(micro_batch_stop.MicroBatchStop)
     stop._requested, stop._group, stop._step_s = (lambda: True), None, 0.01
-    assert not any(stop.leaves(done, 16) for done in range(17))
+    assert not any(stop.should_leave(done, 16) for done in range(17))
     stop._step_s = 3600.0
-    assert [done for done in range(17) if stop.leaves(done, 16)] == list(range(1, 16))
+    assert [done for done in range(17) if stop.should_leave(done, 16)] == list(range(1, 16))

@@ -16,7 +16,7 @@ import torch
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.checkpointing import restore_optimizer, restore_weights
+from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 from tests.strategies.test_any_to_any import contents, write
 from tests.support.processes import run_processes
 from tests.support.training import LR, MUON, Case, Outcome, plain, trained, worst_error
@@ -25,7 +25,7 @@ BEFORE, AFTER = 2, 3
 OWN = "tests.support.own_optimizers."
 DECAYED: dict[str, Any] = {"weight_decay": 0.1}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "mgpu_pipe.training.adamw_bf16.AdamWBf16": DECAYED,
+    "mgpu_pipe.optim.adamw_bf16.AdamWBf16": DECAYED,
     "torch.optim.SGD": {**DECAYED, "momentum": 0.9, "nesterov": True},
     "torch.optim.Adagrad": DECAYED,
     OWN + "Counting": {},

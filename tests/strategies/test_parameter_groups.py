@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.optimizer import ParameterGroup
+from mgpu_pipe.config.group_keys import ParameterGroup
 from mgpu_pipe.topology import ParallelDims
 from tests.support.processes import run_processes
 from tests.support.training import LR, Case, plain, trained, worst_error

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.collectives import Counted, _Mode
-from mgpu_pipe.strategies.micro_batch_stop import MicroBatchStop
 from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.step_gradients import MicroBatchStop
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained
 
@@ -68,7 +68,7 @@ def sent_and_trained(case: Case, dims: ParallelDims) -> tuple[dict[str, float], 
 
         strategy.run_step = run_step
 
-    with mock.patch.object(MicroBatchStop, "leaves", return_value=False):  # asks by the clock
+    with mock.patch.object(MicroBatchStop, "should_leave", return_value=False):  # asks by the clock
         outcome = trained(case, dims, on_start=watch)
     return dict(counted.sent), outcome
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.optimizer import SpikeGuardConfig
-from mgpu_pipe.parallel.spike_guard import SpikeGuard
+from mgpu_pipe.config.group_keys import SpikeGuardConfig
+from mgpu_pipe.optim.gradients import SpikeGuard
 from mgpu_pipe.topology import ParallelDims
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, plain, trained, worst_error

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.training.deepspeed.swap_folder import GUARD, claim
+
 HOLD = """
 import os, sys
 from pathlib import Path
-from mgpu_pipe.strategies.swap_folder import claim
+from mgpu_pipe.training.deepspeed.swap_folder import claim
 if sys.argv[3]:
     os.setuid(int(sys.argv[3]))
 folder = claim(Path(sys.argv[1]), sys.argv[2])
@@ -75,3 +78,25 @@ def test_another_users_folder_on_the_same_disk_is_left_alone(tmp_path: Path) -> 
     leave(other)
     leave(mine)
     assert folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_a_guard_that_another_user_made_is_refused(kind: str, tmp_path: Path) -> None:
+    root, file = tmp_path / "disk", tmp_path / "thesis"
+    root.mkdir()
+    file.write_text("years of work")
+    guard = root / GUARD.format(user=os.getuid())
+    {
+        "link": lambda: guard.symlink_to(file),
+        "hard link": lambda: guard.hardlink_to(file),
+        "pipe": lambda: os.mkfifo(guard),
+    }[kind]()
+    with pytest.raises(BadInputError, match=r"\.lock: .*; remove it, or use another disk"):
+        claim(root, "a")
+    assert file.read_text() == "years of work"
+
+
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mgpu-zero-a").symlink_to(tmp_path.parent)
+    with pytest.raises(BadInputError, match=r"mgpu-zero-a: is not this user's own folder"):
+        claim(tmp_path, "a")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.strategies.zero_state import Fragment, ZeroState
+from mgpu_pipe.training.deepspeed.zero_state import Fragment, ZeroState
 
 
 class OneGroup(ZeroState):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 
-from mgpu_pipe.checkpoint import files
+from mgpu_pipe.checkpoint import file_operations as files
 
 
 class FullDisk(pl.Callback):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_pipe.commands import verb_names
+from mgpu_pipe.cli.verbs import verb_names
 from tests.support.command import REPOSITORY
 from tests.support.program import run_program
 

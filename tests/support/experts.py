@@ -10,9 +10,8 @@ import torch.distributed as dist
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise, materialise_buffers, recipe_of
-from mgpu_pipe.models.layout import Layout, layouts_of
-from mgpu_pipe.models.parts import fill_parameters
-from mgpu_pipe.objectives.cross_entropy import logits_cross_entropy
+from mgpu_pipe.models.local_shards import Layout, fill_parameters, layouts_of
+from mgpu_pipe.objectives.losses.cross_entropy import logits_cross_entropy
 from tests.support.tiny import COMMON, MODELS, global_batch
 
 QWEN3_MOE = ModelConfig(

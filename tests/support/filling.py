@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from mgpu_pipe.models.build import materialise_buffers, recipe_of
-from mgpu_pipe.models.layout import fragments, layouts_of
-from mgpu_pipe.models.parts import PartOf, fill_parameters, local_tensor
+from mgpu_pipe.models.local_shards import TensorPart, fill_parameters, fragments, layouts_of, local_tensor
 
 OwnedShard = tuple[str, tuple[int, ...], torch.Tensor]
 """The unsharded parameter's name, the offsets in it, the values."""
@@ -18,7 +17,7 @@ OwnedShard = tuple[str, tuple[int, ...], torch.Tensor]
 def fill(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Give a meta ``model`` its parts of ``whole``, by name of the unsharded model, and its buffers."""
 
-    def values(name: str, held: PartOf) -> torch.Tensor:
+    def values(name: str, held: TensorPart) -> torch.Tensor:
         assert tuple(whole[name].shape) == held.whole, name
         return whole[name][_block(held.offsets, held.shape)].clone()
 
@@ -30,7 +29,7 @@ def owned_shards(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[
     """This rank's local shards of ``tensors``, by local parameter name, that no other rank of the axis counts."""
     layouts = layouts_of(model)
     return [
-        (layout.name if layout else name, fragment.offsets, fragment.of(local_tensor(tensor)).clone())
+        (layout.name if layout else name, fragment.offsets, fragment.view(local_tensor(tensor)).clone())
         for name, tensor in tensors.items()
         for layout in (layouts.get(name),)
         if layout is None or layout.owned

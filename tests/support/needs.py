@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.checks.numerics import compile_errors
+from mgpu_pipe.checks.devices import compile_errors
 from mgpu_pipe.checks.offload import compiler_errors
 
 INSTALL = re.compile(r"\b(apt-get|pip) install ([a-z0-9][a-z0-9+.-]*[a-z0-9+])")
@@ -46,10 +46,42 @@ def need_speech(*programs: str) -> None:
             pytest.skip(f"spoken digits need {program}: apt-get install {program}")
 
 
+def _need_module(name: str, message: str) -> None:
+    if find_spec(name) is None:
+        pytest.skip(message)
+
+
 def need_pyav() -> None:
     """Skip where PyAV, which reads video files, is not installed."""
-    if find_spec("av") is None:
-        pytest.skip("video files need PyAV: pip install av")
+    _need_module("av", "video files need PyAV: pip install av")
+
+
+def need_ffmpeg() -> None:
+    """Skip where the program ffmpeg, which writes and shows videos, is not installed."""
+    if which("ffmpeg") is None:
+        pytest.skip("videos of other programs need ffmpeg: apt-get install ffmpeg")
+
+
+def need_mlflow() -> None:
+    """Skip where MLflow, or what its local database needs, is not installed."""
+    for module, package in (("mlflow", "mlflow-skinny"), ("sqlalchemy", "sqlalchemy"), ("alembic", "alembic")):
+        if find_spec(module) is None:
+            pytest.skip(f"MLflow's local store needs {package}: pip install {package}")
+
+
+def need_wandb() -> None:
+    """Skip where W&B's client is not installed."""
+    _need_module("wandb", "runs of W&B need its client: pip install wandb")
+
+
+def need_comet() -> None:
+    """Skip where Comet's client is not installed."""
+    _need_module("comet_ml", "runs of Comet need its client: pip install comet-ml")
+
+
+def need_trackio() -> None:
+    """Skip where Trackio is not installed."""
+    _need_module("trackio", "runs of Trackio need it: pip install trackio")
 
 
 def _need(missing: Sequence[Exception]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mgpu_pipe.data.image.decode import pillow
+from mgpu_pipe.data.images.decode_image import pillow
 
 
 def noise(seed: int, size: int = 12, mode: str = "RGB") -> Image.Image:

@@ -26,7 +26,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 
 import mgpu_pipe
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 
 for room in pkgutil.walk_packages(mgpu_pipe.__path__, "mgpu_pipe."):
     if not room.name.endswith("__main__"):

@@ -23,12 +23,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mgpu_pipe.launch.stop import STOP_SIGNALS
+from mgpu_pipe import import_path
+from mgpu_pipe.launch.signals import STOP_SIGNALS
 from tests.support.processes import preloaded
 
 
 class ForkedWorker:
-    """In the place of the launcher's subprocess.Popen: ``python -m <module> <arguments>`` without a new interpreter."""
+    """In the place of the launcher's subprocess.Popen: a module of the package without a new interpreter."""
 
     def __init__(
         self,
@@ -41,7 +42,8 @@ class ForkedWorker:
         pass_fds: Sequence[int],
         start_new_session: bool,
     ) -> None:
-        assert argv[:2] == [sys.executable, "-m"] and stdin == subprocess.DEVNULL and stdout is stderr
+        module = module_in(argv)
+        assert stdin == subprocess.DEVNULL and stdout is stderr
         sys.stdout.flush()
         sys.stderr.flush()
         in_its_session, until_then = os.pipe()
@@ -56,8 +58,8 @@ class ForkedWorker:
                     signal.signal(number, signal.SIG_DFL)
                 _take_over(stdout.fileno(), stdout.fileno(), env)
                 _give_up_descriptors(pass_fds)
-                sys.argv = list(argv[2:])
-                runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
+                sys.argv = list(argv[module:])
+                runpy.run_module(argv[module], run_name="__main__", alter_sys=True)
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
@@ -69,6 +71,12 @@ class ForkedWorker:
 
     def wait(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def module_in(command: Sequence[str]) -> int:
+    """Where a command names the module that it runs; the words after it are the module's."""
+    assert sys.executable in command
+    return list(command).index(import_path.FILE) + 1
 
 
 def _take_over(out: int, error: int, environment: Mapping[str, str]) -> None:
@@ -95,9 +103,9 @@ def _give_up_descriptors(kept: Sequence[int]) -> None:
             os.dup2(nothing, fd)
 
 
-def forked_check(command: Sequence[str], *, cwd: Path, input: bytes, env: Mapping[str, str], **kept: Any) -> Any:
+def forked_check(command: Sequence[str], *, input: bytes, env: Mapping[str, str], **kept: Any) -> Any:
     """In the place of the export's subprocess.run: its check of the folder without a new interpreter."""
-    module = command.index("-m") + 1
+    module = module_in(command)
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as told:
         given.write(input)
         given.seek(0)
@@ -105,7 +113,6 @@ def forked_check(command: Sequence[str], *, cwd: Path, input: bytes, env: Mappin
         if pid == 0:
             code = 1
             try:
-                os.chdir(cwd)
                 _take_over(told.fileno(), told.fileno(), env)
                 os.dup2(given.fileno(), 0)
                 sys.stdin = os.fdopen(0, closefd=False)
@@ -128,7 +135,7 @@ def forked_verb(command: Sequence[str], *, check: bool, stdout: IO[str]) -> None
     pid = os.fork()
     if pid == 0:
         os.dup2(stdout.fileno(), 1)
-        sys.argv = ["mgpu-pipe", *command[3:]]
+        sys.argv = ["mgpu-pipe", *command[module_in(command) + 1 :]]
         importlib.import_module("mgpu_pipe.__main__").program()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if check and code:
@@ -140,9 +147,9 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
     from mgpu_pipe import __main__
-    from mgpu_pipe.config import threads
     from mgpu_pipe.inference import export
     from mgpu_pipe.launch import base_run, fork_server, workers
+    from mgpu_pipe.system import threads
 
     substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
     workers.subprocess = fork_server.subprocess = substitute

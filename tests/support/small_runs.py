@@ -17,8 +17,9 @@ Composed = Callable[..., RunConfig]
 """A function of a module: takes the folder for its data, and overrides."""
 
 
-def _trained(composed: Composed, folder: str, overrides: list[str], resume: str | None) -> dict[str, Any]:
-    from mgpu_pipe.training.run import train
+def trained(composed: Composed, folder: str, overrides: list[str], resume: str | None) -> dict[str, Any]:
+    """The metrics of a run, in one of its processes."""
+    from mgpu_pipe.training.train import train
 
     config = composed(Path(folder).parent, *overrides)
     step = None if resume is None else Path(resume)
@@ -31,7 +32,7 @@ def run(
     processes: int,
     *overrides: str,
     resume: Path | None = None,
-    trained: Callable[..., Any] | None = None,
+    trained: Callable[..., Any] = trained,
 ) -> Any:
     """The metrics of a run in the new ``folder``, whose data lies beside it; or what another function gives for it."""
     folder.mkdir()
@@ -43,7 +44,7 @@ def run(
     if tokenizer is not None:
         shutil.copytree(tokenizer, paths.tokenizer)
     step = None if resume is None else str(resume)
-    return run_processes(processes, trained or _trained, composed, str(folder), given, step)[0]
+    return run_processes(processes, trained, composed, str(folder), given, step)[0]
 
 
 def run_on(composed: Composed, folder: Path) -> tuple[dict[str, float], dict[str, float], Path]:

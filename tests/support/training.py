@@ -17,28 +17,28 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mgpu_pipe.architectures.formulas.layer_split import layer_costs
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
-from mgpu_pipe.compat.lightning_private import NEVER, quiet_signals
-from mgpu_pipe.config.peft import PeftConfig
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig, OptimizerConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, ListedStepBatches, StepBatch
 from mgpu_pipe.models.adapters.lora import add_adapters
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.models.freezing import freeze_parameters
-from mgpu_pipe.models.plans import decoder_blocks
+from mgpu_pipe.models.model_parts import freeze_parameters
+from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.optim.optimizers import optimizer_factory
 from mgpu_pipe.parallel.fsdp import ShardingOptions
-from mgpu_pipe.parallel.pipeline import PipelinePlan
-from mgpu_pipe.planner.pipeline import layer_costs
-from mgpu_pipe.strategies.base import EngineStrategy
-from mgpu_pipe.strategies.deepspeed import DeepSpeedStrategy
-from mgpu_pipe.strategies.deepspeed_config import generate
-from mgpu_pipe.strategies.mesh import MeshStrategy
-from mgpu_pipe.strategies.parallel_model import ParallelOptions
+from mgpu_pipe.parallel.parallelize import ParallelOptions
+from mgpu_pipe.parallel.pipeline.run_pipeline import PipelinePlan
+from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.training.deepspeed.deepspeed_config import generate
+from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
+from mgpu_pipe.training.mesh import MeshStrategy
+from mgpu_pipe.training.strategy import EngineStrategy
 from tests.support.encoders import ENCODER_MODELS, ENCODERS, SEEING
 from tests.support.learned import LEARNED as OF_TEXT
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
@@ -46,7 +46,7 @@ from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
 Batch = dict[str, torch.Tensor]
 LEARNED = {**OF_TEXT, **ENCODERS}
 SEED, LR = 5, 3e-4
-MUON = "mgpu_pipe.parallel.muon.Muon"
+MUON = "mgpu_pipe.optim.muon.Muon"
 LAYERS = {"gpt2": "n_layer", "pairs": "num_layers"}
 """What a family calls the number of its layers, where it has a name of its own for it."""
 CPU = torch.device("cpu")
@@ -96,6 +96,8 @@ class Case:
     """Further options of how the model is split."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """What gradients are sent in."""
+    uncounted: tuple[int, ...] = ()
+    """Steps that have no label."""
 
 
 @dataclass
@@ -134,6 +136,8 @@ def batch_of(case: Case, step: int) -> Batch:
 
 def step_batch_of(case: Case, step: int, rank: int, world: int) -> StepBatch:
     batch = batch_of(case, step)
+    if step in case.uncounted:
+        batch["labels"] = torch.full_like(batch["labels"], IGNORE_INDEX)
     share = case.samples // world
     size = share // case.micro_batches
     mine = {name: value[rank * share : (rank + 1) * share] for name, value in batch.items()}

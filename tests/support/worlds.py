@@ -33,7 +33,7 @@ def _entry(rank: int, world_size: int, port: int, cwd: str, cache: str, argument
         MGPU_PIPE_CACHE=cache,
         OMP_NUM_THREADS="1",
     )
-    from mgpu_pipe.cli import main
+    from mgpu_pipe.cli.main import main
 
     code = main(arguments)
     sys.stdout.flush()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mgpu_pipe.sweep.best import pareto
-from mgpu_pipe.sweep.outcome import outcome
 from mgpu_pipe.sweep.point import Point
+from mgpu_pipe.sweep.sweep_outcome import outcome
 
 
 @pytest.mark.parametrize(

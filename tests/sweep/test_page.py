@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe import cli
+from mgpu_pipe.cli import main as cli
 from mgpu_pipe.report.watch import ReportServer
 from mgpu_pipe.runs.metrics_file import read_columns, read_metrics
-from mgpu_pipe.sweep.importance import importances
+from mgpu_pipe.sweep.best import importances
 from mgpu_pipe.sweep.page import SweepPage, axis, write_sweep_page
 from mgpu_pipe.sweep.point import DIVERGED, WAITING
 from mgpu_pipe.sweep.store import Store

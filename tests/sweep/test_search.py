@@ -15,18 +15,17 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe import cli
+from mgpu_pipe.cli import main as cli
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.runs.continue_line import Asked
+from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.sweep import extend as extending
 from mgpu_pipe.sweep import parallel, work
-from mgpu_pipe.sweep.grid import read_points
-from mgpu_pipe.sweep.pruning import promoted, rungs_of
-from mgpu_pipe.sweep.search import Tried, suggest
+from mgpu_pipe.sweep.search import Tried, promoted, rungs_of, suggest
 from mgpu_pipe.sweep.space import ordered, parameter
 from mgpu_pipe.sweep.start import errors_by_point
 from mgpu_pipe.sweep.store import Store, create, stores
+from mgpu_pipe.sweep.work import read_points
 from tests.support.no_launch import Result, launches_by
 from tests.sweep.support import asked
 
@@ -49,7 +48,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[RunConfig]
     """A launcher that trains nothing; rates above 0.05 end by a NaN."""
     seen: list[RunConfig] = []
 
-    def launch(config: RunConfig, asked: Asked) -> Result:
+    def launch(config: RunConfig, asked: CommandLine) -> Result:
         seen.append(config)
         folder = Path(config.run.dir) if config.run.dir else tmp_path / "runs" / str(len(seen))
         folder.mkdir(parents=True, exist_ok=True)

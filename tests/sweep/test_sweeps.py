@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe import cli
+from mgpu_pipe.cli import main as cli
 from mgpu_pipe.sweep.store import Store, create, find
 from tests.support.command import column, environment, launched, mgpu, run_folder, workers_of
 from tests.support.program import run_program
@@ -175,7 +175,7 @@ def test_the_verb_tells_what_it_does_not_understand(tmp_path: Path, capsys: pyte
         (["show"], "name a sweep"),
         (["show", "mine"], "no such sweep"),
         (["resume", "mine", "x=1"], "not understood"),
-        (["best", "mine", "--json"], "goes with list and show"),
+        (["best", "mine", "--json"], "only works with list and show"),
     ):
         assert fails(tmp_path, "sweeps", *words) == 2
         assert fix in capsys.readouterr().err
@@ -186,7 +186,7 @@ def test_the_verb_tells_what_it_does_not_understand(tmp_path: Path, capsys: pyte
 def test_reading_sweeps_needs_no_torch(tmp_path: Path) -> None:
     create(tmp_path, "mine", asked()).add([[["seed=1"]]])
     program = (
-        "import sys\nfrom mgpu_pipe import cli\n"
+        "import sys\nfrom mgpu_pipe.cli import main as cli\n"
         f"assert cli.main(['sweeps', 'show', 'mine', 'run.root={tmp_path}']) == 0\n"
         "assert not {'torch', 'optuna', 'transformers'} & set(sys.modules)\n"
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_pipe.config.compose import compose
-from mgpu_pipe.planner.memory import optimizer_bytes
-from mgpu_pipe.training import adamw_bf16
-from mgpu_pipe.training.adamw_bf16 import BETAS_BELOW, MOMENTS, AdamWBf16
+from mgpu_pipe.architectures.formulas.kept_memory import optimizer_bytes
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.optim import adamw_bf16
+from mgpu_pipe.optim.adamw_bf16 import BETAS_BELOW, MOMENTS, AdamWBf16
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 STEPS = 6

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.memory import out_of_memory
+from mgpu_pipe.training.rank_memory import out_of_memory
 
 
 class Model(torch.nn.Module):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.training.memory_snapshot import GIB, write_snapshot
+from mgpu_pipe.training.rank_memory import GIB, write_snapshot
 
 
 def test_what_is_free_and_in_how_large_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mgpu_pipe.checks.optimizer import ELEMENTWISE, STATE_AT_START
-from mgpu_pipe.training.optimizer_probe import probe
+from mgpu_pipe.optim.probe import probe
 
 OWN = "tests.support.own_optimizers."
 TORCHS = {

@@ -7,7 +7,7 @@ import torch
 
 from mgpu_pipe.config.schema import OptimizerConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.training.optimizers import optimizer_factory
+from mgpu_pipe.optim.optimizers import optimizer_factory
 
 
 def build(**fields: object) -> torch.optim.Optimizer:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_pipe.config.optimizer import OptimizerConfig, ParameterGroup
+from mgpu_pipe.config.group_keys import OptimizerConfig, ParameterGroup
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.training.optimizers import optimizer_factory
-from mgpu_pipe.training.parameter_groups import treatments
+from mgpu_pipe.optim.groups import treatments
+from mgpu_pipe.optim.optimizers import optimizer_factory
 from tests.models.tiny import tiny_model
 
 
@@ -57,7 +57,7 @@ def test_muons_matrices_and_the_rest_keep_their_own_rates() -> None:
     model = model_of("llama")
     late = {"late": ParameterGroup(["model.layers.0.*"], frozen_until=5)}
     config = OptimizerConfig(
-        _target_="mgpu_pipe.parallel.muon.Muon", lr=0.02, layer_decay=0.5, groups=late, options={"adamw_lr": 1e-3}
+        _target_="mgpu_pipe.optim.muon.Muon", lr=0.02, layer_decay=0.5, groups=late, options={"adamw_lr": 1e-3}
     )
     groups = optimizer_factory(config, model)(model).param_groups
     rates = {id(p): (group["lr"], group.get("frozen_until", 0)) for group in groups for p in group["params"]}

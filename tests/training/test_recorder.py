@@ -11,7 +11,7 @@ import pytest
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.objectives.base import StepResult
-from mgpu_pipe.runs.rank_metrics import rank_writer, read_ranks
+from mgpu_pipe.runs.metrics_file import rank_writer, read_ranks
 from mgpu_pipe.training import recorder
 from mgpu_pipe.training.recorder import WARM_UP_STEPS, StepRecorder
 
@@ -55,7 +55,7 @@ def test_a_ranks_step_its_wait_for_data_and_its_own_work_are_told_apart(
     assert steps.times() == {"step_s": 0, "slowest_s": 0, "data_s": 0, "cpu_s": 0}
     steps.on_train_start(trainer, trainer)
     for step, (waited, worked, idle) in enumerate([(9, 9, 9)] * WARM_UP_STEPS + [(1, 2, 3), (0, 4, 2), (2, 3, 5)]):
-        batch: Any = SimpleNamespace(step=step, num_tokens=1, num_samples=1, padding=0)
+        batch: Any = SimpleNamespace(step=step, num_tokens=1, num_samples=1, padding=0, loss_denominator=1)
         clock.wall += waited
         steps.on_train_batch_start(trainer, trainer, batch, step)
         clock.wall, clock.cpu = clock.wall + worked + idle, clock.cpu + worked

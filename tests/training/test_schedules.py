@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from mgpu_pipe.config.schema import SchedulerConfig
-from mgpu_pipe.training.schedules import build_schedule
+from mgpu_pipe.optim.schedules import build_schedule
 
 
 def factors(total: int, **fields) -> list[float]:
@@ -39,3 +39,11 @@ def test_wsd_is_stable_until_its_last_steps():
     assert set(found[2:17]) == {1.0}
     assert found[17:21] == pytest.approx([0.75, 0.5, 0.25, 0.0])
     assert factors(20, name="wsd", min_lr_ratio=0.0)[18:21] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_a_warm_up_longer_than_the_horizon_takes_all_of_it_and_reaches_the_peak():
+    for name in ("constant", "linear", "cosine", "wsd"):
+        found = factors(4, name=name, warmup_steps=10)
+        assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+        assert found == factors(4, name=name, warmup_steps=4)
+    assert factors(100, name="cosine", warmup_steps=10) != factors(4, name="cosine", warmup_steps=10)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mgpu_pipe.training.tf32 import set_tf32
+from mgpu_pipe.training.trainer import set_tf32
 
 
 def settings() -> tuple[str, bool]:

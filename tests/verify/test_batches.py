@@ -7,7 +7,7 @@ import torch
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.objectives.packed_text import packed_text, random_packed_text
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.verify.batches import step_batch_of
+from mgpu_pipe.verify.baseline import step_batch_of
 
 
 def global_batch(

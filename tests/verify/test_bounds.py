@@ -1,11 +1,10 @@
-"""Oracle: the bounds of mgpu_pipe.verify.bounds, by hand."""
+"""Oracle: the bounds of mgpu_pipe.verify.certificate, by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from mgpu_pipe.verify.bounds import QUANTITIES, Measurement, Worst, worst_of
-from mgpu_pipe.verify.certificate import Certificate, failures, holds
+from mgpu_pipe.verify.certificate import QUANTITIES, Certificate, Measurement, Worst, failures, holds, worst_of
 
 
 def test_the_worst_is_the_one_nearest_to_or_farthest_beyond_its_bound() -> None:

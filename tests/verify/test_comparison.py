@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.batch_spec import BatchSpec
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, StepBatch
 from mgpu_pipe.objectives.base import Batch
-from mgpu_pipe.strategies.mesh import MeshStrategy
 from mgpu_pipe.topology import BatchPlan
-from mgpu_pipe.verify.batches import step_batch_of
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.training.mesh import MeshStrategy
+from mgpu_pipe.verify.baseline import step_batch_of
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in

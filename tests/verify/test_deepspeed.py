@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.strategies.base import EngineStrategy
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
 from tests.verify.support import small_run

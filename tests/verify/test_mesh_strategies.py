@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.strategies.mesh import MeshStrategy
-from mgpu_pipe.verify.bounds import Worst, worst_of
+from mgpu_pipe.training.mesh import MeshStrategy
+from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
 from tests.verify.support import small_run

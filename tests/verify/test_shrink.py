@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.conf_folders import conf_dir
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.parallel.randomness import uses_dropout
+from mgpu_pipe.parallel.random_streams import uses_dropout
+from mgpu_pipe.system.conf_folders import conf_dir
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.verify.shrink import Shrunk, shrink
 from mgpu_pipe.verify.shrink_model import shrink_model
@@ -117,10 +117,10 @@ def test_what_is_taken_away_is_told() -> None:
     found = small(config)
     assert found.config.optimizer.lr == 3e-4
     assert found.config.model.config["resid_pdrop"] == 0.0
-    told = "\n".join(found.told())
+    told = "\n".join(found.notices())
     assert "model.config.resid_pdrop=0.0 here instead of 0.1" in told
     assert "optimizer.lr=0.0003 here instead of 0.001" in told
-    assert small(composed("model=gpt2_tiny", "optimizer.lr=1e-4")).told() == []
+    assert small(composed("model=gpt2_tiny", "optimizer.lr=1e-4")).notices() == []
 
 
 def test_the_batch_accumulates_where_the_configured_one_does() -> None:
@@ -153,7 +153,7 @@ def test_shrinking_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "import mgpu_pipe.verify.driver\n"
-        "from mgpu_pipe.config.compose import compose\n"
+        "from mgpu_pipe.config.hydra.compose import compose\n"
         "from mgpu_pipe.topology import ParallelDims\n"
         "from mgpu_pipe.verify.shrink import shrink\n"
         "shrink(compose(['model=llama3_8b'])[0], ParallelDims())\n"
@@ -168,5 +168,5 @@ def test_what_cpu_processes_do_not_have_is_refused_or_left_out() -> None:
         small(config, dp_shard=2)
     found = small(composed("model=llama_tiny", "strategy=fsdp", "strategy.offload=cpu"), dp_shard=2)
     assert found.config.strategy.offload == "none"
-    assert any("strategy.offload=none here instead of cpu" in line for line in found.told())
+    assert any("strategy.offload=none here instead of cpu" in line for line in found.notices())
     assert small(composed("model=llama_tiny", "strategy=zero3_cpu"), dp_shard=2).config.strategy.offload == "cpu"

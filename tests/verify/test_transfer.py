@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.exchange import exchange_json
+from mgpu_pipe.checkpoint.host_bytes import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import WorkerError
 from mgpu_pipe.verify.transfer import check_covered, fill, from_rank_0, squared_errors, whole_errors

@@ -1,1 +1,1 @@
-"""Sound: decoding, synthesised digits, and data sets of recordings with what is said in them."""
+"""Audio: decoding, synthesised digits, and data sets of recordings with transcripts."""

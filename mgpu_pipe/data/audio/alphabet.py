@@ -1,4 +1,4 @@
-"""The characters that transcripts are written in, each with a number, as transformers' CTC tokenizers keep them."""
+"""The alphabet of transcripts: a number per character, as transformers' CTC tokenizers store it."""
 
 from __future__ import annotations
 
@@ -15,51 +15,57 @@ from mgpu_pipe.errors import ModelFolderError
 
 VOCABULARY, PREPROCESSOR = "vocab.json", "preprocessor_config.json"
 BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
-"""What CTC puts between characters, what stands for others, and what stands between words."""
+"""CTC's blank, the token of unknown characters, and the separator of words."""
+STRANGE = "\ufffd"
+"""Printed for a character without a number."""
 
 
 def own_alphabet(config: RunConfig) -> Path | None:
-    """The model's folder, where it has an alphabet."""
+    """The model's folder, if it has an alphabet; else None."""
     folder = None if config.model.path is None else local_folder(config.model.path)
     return folder if folder is not None and (folder / VOCABULARY).is_file() else None
 
 
 @dataclass(frozen=True)
 class Alphabet:
-    """Attributes:
-    numbers: of each character; special tokens too.
-    blank: the number of CTC's blank.
-    space: what stands between words.
+    """Characters of transcripts and their numbers.
+
+    Attributes:
+        numbers: of each character; special tokens too.
+        blank: the number of CTC's blank.
+        space: what stands between words.
+        unknown: the number that a strange character has in what a model is measured by; None where there is none.
     """
 
     numbers: Mapping[str, int]
     blank: int
     space: str = SPACE
+    unknown: int | None = None
 
     @classmethod
-    def of_texts(cls, texts: Iterable[str]) -> Alphabet:
-        """Of every character that there is."""
+    def from_texts(cls, texts: Iterable[str]) -> Alphabet:
+        """Builds an alphabet from every character in ``texts``."""
         there = sorted({character for text in texts for character in text} - {" "})
-        return cls({name: number for number, name in enumerate((BLANK, UNKNOWN, SPACE, *there))}, 0)
+        return cls({name: number for number, name in enumerate((BLANK, UNKNOWN, SPACE, *there))}, 0, unknown=1)
 
     @classmethod
-    def of_folder(cls, folder: Path) -> Alphabet:
-        """As a model's or a run's folder keeps it.
+    def from_folder(cls, folder: Path) -> Alphabet:
+        """Reads the alphabet in a model's or a run's folder.
 
         Raises:
             ModelFolderError: its vocabulary is not one number a character.
         """
         numbers = json_file(folder / VOCABULARY)
         settings = json_file(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-        named = {name: _text(settings.get(name)) for name in ("pad_token", "word_delimiter_token")}
-        blank, space = named["pad_token"] or BLANK, named["word_delimiter_token"] or SPACE
+        tokens = (("pad_token", BLANK), ("word_delimiter_token", SPACE), ("unk_token", UNKNOWN))
+        blank, space, unknown = (_text(settings.get(name)) or usual for name, usual in tokens)
         whole = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers.values())
         if not whole or blank not in numbers or space not in numbers:
             raise ModelFolderError(
                 f"{folder / VOCABULARY}: is no vocabulary of characters with {blank} and {space}; give another model, "
                 "or data.tokenizer=<folder with one>"
             )
-        return cls(numbers, numbers[blank], space)
+        return cls(numbers, numbers[blank], space, numbers.get(unknown))
 
     @property
     def between_words(self) -> int:
@@ -67,7 +73,7 @@ class Alphabet:
 
     @property
     def model_fields(self) -> dict[str, Any]:
-        """Of the configuration of a model that learns this alphabet anew."""
+        """Configuration fields of a new model that learns this alphabet."""
         return {"vocab_size": self.size, "pad_token_id": self.blank}
 
     @property
@@ -75,7 +81,7 @@ class Alphabet:
         return max(self.numbers.values()) + 1
 
     def fitted(self, text: str) -> str:
-        """``text`` with single spaces, in capitals or small letters where the alphabet has no others."""
+        """``text`` with single spaces, in the alphabet's only letter case if it has one."""
         text = " ".join(text.split())
         letters = [name for name in self.numbers if len(name) == 1 and name.upper() != name.lower()]
         if letters and all(name.isupper() for name in letters):
@@ -83,44 +89,56 @@ class Alphabet:
         return text.lower() if letters and all(name.islower() for name in letters) else text
 
     def strange(self, text: str) -> str:
-        """The characters of a fitted text that have no number, or stand for something else."""
+        """Characters of a fitted text that have no number or mean something else."""
         return "".join(sorted(set(text) - (set(self.numbers) - {self.space} | {" "})))
 
     def encode(self, text: str) -> list[int]:
-        """The numbers of a fitted text without strange characters."""
-        return [self.numbers[self.space if name == " " else name] for name in text]
+        """Encodes a fitted text as numbers.
+
+        Raises:
+            KeyError: it has a strange character, and there is no number for it.
+        """
+        strange = self.strange(text) if self.unknown is not None else ""
+        return [self.unknown if name in strange else self.numbers[self.space if name == " " else name] for name in text]  # type: ignore[misc]
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """Numbers without blanks as text; special tokens say nothing."""
+        """Decodes numbers without blanks; skips special tokens except the unknown one."""
         names = {number: name for name, number in self.numbers.items() if len(name) == 1}
+        if self.unknown is not None:
+            names[self.unknown] = STRANGE
         text = "".join(names.get(number, "") for number in numbers)
         return " ".join(text.replace(self.space, " ").split())
 
     def write(self, folder: Path, sampling_rate: int, normalise: bool) -> None:
-        """As transformers' ``Wav2Vec2Processor`` reads it."""
+        """Writes files that transformers' ``Wav2Vec2Processor`` reads."""
         tokenizer = {
             "tokenizer_class": "Wav2Vec2CTCTokenizer",
             "pad_token": next(name for name, number in self.numbers.items() if number == self.blank),
-            "unk_token": UNKNOWN if UNKNOWN in self.numbers else None,
+            "unk_token": next((name for name, number in self.numbers.items() if number == self.unknown), None),
             "bos_token": None,
             "eos_token": None,
             "word_delimiter_token": self.space,
             "do_lower_case": False,
         }
-        extractor = {
-            "feature_extractor_type": "Wav2Vec2FeatureExtractor",
-            "feature_size": 1,
-            "sampling_rate": sampling_rate,
-            "padding_value": 0.0,
-            "padding_side": "right",
-            "do_normalize": normalise,
-            "return_attention_mask": True,
-        }
+        extractor = wave_extractor(sampling_rate, normalise)
         for name, content in ((VOCABULARY, dict(self.numbers)), (CONFIG, tokenizer), (PREPROCESSOR, extractor)):
             write_json(folder / name, content)
 
 
+def wave_extractor(sampling_rate: int, normalise: bool) -> dict[str, Any]:
+    """Settings of transformers' ``Wav2Vec2FeatureExtractor``."""
+    return {
+        "feature_extractor_type": "Wav2Vec2FeatureExtractor",
+        "feature_size": 1,
+        "sampling_rate": sampling_rate,
+        "padding_value": 0.0,
+        "padding_side": "right",
+        "do_normalize": normalise,
+        "return_attention_mask": True,
+    }
+
+
 def _text(token: Any) -> str | None:
-    """A token as a tokenizer's settings give it."""
+    """Text of a token in a tokenizer's settings."""
     token = token.get("content") if isinstance(token, Mapping) else token
     return token if isinstance(token, str) else None

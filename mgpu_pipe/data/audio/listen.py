@@ -1,46 +1,131 @@
-"""Listens to recordings once: how long each is, what is said in it, and why one cannot be used. No torch."""
+"""Scans recordings once: the length and transcript of each, or why it cannot be used."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mgpu_pipe.config.hardware import cpu_cores
+from mgpu_pipe.architectures.config_source import config_class
+from mgpu_pipe.architectures.family import Frames
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.audio import spoken_digits
-from mgpu_pipe.data.audio.decode import BadAudioError
-from mgpu_pipe.data.audio.keys import AudioConfig, SpokenDigitsConfig
-from mgpu_pipe.data.audio.read import Sound, read_recording
+from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled
+from mgpu_pipe.data.audio.log_mel import reads_spectrograms
+from mgpu_pipe.data.audio.speech_keys import AudioConfig, SpokenDigitsConfig
+from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
-from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints
-from mgpu_pipe.data.listed import Entry, entries_of
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, read_part
+from mgpu_pipe.data.model_field import model_field, preprocessor_of
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.text.split import document_hash
+from mgpu_pipe.data.sources.demo import spoken_digits
+from mgpu_pipe.data.tables import Entry, Keep, entries_of, kept_in
+from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.token_store import save_array
+from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.system.hardware import cpu_cores
 
-_FORMAT = 1
+USUAL_RATE = 16000
+_LEAST_VARIANCE = 1e-7
+"""Floor of the variance in transformers' Wav2Vec2FeatureExtractor."""
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Converts a recording to the model's input.
+
+    Attributes:
+        rate: samples a second.
+        normalise: to mean 0 and variance 1, each recording by itself.
+    """
+
+    rate: int
+    normalise: bool = True
+
+    @classmethod
+    def from_config(cls, data: AudioConfig, model: ModelConfig) -> Sound:
+        """Reads the rate and the normalisation of a run.
+
+        Raises:
+            ConfigError: the rate is not the one that the model was trained on.
+            DataError: the model folder's settings cannot be read.
+        """
+        said = preprocessor_of(model.path, "feature_extractor")
+        trained_rate = said.get("sampling_rate")
+        if isinstance(trained_rate, int) and data.sampling_rate not in ("auto", trained_rate):
+            reason = f"the model was trained on {trained_rate} samples a second"
+            raise ConfigError("data.sampling_rate", data.sampling_rate, "leave it out", reason)
+        usual = trained_rate if isinstance(trained_rate, int) and trained_rate > 0 else USUAL_RATE
+        rate = usual if data.sampling_rate == "auto" else data.sampling_rate
+        return cls(rate, bool(said.get("do_normalize", not reads_spectrograms(model))))
+
+    def changed(self, wave: Wave, data: AudioConfig, random: np.random.Generator) -> Wave:
+        """Changes a training recording at random: speed and noise."""
+        rate, loudness = random.uniform(-1, 1), random.random()
+        if data.speed:
+            wave = resampled(wave, 1 / (1 + data.speed * rate))
+        if data.noise:
+            level = np.float32(data.noise * loudness * np.sqrt(np.square(wave, dtype=np.float64).mean()))
+            wave = wave + level * random.standard_normal(len(wave), np.float32)
+        return wave
+
+    def fitted(self, wave: Wave) -> Wave:
+        if not self.normalise:
+            return wave
+        values = wave.astype(np.float64)
+        normed: Wave = ((values - values.mean()) / np.sqrt(values.var() + _LEAST_VARIANCE)).astype(np.float32)
+        return normed
+
+
+def frames_of(model: ModelConfig) -> Frames:
+    """Frames that the model's convolutions make of a recording."""
+    known = config_class(str(model_field(model, "model_type") or model.type))
+    usual = known.defaults if known else {}
+    return Frames.from_fields(
+        {name: model_field(model, name) or usual[name] for name in ("conv_kernel", "conv_stride")}
+    )
+
+
+def read_recording(path: Path, expected: Fingerprint, rate: int, max_seconds: float) -> Wave:
+    """Decodes a recording whose content has not changed since its scan.
+
+    Raises:
+        BadSampleError: it cannot be used.
+        DataError: it is gone or changed.
+    """
+    try:
+        return decode(read_part(path, expected), rate, max_seconds)
+    except ChangedFileError as error:
+        raise DataError(f"{path}: changed since the recordings were listened to; start the run again") from error
+
+
+_FORMAT = 3
 _AT_ONCE, _POOL_FROM = 64, 512
-"""Recordings that a process listens to before it answers; fewer are listened to here, for processes take a start."""
+"""Recordings per task of a process, and the number below which this process decodes all: starting one takes time."""
 TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"
 
 
-def listed(data: AudioConfig, patterns: Sequence[str], key: str) -> list[Entry]:
-    """The recordings that lists name, with their transcripts.
+def listed(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | None = None) -> list[Entry]:
+    """Lists recordings, named or embedded, with their transcripts.
+
+    Args:
+        keep: see :func:`mgpu_pipe.data.tables.entries_of`.
 
     Raises:
-        ConfigError, DataError: as :func:`mgpu_pipe.data.listed.entries_of`.
+        ConfigError, DataError: as :func:`mgpu_pipe.data.tables.entries_of`.
     """
-    found = files.expand_paths(patterns, key)
-    return [entry for path in found for entry in entries_of(path, data, key, "audio_column", "text_column", "text")]
+    listed_paths = files.expand_paths(patterns, key)
+    columns = ("audio_column", "text_column", "text")
+    return [entry for path in listed_paths for entry in entries_of(path, data, key, *columns, keep=keep)]
 
 
-def heard_folders(data: AudioConfig, sound: Sound, cache: Path, progress: Progress) -> tuple[Path, Path]:
-    """The folders in the cache of what is known of the training and of the held-out recordings."""
+def prepare_recordings(data: AudioConfig, sound: Sound, cache: Path, progress: Progress) -> tuple[Path, Path]:
+    """Builds or finds the cache folders of the training and the held-out recordings."""
     if isinstance(data, SpokenDigitsConfig):
         folders = []
         for kind in ("heard", data.held_out):
@@ -50,13 +135,13 @@ def heard_folders(data: AudioConfig, sound: Sound, cache: Path, progress: Progre
                 "synthesiser": min(spoken_digits.FLITE_RECORDINGS, data.recordings),
             }[kind]
             name = digest_of("spoken digits", _FORMAT, kind, count, sound.rate, spoken_digits.version(kind))
-            build = partial(_build_spoken, kind, count, sound.rate, progress)
+            build = partial(_build_spoken, kind, count, sound.rate, name, progress)
             folders.append(_built(cache, name, build))
         return folders[0], folders[1]
-    folder = held = _listened(data, data.paths, "data.paths", sound, cache, progress)
+    folder = held_out_folder = _listened(data, data.paths, "data.paths", sound, cache, progress)
     if data.validation_paths:
-        held = _listened(data, data.validation_paths, "data.validation_paths", sound, cache, progress)
-    return folder, held
+        held_out_folder = _listened(data, data.validation_paths, "data.validation_paths", sound, cache, progress)
+    return folder, held_out_folder
 
 
 def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Path:
@@ -65,25 +150,27 @@ def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> P
     return folder
 
 
-def _build_spoken(kind: str, count: int, rate: int, progress: Progress, out: Path) -> dict[str, Any]:
+def _build_spoken(kind: str, count: int, rate: int, content: str, progress: Progress, out: Path) -> dict[str, Any]:
     waves, texts, voices = spoken_digits.synthesised(kind, count, rate, progress)
     stored = [np.clip(np.rint(wave * 32767), -32768, 32767).astype(np.int16) for wave in waves]
     save_array(out / WAVES, np.concatenate(stored))
     hashes = [document_hash(wave.tobytes()) for wave in stored]
     names = [f"{number} by {voice}" for number, voice in enumerate(voices)]
-    return _write(out, texts, names, [len(wave) for wave in stored], hashes, [], rate)
+    return _write(out, texts, names, [len(wave) for wave in stored], hashes, [], rate, content)
 
 
 def _listened(
     data: AudioConfig, patterns: Sequence[str], key: str, sound: Sound, cache: Path, progress: Progress
 ) -> Path:
-    entries = listed(data, patterns, key)
-    empty = {one.path for one in entries if not one.path.stat().st_size}
-    prints = fingerprints(sorted({one.path for one in entries} - empty), cache, progress)
-    digests = {path: one.digest for path, one in prints.items()}
-    said = [[str(one.path.absolute()), one.label, digests.get(one.path, "")] for one in entries]
-    name = digest_of("speech", _FORMAT, sound.rate, data.max_seconds, said)
-    return _built(cache, name, partial(_build_listened, data, entries, prints, sound.rate, progress))
+    entries = listed(data, patterns, key, kept_in(cache))
+    paths = {entry.path for entry in entries if not entry.fault}
+    prints = fingerprints(sorted(paths - unusable_files(sorted(paths)).keys()), cache, progress)
+    digests = {path: fingerprint.digest for path, fingerprint in prints.items()}
+    rows = [[entry.label, entry.fault_anywhere or digests.get(entry.path, "")] for entry in entries]
+    # The cache keeps paths. A run identifies its data by content alone, so it resumes after the files were moved.
+    content = digest_of("speech", _FORMAT, sound.rate, data.max_seconds, rows)
+    name = digest_of(content, [str(entry.path.absolute()) for entry in entries])
+    return _built(cache, name, partial(_build_listened, data, entries, prints, sound.rate, content, progress))
 
 
 def _build_listened(
@@ -91,22 +178,25 @@ def _build_listened(
     entries: Sequence[Entry],
     prints: Mapping[Path, Fingerprint],
     rate: int,
+    content: str,
     progress: Progress,
     out: Path,
 ) -> dict[str, Any]:
-    looked = _looked([(one.path, prints.get(one.path)) for one in entries], rate, data, progress)
-    good = [(one, length) for one, length in zip(entries, looked, strict=True) if isinstance(length, int)]
-    bad = [[str(one.path), fault] for one, fault in zip(entries, looked, strict=True) if isinstance(fault, str)]
-    known = [prints[one.path] for one, _ in good]
+    broken = [[entry.origin, entry.fault] for entry in entries if entry.fault]
+    entries = [entry for entry in entries if not entry.fault]
+    looked = _looked([(entry.path, prints.get(entry.path)) for entry in entries], rate, data, progress)
+    good = [(entry, length) for entry, length in zip(entries, looked, strict=True) if isinstance(length, int)]
+    bad = [[entry.name, fault] for entry, fault in zip(entries, looked, strict=True) if isinstance(fault, str)]
+    known = [prints[entry.path] for entry, _ in good]
     described = {
-        "paths": [str(one.path.absolute()) for one, _ in good],
-        "sizes": [one.size for one in known],
-        "blocks": [list(one.blocks) for one in known],
+        "paths": [str(entry.path.absolute()) for entry, _ in good],
+        "sizes": [fingerprint.size for fingerprint in known],
+        "blocks": [list(fingerprint.blocks) for fingerprint in known],
     }
     write_json(out / FILES, described)
-    hashes = [document_hash(one.digest) for one in known]
-    texts, names = [one.label for one, _ in good], [one.origin for one, _ in good]
-    return _write(out, texts, names, [length for _, length in good], hashes, bad, rate)
+    hashes = [document_hash(fingerprint.digest) for fingerprint in known]
+    texts, names = [entry.label for entry, _ in good], [entry.origin for entry, _ in good]
+    return _write(out, texts, names, [length for _, length in good], hashes, broken + bad, rate, content)
 
 
 def _write(
@@ -117,31 +207,32 @@ def _write(
     hashes: Sequence[int],
     bad: list[list[str]],
     rate: int,
+    content: str,
 ) -> dict[str, Any]:
     write_json(out / TEXTS, {"texts": list(texts), "names": list(names)})
     save_array(out / "lengths.npy", np.array(lengths, np.int64))
     save_array(out / "hashes.npy", np.array(hashes, np.uint64))
-    return {"recordings": len(texts), "seconds": sum(lengths) / rate, "rate": rate, "bad": bad}
+    return {"recordings": len(texts), "seconds": sum(lengths) / rate, "rate": rate, "bad": bad, "content": content}
 
 
 Look = tuple[Path, Fingerprint | None]
 
 
 def _looked(recordings: Sequence[Look], rate: int, data: AudioConfig, progress: Progress) -> list[int | str]:
-    """For each recording its samples, or why it cannot be used."""
+    """Samples of each recording, or why it cannot be used."""
     parts = [list(recordings[at : at + _AT_ONCE]) for at in range(0, len(recordings), _AT_ONCE)]
     workers = cpu_cores() if data.tokenize_workers == "auto" else data.tokenize_workers
     looked: Iterable[list[int | str]]
     if len(recordings) < _POOL_FROM or workers == 1:
         looked = map(_listener(rate, data.max_seconds), parts)
     else:
-        told = "a process that listens to recordings died (killed, or out of memory): use data.tokenize_workers=1"
-        looked = work_in_order(parts, workers, _listener, (rate, data.max_seconds), ahead=4, what=told)
-    found: list[int | str] = []
+        died = "a process that listens to recordings died (killed, or out of memory): use data.tokenize_workers=1"
+        looked = work_in_order(parts, workers, _listener, (rate, data.max_seconds), ahead=4, what=died)
+    results: list[int | str] = []
     for part in looked:
-        found += part
-        progress("listen", len(found), len(recordings))
-    return found
+        results += part
+        progress("listen", len(results), len(recordings))
+    return results
 
 
 def _listener(rate: int, max_seconds: float) -> Callable[[list[Look]], list[int | str]]:
@@ -153,11 +244,11 @@ def _length_or_fault(path: Path, expected: Fingerprint | None, rate: int, max_se
         return "is empty"
     try:
         return len(read_recording(path, expected, rate, max_seconds))
-    except BadAudioError as error:
+    except BadSampleError as error:
         return str(error)
 
 
 def transcripts(folder: Path) -> tuple[list[str], list[str]]:
-    """What is said in each recording of a folder of the cache, and where that is written."""
+    """Transcripts of a cache folder's recordings, and where each is written."""
     content = json.loads((folder / TEXTS).read_text(encoding="utf-8"))
     return content["texts"], content["names"]

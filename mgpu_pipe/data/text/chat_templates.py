@@ -1,24 +1,30 @@
-"""Which chat template a run uses: a shipped one by its name, a Jinja file, or the tokenizer's own."""
+"""The chat template of a run: a shipped one by name, a Jinja file, or the tokenizer's own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+from mgpu_pipe.architectures.pictures import BEGIN, END, PLACED, SEE_PARTS, SEE_VIDEOS
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.plugins import PICTURE_CHAT_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.data import files
+from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
+from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
+from mgpu_pipe.data.text.template_limits import TemplateLimit
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
-from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.families.pictures import BEGIN, END, PLACED, SEE_PARTS, SEE_VIDEOS
+from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.system.local_files import exists, is_file
 
 LARGEST_TEMPLATE = 1 << 20
-"""Bytes; real ones have some thousand."""
+"""Largest template in bytes; real ones have some thousand."""
 SPECIAL: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "deepseek": ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
@@ -30,22 +36,22 @@ SPECIAL: dict[str, tuple[str, ...]] = {
     "plain": (),
     "qwen3": ("<|im_start|>", "<|im_end|>"),
 }
-"""The shipped templates, and the tokens that each writes round a turn. They are single ones in the run's tokenizer."""
+"""Shipped templates and the tokens that each writes around a turn; the run's tokenizer gets these as single tokens."""
 
 
 @dataclass(frozen=True)
 class ChosenTemplate:
-    """What ``data.chat_template`` names: the Jinja text, and the tokens that the tokenizer gets for it."""
+    """A template that ``data.chat_template`` names: the Jinja text, and the tokens that the tokenizer gets for it."""
 
     text: str
     special: tuple[str, ...] = ()
 
 
 def chosen_template(config: RunConfig) -> ChosenTemplate | None:
-    """The template that ``data.chat_template`` names, compiled once to refuse what is not Jinja; None: none is named.
+    """Reads the template that ``data.chat_template`` names, and compiles it as a check; None where it names none.
 
     Raises:
-        ConfigError: it cannot be read, or is no template.
+        ConfigError: it cannot be read, or is not a template.
     """
     chosen = config.data.chat_template
     if chosen is None:
@@ -62,7 +68,7 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
     close = nearest(chosen, list(SPECIAL))
     fix = f"did you mean {close}?" if close else f"give a Jinja file, or one of {', '.join(SPECIAL)}"
     try:
-        if path.exists() and not path.is_file():
+        if exists(path) and not is_file(path):
             raise ConfigError("data.chat_template", chosen, fix, "is no plain file")
         with open(path, "rb") as file:
             raw = file.read(LARGEST_TEMPLATE + 1)
@@ -76,10 +82,10 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
 
 
 def compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatTemplate:
-    """The template, or the refusal of what is no Jinja or takes more than a template may.
+    """Compiles a template; refuses invalid Jinja, and templates beyond the limits.
 
     Args:
-        folder: the tokenizer's, where the template is its.
+        folder: of the tokenizer, where the template is the tokenizer's.
     """
     from jinja2 import TemplateError
 
@@ -113,11 +119,14 @@ def no_template(config: RunConfig) -> ConfigError:
     )
 
 
-def check_chat(config: RunConfig, first: tuple[str, str] | None = None) -> None:
-    """Refuse a chat template that is missing, broken, or cannot render the first conversation within its limits.
+def check_chat(config: RunConfig, first: Sequence[tuple[str, str]] | None = None) -> None:
+    """Refuses a chat template that is missing, broken, or cannot render the first conversation within its limits.
+
+    With ``data.on_bad_sample=skip`` it has to render one of the first conversations.
 
     Args:
-        first: that conversation as a line of JSON, and where it stands; None: the first line of ``data.paths``.
+        first: the first conversations as lines of JSON, each with its origin; None for the first lines of
+            ``data.paths``.
 
     Raises:
         ConfigError, DataError, ModelFolderError: what is wrong.
@@ -129,13 +138,39 @@ def check_chat(config: RunConfig, first: tuple[str, str] | None = None) -> None:
     if text is None:
         raise no_template(config)
     template = compiled(config, text, tokenizer_file.parent if tokenizer_file is not None else None)
-    if first is None:
-        if config.data.paths[0].startswith(DATA):
-            return  # looked into once it is fetched
-        line, origin, _ = next(files.read_lines(files.expand_paths(config.data.paths, "data.paths")[0]))
-    else:
-        line, origin = first
-    if config.data.source == "preferences_jsonl":
-        template.preference(line, origin, config.data.messages_column)
-    else:
-        template.conversation(line, origin, config.data.messages_column, config.data.format)
+    if first is None and config.data.paths[0].startswith(DATA):
+        return  # checked after the download
+    refused: DataError | None = None
+    for line, origin in first if first is not None else _first_rows(config):
+        try:
+            if config.data.source == "preferences_jsonl":
+                template.preference(line, origin, config.data.messages_column)
+            else:
+                template.conversation(line, origin, config.data.messages_column, config.data.format)
+            return
+        except DataError as error:
+            if config.data.on_bad_sample == "stop":
+                raise DataError(f"{error}{OR_SKIP}") from error
+            if isinstance(error.__cause__, TemplateLimit):
+                raise  # each further row may take as long as the first
+            refused = refused or error
+    if refused is not None:
+        raise refused
+
+
+def _first_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """First rows of ``data.paths`` with their origins, without those of unusable files."""
+    paths = files.expand_paths(config.data.paths, "data.paths")
+    unusable = unusable_files(paths) if config.data.on_bad_sample == "skip" else {}
+
+    def read(path: Path) -> Iterator[tuple[str, str, int]]:
+        return row_lines(path, nested=True)
+
+    def make(line: str, origin: str, size: int) -> tuple[str, str]:
+        return line, origin
+
+    for row in islice(rows_of_files(paths, unusable, read, make), LOOKED_AT):
+        if not isinstance(row, Fault):
+            yield row
+        elif config.data.on_bad_sample == "stop":
+            raise DataError(f"{row.message}{OR_SKIP}")

@@ -1,43 +1,170 @@
-"""Rows of the usual forms of conversations, as lists of messages.
+"""Converts rows of the usual forms of conversations to lists of messages.
 
 The forms are those of OpenAI and transformers (``messages``), ShareGPT, Stanford Alpaca, and prompt and completion.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mgpu_pipe.data.files import missing_column
+from mgpu_pipe.data.files import FIX, missing_column
 from mgpu_pipe.errors import DataError
 
+SYSTEM, TOOLS, HISTORY, INPUT = "system", "tools", "history", "input"
+BESIDE = (SYSTEM, TOOLS)
+"""Columns that every form reads."""
+
+
+def system_before(messages: list[Any], row: dict[str, Any], origin: str) -> list[Any]:
+    """Prepends the system message of the row's column to ``messages``.
+
+    Raises:
+        DataError: the column has another type, or another system message than the messages.
+    """
+    system = optional_text(row, SYSTEM, origin)
+    if not system.strip():
+        return messages
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if first.get("role", first.get("from")) in (SYSTEM, "developer"):
+        if str(first.get("content", first.get("value"))).strip() != system.strip():
+            raise DataError(f"{origin}: column '{SYSTEM}' and the first message are different system messages; {FIX}")
+        return messages
+    return [{"role": SYSTEM, "content": system}, *messages]
+
+
+def history_of(row: dict[str, Any], origin: str) -> list[Any]:
+    """Turns before a row's question: pairs of question and answer (Alpaca's form), or messages.
+
+    Raises:
+        DataError: the column has another type.
+    """
+    history = row.get(HISTORY)
+    if history is None or history == "":
+        return []
+    turns: list[Any] = []
+    for turn in history if isinstance(history, list) else [None]:
+        if isinstance(turn, dict):
+            turns.append(turn)
+        elif isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn):
+            turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
+        else:
+            raise DataError(f"{origin}: column '{HISTORY}' must be a list of pairs of a question and an answer; {FIX}")
+    return turns
+
+
+def question_of(row: dict[str, Any], name: str, origin: str) -> str:
+    """Text of a column, followed by that of ``input``."""
+    extra = optional_text(row, INPUT, origin)
+    question = text_of(row, name, origin)
+    return f"{question}\n\n{extra}" if extra else question
+
+
+def tools_of(row: dict[str, Any], origin: str) -> list[Any] | None:
+    """Tools of a row as objects, parsed from JSON where needed; None without any.
+
+    Raises:
+        DataError: the column has another type.
+    """
+    tools = json_value(row.get(TOOLS))
+    tools = [tools] if tools and isinstance(tools, dict) else tools
+    if not tools and not isinstance(tools, int | float):
+        return None
+    listed = [json_value(tool) for tool in tools] if isinstance(tools, list) else [None]
+    if not all(isinstance(tool, dict) for tool in listed):
+        raise DataError(f"{origin}: column '{TOOLS}' must be a list of objects, or a JSON string of one; {FIX}")
+    return listed
+
+
+def calls_of(value: object, number: int, origin: str) -> list[Any] | None:
+    """Tool calls of message ``number``, each an object with a name; None without any.
+
+    Raises:
+        DataError: they have another type, or arguments are not an object.
+    """
+    calls = json_value(value)
+    calls = [calls] if calls and isinstance(calls, dict) else calls
+    if not calls and not isinstance(calls, int | float):
+        return None
+    listed = [json_value(call) for call in calls] if isinstance(calls, list) else [None]
+    for call in listed:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{origin}: tool_calls of message {number} must be a list of objects with a name; {FIX}")
+        arguments = json_value(function.get("arguments"))
+        if arguments is not None and not isinstance(arguments, dict):
+            subject = f"the arguments of {function['name']!r} in message {number}"
+            raise DataError(f"{origin}: {subject} must be an object, or a JSON string of one; {FIX}")
+    return listed
+
+
+def unused_columns(row: dict[str, Any], read: Iterable[str]) -> list[str]:
+    """Columns of a row that nothing reads (``meta.chat`` reads the column ``meta``)."""
+    known = {part for name in read for part in (name, name.partition(".")[0])}
+    return [name for name in row if name not in known]
+
+
+def text_of(row: dict[str, Any], name: str, origin: str) -> str:
+    """Raises: DataError: there is no such column, or it holds no text."""
+    if name not in row:
+        raise DataError(f"{origin}: no column '{name}', which data.format needs; columns: {', '.join(row)}")
+    if not isinstance(row[name], str):
+        raise DataError(f"{origin}: column '{name}' holds {type(row[name]).__name__}, not a string")
+    text: str = row[name]
+    return text
+
+
+def optional_text(row: dict[str, Any], name: str, origin: str) -> str:
+    """Reads like :func:`text_of`; empty where the column is missing or empty."""
+    return "" if row.get(name) is None else text_of(row, name, origin)
+
+
+def json_value(value: object) -> Any:
+    """Parses a string of JSON; returns any other value unchanged."""
+    if not isinstance(value, str) or not value.strip():
+        return value if not isinstance(value, str) else None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def first_there(row: dict[str, Any], names: Sequence[str]) -> str | None:
+    """First of these columns that is not empty."""
+    return next((name for name in names if row.get(name) is not None), None)
+
+
 PLACE, VIDEO = "<image>", "<video>"
-"""The tokens that stand for a picture, and for a video, in a conversation."""
+"""Placeholder tokens of a picture and of a video in a conversation."""
 PLACES = re.compile(f"{PLACE}|{VIDEO}")
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Unicode noncharacters, which no text contains: they mark places in a rendering."""
+OPEN, CLOSE, SEEN = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Unicode noncharacters, which no text contains, as marks in a rendering. The last one marks a content."""
+KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT, ALPACA, COMPLETION = "conversations", ("instruction", "output"), ("prompt", "completion")
-"""The columns that tell the forms apart."""
+"""Columns that identify the forms."""
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "observation": "tool"}
-"""What ShareGPT's rows call the roles of others."""
+"""Standard roles by ShareGPT's names."""
+CALL = "function_call"
+"""ShareGPT's role of a message with the assistant's tool calls as JSON."""
 
 
 def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto") -> list[dict[str, Any]]:
-    """The messages of one row, each an object with a role and a content.
+    """Converts one row to messages, each an object with a role and a content.
 
     Args:
         column: of the messages, ``data.messages_column``.
         form: ``data.format``; auto goes by the row's columns.
 
     Raises:
-        DataError: what is wrong with it, with ``origin``.
+        DataError: the row is broken; names ``origin``.
     """
-    if form == "auto":
-        form = _form(row, column)
+    form = form_of(row, column, form)
     if form == "alpaca":
-        return _checked(_alpaca(row, origin), "instruction", origin)
+        return _checked(system_before(_alpaca(row, origin), row, origin), "instruction", origin)
     if form == "prompt_completion":
-        return _checked(_completion(row, origin), "prompt", origin)
+        return _checked(system_before(_completion(row, origin), row, origin), "prompt", origin)
     if column not in row and form == "sharegpt":
         column = SHAREGPT
     if column not in row:
@@ -50,17 +177,30 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
             f"{origin}: has no column '{column}' (nor {forms}); rename its columns to some of these: {there}"
         )
     value = row[column]
-    if isinstance(value, list):
-        value = [_from_sharegpt(message) for message in value]
+    if isinstance(value, list) and value:
+        value = system_before(value, row, origin)
     return _checked(value, column, origin)
 
 
+def columns_read(row: dict[str, Any], column: str, form: str = "auto") -> list[str]:
+    """Columns of a row that become messages; arguments of :func:`messages_of`."""
+    form = form_of(row, column, form)
+    if form == "alpaca":
+        return [*BESIDE, *ALPACA, INPUT, HISTORY]
+    if form == "prompt_completion":
+        return [*BESIDE, *COMPLETION, *([HISTORY] if isinstance(row.get("prompt"), str) else [])]
+    return [*BESIDE, SHAREGPT if column not in row and form == "sharegpt" else column]
+
+
 def is_trained(message: dict[str, Any]) -> bool:
-    """Whether the loss counts this message of the assistant's; ``train`` or ``weight`` in it says no."""
+    """Whether the loss counts this assistant message: no if its ``train`` or ``weight`` says so."""
     return bool(message.get("train", True)) and message.get("weight", 1) != 0
 
 
-def _form(row: dict[str, Any], column: str) -> str:
+def form_of(row: dict[str, Any], column: str, form: str = "auto") -> str:
+    """Form of a row, from ``data.format`` or its columns."""
+    if form != "auto":
+        return form
     if column in row:
         return "messages"
     if SHAREGPT in row:
@@ -71,44 +211,35 @@ def _form(row: dict[str, Any], column: str) -> str:
 
 
 def _from_sharegpt(message: object) -> object:
-    """``{"from": ..., "value": ...}`` as ``{"role": ..., "content": ...}``; anything else as it is."""
+    """Converts ``{"from": ..., "value": ...}`` to ``{"role": ..., "content": ...}``; returns other values unchanged."""
     if not isinstance(message, dict) or "from" not in message or "role" in message:
         return message
     rest = {name: value for name, value in message.items() if name not in ("from", "value")}
+    if message["from"] == CALL:
+        return {"role": "assistant", "content": None, "tool_calls": message.get("value") or CALL, **rest}
     return {"role": ROLES.get(str(message["from"]), message["from"]), "content": message.get("value"), **rest}
 
 
 def _alpaca(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
-    instruction, answer = (_text(row, name, origin) for name in ALPACA)
-    given = _text(row, "input", origin) if row.get("input") else ""
-    system = [{"role": "system", "content": _text(row, "system", origin)}] if row.get("system") else []
-    question = f"{instruction}\n\n{given}" if given else instruction
-    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    question, answer = question_of(row, ALPACA[0], origin), text_of(row, ALPACA[1], origin)
+    turns = [("user", question), ("assistant", answer)]
+    return [*history_of(row, origin), *({"role": role, "content": text} for role, text in turns)]
 
 
 def _completion(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
-    sides = []
+    sides = history_of(row, origin) if isinstance(row.get("prompt"), str) else []
     for name, role in zip(COMPLETION, ("user", "assistant"), strict=True):
         if isinstance(row.get(name), list):
             sides += row[name]
         else:
-            sides.append({"role": role, "content": _text(row, name, origin)})
+            sides.append({"role": role, "content": text_of(row, name, origin)})
     return sides
-
-
-def _text(row: dict[str, Any], name: str, origin: str) -> str:
-    if name not in row:
-        raise DataError(f"{origin}: no column '{name}', which data.format needs; columns: {', '.join(row)}")
-    if not isinstance(row[name], str):
-        raise DataError(f"{origin}: column '{name}' holds {type(row[name]).__name__}, not a string")
-    text: str = row[name]
-    return text
 
 
 def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content")
-    messages = [_message(message, number, origin) for number, message in enumerate(value, start=1)]
+    messages = [_message(_from_sharegpt(message), number, origin) for number, message in enumerate(value, start=1)]
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(message["role"] for message in messages)
@@ -125,10 +256,14 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         content = _joined(content, number, origin)
+    if "tool_calls" in message:
+        calls = calls_of(message["tool_calls"], number, origin)
+        message = {name: value for name, value in message.items() if name != "tool_calls"}
+        message |= {} if calls is None else {"tool_calls": calls}
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise DataError(f"{origin}: the content of message {number} must be a string, or a list of texts")
-    if content and (OPEN in content or CLOSE in content):
-        raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD0 or U+FDD1)")
+    if content and any(mark in content for mark in (OPEN, CLOSE, SEEN)):
+        raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD0 to U+FDD2)")
     if message.get("weight", 1) not in (0, 1):
         raise DataError(f"{origin}: the weight of message {number} is {message['weight']!r}; use 0 or 1")
     if not isinstance(message.get("train", True), bool):
@@ -137,7 +272,7 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
 
 
 def _joined(parts: list[object], number: int, origin: str) -> str:
-    """The text of ``[{"type": "text", "text": ...}, ...]``."""
+    """Joins the texts of ``[{"type": "text", "text": ...}, ...]``."""
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"{origin}: the content of message {number} has a part that is no text; leave it out")
@@ -145,7 +280,7 @@ def _joined(parts: list[object], number: int, origin: str) -> str:
 
 
 def as_parts(content: object) -> object:
-    """A text as the list of its texts, pictures and videos, which templates of vision-language models take."""
+    """Splits a text into parts (texts, pictures, videos) for templates of vision-language models."""
     if not isinstance(content, str):
         return content
     first, *rest = PLACES.split(content)

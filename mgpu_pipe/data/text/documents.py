@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from mgpu_pipe.data.bad_samples import OR_SKIP, Fault
+from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,13 +18,14 @@ class Document(NamedTuple):
     """One document: a text, a pair of texts, or token ids.
 
     Attributes:
-        text: of conversations the JSON line, of pairs the source; empty where there are token ids.
-        origin: where it stands, for errors.
+        text: the JSON line of a conversation, the source of a pair; empty for token ids.
+        origin: its location, for errors.
         size: its share of the progress.
-        target: of pairs.
-        key: what the held-out split goes by; None: the content.
-        tokens: their ids.
+        target: of a pair.
+        key: decides the held-out split; None for the content.
+        tokens: token ids.
         loss_mask: 1 where a token counts as a label, of the length of ``tokens``; None where all do.
+        fault: why it cannot be used, and then it has no content; None for a usable document.
     """
 
     text: str
@@ -31,10 +35,11 @@ class Document(NamedTuple):
     key: str | None = None
     tokens: NDArray[np.int64] | None = None
     loss_mask: NDArray[np.uint8] | None = None
+    fault: Fault | None = None
 
     @property
     def content(self) -> bytes:
-        """What makes two documents equal."""
+        """Content that decides whether two documents are equal."""
         if self.tokens is None:
             return (self.text if self.target is None else f"{self.text}\0{self.target}").encode()
         return self.tokens.tobytes() + (b"" if self.loss_mask is None else self.loss_mask.tobytes())
@@ -47,8 +52,12 @@ class Document(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Characters, of a pair's source, or tokens."""
+        """Length in characters (of a pair, the source's) or tokens."""
         return len(self.text) if self.tokens is None else len(self.tokens)
+
+    @classmethod
+    def from_fault(cls, fault: Fault) -> Document:
+        return cls("", fault.origin, fault.size, fault=fault)
 
 
 @dataclass(frozen=True)
@@ -61,4 +70,17 @@ class Source:
     size: int
     """Sum of the documents' ``size``; 0 where it is not known beforehand."""
     documents: Callable[[], Iterator[Document]]
+    """Yields the documents, unusable ones included (``fault``)."""
     kind: Literal["text", "chat", "preferences", "pairs", "tokens"] = "text"
+
+
+def refusing_bad(source: Source) -> Source:
+    """Wraps ``source`` to raise a DataError at the first unusable document."""
+
+    def documents() -> Iterator[Document]:
+        for document in source.documents():
+            if document.fault is not None:
+                raise DataError(f"{document.fault.message}{OR_SKIP}")
+            yield document
+
+    return replace(source, documents=documents)

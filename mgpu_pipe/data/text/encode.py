@@ -1,10 +1,11 @@
-"""Documents to token ids: in this process, or in a pool of processes that die with it."""
+"""Encodes documents as token ids."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,70 +13,167 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.ordered_work import work_in_order
+from mgpu_pipe.data.bad_samples import OR_SKIP, Fault
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.split import document_hash
+from mgpu_pipe.data.text.heldout_split import document_hash
+from mgpu_pipe.data.text.notes import Notes
+from mgpu_pipe.data.text.pieces import EncodedPiece, Piece, PieceSize, encode_piece, special_ends
+from mgpu_pipe.data.text.tokenizer_folder import refuse_library_errors
 from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.chat import ChatTemplate, Span
+    from tokenizers import Tokenizer
 
-# A batch is large against the cost of handing it to a process, and small against memory.
-_BATCH_CHARACTERS = 1 << 18
-_BATCH_DOCUMENTS = 1024
-# Below this much text a process pool costs more time than it saves.
-_POOL_FROM_CHARACTERS = 4 << 20
-_BATCHES_IN_FLIGHT = 4
+    from mgpu_pipe.data.text.answers import Rendered, Span
+    from mgpu_pipe.data.text.chat import ChatTemplate
+
+
+_CACHED_CHARACTERS, _CACHED = 200, 1000
+
+
+class TurnTokens(NamedTuple):
+    """Tokens of a conversation.
+
+    Attributes:
+        ids: token ids.
+        firsts: first character of each token.
+        crossed: a token of the whole text would have held the end of a prompt and the beginning of an answer.
+    """
+
+    ids: list[int]
+    firsts: list[int]
+    crossed: bool
+
+
+_Piece = tuple[list[int], list[tuple[int, int]]]
+"""Token ids, and the span of characters of each."""
+
+
+class TurnEncoder:
+    """Encodes whole conversations with one tokenizer, without adding special tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        tokenizer.no_truncation()  # sentence-transformers' tokenizer.json cuts and pads to 128 tokens
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self._prompts: dict[str, _Piece] = {}
+        self._anchor = self._find_anchor()
+
+    def encode(self, text: str, starts: Sequence[int]) -> TurnTokens:
+        """Encodes ``text``; its answers begin at the sorted characters ``starts``."""
+        ids, firsts, crossed, begin = list[int](), list[int](), False, 0
+        piece = self._encoded(text)
+        for start in starts:
+            cut = self._cut(text, start, begin, piece)
+            if cut is not None:
+                crossed = crossed or any(first < start < end for first, end in piece[1])
+                ids += cut[0]
+                firsts += [max(first, begin) for first, _ in cut[1]]
+                begin, piece = start, self._encoded(text, start)
+        return TurnTokens([*ids, *piece[0]], [*firsts, *(max(first, begin) for first, _ in piece[1])], crossed)
+
+    def _cut(self, text: str, start: int, begin: int, piece: _Piece) -> _Piece | None:
+        """Tokens of a piece up to ``start``, encoded like the prompt alone; None where the piece has the same."""
+        ids, places = piece
+        # Text before a special token does not influence the tokens after it.
+        prefix, first, last = 0, begin, bisect_right(places, start, key=lambda place: place[1])
+        for number in range(last - 1, -1, -1):
+            if ids[number] in self._added:
+                prefix, first = number, places[number][0]
+                break
+        prompt = self._prompt(text[first:start]) if prefix or not begin else self._encoded(text[:start], begin)
+        if ids[prefix : prefix + len(prompt[0])] == prompt[0]:
+            return None
+        shift = first if prefix or not begin else 0
+        return [*ids[:prefix], *prompt[0]], [
+            *places[:prefix],
+            *((first + shift, end + shift) for first, end in prompt[1]),
+        ]
+
+    def _prompt(self, text: str) -> _Piece:
+        """Encodes a prompt's end, with a cache: the same end recurs."""
+        known = self._prompts.get(text)
+        if known is None:
+            known = self._encoded(text)
+            if len(text) <= _CACHED_CHARACTERS and len(self._prompts) < _CACHED:
+                self._prompts[text] = known
+        return known
+
+    def _encoded(self, text: str, begin: int = 0) -> _Piece:
+        """Encodes the text from ``begin`` on, as a continuation; spans count in the whole text."""
+        anchor = self._anchor if begin else ""
+        encoding = self._tokenizer.encode(anchor + text[begin:], add_special_tokens=False)
+        shift, skipped = begin - len(anchor), 1 if anchor else 0
+        return encoding.ids[skipped:], [(first + shift, end + shift) for first, end in encoding.offsets[skipped:]]
+
+    def _find_anchor(self) -> str:
+        """Finds a token after which text is encoded like a continuation; empty where there is none."""
+        for number, token in self._tokenizer.get_added_tokens_decoder().items():
+            if token.special and not (token.lstrip or token.rstrip or token.single_word):
+                encoding = self._tokenizer.encode(f"{token.content}a", add_special_tokens=False)
+                if encoding.ids[:1] == [number] and encoding.offsets[0] == (0, len(token.content)):
+                    return str(token.content)
+        return ""
+
+
+PIECES = PieceSize()
 TRAINED, REJECTED = 1, 2
-"""Bits of the loss mask: of tokens that count, and of those of a preference pair's second conversation."""
-_PARALLELISM = "TOKENIZERS_PARALLELISM"
+"""Bits of the loss mask: the token counts; the token is of a preference pair's second conversation."""
+PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The narrower of uint16 and uint32 that holds every token id below ``vocab_size``."""
+    """Narrowest of uint16 and uint32 for token ids below ``vocab_size``."""
     if vocab_size <= 1 << 16:
         return np.dtype(np.uint16)
     return np.dtype(np.uint32)
 
 
 class EncodedBatch(NamedTuple):
-    """Tokens of consecutive documents, each ended by the end-of-sequence token."""
+    """Tokens of consecutive documents, each with the end-of-sequence token at its end.
+
+    A long document spans several batches; the last one has its length and hash.
+    """
 
     tokens: NDArray[np.unsignedinteger]
     lengths: NDArray[np.int64]
-    """Tokens of each document."""
+    """Tokens of each document that ends here."""
     hashes: NDArray[np.uint64]
-    """:func:`mgpu_pipe.data.text.split.document_hash` of each document."""
+    """:func:`mgpu_pipe.data.text.heldout_split.document_hash` of each document."""
     loss_mask: NDArray[np.uint8] | None
-    """1 where a token counts as a label (of preferences: the bits of ``data.text.preferences``); None where all do."""
+    """1 where a token counts as a label (for preferences also :data:`REJECTED`); None where all do."""
     size: int
-    """Progress: sum of the documents' sizes."""
-    odd: int = 0
-    """Notes about single conversations, see :class:`~mgpu_pipe.data.text.chat.ChatTemplate`."""
-    first_odd: str = ""
+    """Sum of the documents' sizes, for the progress."""
+    notes: Notes | None = None
+    """Notes about its documents."""
+    usable: NDArray[np.bool_] | None = None
+    """Which of the input documents are here; None for all."""
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """What a process needs to encode."""
+    """Settings of an encoding process."""
 
     tokenizer_file: str
     eos_token_id: int
     vocab_size: int
     chat_template: str | None = None
-    """Makes the documents conversations: JSON lines with a column of messages."""
+    """If set, the documents are conversations: JSON lines with a column of messages."""
     messages_column: str = "messages"
     chat_format: str = "auto"
     special_tokens: dict[str, str] = field(default_factory=dict)
     stop_tokens: tuple[str, ...] = ()
     pairs: bool = False
-    """The documents are pairs of source and target, whose targets alone count as labels."""
+    """The documents are pairs of source and target; only targets count as labels."""
     preferences: bool = False
     """The conversations are pairs, one with the chosen and one with the rejected answer."""
+    skips_bad: bool = False
+    """Leave out an unusable document, and count it in the notes."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """Of a stored token."""
+        """Type of a stored token."""
         return token_dtype(self.vocab_size)
 
     def template(self) -> ChatTemplate | None:
@@ -87,10 +185,10 @@ class EncoderSpec:
 
 
 class Encoder:
-    """A tokenizer that turns batches of documents into :class:`EncodedBatch`.
+    """Encodes batches of documents as :class:`EncodedBatch`.
 
-    Text gets the special tokens that the tokenizer itself adds (a BOS, where it has one); a rendered conversation
-    holds its own. The end-of-sequence token is appended unless it is there already.
+    Text gets the special tokens that the tokenizer adds (a BOS, where it has one); a rendered conversation contains its
+    own. The end-of-sequence token is appended unless it is already there.
     """
 
     def __init__(self, spec: EncoderSpec) -> None:
@@ -101,167 +199,183 @@ class Encoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template = spec.template()
+        self._turns: TurnEncoder | None = None
+        self._notes = Notes()
+        if self._template is not None:
+            self._tokenizer.post_processor = None  # it may trim spaces from the tokens' spans
+            self._turns = TurnEncoder(self._tokenizer)
 
-    def encode(self, documents: list[Document]) -> EncodedBatch:
+    def encode(self, work: list[Document] | Piece) -> EncodedBatch | EncodedPiece:
+        """Encodes whole documents, or a piece of one.
+
+        Raises:
+            DataError: a document is broken.
+            ModelFolderError: the tokenizer fails on a text, for example without a token for unknown words.
+        """
+        return self.encode_piece(work) if isinstance(work, Piece) else self.encode_documents(work)
+
+    def encode_piece(self, piece: Piece) -> EncodedPiece:
+        with self._refusing():
+            return encode_piece(self._tokenizer, piece, PIECES)
+
+    def special_ends(self) -> tuple[list[int], list[int]] | None:
+        """Calls :func:`mgpu_pipe.data.text.pieces.special_ends`."""
+        return special_ends(self._tokenizer)
+
+    def encode_documents(self, documents: list[Document]) -> EncodedBatch:
+        """Encodes ``documents``, without the unusable ones.
+
+        Raises:
+            DataError: a document cannot be used, where :attr:`EncoderSpec.skips_bad` is false.
+        """
         eos = self._spec.eos_token_id
-        odd = 0 if self._template is None else self._template.odd
-        pieces: list[list[int]] = []
-        masks: list[NDArray[np.uint8]] = []
-        if documents[0].tokens is not None:
-            for document in documents:
-                pieces.append(self._given(document))
-                if document.loss_mask is not None:
-                    masks.append(document.loss_mask)
-        elif self._spec.pairs:
+        usable, pieces, masks = self._pieces(self._whole(documents))
+        for index, ids in enumerate(pieces):
+            if not ids or ids[-1] != eos:
+                pieces[index] = [*ids, eos]
+                if masks:
+                    masks[index] = np.append(masks[index], masks[index][-1:] if len(masks[index]) else np.uint8(0))
+        lengths = np.array([len(ids) for ids in pieces], dtype=np.int64)
+        whole, here = {id(document) for document in usable}, None
+        if len(whole) < len(documents):
+            here = np.array([id(document) in whole for document in documents], np.bool_)
+        return EncodedBatch(
+            tokens=np.fromiter(chain.from_iterable(pieces), self._spec.dtype, int(lengths.sum())),
+            lengths=lengths,
+            hashes=np.array([document_hash(document.split_key) for document in usable], dtype=np.uint64),
+            loss_mask=np.concatenate(masks) if masks else None,
+            size=sum(document.size for document in documents),
+            notes=self._taken_notes(),
+            usable=here,
+        )
+
+    def _pieces(self, documents: list[Document]) -> tuple[list[Document], list[list[int]], list[NDArray[np.uint8]]]:
+        """Encodes usable documents: returns them, their tokens, and their loss masks if they have some."""
+        if documents and documents[0].tokens is not None:
+            return self._each(documents, self._token_ids)
+        if self._spec.pairs:
+            eos, pieces, masks = self._spec.eos_token_id, list[list[int]](), list[NDArray[np.uint8]]()
             targets = self._encoded([document.target or "" for document in documents])
             for source, target in zip(self._encoded([document.text for document in documents]), targets, strict=True):
                 source, target = _ended(source, eos), _ended(target, eos)
                 pieces.append([*source, *target])
                 masks.append((np.arange(len(pieces[-1])) >= len(source)).astype(np.uint8))
-        elif self._template is None:
-            pieces = self._encoded([document.text for document in documents])
-        elif self._spec.preferences:
-            for document in documents:
-                both = self._template.preference(document.text, document.origin, self._spec.messages_column)
-                halves = [self._ended_conversation(text, spans) for text, spans in both]
-                pieces.append([token for ids, _ in halves for token in ids])
-                masks.append(np.concatenate([mask | bit for (_, mask), bit in zip(halves, (0, REJECTED), strict=True)]))
-        else:
-            for document in documents:
-                text, spans = self._template.conversation(
-                    document.text, document.origin, self._spec.messages_column, self._spec.chat_format
-                )
-                ids, mask = self._ended_conversation(text, spans)
-                pieces.append(ids)
-                masks.append(mask)
-        for index, ids in enumerate(pieces):
-            if not ids or ids[-1] != eos:
-                pieces[index] = [*ids, eos]
-                if masks:
-                    # Where the assistant spoke last, the end of the text is the end of what it says.
-                    ends = bool(len(masks[index])) and bool(masks[index][-1])
-                    masks[index] = np.append(masks[index], np.uint8(ends))
-        lengths = np.array([len(ids) for ids in pieces], dtype=np.int64)
-        return EncodedBatch(
-            tokens=np.fromiter(chain.from_iterable(pieces), self._spec.dtype, int(lengths.sum())),
-            lengths=lengths,
-            hashes=np.array([document_hash(document.split_key) for document in documents], dtype=np.uint64),
-            loss_mask=np.concatenate(masks) if masks else None,
-            size=sum(document.size for document in documents),
-            odd=0 if self._template is None else self._template.odd - odd,
-            first_odd="" if self._template is None else self._template.first_odd,
-        )
+            return documents, pieces, masks
+        if self._template is None:
+            return documents, self._encoded([document.text for document in documents]), []
+        return self._each(documents, self._preference if self._spec.preferences else self._conversation)
 
-    def _ended_conversation(self, text: str, spans: list[Span]) -> tuple[list[int], NDArray[np.uint8]]:
-        """A conversation's tokens with their end, and which of them count."""
-        encoding, eos = self._tokenizer.encode(text, add_special_tokens=False), self._spec.eos_token_id
-        ids, mask = encoding.ids, _span_mask(encoding.offsets, spans)
+    def _whole(self, documents: list[Document]) -> list[Document]:
+        """Leaves out documents with a fault."""
+        for document in documents:
+            if document.fault is not None:
+                self._leave_out(document.fault)
+        return [document for document in documents if document.fault is None]
+
+    def _each(
+        self, documents: list[Document], encode: Callable[[Document], tuple[list[int], NDArray[np.uint8] | None]]
+    ) -> tuple[list[Document], list[list[int]], list[NDArray[np.uint8]]]:
+        usable, pieces, masks = list[Document](), list[list[int]](), list[NDArray[np.uint8]]()
+        for document in documents:
+            try:
+                ids, mask = encode(document)
+            except DataError as error:
+                self._leave_out(Fault(str(error), document.origin, document.size))
+                continue
+            usable.append(document)
+            pieces.append(ids)
+            if mask is not None:
+                masks.append(mask)
+        return usable, pieces, masks
+
+    def _leave_out(self, fault: Fault) -> None:
+        if not self._spec.skips_bad:
+            raise DataError(f"{fault.message}{OR_SKIP}")
+        self._notes.add_bad(fault)
+
+    def _preference(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
+        assert self._template is not None
+        both = self._template.preference(document.text, document.origin, self._spec.messages_column)
+        halves = [self._ended_conversation(conversation, document.origin) for conversation in both]
+        masks = [mask | bit for (_, mask), bit in zip(halves, (0, REJECTED), strict=True)]
+        return [token for ids, _ in halves for token in ids], np.concatenate(masks)
+
+    def _conversation(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
+        assert self._template is not None
+        column, form = self._spec.messages_column, self._spec.chat_format
+        rendered = self._template.rendered(document.text, document.origin, column, form)
+        return self._ended_conversation(rendered, document.origin)
+
+    def _taken_notes(self) -> Notes:
+        """Takes the notes since the last batch."""
+        notes, self._notes = self._notes, Notes()
+        if self._template is not None:
+            notes.add(self._template.notes)
+            self._template.notes = Notes()
+        return notes
+
+    def _ended_conversation(self, rendered: Rendered, origin: str) -> tuple[list[int], NDArray[np.uint8]]:
+        """Encodes a conversation with its end; returns also which tokens count."""
+        assert self._turns is not None
+        assert self._template is not None
+        with self._refusing():
+            ids, firsts, crossed = self._turns.encode(rendered.text, rendered.starts)
+        if crossed:
+            self._template.notes.add_crossed(origin)
+        mask, eos = _span_mask(firsts, rendered.spans), self._spec.eos_token_id
         if ids[-1:] == [eos]:
             return ids, mask
-        # Where the assistant spoke last, the end of the text is the end of what it says.
-        return [*ids, eos], np.append(mask, mask[-1:]) if len(mask) else np.zeros(1, np.uint8)
+        # Without a token that ends the assistant's last turn, the end of the text ends it.
+        ends = len(mask) > 0 and bool(mask[-1]) and not rendered.ended
+        return [*ids, eos], np.append(mask, np.uint8(ends))
 
-    def _given(self, document: Document) -> list[int]:
-        """Raises:
-        DataError: a token id that the tokenizer does not have.
+    def _token_ids(self, document: Document) -> tuple[list[int], NDArray[np.uint8] | None]:
+        """Returns a document's token ids.
+
+        Raises:
+            DataError: a token id is not in the tokenizer.
         """
         tokens, size = document.tokens, self._spec.vocab_size
         assert tokens is not None
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:
             wrong = next(int(token) for token in tokens if not 0 <= token < size)
             raise DataError(f"{document.origin} holds the token id {wrong}; data.tokenizer has ids 0 to {size - 1}")
-        return tokens.tolist()
+        return tokens.tolist(), document.loss_mask
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=True)]
+        with self._refusing():
+            return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=True)]
+
+    def _refusing(self) -> AbstractContextManager[None]:
+        return refuse_library_errors(f"{self._spec.tokenizer_file}: cannot encode a text")
 
 
 def _ended(ids: list[int], eos: int) -> list[int]:
     return ids if ids and ids[-1] == eos else [*ids, eos]
 
 
-def _span_mask(offsets: list[tuple[int, int]], spans: list[Span]) -> NDArray[np.uint8]:
-    """1 for every token whose first character lies in one of the (sorted, disjoint) spans."""
-    if not spans or not offsets:
-        return np.zeros(len(offsets), np.uint8)
-    first = np.array(offsets, dtype=np.int64)[:, 0]
+def _span_mask(firsts: Sequence[int], spans: list[Span]) -> NDArray[np.uint8]:
+    """Mask of tokens whose first character is in one of the (sorted, disjoint) spans."""
+    if not spans or not firsts:
+        return np.zeros(len(firsts), np.uint8)
+    first = np.array(firsts, dtype=np.int64)
     starts, ends = np.array(spans, dtype=np.int64).T
     at = np.searchsorted(starts, first, side="right") - 1
     return ((at >= 0) & (first < ends[at])).astype(np.uint8)
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Consecutive documents in batches of about 256 Ki characters; a longer document is a batch of its own."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        if batch and (characters + document.length > _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS):
-            yield batch
-            batch, characters = [], 0
-        batch.append(document)
-        characters += document.length
-    if batch:
-        yield batch
-
-
-def encode_all(spec: EncoderSpec, documents: Iterable[Document], workers: int) -> Iterator[EncodedBatch]:
-    """Encode ``documents`` in order.
-
-    Uses ``workers`` processes (spawned, not forked) where there is enough text for them; at most a few batches a
-    process are in memory.
-
-    Raises:
-        DataError: a document is broken.
-        WorkerError: a process was killed.
-    """
-    waiting = batches(documents)
-    head: list[list[Document]] = []
-    characters = 0
-    if workers > 1:
-        for batch in waiting:
-            head.append(batch)
-            characters += sum(document.length for document in batch)
-            if characters >= _POOL_FROM_CHARACTERS:
-                break
-    if characters >= _POOL_FROM_CHARACTERS:
-        yield from _encode_in_pool(spec, chain(head, waiting), workers)
-        return
-    encoder = Encoder(spec)
-    for batch in chain(head, waiting):
-        with library_threads(False):
-            encoded = encoder.encode(batch)
-        yield encoded
-
-
-def _encode_in_pool(spec: EncoderSpec, work: Iterable[list[Document]], workers: int) -> Iterator[EncodedBatch]:
-    return work_in_order(
-        work,
-        workers,
-        _batch_encoder,
-        (spec,),
-        ahead=_BATCHES_IN_FLIGHT,
-        what="a tokenising process died (killed, or out of memory): use fewer with data.tokenize_workers=1",
-    )
-
-
-def _batch_encoder(spec: EncoderSpec) -> Callable[[list[Document]], EncodedBatch]:
-    """In a pool's process, which takes one core."""
-    os.environ[_PARALLELISM] = "false"
-    return Encoder(spec).encode
-
-
 @contextmanager
 def library_threads(use: bool) -> Iterator[None]:
-    """Let the tokenizers library use its threads, or not.
+    """Sets whether the tokenizers library uses threads.
 
-    Said in so many words, for otherwise it warns in every process that is forked later.
+    It is set explicitly, or the library warns in every process that is forked later.
     """
-    before = os.environ.get(_PARALLELISM)
-    os.environ[_PARALLELISM] = "true" if use else "false"
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "true" if use else "false"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_PARALLELISM]
+            del os.environ[PARALLELISM]
         else:
-            os.environ[_PARALLELISM] = before
+            os.environ[PARALLELISM] = before

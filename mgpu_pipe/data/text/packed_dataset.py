@@ -1,4 +1,4 @@
-"""Samples as tensors: packs of document pieces gathered from the memory-mapped token file."""
+"""Packed samples as tensors, gathered from the memory-mapped token file."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from mgpu_pipe.data.text.packing import Packs, open_packs, ranges
 from mgpu_pipe.data.text.token_store import TokenStore
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.prepare import PreparedData
+    from mgpu_pipe.data.text.prepare_text import PreparedData
 
-# Rows are filled in blocks whose intermediate arrays stay in the processor's cache.
+# Rows per block; intermediate arrays of a block stay in the processor's cache.
 _BLOCK_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """One split's samples, each of ``seq_len`` tokens."""
+    """Samples of one split, each of ``seq_len`` tokens."""
 
     store: TokenStore
     packs: Packs
     valid_tokens: NDArray[np.int64]
-    """Labels that count, of each sample; shape ``(samples,)``."""
+    """Labels that count, for each sample; shape ``(samples,)``."""
     seq_len: int
     padding_token_id: int
     origin: tuple[PreparedData, Split] | None = None
-    """What it was opened from."""
+    """Prepared data and split, to open it again."""
 
     @classmethod
     def open(cls, prepared: PreparedData, split: Split) -> PackedDataset:
-        """Map a split's files into memory; costs no time that grows with the data.
+        """Maps a split's files into memory, in constant time.
 
         Raises:
-            ValueError: nothing is held out, and the held-out split is asked for.
+            ValueError: the held-out split is requested, and nothing is held out.
         """
         files = prepared.train if split == "train" else prepared.validation
         if files is None:
@@ -49,27 +49,27 @@ class PackedDataset:
         return cls(tokens, packs, valid_tokens, prepared.seq_len, prepared.eos_token_id, (prepared, split))
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Another process maps the files itself; it is not sent what they hold."""
+        """Pickles without content: another process maps the files itself."""
         return super().__reduce__() if self.origin is None else (PackedDataset.open, self.origin)
 
     def __len__(self) -> int:
         return self.packs.num_samples
 
     def padding(self, indices: NDArray[np.int64]) -> int:
-        """Positions of the samples ``indices`` that hold no document."""
+        """Positions of the samples ``indices`` without a document."""
         first = self.packs.offsets[indices]
         chosen = ranges(first, self.packs.offsets[indices + 1] - first)
         return len(indices) * self.seq_len - int(self.packs.pieces.length[chosen].sum())
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
-        """Labels of the samples that count."""
+        """Number of the samples' labels that count."""
         return int(self.valid_tokens[indices].sum())
 
     def positions(self, indices: NDArray[np.int64]) -> int:
         return len(indices) * self.seq_len
 
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Squares of the lengths of what attention stays inside: a sample's documents, and its padding."""
+        """Attention cost: squared lengths of each sample's documents, and of its padding."""
         first, end = self.packs.offsets[indices], self.packs.offsets[indices + 1]
         length = self.packs.pieces.length[ranges(first, end - first)].astype(np.int64)
         row = np.repeat(np.arange(len(indices)), end - first)
@@ -79,11 +79,11 @@ class PackedDataset:
         return squares + (self.seq_len - filled) ** 2
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64] | None = None) -> dict[str, torch.Tensor]:
-        """The samples ``indices`` as int64 tensors ``input_ids``, ``labels``, ``position_ids`` of shape
+        """Gathers the samples ``indices`` as int64 tensors ``input_ids``, ``labels``, ``position_ids`` of shape
         ``(len(indices), seq_len)``, as :class:`mgpu_pipe.data.step_batch.StepBatch` defines them.
 
-        The label at the last position of a piece whose document goes on is the document's next token, which lies in
-        another sample: a cut costs context, not labels.
+        If a document continues in another sample, the last label of its piece is the document's next token: a cut costs
+        context, not labels.
         """
         shape = (len(indices), self.seq_len)
         input_ids, labels, position_ids = (np.empty(shape, np.int64) for _ in range(3))
@@ -106,9 +106,9 @@ class PackedDataset:
         labels: NDArray[np.int64],
         position_ids: NDArray[np.int64],
     ) -> None:
-        """Write the samples ``indices``, one after another, into arrays of ``len(indices) * seq_len`` elements."""
+        """Writes the samples ``indices`` consecutively into arrays of ``len(indices) * seq_len`` elements."""
         rows = len(indices)
-        # Every sample ends with a run of padding (often of length 0), so that runs tile the block.
+        # Every sample ends with a run of padding (often empty), so that runs tile the block.
         first = self.packs.offsets[indices]
         count = self.packs.offsets[indices + 1] - first
         chosen = ranges(first, count)

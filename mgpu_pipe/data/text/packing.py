@@ -1,4 +1,4 @@
-"""Packing: which pieces of which documents make up a sample.
+"""Packs pieces of documents into samples.
 
 Documents longer than a sample are cut into whole samples and a remainder. Pieces are packed by best fit in order of
 decreasing length (Johnson, 1974; for language models Ding et al., "Fewer Truncations Improve Language Modeling",
@@ -10,12 +10,57 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.text.token_store import load_array
+from mgpu_pipe.data.text.token_store import TokenStore, load_array
+
+# Labels read at once.
+_CHUNK_TOKENS = 1 << 22
+
+
+def label_counts(
+    store: TokenStore, packs: Packs, vocab_size: int, samples: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Counts each token as a valid label in ``samples`` (all where None); shape ``(vocab_size,)``."""
+    if samples is None:
+        pieces = np.arange(len(packs.pieces.start))
+    else:
+        first = packs.offsets[samples]
+        pieces = ranges(first, packs.offsets[samples + 1] - first)
+    counts = np.zeros(vocab_size, np.int64)
+    step = max(1, _CHUNK_TOKENS // int(packs.pieces.length.max(initial=1)))
+    for begin in range(0, len(pieces), step):
+        some = packs.pieces.take(pieces[begin : begin + step])
+        at = ranges(some.start + 1, some.length - 1 + some.continues)
+        if store.loss_mask is not None:
+            at = at[store.loss_mask[at] != 0]
+        counts += np.bincount(store.tokens[at], minlength=vocab_size)
+    return counts
+
+
+def perplexity(
+    training: NDArray[np.int64], held_out: TokenStore, packs: Packs, samples: NDArray[np.int64]
+) -> float | None:
+    """Perplexity under add-one-smoothed training frequencies: exp of the mean negative log frequency.
+
+    Args:
+        training: count of each token as a training label, shape ``(vocab_size,)``.
+        held_out, packs, samples: the held-out samples evaluated.
+
+    Returns:
+        The perplexity over their valid labels; None where there are none.
+    """
+    counts = label_counts(held_out, packs, len(training), samples)
+    total = int(counts.sum())
+    if not total:
+        return None
+    log_frequency = np.log(training + 1.0) - np.log(float(training.sum() + len(training)))
+    return exp(-float(counts @ log_frequency) / total)
+
 
 Ints = NDArray[np.int64]
 
@@ -28,7 +73,7 @@ class Pieces:
     """Position of the first token in the token file."""
     length: Ints
     continues: NDArray[np.bool_]
-    """The document goes on behind this piece, so its last token has a label too."""
+    """The document continues after this piece, so its last token has a label, too."""
 
     def take(self, order: Ints) -> Pieces:
         return Pieces(self.start[order], self.length[order], self.continues[order])
@@ -47,16 +92,23 @@ class Packs:
         return len(self.offsets) - 1
 
 
-def cut_documents(start: Ints, length: Ints, seq_len: int) -> Pieces:
-    """Cut documents into pieces of at most ``seq_len`` tokens: whole samples, then the remainder.
+def cut_documents(
+    start: Ints, length: Ints, seq_len: int, rule: str = "split", loss_mask: NDArray[np.uint8] | None = None
+) -> Pieces:
+    """Cuts documents into pieces of at most ``seq_len`` tokens: whole samples, then the remainder.
 
-    A single token at a document's end is left out: it would have no label, and it is the label of the token before.
+    Of a cut document, pieces without labels that count are left out. A single token at a document's end is left out: it
+    has no label, and it is the label of the token before.
 
     Args:
         start: first token of each document, shape ``(documents,)``.
         length: tokens of each document.
         seq_len: tokens a sample.
+        rule: of longer documents: ``split`` keeps all pieces, ``truncate`` the first one, ``drop`` none.
+        loss_mask: for the token file, 1 where a token counts as a label; None where all do.
     """
+    if rule == "drop":
+        start, length = start[length <= seq_len], length[length <= seq_len]
     count = -(-length // seq_len)
     document = np.repeat(np.arange(len(length)), count)
     number = ranges(np.zeros_like(count), count)
@@ -64,28 +116,43 @@ def cut_documents(start: Ints, length: Ints, seq_len: int) -> Pieces:
     end = (start + length)[document]
     piece_length = np.minimum(end - piece_start, seq_len)
     continues = piece_start + piece_length < end
-    useful = np.flatnonzero((piece_length > 1) | continues)
+    keeps = (piece_length > 1) | continues
+    if rule == "truncate":
+        keeps &= number == 0
+    useful = np.flatnonzero(keeps)
+    if loss_mask is not None and len(useful):
+        labels = piece_length[useful] - 1 + continues[useful]
+        valid = masked_counts(piece_start[useful] + 1, labels, loss_mask)
+        useful = useful[(valid > 0) | (count[document[useful]] == 1)]
     return Pieces(piece_start, piece_length, continues).take(useful)
 
 
 def ranges(first: Ints, count: Ints) -> Ints:
-    """The concatenation of ``arange(first[i], first[i] + count[i])`` over all ``i``."""
+    """Concatenates ``arange(first[i], first[i] + count[i])`` over all ``i``."""
     ends = np.cumsum(count)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total) + np.repeat(first - (ends - count), count)
 
 
-def pack(start: Ints, length: Ints, seq_len: int, method: str) -> Packs:
-    """Pack documents into samples of ``seq_len`` tokens.
+def pack(
+    start: Ints,
+    length: Ints,
+    seq_len: int,
+    method: str,
+    rule: str = "split",
+    loss_mask: NDArray[np.uint8] | None = None,
+) -> Packs:
+    """Packs documents into samples of ``seq_len`` tokens.
 
-    The result depends on nothing but the arguments: not on a seed, not on the number of processes.
+    The result depends only on the arguments: on no seed and no number of processes.
 
     Args:
         start, length: the documents in the token file, shape ``(documents,)``.
         seq_len: tokens a sample.
-        method: ``best_fit``, or ``none``, which gives every piece a sample of its own.
+        method: ``best_fit``, or ``none``: every piece is a sample.
+        rule, loss_mask: see :func:`cut_documents`.
     """
-    pieces = cut_documents(start, length, seq_len)
+    pieces = cut_documents(start, length, seq_len, rule, loss_mask)
     total = len(pieces.length)
     if method == "none":
         return Packs(np.arange(total + 1), pieces)
@@ -96,7 +163,7 @@ def pack(start: Ints, length: Ints, seq_len: int, method: str) -> Packs:
 
 
 def best_fit(length: Ints, capacity: int) -> Ints:
-    """The bin of each piece by best-fit decreasing: the fullest bin that still has room, else a new one.
+    """Assigns pieces to bins by best-fit decreasing: the fullest bin with room, else a new one.
 
     Args:
         length: pieces, each at most ``capacity``.
@@ -120,7 +187,7 @@ def best_fit(length: Ints, capacity: int) -> Ints:
                 chosen = np.arange(opened, opened + number)
                 opened += number
             else:
-                # The tightest bin stays the tightest until another piece of this size no longer fits in it.
+                # The tightest bin stays the tightest while pieces of this size fit in it.
                 each = free // size
                 chosen = room.take(free, -(-left // each))
             filled = np.repeat(chosen, each)[:left]
@@ -134,19 +201,19 @@ def best_fit(length: Ints, capacity: int) -> Ints:
 
 
 class _OpenBins:
-    """Bins that have room, by how much."""
+    """Open bins by their room."""
 
     def __init__(self, capacity: int) -> None:
         self._bins: list[list[Ints]] = [[] for _ in range(capacity + 1)]
         self._rooms: list[int] = []
 
     def tightest(self, size: int) -> int | None:
-        """The least room that some bin has and that is at least ``size``."""
+        """Least room of a bin that is at least ``size``."""
         at = bisect_left(self._rooms, size)
         return self._rooms[at] if at < len(self._rooms) else None
 
     def take(self, room: int, number: int) -> Ints:
-        """Remove up to ``number`` of the bins that have exactly ``room``, the latest put first."""
+        """Removes up to ``number`` bins with exactly ``room``, last in first out."""
         stack, taken = self._bins[room], []
         while number and stack:
             chunk = stack.pop()
@@ -172,7 +239,7 @@ def valid_tokens(packs: Packs, loss_mask: NDArray[np.uint8] | None) -> Ints:
 
     Args:
         packs: the samples.
-        loss_mask: of every token of the token file, 1 where it counts as a label; None where all do.
+        loss_mask: for the token file, 1 where a token counts as a label; None where all do.
     """
     if not packs.num_samples:
         return np.zeros(0, np.int64)
@@ -184,21 +251,21 @@ def valid_tokens(packs: Packs, loss_mask: NDArray[np.uint8] | None) -> Ints:
 
 
 def masked_counts(first: Ints, count: Ints, mask: NDArray[np.uint8]) -> Ints:
-    """The sum of ``mask[first[i] : first[i] + count[i]]`` for each ``i``, read in the file's order."""
+    """Sums ``mask[first[i] : first[i] + count[i]]`` for each ``i``; reads in file order."""
     order = np.argsort(first, kind="stable")
     edges = np.empty(2 * len(first), np.int64)
     edges[0::2] = first[order]
     edges[1::2] = (first + count)[order]
-    # An edge at the file's end is where the last sum stops by itself.
+    # An edge at the file's end is left out: the last sum ends there anyway.
     inside = edges[:-1] if edges[-1] == len(mask) else edges
     sums = np.add.reduceat(mask, inside, dtype=np.int64)[0::2]
-    found = np.empty(len(first), np.int64)
-    found[order] = sums
-    return found
+    counts = np.empty(len(first), np.int64)
+    counts[order] = sums
+    return counts
 
 
 def open_packs(folder: Path) -> tuple[Packs, NDArray[np.int64]]:
-    """The packs in ``folder`` and each sample's valid tokens, mapped into memory."""
+    """Maps the packs in ``folder`` and each sample's valid tokens into memory."""
     array = {
         name: load_array(folder / f"{name}.npy") for name in ("offsets", "start", "length", "continues", "valid_tokens")
     }

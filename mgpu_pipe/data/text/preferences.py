@@ -1,9 +1,9 @@
-"""Preference pairs: two answers to one prompt, each pair a sample of its own. Imports neither torch nor transformers.
+"""Prepares preference pairs: two answers to one prompt; each pair is a sample.
 
-In the token file a pair lies as a document: the conversation with the chosen answer, then that with the rejected one,
-each ended by the end-of-sequence token. The loss mask's first bit marks the answers' tokens, its second bit the second
-conversation. What is held out is decided by the prompt. Pairs whose conversations are equal teach nothing, and those
-that are longer than ``data.seq_len`` would be others if they were cut: both are left out, and counted.
+In the token file a pair is a document: the conversation with the chosen answer, then that with the rejected one, each
+with the end-of-sequence token at its end. The loss mask's first bit marks the answers' tokens, its second bit the
+second conversation. The prompt decides the held-out split. Pairs of equal conversations teach nothing, and cutting
+pairs longer than ``data.seq_len`` would change them: both are counted and left out, unless ``data.on_too_long=refuse``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.cache import Progress, build_once, digest_of
+from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.encode import REJECTED
+from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.errors import DataError
@@ -30,21 +32,21 @@ _LENGTHS, _EQUAL = "chosen_lengths.npy", "equal.npy"
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedPreferences(PreparedRows):
-    """All that a worker needs to load batches of pairs; made by :func:`prepare_preferences`."""
+    """Everything a worker needs to load preference pairs; :func:`prepare_preferences` makes it."""
 
     kind: ClassVar[str] = "preferences"
 
     num_pairs: int
-    """Of both splits, those that are used."""
+    """Used pairs of both splits."""
     num_tokens: int
-    """Of both splits, of all pairs."""
+    """Tokens of all pairs of both splits."""
     equal_pairs: int
-    """Left out, as their conversations are equal."""
-    long_pairs: int
-    """Left out, as they are longer than ``seq_len``."""
+    """Pairs left out because their conversations are equal."""
+    told: str = ""
+    """Notice for users about their conversations (:mod:`.notes`)."""
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
-        from mgpu_pipe.data.text.preference_samples import PreferenceSamples
+        from mgpu_pipe.data.text.row_tensors import PreferenceSamples
 
         store, documents = TokenStore.open(self.folder_of(split)), self.documents(split)
         chosen = load_array(_halves(self.folder_of(split)) / _LENGTHS)[documents]
@@ -54,61 +56,76 @@ class PreparedPreferences(PreparedRows):
         )
 
     def documents(self, split: Split) -> NDArray[np.int64]:
-        documents, folder = super().documents(split), self.folder_of(split)
-        equal, long = left_out(folder, self.seq_len)
-        return documents[~(equal | long)[documents]]
+        documents = super().documents(split)
+        return documents[~equal_pairs(self.folder_of(split))[documents]]
+
+    def long_documents(self, folder: Path) -> NDArray[np.bool_]:
+        return (TokenStore.open(folder).lengths > self.seq_len) & ~equal_pairs(folder)
 
     def amounts(self) -> list[tuple[int, str]]:
-        left = [(self.equal_pairs, "equal pairs left out"), (self.long_pairs, "pairs above data.seq_len left out")]
-        return [(self.num_pairs, "pairs"), (self.num_tokens, "tokens"), *[entry for entry in left if entry[0]]]
+        left = [(self.equal_pairs, "equal pairs left out")] if self.equal_pairs else []
+        return [(self.num_pairs, "pairs"), (self.num_tokens, "tokens"), *left, *self.left_out()]
 
 
-def left_out(folder: Path, seq_len: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which pairs of a token store are equal, and which others are too long; (pairs,) each."""
-    equal = load_array(_halves(folder) / _EQUAL)
-    return equal, (np.diff(TokenStore.open(folder).offsets) > seq_len) & ~equal
+def equal_pairs(folder: Path) -> NDArray[np.bool_]:
+    """Which pairs of a token store have equal conversations, (pairs,)."""
+    equal: NDArray[np.bool_] = load_array(_halves(folder) / _EQUAL)
+    return equal
 
 
 def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> PreparedPreferences:
-    """Make the pairs of ``config`` ready, or find them ready; as :func:`mgpu_pipe.data.text.prepare.prepare`.
+    """Prepares the pairs of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
-        ConfigError, DataError: as there, or no pair is left.
+        ConfigError, DataError: see there; or no pair is left.
     """
     data, rows = config.data, prepare_rows(config, progress)
     for folder in rows.names:
         build_once(_halves(folder), partial(_find_halves, TokenStore.open(folder)))
-    found = [left_out(folder, data.seq_len) for folder in rows.names]
-    equal, long = (sum(int(of[kind].sum()) for of in found) for kind in (0, 1))
+    equal = sum(int(equal_pairs(folder).sum()) for folder in rows.names)
     stores = [TokenStore.open(folder) for folder in rows.names]
+    notes = notes_of(map(read_manifest, rows.names))
     known = PreparedPreferences(
         **vars(rows),
         seq_len=data.seq_len,
-        num_pairs=sum(store.num_documents for store in stores) - equal - long,
+        num_pairs=0,
         num_tokens=sum(int(store.offsets[-1]) for store in stores),
         equal_pairs=equal,
-        long_pairs=long,
+        told=notes.summary(),
+        bad_samples=notes.bad,
         train_samples=0,
         held_out_samples=0,
         validation_samples=0,
         digest=digest_of("preferences", rows.folder.name, rows.fraction, data.seq_len),
         validation_digest=digest_of(rows.held_out_folder.name, data.seq_len) if data.validation_paths else "",
     )
-    train, held = (len(known.documents(split)) for split in ("train", "validation"))
+    long = known.count_long()
+    if data.on_too_long == "refuse":
+        for store, folder in zip(stores, rows.names, strict=True):
+            limit = LengthLimit("data.seq_len", data.seq_len, "pairs")
+            refuse_too_long(limit, np.where(equal_pairs(folder), 0, store.lengths))
+    train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
     if not train:
-        left = f"{equal} pairs are equal, {long} longer than data.seq_len={data.seq_len}, {held} held out"
+        left = f"{equal} pairs are equal, {long} longer than data.seq_len={data.seq_len}, {held_out} held out"
         raise DataError(f"data.source={data.source}: there is nothing to train on: {left}")
-    evaluated = min(held, data.validation_max_samples or held)
-    return replace(known, train_samples=train, held_out_samples=held, validation_samples=evaluated)
+    evaluated = min(held_out, data.validation_max_samples or held_out)
+    return replace(
+        known,
+        num_pairs=sum(store.num_documents for store in stores) - equal - long,
+        too_long_samples=long,
+        train_samples=train,
+        held_out_samples=held_out,
+        validation_samples=evaluated,
+    )
 
 
 def _halves(folder: Path) -> Path:
-    """Beside a token store, what is known of its pairs."""
+    """Folder next to a token store with facts about its pairs."""
     return folder.with_name(f"{folder.name}.halves")
 
 
 def _find_halves(store: TokenStore, out: Path) -> dict[str, Any]:
-    """Write the lengths of the chosen conversations, and which pairs are equal."""
+    """Writes the lengths of the chosen conversations, and which pairs are equal."""
     assert store.loss_mask is not None
     start, end = store.offsets[:-1], store.offsets[1:]
     rejected = np.add.reduceat(store.loss_mask & REJECTED != 0, start, dtype=np.int64)

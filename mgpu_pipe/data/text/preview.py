@@ -1,4 +1,4 @@
-"""Samples of text as people read them: which parts the loss counts, and where documents begin."""
+"""Previews of text samples for people: the parts that the loss counts, and the starts of documents."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.samples import Prepared
+from mgpu_pipe.data.sources.mixture import PreparedMixture
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.labelled import PreparedLabelled
-from mgpu_pipe.data.text.mixture import PreparedMixture
+from mgpu_pipe.data.text.labels import PreparedLabelled
 from mgpu_pipe.data.text.packing import masked_counts
 from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
 from mgpu_pipe.data.text.preferences import PreparedPreferences
-from mgpu_pipe.data.text.prepare import PreparedData
+from mgpu_pipe.data.text.prepare_text import PreparedData
 from mgpu_pipe.data.text.prepared_rows import PreparedRows
 from mgpu_pipe.data.text.token_store import TokenStore
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive tokens of a sample that are shown alike."""
+    """Consecutive tokens of a sample with the same marks."""
 
     text: str
     trained: bool
@@ -39,7 +39,7 @@ class Part:
 
 
 def lengths_of(prepared: Prepared) -> tuple[NDArray[np.int64], str] | None:
-    """Tokens of each training document, and what they are the tokens of; None for what is not text."""
+    """Tokens of each training document, and the documents' name; None for data other than text."""
     if isinstance(prepared, PreparedPairs):
         pairs = pairs_of(TokenStore.open(prepared.folder), prepared.documents("train"))
         return pairs.source_tokens + pairs.target_tokens, "pair"
@@ -47,21 +47,36 @@ def lengths_of(prepared: Prepared) -> tuple[NDArray[np.int64], str] | None:
         return np.diff(TokenStore.open(prepared.folder).offsets), "pair"
     if isinstance(prepared, PreparedMixture):
         return np.concatenate([np.diff(TokenStore.open(part.folder).offsets) for part in prepared.parts]), "document"
+    if prepared.kind == "picture_chats":
+        return _with_pictures(prepared)[0], "conversation, pictures included"
     if isinstance(prepared, (PreparedData, PreparedRows)):
         return np.diff(TokenStore.open(prepared.folder).offsets), "document"
     return None
 
 
+def places_of_pictures(prepared: Prepared) -> tuple[int, int] | None:
+    """Counts the pictures and videos in the training conversations, and their placeholder tokens; None for other
+    data."""
+    return _with_pictures(prepared)[1:] if prepared.kind == "picture_chats" else None
+
+
+def _with_pictures(prepared: Any) -> tuple[NDArray[np.int64], int, int]:
+    """Lengths of conversations, the number of their pictures, and the placeholder tokens of these."""
+    pictures = len(prepared.visual_index("train").pictures)
+    more = prepared.more_tokens("train")  # each picture is one token of the store
+    written = np.diff(TokenStore.open(prepared.folder).offsets)
+    return written + more, pictures, pictures + int(more.sum())
+
+
 def uncounted_of(prepared: Prepared) -> int:
-    """Training and held-out documents of packed text in which the loss counts nothing: no more than their end, or no
-    answer that is trained."""
+    """Counts documents of packed text without labels: only an end token, or no trained answer."""
     parts = prepared.parts if isinstance(prepared, PreparedMixture) else (prepared,)
     stores = [TokenStore.open(part.folder) for part in parts if isinstance(part, PreparedData)]
-    return sum(int((_counted(store) == 0).sum()) for store in stores)
+    return sum(int((_label_counts(store) == 0).sum()) for store in stores)
 
 
-def _counted(store: TokenStore) -> NDArray[np.int64]:
-    """Labels of each document that count. The first token of a document is never a label."""
+def _label_counts(store: TokenStore) -> NDArray[np.int64]:
+    """Labels that count, for each document. A document's first token is never a label."""
     count = np.diff(store.offsets) - 1
     if store.loss_mask is not None:
         some = count > 0
@@ -72,11 +87,11 @@ def _counted(store: TokenStore) -> NDArray[np.int64]:
 def parts_of(
     prepared: Prepared, samples: SampleSet, indices: NDArray[np.int64], numbers: NDArray[np.int64], causal: bool
 ) -> list[list[Part]]:
-    """The samples, as the model is given them.
+    """Splits the samples, in the model's form, into parts.
 
     Args:
-        samples: what the objective makes of the data's.
-        numbers: as of :class:`SampleSet`.
+        samples: the objective's view of the data's samples.
+        numbers: see :class:`SampleSet`.
         causal: a label stands at the position before its token.
     """
     batch, tokenizer = samples.batch(indices, numbers), _tokenizer(prepared)
@@ -86,7 +101,7 @@ def parts_of(
         return [_pair(tokenizer, batch, row) for row in range(len(indices))]
     if prepared.kind == "picture_chats":
         rows = [_pictured(batch, row, prepared) for row in range(len(indices))]
-        return [_packed(tokenizer, one, 0, True) for one in rows]
+        return [_packed(tokenizer, row, 0, True) for row in rows]
     return [_packed(tokenizer, batch, row, causal) for row in range(len(indices))]
 
 
@@ -102,26 +117,26 @@ def _packed(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, c
     begins = positions == 0
     trained = labels != IGNORE_INDEX
     if causal:
-        # A token is learned where the position before it, in the same document, has it for a label.
+        # A token is learned if it is the label of the previous position, in the same document.
         trained = np.concatenate([[False], trained[:-1]]) & ~begins
     filled = len(ids) - int(_padding(ids, positions, trained))
     parts = []
     starts = np.flatnonzero(np.concatenate([[True], (trained[1:] != trained[:-1]) | begins[1:]])[:filled])
     for first, end in zip(starts, [*starts[1:], filled], strict=True):
-        shown = labels[first:end] if not causal and trained[first] else ids[first:end]
-        parts.append(Part(_text(tokenizer, shown), bool(trained[first]), bool(begins[first])))
+        visible = labels[first:end] if not causal and trained[first] else ids[first:end]
+        parts.append(Part(_text(tokenizer, visible), bool(trained[first]), bool(begins[first])))
     return parts
 
 
 def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dict[str, torch.Tensor]:
-    """A conversation as a packed row, each of its pictures one token, and its padding a document of its own."""
+    """Converts a conversation to a packed row: each picture one token, the padding a separate document."""
     ids = batch["input_ids"][row]
     pictures = (ids[:, None] == ids.new_tensor(prepared.standing)).any(1)
     sizes = _tokens_of_pictures(batch, row, prepared)
     firsts = sizes.cumsum(0) - sizes + 1
-    kept = ~pictures | (pictures.cumsum(0)[:, None] == firsts).any(1)
-    ids, labels = ids[kept], batch["labels"][row][kept]
-    end = int((ids != prepared.padding_token_id).nonzero()[-1]) + 2  # its own end is the padding's token too
+    keep = ~pictures | (pictures.cumsum(0)[:, None] == firsts).any(1)
+    ids, labels = ids[keep], batch["labels"][row][keep]
+    end = int((ids != prepared.padding_token_id).nonzero()[-1]) + 2  # the padding's token also ends a conversation
     positions = pictures.new_ones(len(ids)).cumsum(0) - 1
     positions[end:] -= end
     return {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
@@ -136,7 +151,7 @@ def _tokens_of_pictures(batch: Mapping[str, torch.Tensor], row: int, prepared: A
 
 
 def _padding(ids: NDArray[np.int64], positions: NDArray[np.int64], trained: NDArray[np.bool_]) -> int:
-    """Positions at the end that hold one and the same token, of which none is trained: a run of padding."""
+    """Length of the padding: the untrained run of one token at the end."""
     start = int(np.flatnonzero(positions == 0)[-1])
     run = slice(start, None)
     return len(ids) - start if (ids[run] == ids[start]).all() and not trained[run].any() else 0

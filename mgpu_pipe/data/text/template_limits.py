@@ -1,67 +1,212 @@
-"""Limits of a chat template, which is a program that somebody else wrote.
+"""Limits of time and memory for chat templates, which are untrusted programs.
 
-Jinja's sandbox keeps a template from Python's internals and from long ranges, not from filling memory or the day. So
-it is compiled and rendered under a limit of processor time and of memory that it may add, and what would take either in
-one operation, where no limit reaches it, is refused before it is computed.
+Jinja's sandbox protects Python's internals and forbids long ranges; it limits neither time nor memory. So a template is
+compiled and rendered under limits of processor time and of added memory. No signal interrupts a call of C code, so a
+single operation that would exceed a limit is refused before it runs. The input of each call is weighed first: the cost
+of every operation is linear in it, except :data:`_PRODUCTS`.
 """
 
 from __future__ import annotations
 
+import functools
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.environment import Environment
+from jinja2.filters import make_attrgetter
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import pass_environment
 
 from mgpu_pipe.errors import BadInputError
 
 SECONDS = 3.0
-"""Processor time of one conversation, which takes a millisecond; longer ones get more."""
+"""Processor time of one conversation, which usually takes a millisecond; longer ones get more."""
 CHARACTERS_A_SECOND = 10_000
 MEMORY_BYTES = 1 << 30
 LARGEST_VALUE = 16 << 20
-"""Elements of a text or list, and bits of a number, that one operation may give."""
+"""Elements of a text or list, and bits of a number, that one operation may return."""
 _LARGEST_NUMBER_BITS = 1 << 16
 
 
 class TemplateLimit(TemplateError):
-    """A template took more time or memory than a chat template can need."""
+    """A template exceeds the limits of time or memory."""
+
+
+MOST_READ = 4 * LARGEST_VALUE
+"""Weight that one operation may read: characters of its texts, and :data:`_ELEMENT` for each element."""
+_ELEMENT = 64
+_MOST_COMPARED = 1 << 30
+_PRODUCTS = frozenset({"rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip"})
+"""Methods of texts whose cost is the product of two lengths; others are linear (CPython 3.10)."""
+_MOST_DIGITS = 1000
+_WEIGHED = "weighed"
+_CONTAINERS: Any = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which ``*`` and ``**`` give nothing huge; also not while constants are folded."""
+    """A sandbox in which no operation reads or returns anything huge, constant folding included."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "/", "//", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.filters["sum"] = _sum
+        self.filters["round"] = _rounding(self.filters["round"])
+        self.filters["trim"] = _trimming(self.filters["trim"])
+        tables: list[dict[str, Any]] = [self.filters, self.tests]
+        for functions in tables:
+            functions.update({name: _weighing(function) for name, function in functions.items()})
+        self.filters[_WEIGHED] = _weighed
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Parses a template and weighs every operand that is compared, hashed or written."""
+        tree = super()._parse(source, name, filename)
+        for compare in list(tree.find_all(nodes.Compare)):
+            compare.expr = _wrapped(compare.expr)
+            for operand in compare.ops:
+                operand.expr = _wrapped(operand.expr)
+        for pair in list(tree.find_all(nodes.Pair)):
+            pair.key = _wrapped(pair.key)
+        several: list[Any] = [*tree.find_all(nodes.Output), *tree.find_all(nodes.Concat)]
+        for written in several:
+            written.nodes = [node if isinstance(node, nodes.TemplateData) else _wrapped(node) for node in written.nodes]
+        return tree.set_environment(self)  # type: ignore[return-value]
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return super().getitem(obj, _weighed(argument))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a template's call after weighing it; Jinja's parameter names avoid the template's."""
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        measured = [_measured(value) for value in args]
+        for value in (owner, *kwargs.values()):
+            _weighed(value)
+        if isinstance(owner, str) and name in _PRODUCTS:
+            _check_product(owner, *args, *kwargs.values())
+        if name == "fromkeys":  # with equal hashes the cost is the square of their number
+            raise TemplateLimit("calls fromkeys, which chat templates do without")
+        return super().call(__context, __obj, *measured, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _weighed(left)
+        _weighed(right)
         if operator == "**":
             numbers = isinstance(left, int) and isinstance(right, int)
-            if numbers and abs(left) > 1 and left.bit_length() * right > _LARGEST_NUMBER_BITS:
+            if numbers and abs(left) > 1 and left.bit_length() * abs(right) > _LARGEST_NUMBER_BITS:
                 raise TemplateLimit(f"the power of {right} is too large")
-        elif isinstance(left, int) and isinstance(right, int):
+        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
             if left.bit_length() + right.bit_length() > _LARGEST_NUMBER_BITS:
                 raise TemplateLimit("a product is too large")
-        else:
+        elif operator == "*":
             for value, times in ((left, right), (right, left)):
                 if isinstance(times, int) and hasattr(value, "__len__") and len(value) * times > LARGEST_VALUE:
                     raise TemplateLimit(f"{len(value)} elements {times} times is too large")
         return super().call_binop(context, operator, left, right)
 
 
-@contextmanager
-def limited(characters: int = 0) -> Iterator[None]:
-    """Run what is inside under the limits; in the main thread, as signals ask.
-
-    Args:
-        characters: size of what is rendered.
+def _weighed(value: Any) -> Any:
+    """Returns the value if one operation may read it.
 
     Raises:
-        TemplateError: whatever goes wrong inside, but for what names a file or a key itself.
+        TemplateLimit: a text, container or number is too large; a repeated element counts each time.
+    """
+    waiting: list[Any] = [value]
+    weight = 0
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str | bytes):
+            weight += len(item)
+        elif isinstance(item, dict):
+            weight += 2 * _ELEMENT * len(item)
+            waiting += [*item.keys(), *item.values()] if weight <= MOST_READ else []
+        elif isinstance(item, _CONTAINERS):
+            weight += _ELEMENT * len(item)
+            waiting += item if weight <= MOST_READ else []
+        elif isinstance(item, int) and item.bit_length() > _LARGEST_NUMBER_BITS:
+            raise TemplateLimit("a number is too large")
+        if weight > MOST_READ:
+            raise TemplateLimit(f"one operation reads more than {MOST_READ >> 20} Mi characters")
+    return value
+
+
+def _measured(value: Any) -> Any:
+    """Weighs like :func:`_weighed`; weighs an iterator's values as they come."""
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        return _weigh_each(value)
+    return _weighed(value)
+
+
+def _weigh_each(values: Iterable[Any]) -> Iterator[Any]:
+    left = MOST_READ
+    for value in values:
+        left -= _ELEMENT + (len(value) if hasattr(value, "__len__") else 0)
+        if left < 0:
+            raise TemplateLimit(f"one operation reads more than {MOST_READ >> 20} Mi characters")
+        yield _weighed(value)
+
+
+def _weighing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a filter or test to weigh its arguments first."""
+
+    @functools.wraps(function)  # copies the marks by which Jinja passes the context
+    def weighing(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(_measured, args), **{name: _measured(value) for name, value in kwargs.items()})
+
+    return weighing
+
+
+def _wrapped(node: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(node, _WEIGHED, [], [], None, None, lineno=node.lineno)
+
+
+def _check_product(text: str, *others: Any) -> None:
+    longest = max((len(other) for other in others if isinstance(other, str)), default=0)
+    if len(text) * longest > _MOST_COMPARED:
+        raise TemplateLimit(f"searches {len(text):,} characters for {longest:,}")
+
+
+@pass_environment
+def _sum(environment: Environment, values: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:
+    """Jinja's filter ``sum``, one element at a time: summing lists costs the square of their number."""
+    get = make_attrgetter(environment, attribute) if attribute is not None else None
+    total = start
+    for value in values:
+        total = total + (get(value) if get is not None else value)
+    return total
+
+
+def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
+    def rounding(value: float, precision: int = 0, method: str = "common") -> Any:
+        if abs(precision) > _MOST_DIGITS:
+            raise TemplateLimit(f"rounds to {precision} digits")
+        return function(value, precision, method)
+
+    return rounding
+
+
+def _trimming(function: Callable[..., Any]) -> Callable[..., Any]:
+    def trimming(value: Any, chars: str | None = None) -> Any:
+        _check_product(str(value), chars)
+        return function(value, chars)
+
+    return trimming
+
+
+@contextmanager
+def limited(characters: int = 0) -> Iterator[None]:
+    """Runs the block under the limits; only in the main thread, as signals require.
+
+    Args:
+        characters: size of the rendered input.
+
+    Raises:
+        TemplateError: for any error inside, except those that name a file or a key.
     """
     seconds = SECONDS + characters / CHARACTERS_A_SECOND
 
@@ -75,7 +220,8 @@ def limited(characters: int = 0) -> Iterator[None]:
             most = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES + 64 * characters
         known = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_AS, (min([most, *known]), hard))
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+        # again: Jinja's constant folding swallows exceptions
+        signal.setitimer(signal.ITIMER_PROF, seconds, SECONDS)
         yield
     except (TemplateError, BadInputError):
         raise
@@ -83,7 +229,7 @@ def limited(characters: int = 0) -> Iterator[None]:
         raise TemplateLimit("calls itself without end, or is nested too deeply") from None
     except MemoryError:
         raise TemplateLimit(f"needs more than {MEMORY_BYTES >> 20} MiB of memory") from None
-    except Exception as error:  # a template may raise whatever Python's operators and methods do
+    except Exception as error:  # a template may raise any error of Python's operators and methods
         raise TemplateError(f"{type(error).__name__}: {error}") from error
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -92,7 +238,7 @@ def limited(characters: int = 0) -> Iterator[None]:
 
 
 def reason(error: TemplateError) -> str:
-    """What is wrong with a template, in one line."""
+    """Error of a template in one line."""
     text = " ".join(str(error.message or error).split()) or type(error).__name__
     text = text if len(text) <= 300 else f"{text[:300]} ..."
     return f"line {error.lineno}: {text}" if isinstance(error, TemplateSyntaxError) else text

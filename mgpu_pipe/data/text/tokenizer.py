@@ -1,7 +1,7 @@
 """The run's tokenizer: the user's, the model folder's, or one trained on the training documents.
 
-Whatever it comes from, it ends up as a folder in the cache, named by content, that ``transformers.AutoTokenizer``
-loads. Only the ``tokenizers`` library is used; ``tokenizer.json`` is the truth.
+It always becomes a folder in the cache, named by content, that ``transformers.AutoTokenizer`` loads. Only the
+``tokenizers`` library is used; ``tokenizer.json`` is authoritative.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.hub import local_folder
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.bad_samples import OR_SKIP
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
+from mgpu_pipe.data.model_field import model_field, model_vocab_size
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat_templates import SPECIAL, ChosenTemplate, chosen_template, compiled, no_template
 from mgpu_pipe.data.text.documents import Source
@@ -28,10 +29,14 @@ from mgpu_pipe.data.text.tokenizer_folder import (
     chat_template,
     existing_file,
     json_file,
+    json_object,
+    load_tokenizer_file,
     special_tokens,
     stop_tokens,
 )
-from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
+from mgpu_pipe.data.text.tokenizer_record import REPLACE
+from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size
+from mgpu_pipe.errors import BadInputError, ConfigError, DataError, ModelFolderError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,12 +46,15 @@ if TYPE_CHECKING:
 _BPE_VERSION = 2
 CONVERSATIONS = ("chat", "preferences")
 """Kinds of sources that a chat template renders."""
+CONVERSATIONS_FORMAT = 2
+"""Increased when equal rows give other texts, tokens or trained spans, so that caches are rebuilt."""
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
+"""Usual end tokens; one of them is used if nothing names an end token and it is the only one present."""
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """A tokenizer folder and what the data needs to know of it."""
+    """A tokenizer folder and the facts that the data needs."""
 
     folder: Path
     digest: str
@@ -56,34 +64,10 @@ class TokenizerInfo:
     eos_token_id: int
 
 
-def model_field(model: ModelConfig, name: str) -> Any:
-    """A field of the model's configuration as configured or in its folder; None where neither says it."""
-    configured = model.config.get(name)
-    if configured is None and isinstance(text := model.config.get("text_config"), Mapping):
-        configured = text.get(name)
-    if configured is None and model.path:
-        file = local_folder(model.path) / "config.json"
-        if file.is_file():
-            settings = json_file(file)
-            nested = settings.get("text_config")
-            configured = settings.get(name, nested.get(name) if isinstance(nested, dict) else None)
-    return configured
-
-
-def model_vocab_size(model: ModelConfig) -> int | None:
-    """The model's vocabulary size, see :func:`model_field`."""
-    configured = model_field(model, "vocab_size")
-    if configured is None:
-        return None
-    if not isinstance(configured, int) or isinstance(configured, bool) or configured < 1:
-        raise ConfigError("model.config.vocab_size", configured, "use a whole number of at least 1")
-    return configured
-
-
 def resolve_tokenizer(
     config: RunConfig, sources: Sequence[tuple[RunConfig, Source]], cache: Path, progress: Progress = no_progress
 ) -> TokenizerInfo:
-    """The tokenizer that ``data.tokenizer`` names, as a folder in ``cache``.
+    """Resolves ``data.tokenizer`` to a folder in ``cache``.
 
     Args:
         sources: the training documents, for ``auto``, each with the configuration that names them; none for
@@ -105,12 +89,12 @@ def resolve_tokenizer(
         )
     else:
         info = _trained(config, sources, template, cache, progress)
-    _check_fits(config, info.vocab_size)
+    _check_fits(config, info)
     return info
 
 
 def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> EncoderSpec:
-    """What encodes the documents of ``source``.
+    """Settings that encode the documents of ``source``.
 
     Raises:
         ConfigError: conversations without a chat template.
@@ -132,16 +116,16 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
         stop_tokens=stop_tokens(info.folder),
         pairs=source.kind == "pairs",
         preferences=source.kind == "preferences",
+        skips_bad=config.data.on_bad_sample == "skip",
     )
 
 
-def _load(config: RunConfig, file: Path) -> Tokenizer:
-    from tokenizers import Tokenizer
-
+def _load(config: RunConfig, file: Path, source: Path) -> Tokenizer:
+    """Loads the tokenizer in ``file``, a copy of ``source``."""
     try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing narrower
-        raise _broken(config, file, str(error)) from error
+        return load_tokenizer_file(file)
+    except ModelFolderError as error:
+        raise _broken(config, source, str(error).removeprefix(f"{file}: is not a tokenizer: ")) from error
 
 
 def _broken(config: RunConfig, file: Path, reason: str) -> BadInputError:
@@ -156,14 +140,15 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def _check_fits(config: RunConfig, size: int) -> None:
-    model = model_vocab_size(config.model)
-    reserved = config.objective.reserved_ids()
+def _check_fits(config: RunConfig, info: TokenizerInfo) -> None:
+    model, size = model_vocab_size(config.model), info.vocab_size
+    reserved = config.objective.with_tokenizer(info.folder).reserved_ids()
     if model is None or size <= model - reserved:
         return
     if size <= model:
-        reason = f"the tokenizer uses all {size} ids, and objective.name={config.objective.name} takes the last one"
-        raise ConfigError("objective.mask_token_id", "auto", "give the tokenizer's mask token", reason)
+        reason = f"the tokenizer has no mask token, and uses all {size} ids of the model's vocabulary"
+        fix = f"use model.config.vocab_size={size + reserved}, or give the id of a token that stands for a hidden one"
+        raise ConfigError("objective.mask_token_id", "auto", fix, reason)
     if config.model.path and "vocab_size" not in config.model.config:
         if config.data.chat_template in SPECIAL:
             reason = f"the model has {model} rows, the tokenizer {size} entries with the template's tokens"
@@ -177,18 +162,41 @@ def _check_fits(config: RunConfig, size: int) -> None:
 
 
 def _end_of_sequence(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> tuple[str, int]:
-    """The token that ends a document: as the folder says, else one of the usual names."""
-    named = special_tokens(folder).get("eos_token")
-    for name in (named,) if named else _USUAL_ENDS:
-        token_id = tokenizer.token_to_id(name)
-        if token_id is not None:
-            return name, token_id
-    reason = f"its eos_token {named} is not in its vocabulary" if named else "it names no eos_token"
-    raise ConfigError("data.tokenizer", config.data.tokenizer, f"set eos_token in its {CONFIG}", reason)
+    """Finds the token that ends a document: the folder's, else the tokenizer's or the model's.
+
+    Raises:
+        ConfigError: none of them has one, or it is ambiguous.
+    """
+    special = special_tokens(folder)
+    chosen, file = config.data.tokenizer, f"set eos_token in its {CONFIG}"
+    named = special.get("eos_token")
+    if named is not None:
+        number = tokenizer.token_to_id(named)
+        if number is None:
+            reason = f"its eos_token {named} is not in its vocabulary"
+            raise ConfigError("data.tokenizer", chosen, file, reason)
+        return named, number
+    known = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    plain, whole = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
+    if whole and whole[-1:] != plain[-1:] and whole[-1] in known:  # it ends each text: BERT's [SEP], T5's </s>
+        return known[whole[-1]], whole[-1]
+    ends = {*_USUAL_ENDS, *filter(None, [special.get("sep_token")])}
+    there = {number: text for text in ends if (number := tokenizer.token_to_id(text)) is not None}
+    said = model_field(config.model, "eos_token_id")
+    for number in said if isinstance(said, list) else [said]:
+        if isinstance(number, int) and (number in known or number in there):
+            return known.get(number) or there[number], number
+    usual = sorted((text, number) for number, text in there.items() if number in known or not there.keys() & known)
+    if len(usual) == 1:
+        return usual[0]
+    reason = "it names no eos_token"
+    if usual:
+        reason += f", and {' and '.join(text for text, _ in usual)} may each end a text"
+    raise ConfigError("data.tokenizer", chosen, file, reason)
 
 
 def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerInfo:
-    """The cached tokenizer folder ``name``, filled by ``build(folder)`` where it is not there yet."""
+    """Finds the cached tokenizer folder ``name``; ``build(folder)`` fills a new one."""
     folder = cache / "tokenizers" / name
 
     def make(out: Path) -> Mapping[str, Any]:
@@ -205,13 +213,13 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
 
 
 def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, cache: Path) -> TokenizerInfo:
-    """A copy of the tokenizer in ``file``'s folder, completed so that it loads by itself and has the template's tokens.
+    """Copies the tokenizer in ``file``'s folder, completed to load alone and to have the template's tokens.
 
-    A token that it lacks gets the next free id.
+    A missing token gets the next free id.
     """
     paths = {name: file.parent / name for name in FILES if (file.parent / name).is_file()}
     paths[TOKENIZER] = file
-    # Read once: what is kept under a hash is what was hashed, whatever happens to the files meanwhile.
+    # Read once: the stored content is what was hashed, even if the files change meanwhile.
     try:
         contents = {name: path.read_bytes() for name, path in sorted(paths.items())}
     except OSError as error:
@@ -220,30 +228,37 @@ def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, ca
 
     def copy(out: Path) -> None:
         for name, content in contents.items():
+            if name.endswith(".json"):
+                try:
+                    json_object(content, paths[name], name)
+                except ModelFolderError as error:
+                    reason = str(error).removeprefix(f"{paths[name]}: ").removesuffix(REPLACE)
+                    raise _broken(config, paths[name], reason) from error
             (out / name).write_bytes(content)
-        name, _ = _end_of_sequence(config, out, _load(config, out / TOKENIZER))
+        name, _ = _end_of_sequence(config, out, _load(config, out / TOKENIZER, file))
         settings = json_file(out / CONFIG) if CONFIG in contents else {}
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-        settings.setdefault("eos_token", name)
+        if special_tokens(out).get("eos_token") is None:
+            settings["eos_token"] = name
         if template is not None:
             settings.pop("chat_template", None)
             (out / "chat_template.json").unlink(missing_ok=True)
             (out / TEMPLATE).write_text(template.text, encoding="utf-8")
         write_json(out / CONFIG, settings)
-        _add_tokens(config, out / TOKENIZER, () if template is None else template.special)
+        _add_tokens(config, file, out / TOKENIZER, () if template is None else template.special)
 
     return _built(cache, digest_of("imported", hashes, *_of_template(template)), copy)
 
 
 def _of_template(template: ChosenTemplate | None) -> tuple[Any, ...]:
-    """What a tokenizer's name in the cache depends on."""
+    """Parts of a cached tokenizer's name that come from the template."""
     if template is None:
         return (None,)
     return (template.text, template.special) if template.special else (template.text,)
 
 
-def _add_tokens(config: RunConfig, file: Path, special: Sequence[str]) -> None:
-    tokenizer = _load(config, file)
+def _add_tokens(config: RunConfig, source: Path, file: Path, special: Sequence[str]) -> None:
+    tokenizer = _load(config, file, source)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     if not known.issuperset(special):
         tokenizer.add_special_tokens(list(special))
@@ -258,51 +273,64 @@ def _trained(
     progress: Progress,
 ) -> TokenizerInfo:
     size = _trained_vocab_size(config)
-    for own, source in sources:
+    for source_config, source in sources:
         if source.kind == "tokens":
             fix = "give the folder of the tokenizer that the ids come from"
             raise ConfigError("data.tokenizer", "auto", fix, f"data.source={source.name} gives token ids, not text")
         if source.kind in CONVERSATIONS and template is None:
-            raise no_template(own)
+            raise no_template(source_config)
     special = () if template is None else template.special
-    kept = [0.0 if own.data.validation_paths else own.data.validation_fraction for own, _ in sources]
+    fractions = [
+        0.0 if source_config.data.validation_paths else source_config.data.validation_fraction
+        for source_config, _ in sources
+    ]
 
     def train(out: Path) -> None:
         texts = []
-        for (own, source), fraction in zip(sources, kept, strict=True):
-            chat = compiled(own, template.text) if template and source.kind in CONVERSATIONS else None
-            once, twice = (_keyed_texts(own, source, chat, special, again) for again in (False, True))
+        for (source_config, source), fraction in zip(sources, fractions, strict=True):
+            chat = compiled(source_config, template.text) if template and source.kind in CONVERSATIONS else None
+            once, twice = (_keyed_texts(source_config, source, chat, special, again) for again in (False, True))
             texts.append(tokenizer_train.training_texts(once, twice, fraction, progress))
         tokenizer_train.train_bpe(chain.from_iterable(texts), size, out, special)
         if template is not None:
             (out / TEMPLATE).write_text(template.text, encoding="utf-8")
 
-    identity: tuple[Any, ...] = ([[source.identity, share] for (_, source), share in zip(sources, kept, strict=True)],)
+    identity: tuple[Any, ...] = (
+        [[source.identity, share] for (_, source), share in zip(sources, fractions, strict=True)],
+    )
     if len(sources) == 1:
-        identity = (sources[0][1].identity, kept[0])
+        identity = (sources[0][1].identity, fractions[0])
+    if any(source.kind in CONVERSATIONS for _, source in sources):
+        identity = (*identity, CONVERSATIONS_FORMAT)
     return _built(cache, digest_of("bpe", _BPE_VERSION, *identity, size, *_of_template(template)), train)
 
 
 def _keyed_texts(
     config: RunConfig, source: Source, chat: ChatTemplate | None, special: Sequence[str], again: bool
 ) -> Iterator[tuple[str | bytes, str]]:
-    """What the held-out split goes by, and the text, of every document.
+    """Yields (key of the held-out split, text) of every document.
 
     Args:
-        again: the documents were gone through before; the tokenizers library asks in a thread of its own, where the
-            limits of a template do not hold.
+        again: the second pass; the tokenizers library iterates in its own thread, where a template's limits do not
+            work.
     """
+    whole = (document for document in source.documents() if document.fault is None)
     if chat is None:
-        for document in source.documents():
+        for document in whole:
             both = document.text if document.target is None else f"{document.text}\n{document.target}"
             yield document.split_key, both
         return
-    for document in source.documents():
-        given = (document.text, document.origin, config.data.messages_column)
-        if source.kind == "preferences":
-            texts = [text for text, _ in chat.preference(*given, rendered_before=again)]
-        else:
-            texts = [chat.conversation(*given, config.data.format, rendered_before=again)[0]]
+    for document in whole:
+        arguments = (document.text, document.origin, config.data.messages_column)
+        try:
+            if source.kind == "preferences":
+                texts = [both.text for both in chat.preference(*arguments, rendered_before=again)]
+            else:
+                texts = [chat.conversation(*arguments, config.data.format, rendered_before=again)[0]]
+        except DataError as error:
+            if config.data.on_bad_sample == "skip":
+                continue
+            raise DataError(f"{error}{OR_SKIP}") from error
         text = "\n".join(texts)
         for token in special:
             text = text.replace(token, " ")
@@ -310,16 +338,4 @@ def _keyed_texts(
 
 
 def _trained_vocab_size(config: RunConfig) -> int:
-    size = model_vocab_size(config.model)
-    if size is None:
-        raise ConfigError(
-            "model.config.vocab_size",
-            None,
-            "set it, or data.tokenizer",
-            "data.tokenizer=auto makes a tokenizer of the model's size",
-        )
-    if config.data.source != "synthetic":
-        tokenizer_train.check_bpe_size(size, SPECIAL.get(str(config.data.chat_template), ()))
-    elif size < 2:
-        raise ConfigError("model.config.vocab_size", size, "use at least 2")
-    return size - config.objective.reserved_ids()
+    return trained_vocab_size(config, SPECIAL.get(str(config.data.chat_template), ()))

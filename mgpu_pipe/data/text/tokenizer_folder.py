@@ -1,16 +1,29 @@
-"""What a Hugging Face tokenizer folder says besides its ``tokenizer.json``: special tokens and the chat template."""
+"""Reads Hugging Face tokenizer folders: ``tokenizer.json``, special tokens and the chat template."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.hub import local_folder
-from mgpu_pipe.config.plain_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, check_folder, parse_json, read_bytes
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import ConfigError, ModelFolderError
+from mgpu_pipe.data.text.tokenizer_record import check_record
+from mgpu_pipe.errors import ConfigError, MgpuError, ModelFolderError
+from mgpu_pipe.system.local_files import (
+    MAX_CONFIG_BYTES,
+    MAX_JSON_BYTES,
+    check_folder,
+    is_file,
+    is_folder,
+    parse_json,
+    read_bytes,
+)
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from mgpu_pipe.data.text.chat import ChatTemplate
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
@@ -20,7 +33,8 @@ TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
     "chat_template.jinja",
 )
 MODEL_VOCABULARY = "model_vocab_size"
-"""In CONFIG, of a tokenizer that this program trained: the vocabulary of the model that it was trained for."""
+"""Key in CONFIG of a tokenizer that this program trained: the vocabulary size of its model."""
+USUAL_MASKS = ("[MASK]", "<mask>")
 FILES = (
     TOKENIZER,
     CONFIG,
@@ -31,11 +45,15 @@ FILES = (
     "vocab.json",
     "merges.txt",
 )
-"""Files that belong to a tokenizer; the last three are what older ones were kept in."""
+"""Files of a tokenizer; the last three belong to older formats."""
+
+
+OLDER = ("vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""Tokenizer files of formats before ``tokenizer.json``."""
 
 
 def existing_file(config: RunConfig) -> Path | None:
-    """The ``tokenizer.json`` to use, or None where one is to be made.
+    """Finds the ``tokenizer.json`` to use; None where a new one is made.
 
     Raises:
         ConfigError, ModelFolderError: it is missing.
@@ -43,39 +61,48 @@ def existing_file(config: RunConfig) -> Path | None:
     chosen = config.data.tokenizer
     if chosen != "auto":
         path = local_folder(chosen, "data.tokenizer")
-        file = path / TOKENIZER if path.is_dir() else path
-        if not file.is_file():
-            reason = f"the folder has no {TOKENIZER}" if path.is_dir() else "no such file or folder"
+        file = path / TOKENIZER if is_folder(path) else path
+        if not is_file(file):
+            reason = f"the folder has no {TOKENIZER}" if is_folder(path) else "no such file or folder"
             raise ConfigError("data.tokenizer", chosen, f"give a folder with a {TOKENIZER}, or auto", reason)
         return file
     if not config.model.path:
         return None
     file = local_folder(config.model.path) / TOKENIZER
-    if file.is_file():
+    if is_file(file):
         return file
     if config.data.source == "synthetic":
         return None
-    raise ModelFolderError(
-        f"model.path={config.model.path}: the folder has no {TOKENIZER}; set data.tokenizer to the model's tokenizer"
-    )
+    older = next((name for name in OLDER if file.with_name(name).is_file()), None)
+    problem = f"the folder has no {TOKENIZER}"
+    fix = "set data.tokenizer to the model's tokenizer"
+    if older is not None:
+        problem = f"the folder keeps its tokenizer as {older}, without a {TOKENIZER}"
+        fix = "write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    raise ModelFolderError(f"model.path={config.model.path}: {problem}; {fix}")
 
 
 def chat_template(folder: Path) -> str | None:
-    """The chat template of a tokenizer folder, in any of the three places where transformers keeps it."""
-    if (folder / TEMPLATE).is_file():
-        return read_bytes(folder / TEMPLATE, MAX_CONFIG_BYTES).decode("utf-8")
+    """Reads the chat template of a tokenizer folder, from any of transformers' three places."""
+    if is_file(folder / TEMPLATE):
+        try:
+            return read_bytes(folder / TEMPLATE, MAX_CONFIG_BYTES).decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFolderError(
+                f"{folder / TEMPLATE}: is no text in UTF-8; put a whole copy in its place"
+            ) from error
     for name in ("chat_template.json", CONFIG):
-        if (folder / name).is_file():
-            found = json_file(folder / name).get("chat_template")
-            if isinstance(found, list):
-                found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
-            if isinstance(found, str):
-                return found
+        if is_file(folder / name):
+            template = json_file(folder / name).get("chat_template")
+            if isinstance(template, list):
+                template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+            if isinstance(template, str):
+                return template
     return None
 
 
 def chat_of(folder: Path) -> ChatTemplate | None:
-    """The compiled chat template of a tokenizer folder, where it has one.
+    """Compiles the chat template of a tokenizer folder; None without one.
 
     Raises:
         ModelFolderError: it cannot be used.
@@ -95,32 +122,44 @@ def chat_of(folder: Path) -> ChatTemplate | None:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """``bos_token``, ``eos_token`` and the like, as a tokenizer folder names them."""
-    found: dict[str, str] = {}
+    """Special tokens that a tokenizer folder names: ``bos_token``, ``eos_token`` and so on."""
+    tokens: dict[str, str] = {}
     for name in (SPECIAL_TOKENS, CONFIG):
-        settings = json_file(folder / name) if (folder / name).is_file() else {}
+        settings = json_file(folder / name) if is_file(folder / name) else {}
         for key, value in settings.items():
             if isinstance(value, dict):
                 value = value.get("content")
             if key.endswith("_token") and isinstance(value, str):
-                found[key] = value
-    return found
+                tokens[key] = value
+    return tokens
+
+
+def mask_token_id(folder: Path) -> int | None:
+    """Id of the mask token; None where the tokenizer has none."""
+    named = special_tokens(folder).get("mask_token")
+    ids = {token: number for number, token in token_texts(folder / TOKENIZER).items()}
+    return next((ids[name] for name in ([named] if named else USUAL_MASKS) if name in ids), None)
+
+
+def made_here(folder: Path) -> bool:
+    """Whether this program trained the tokenizer of ``folder``."""
+    return (folder / CONFIG).is_file() and MODEL_VOCABULARY in json_file(folder / CONFIG)
 
 
 def stop_tokens(folder: Path) -> tuple[str, ...]:
-    """The texts of the special tokens, any of which may end a turn."""
+    """Texts of the special tokens, any of which may end a turn."""
     added = json_file(folder / TOKENIZER).get("added_tokens") or []
     return tuple(entry["content"] for entry in added if entry.get("special"))
 
 
-def token_differences(one: Path, other: Path | None) -> list[str]:
-    """Ids that stand for different tokens in two tokenizer folders; none where either keeps no tokenizer.json.
+def token_differences(ours: Path, theirs: Path | None) -> list[str]:
+    """Ids of different tokens in two tokenizer folders; empty where either has no tokenizer.json.
 
     A tokenizer that only adds tokens to another gives no difference.
     """
-    if other is None or not all((folder / TOKENIZER).is_file() for folder in (one, other)):
+    if theirs is None or not all(is_file(folder / TOKENIZER) for folder in (ours, theirs)):
         return []
-    a, b = _tokens(one), _tokens(other)
+    a, b = token_texts(ours / TOKENIZER), token_texts(theirs / TOKENIZER)
     return [
         f"{number} is {a[number]!r} there and {b[number]!r} here"
         for number in sorted(a.keys() & b.keys())
@@ -128,51 +167,96 @@ def token_differences(one: Path, other: Path | None) -> list[str]:
     ]
 
 
-def _tokens(folder: Path) -> dict[int, str]:
-    """The token of every id; a Unigram model lists them in order."""
-    content = json_file(folder / TOKENIZER)
-    vocabulary = (content.get("model") or {}).get("vocab") or {}
+def token_texts(file: Path) -> dict[int, str]:
+    """Token of every id in a ``tokenizer.json``; a Unigram model lists them in order."""
+    content = json_file(file, TOKENIZER)
+    vocabulary = content["model"].get("vocab") or {}
     if isinstance(vocabulary, list):
-        found = {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
+        texts = {number: entry[0] for number, entry in enumerate(vocabulary)}
     else:
-        found = {int(number): token for token, number in vocabulary.items()}
-    return {**found, **{int(entry["id"]): entry["content"] for entry in content.get("added_tokens") or []}}
+        texts = {number: token for token, number in vocabulary.items()}
+    return {**texts, **{entry["id"]: entry["content"] for entry in content.get("added_tokens") or []}}
 
 
-def json_file(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``.
+def json_file(path: Path, name: str | None = None) -> dict[str, Any]:
+    """Reads the JSON object in ``path``.
+
+    Args:
+        name: of the tokenizer's file that it is (one of :data:`FILES`); default: its own name.
 
     Raises:
-        ModelFolderError: it cannot be read, or is something else.
+        ModelFolderError: it cannot be read, is something else, or is a tokenizer's by its name and does not fit.
     """
     try:
-        value = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
-    except (OSError, ValueError) as error:
+        raw = read_bytes(path, MAX_JSON_BYTES)
+    except OSError as error:
+        raise ModelFolderError(f"{path}: is not readable JSON: {error}") from error
+    return json_object(raw, path, name)
+
+
+def json_object(raw: bytes, path: Path, name: str | None = None) -> dict[str, Any]:
+    """Parses ``raw``, the content of ``path``, for :func:`json_file`."""
+    try:
+        value = parse_json(raw, path)
+    except ValueError as error:
         raise ModelFolderError(f"{path}: is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFolderError(f"{path}: is not a JSON object")
+    check_record(path, value, name or path.name)
     return value
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Refuse a folder that holds a link or a pipe, or JSON that cannot be read.
+def load_tokenizer_file(file: Path) -> Tokenizer:
+    """Loads a ``tokenizer.json``, whatever its file name.
 
     Raises:
-        NotPlainError: something in it is no plain file of its own.
+        ModelFolderError: it is not a tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    json_file(file, TOKENIZER)
+    with refuse_library_errors(f"{file}: is not a tokenizer"):
+        return Tokenizer.from_file(str(file))
+
+
+@contextmanager
+def refuse_library_errors(what: str) -> Iterator[None]:
+    """Turns any error of the tokenizers library into one line that begins with ``what``.
+
+    The library raises bare Exception, and BaseException where its code panics.
+
+    Raises:
+        ModelFolderError: for such an error.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, MgpuError | MemoryError):
+            raise
+        raise ModelFolderError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Refuses a folder with links, pipes or unreadable JSON.
+
+    Raises:
+        NotPlainError: an entry is not a plain file.
         ModelFolderError: one of :data:`FILES` cannot be read.
     """
     check_folder(folder)
     for name in FILES:
-        if name.endswith(".json") and (folder / name).is_file():
+        if name.endswith(".json") and is_file(folder / name):
             json_file(folder / name)
 
 
 def end_texts(folder: Path) -> None:
-    """Let the tokenizer of ``folder`` end each text with its end-of-text token, as the texts in training were ended."""
-    from tokenizers import Tokenizer, processors
+    """Makes the tokenizer of ``folder`` add its end-of-text token to each text, as in training."""
+    from tokenizers import processors
 
     file = folder / TOKENIZER
-    tokenizer, end = Tokenizer.from_file(str(file)), special_tokens(folder).get("eos_token")
+    tokenizer, end = load_tokenizer_file(file), special_tokens(folder).get("eos_token")
     number = None if end is None else tokenizer.token_to_id(end)
     if number is None or tokenizer.encode("a").ids[-1:] == [number]:
         return

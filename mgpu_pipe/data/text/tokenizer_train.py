@@ -1,7 +1,8 @@
-"""A byte-level BPE tokenizer trained on the training documents, for runs that bring none."""
+"""Trains a byte-level BPE tokenizer on the training documents, for runs without one."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -9,24 +10,26 @@ import numpy as np
 
 from mgpu_pipe.data.cache import Progress, write_json
 from mgpu_pipe.data.text.encode import library_threads
-from mgpu_pipe.data.text.split import document_hash, held_out
+from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.data.text.tokenizer_folder import MODEL_VOCABULARY
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-BYTE_LEVEL_MINIMUM = 257
-"""256 bytes and the end-of-text token."""
 _TRAINING_CHARACTERS = 256 << 20
-"""Merges learned from more text than this do not change; larger corpora give a keyed share of their documents."""
+"""Characters of training text: more do not change the merges. Larger corpora use a keyed share of their documents."""
+_PIECE_CHARACTERS = 1 << 18
+"""Characters of a piece of text: the trainer takes a hundred times a text's size in memory."""
+_WORD_ENDS = re.compile(r"\S(?=[ \n])")
+"""Matches where words of the byte-level pre-tokenizer end, whatever follows."""
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, special: Sequence[str] = ()) -> None:
-    """Train a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and write its tokenizer folder.
+    """Trains a byte-level BPE (Sennrich et al., 2016; Radford et al., 2019) and writes its tokenizer folder.
 
     The same texts give the same file, whatever the number of threads.
 
     Args:
-        special: further tokens that are never cut, a chat template's.
+        special: further tokens that are never cut, from a chat template.
 
     Raises:
         DataError: there is no text.
@@ -49,7 +52,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, special: Sequ
 
 
 def write_number_tokenizer(vocab_size: int, folder: Path) -> None:
-    """Write the tokenizer of ``data=synthetic``: id 0 ends a text, id ``i`` is the word ``i``."""
+    """Writes the tokenizer of ``data=synthetic``: id 0 ends a text, id ``i`` is the word ``i``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {END_OF_TEXT: 0, **{str(number): number for number in range(1, vocab_size)}}
@@ -61,11 +64,11 @@ def write_number_tokenizer(vocab_size: int, folder: Path) -> None:
 
 
 def write_tokenizer_config(folder: Path, end_of_text: str, model_vocab_size: int) -> None:
-    """Write the files that let ``transformers.AutoTokenizer`` load a bare ``tokenizer.json``.
+    """Writes the files that let ``transformers.AutoTokenizer`` load a bare ``tokenizer.json``.
 
     Args:
-        model_vocab_size: of the model that it is made for; text that is short gives a tokenizer fewer tokens, and
-            this says that the two belong together all the same (``models/folder.py``).
+        model_vocab_size: of its model. Short text gives the tokenizer fewer tokens; this records that the two still
+            belong together (``models/weights/folder.py``).
     """
     special = {"bos_token": end_of_text, "eos_token": end_of_text, "pad_token": end_of_text}
     write_json(folder / "special_tokens_map.json", special)
@@ -80,27 +83,18 @@ def write_tokenizer_config(folder: Path, end_of_text: str, model_vocab_size: int
     )
 
 
-def check_bpe_size(vocab_size: int, special: Sequence[str] = ()) -> None:
-    """Refuse a vocabulary too small for the 256 bytes and the ``special`` tokens."""
-    least = BYTE_LEVEL_MINIMUM + len(special)
-    if vocab_size < least:
-        reason = "a byte-level tokenizer needs 256 bytes and an end-of-text token"
-        reason += f", and the chat template {len(special)}" if special else ""
-        raise ConfigError("model.config.vocab_size", vocab_size, f"use at least {least}", reason)
-
-
 def training_texts(
     documents: Iterable[tuple[str | bytes, str]],
     again: Iterable[tuple[str | bytes, str]],
     fraction: float,
     progress: Progress,
 ) -> Iterator[str]:
-    """The texts of the documents that are not held out, at most about 256 Mi characters of them.
+    """Yields texts of documents that are not held out, at most about 256 Mi characters.
 
-    The first pass is over when this returns; the second is made as the texts are asked for.
+    The first pass ends before this returns; the second runs while the texts are read.
 
     Args:
-        documents, again: two passes over the same ``(key, text)`` pairs; ``key`` is what the split goes by.
+        documents, again: two passes over the same ``(key, text)`` pairs; ``key`` decides the split.
         fraction: share of the documents that is held out.
     """
     keyed = [(document_hash(key), len(text)) for key, text in documents]
@@ -110,7 +104,7 @@ def training_texts(
     if not characters:
         raise DataError("data.tokenizer=auto: there is no training text to learn a tokenizer from")
     share = _TRAINING_CHARACTERS / characters
-    # The low bits are independent of the order that the split takes.
+    # The low bits are independent of the order in the split.
     train &= (hashes & np.uint64(0xFFFF)) < np.uint64(min(max(int(share * 65536), 1), 65536))
     total = int(sum(size for (_, size), use in zip(keyed, train, strict=True) if use))
 
@@ -118,8 +112,18 @@ def training_texts(
         done = 0
         for (_, text), use in zip(again, train, strict=True):
             if use:
-                yield text
+                yield from _pieces(text)
                 done += len(text)
                 progress("train tokenizer", done, total)
 
     return chosen()
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts a text into pieces between words."""
+    start = 0
+    while start < len(text):
+        word_end = _WORD_ENDS.search(text, start + _PIECE_CHARACTERS)
+        end = word_end.end() if word_end else len(text)
+        yield text[start:end]
+        start = end

@@ -1,6 +1,7 @@
-"""Tasks that measure a model by rows of local files: a module a kind, ``eval.tasks.<name>.kind``. No torch here.
+"""Evaluation tasks on rows of local files, one module for each ``eval.tasks.<name>.kind``.
 
-Each module has ``read(task, key, config)``, the checked rows, and ``measure(rows, task, judge)``, what they give.
+Each module has ``read(task, key, config)``, which returns checked rows, and ``measure(rows, task, judge)``, which
+returns a :class:`TaskResult`.
 """
 
 from __future__ import annotations
@@ -18,48 +19,48 @@ if TYPE_CHECKING:
     from mgpu_pipe.inference.tasks.judge import Judge
 
 SHOWN = 24
-"""Rows of a task that are kept for the report, at most."""
+"""Most rows of a task that the report shows."""
 
 
-class Measured(NamedTuple):
-    """What a task gave.
+class TaskResult(NamedTuple):
+    """Metric and sample rows of a task.
 
     Attributes:
-        value: its figure.
-        counted: what that is the mean over.
-        shown: some of its rows, for the report: the same columns in each.
+        value: the metric.
+        denominator: number of rows or tokens that the metric averages over.
+        samples: some rows for the report, all with the same columns.
     """
 
     value: float
-    counted: int
-    shown: list[dict[str, Any]]
+    denominator: int
+    samples: list[dict[str, Any]]
 
 
-def some(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows to keep, evenly taken."""
-    return shown[:: -(-len(shown) // SHOWN) or 1]
+def choose_samples(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most :data:`SHOWN` rows, evenly spaced."""
+    return rows[:: -(-len(rows) // SHOWN) or 1]
 
 
 def rows_of(task: EvalTask, name: str, config: RunConfig) -> Sequence[Any]:
-    """The rows of the task ``name``, ``max_samples`` respected.
+    """The rows of the task ``name``, at most ``max_samples``.
 
     Raises:
-        BadInputError: files that are missing or hold something else; names key, or file and line.
+        BadInputError: a file is missing or holds something else; the error names the key, or file and line.
     """
     key = f"eval.tasks.{name}"
-    rows: Sequence[Any] = _part(task, "read")(task, key, config)
+    rows: Sequence[Any] = _function_of_kind(task, "read")(task, key, config)
     if not rows:
         raise DataError(f"{key}: there is nothing in it to measure; give files with rows")
     taken = evaluated_samples(len(rows), min(len(rows), task.max_samples or len(rows)))
     return [rows[at] for at in taken.tolist()]
 
 
-def measure(rows: Sequence[Any], task: EvalTask, judge: Judge) -> Measured:
-    """A collective call, where the judge's model is on several processes."""
-    result: Measured = _part(task, "measure")(rows, task, judge)
+def measure(rows: Sequence[Any], task: EvalTask, judge: Judge) -> TaskResult:
+    """Measures a task; a collective call where the judge's model is on several processes."""
+    result: TaskResult = _function_of_kind(task, "measure")(rows, task, judge)
     return result
 
 
-def _part(task: EvalTask, name: str) -> Callable[..., Any]:
+def _function_of_kind(task: EvalTask, name: str) -> Callable[..., Any]:
     part: Callable[..., Any] = getattr(import_module(f"{__name__}.{task.kind}"), name)
     return part

@@ -1,4 +1,4 @@
-"""Generated answers, compared word for word, or by what a regular expression finds in them. No torch at import."""
+"""Scores generated answers by exact match, or by the match of a regular expression."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.errors import ConfigError, DataError
-from mgpu_pipe.inference.tasks import Measured, some
+from mgpu_pipe.inference.tasks import TaskResult, choose_samples
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.tasks.judge import Judge
 
 
 class Question(NamedTuple):
-    """A conversation up to the answer, and the right one."""
+    """A conversation up to the answer, and the right answer."""
 
     messages: Sequence[Mapping[str, Any]]
     truth: str
@@ -29,26 +29,26 @@ def read(task: EvalTask, key: str, config: RunConfig) -> list[Question]:
     return [_question(line, origin) for line, origin in _lines(task, key)]
 
 
-def measure(rows: Sequence[Question], task: EvalTask, judge: Judge) -> Measured:
+def measure(rows: Sequence[Question], task: EvalTask, judge: Judge) -> TaskResult:
     pattern, share = _pattern(task, ""), judge.share(len(rows))
-    said = judge.answers([rows[at].messages for at in share], task)
-    right, shown = [0.0] * len(rows), []
-    for at, text in zip(share, said, strict=True):
-        equal = _found(pattern, text) == (_found(pattern, rows[at].truth) or rows[at].truth.strip())
-        right[at] = float(equal)
-        question = str(rows[at].messages[-1]["content"])
-        shown.append({"question": question, "answer": text, "truth": rows[at].truth, "right": equal})
-    return Measured(sum(judge.gathered(right)) / len(rows), len(rows), some(shown))
+    answers = judge.answers([rows[index].messages for index in share], task)
+    right, samples = [0.0] * len(rows), []
+    for index, text in zip(share, answers, strict=True):
+        is_right = _extract(pattern, text) == (_extract(pattern, rows[index].truth) or rows[index].truth.strip())
+        right[index] = float(is_right)
+        question = str(rows[index].messages[-1]["content"])
+        samples.append({"question": question, "answer": text, "truth": rows[index].truth, "right": is_right})
+    return TaskResult(sum(judge.all_reduce(right)) / len(rows), len(rows), choose_samples(samples))
 
 
 def _lines(task: EvalTask, key: str) -> Iterator[tuple[str, str]]:
-    """The JSON lines, each with where it stands."""
+    """The JSON lines, each with its file and line number."""
     if task.source is None:
         for path in files.expand_paths(task.paths, f"{key}.paths"):
             for line, origin, _ in files.read_lines(path):
                 yield line, origin
         return
-    from mgpu_pipe.data.text.rules import held_out_conversations  # numpy
+    from mgpu_pipe.data.sources.demo.rules import held_out_conversations  # numpy
 
     for document in held_out_conversations():
         yield document.text, document.origin
@@ -71,8 +71,8 @@ def _pattern(task: EvalTask, key: str) -> re.Pattern[str] | None:
         raise ConfigError(f"{key}.pattern", task.pattern, "correct it", f"no regular expression: {error}") from error
 
 
-def _found(pattern: re.Pattern[str] | None, text: str) -> str | None:
-    """What is compared of ``text``; None where the pattern finds nothing."""
+def _extract(pattern: re.Pattern[str] | None, text: str) -> str | None:
+    """The part of ``text`` to compare; None where the pattern does not match."""
     if pattern is None:
         return text.strip()
     match = pattern.search(text)

@@ -1,4 +1,4 @@
-"""Multiple choice: of the choices of each question the likeliest, by log-likelihood. No torch at import."""
+"""Scores multiple choice by the likeliest choice of each question (log-likelihood)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mgpu_pipe.config.eval_tasks import EvalTask
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.errors import DataError
-from mgpu_pipe.inference.tasks import Measured, some
+from mgpu_pipe.inference.tasks import TaskResult, choose_samples
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.tasks.judge import Judge
@@ -31,23 +31,23 @@ def read(task: EvalTask, key: str, config: RunConfig) -> list[Choice]:
     ]
 
 
-def measure(rows: Sequence[Choice], task: EvalTask, judge: Judge) -> Measured:
-    texts = [judge.continued(row.prompt, choice) for row in rows for choice in row.choices]
+def measure(rows: Sequence[Choice], task: EvalTask, judge: Judge) -> TaskResult:
+    texts = [judge.encode_choice(row.prompt, choice) for row in rows for choice in row.choices]
     losses = iter(judge.losses(texts, task.batch_size))
-    right, shown = 0, []
+    right, samples = 0, []
     for row in rows:
-        of_choices = [next(losses) for _ in row.choices]
-        chosen = of_choices.index(min(of_choices))
+        choice_losses = [next(losses) for _ in row.choices]
+        chosen = choice_losses.index(min(choice_losses))
         right += chosen == row.answer
-        told = {"question": row.prompt, "answer": row.choices[chosen], "truth": row.choices[row.answer]}
-        shown.append({**told, "right": chosen == row.answer})
-    return Measured(right / len(rows), len(rows), some(shown))
+        sample = {"question": row.prompt, "answer": row.choices[chosen], "truth": row.choices[row.answer]}
+        samples.append({**sample, "right": chosen == row.answer})
+    return TaskResult(right / len(rows), len(rows), choose_samples(samples))
 
 
 def _choice(row: dict[str, Any], origin: str) -> Choice:
     prompt, answer = row.get("prompt"), row.get("answer")
     listed = row.get("choices")
-    choices = [one for one in listed if isinstance(one, str) and one] if isinstance(listed, list) else []
+    choices = [choice for choice in listed if isinstance(choice, str) and choice] if isinstance(listed, list) else []
     if not isinstance(prompt, str) or len(choices) < 2 or choices != listed:
         raise DataError(f"{origin}: is no question with two choices or more; write it like {FORM}")
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):

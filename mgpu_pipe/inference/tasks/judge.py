@@ -1,4 +1,4 @@
-"""What a task asks of a model, whichever strategy holds it: answers, and the losses of texts."""
+"""Answers and losses of a model for evaluation tasks, under any strategy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.generation import Prompt, encode, generate_text
 from mgpu_pipe.objectives.base import Objective
-from mgpu_pipe.strategies.base import EngineStrategy
+from mgpu_pipe.training.strategy import EngineStrategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.text.chat import ChatTemplate
 
 LENGTHS = 64
-"""Rows are padded to a multiple of this, so that there are few shapes."""
+"""Tokens; rows are padded to a multiple of this to limit the number of shapes."""
 
 
 @dataclass
 class Judge:
-    """A model that is measured.
+    """A model under evaluation.
 
     Attributes:
         chat: its template; None for a model that continues texts.
-        window: most tokens of a text that go through the model together.
-        strategy: of the run that trains it; None for a model that this process alone holds.
+        window: most tokens of a text in one forward pass.
+        strategy: of the run that trains it; None for a model that is whole in this process only.
     """
 
     objective: Objective
@@ -42,105 +42,109 @@ class Judge:
     strategy: EngineStrategy | None = None
 
     @property
-    def _alone(self) -> bool:
-        """Whether this process answers by itself: where the model is spread, all answer the same together."""
+    def _answers_alone(self) -> bool:
+        """Whether this process answers its own questions; with a sharded model all processes answer each together."""
         return self.strategy is None or self.strategy.holds_whole_model
 
     def share(self, count: int) -> range:
-        """Which of ``count`` questions this process answers."""
-        if self.strategy is None or not self._alone:
+        """The indices of the questions, of ``count``, that this process answers."""
+        if self.strategy is None or not self._answers_alone:
             return range(count)
         rank, size = self.strategy.global_rank, self.strategy.world_size
         return range(count * rank // size, count * (rank + 1) // size)
 
-    def gathered(self, values: list[float]) -> list[float]:
-        """The values of all questions: each process has those of its own, and 0 for the others. Collective."""
-        if self.strategy is None or not self._alone or self.strategy.world_size == 1:
+    def all_reduce(self, values: list[float]) -> list[float]:
+        """All-reduces the values of all questions; each process passes its own values and 0 for the others."""
+        if self.strategy is None or not self._answers_alone or self.strategy.world_size == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self.strategy.root_device)
         dist.all_reduce(total)
         return cast(list[float], total.tolist())
 
     def answers(self, conversations: Sequence[Sequence[Mapping[str, Any]]], task: EvalTask) -> list[str]:
-        """The likeliest answer to each; of a model without a template the line that follows the last message."""
+        """The likeliest answer to each conversation; without a template, the line after the last message."""
         strategy, prompts = self.strategy, list[Prompt](conversations)
         if self.chat is None:
             prompts = [str(messages[-1]["content"]) for messages in conversations]
-        # A compilation for other shapes than the training's would change the training's own.
+        # Compiling for these shapes would change the compiled training step.
         with torch.compiler.set_stance("force_eager"):
-            said = generate_text(
+            answers = generate_text(
                 cast("PreTrainedModel", self.objective.model),
                 self.tokenizer,
                 prompts,
                 chat=self.chat,
                 max_new_tokens=task.max_new_tokens,
                 temperature=0.0,
-                together=not self._alone,
+                together=not self._answers_alone,
                 forward=None if strategy is None else strategy.sampling_forward(),
                 batch_size=task.batch_size,
             )
         if strategy is not None:
             strategy.sampled()
-        return said if self.chat is not None else [text.strip().partition("\n")[0] for text in said]
+        return answers if self.chat is not None else [text.strip().partition("\n")[0] for text in answers]
 
-    def continued(self, prompt: str, choice: str) -> tuple[list[int], list[int]]:
-        """The ids of a prompt, and those of what is said behind it.
+    def encode_choice(self, prompt: str, choice: str) -> tuple[list[int], list[int]]:
+        """The ids of a prompt, and the ids of a choice after it.
 
         Raises:
             BadInputError: together they are longer than the window.
         """
         if self.chat is not None:
-            given, counted = encode(self.tokenizer, prompt, self.chat), self._ids(choice)
+            prompt_ids, choice_ids = encode(self.tokenizer, prompt, self.chat), self._ids(self.chat.lead() + choice)
         else:
-            given = encode(self.tokenizer, prompt, None)
-            counted = list(self.tokenizer(prompt + choice)["input_ids"])[len(given) :]
-        if len(given) + len(counted) > self.window + 1:
-            tokens = len(given) + len(counted)
+            prompt_ids = encode(self.tokenizer, prompt, None)
+            choice_ids = list(self.tokenizer(prompt + choice)["input_ids"])[len(prompt_ids) :]
+        if len(prompt_ids) + len(choice_ids) > self.window + 1:
+            tokens = len(prompt_ids) + len(choice_ids)
             raise BadInputError(
                 f"{prompt[:60]!r}: has {tokens} tokens with its choice; raise data.seq_len={self.window}"
             )
-        return given, counted
+        return prompt_ids, choice_ids
 
-    def pieces(self, text: str) -> list[tuple[list[int], list[int]]]:
-        """A document's ids with its end, cut into windows; all but the first id are counted once."""
+    def encode_windows(self, text: str) -> list[tuple[list[int], list[int]]]:
+        """A document's ids with its end, cut into windows; each id but the first is a target once."""
         ids = [*encode(self.tokenizer, text, None), *self._ids(str(self.tokenizer.eos_token or ""))]
-        return [(ids[at : at + 1], ids[at + 1 : at + 1 + self.window]) for at in range(0, len(ids) - 1, self.window)]
+        return [
+            (ids[start : start + 1], ids[start + 1 : start + 1 + self.window])
+            for start in range(0, len(ids) - 1, self.window)
+        ]
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def losses(self, texts: Sequence[tuple[list[int], list[int]]], rows: int) -> list[float]:
-        """Of each text, the ids that are given and those behind them, the sum of the latter's losses. Collective.
+        """The summed loss of each text's targets, the ids after its context. A collective call.
 
         Args:
-            rows: texts of a process that go through the model together.
+            texts: ids of the context and of the targets.
+            rows: texts of a process in one forward pass.
         """
         strategy = self.strategy
         size = 1 if strategy is None else strategy.dims.data_parallel_size
-        mine = 0 if strategy is None else strategy.dims.data_parallel_rank(strategy.global_rank)
-        found: list[float] = []
+        rank = 0 if strategy is None else strategy.dims.data_parallel_rank(strategy.global_rank)
+        losses: list[float] = []
         for start in range(0, len(texts), rows * size):
-            together = texts[start : start + rows * size]
-            longest = max(len(given) + len(counted) for given, counted in together) - 1
+            group = texts[start : start + rows * size]
+            longest = max(len(context) + len(targets) for context, targets in group) - 1
             length = -(-longest // LENGTHS) * LENGTHS
-            own = together[mine * rows : (mine + 1) * rows]
-            sums = self._row_losses(self._batch([*own, *[([], [])] * (rows - len(own))], length))
+            of_rank = group[rank * rows : (rank + 1) * rows]
+            sums = self._row_losses(self._batch([*of_rank, *[([], [])] * (rows - len(of_rank))], length))
             if strategy is not None:
-                every = torch.zeros(size * rows, dtype=torch.float64, device=strategy.root_device)
-                every[mine * rows : (mine + 1) * rows] = sums
-                sums = strategy.sum_over_data(every)
-            found += sums[: len(together)].tolist()
-        return found
+                sums_of_ranks = torch.zeros(size * rows, dtype=torch.float64, device=strategy.root_device)
+                sums_of_ranks[rank * rows : (rank + 1) * rows] = sums
+                sums = strategy.sum_over_data(sums_of_ranks)
+            losses += sums[: len(group)].tolist()
+        return losses
 
     def _batch(self, texts: Sequence[tuple[list[int], list[int]]], length: int) -> dict[str, torch.Tensor]:
         device = self._device
         ids = torch.zeros(len(texts), length, dtype=torch.int64)
         labels = torch.full_like(ids, IGNORE_INDEX)
-        for row, (given, counted) in enumerate(texts):
-            whole = torch.tensor([*given, *counted], dtype=torch.int64)
-            if len(whole) > 1:
-                ids[row, : len(whole) - 1] = whole[:-1]
-                labels[row, max(len(given), 1) - 1 : len(whole) - 1] = whole[max(len(given), 1) :]
+        for row, (context, targets) in enumerate(texts):
+            ids_of_text = torch.tensor([*context, *targets], dtype=torch.int64)
+            if len(ids_of_text) > 1:
+                ids[row, : len(ids_of_text) - 1] = ids_of_text[:-1]
+                labels[row, max(len(context), 1) - 1 : len(ids_of_text) - 1] = ids_of_text[max(len(context), 1) :]
         positions = torch.arange(length).expand_as(ids).contiguous()
         batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
         for name, field in self.objective.batch_spec.fields.items():

@@ -1,4 +1,4 @@
-"""The perplexity of texts, a token: of a domain, where each has a task of its own. No torch at import."""
+"""Measures the perplexity of texts per token; one task per domain compares domains."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mgpu_pipe.config.eval_tasks import EvalTask
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.errors import DataError
-from mgpu_pipe.inference.tasks import Measured
+from mgpu_pipe.inference.tasks import TaskResult
 from mgpu_pipe.objectives.causal_lm_keys import perplexity
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def read(task: EvalTask, key: str, config: RunConfig) -> list[str]:
     return [text for text in texts if text]
 
 
-def measure(rows: Sequence[str], task: EvalTask, judge: Judge) -> Measured:
-    pieces = [piece for text in rows for piece in judge.pieces(text)]
-    counted = sum(len(ids) for _, ids in pieces)
-    value = perplexity([sum(judge.losses(pieces, task.batch_size)), counted])["val/perplexity"]
-    return Measured(value, counted, [])
+def measure(rows: Sequence[str], task: EvalTask, judge: Judge) -> TaskResult:
+    pieces = [piece for text in rows for piece in judge.encode_windows(text)]
+    num_tokens = sum(len(ids) for _, ids in pieces)
+    value = perplexity([sum(judge.losses(pieces, task.batch_size)), num_tokens])["val/perplexity"]
+    return TaskResult(value, num_tokens, [])

@@ -1,8 +1,9 @@
-"""Adapters put beside a model's frozen layers, found again, switched off and merged."""
+"""Adapters of a model's frozen layers: add, find, disable and merge them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -11,51 +12,63 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from mgpu_pipe.config.peft import ALL_LINEAR, PeftConfig
+from mgpu_pipe.config.group_keys import ALL_LINEAR, PeftConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.adapters.dora import MAGNITUDE, DoraConv1D, DoraLinear
-from mgpu_pipe.models.adapters.experts import adapted_class, packs_experts
-from mgpu_pipe.models.adapters.low_rank import A, Adapted, B, LoraConv1D, LoraLayer, LoraLinear
+from mgpu_pipe.models.adapters.low_rank import (
+    MAGNITUDE,
+    WEIGHTS,
+    A,
+    Adapted,
+    B,
+    DoraConv1D,
+    DoraLinear,
+    LoraConv1D,
+    LoraLayer,
+    LoraLinear,
+    adapted_class,
+    packs_experts,
+)
 from mgpu_pipe.models.adapters.qlora import QUANTISED, quantise_module
-from mgpu_pipe.models.model_parts import named as named_parts
-from mgpu_pipe.models.model_parts import never_used, part_patterns
-from mgpu_pipe.models.plans import decoder_blocks
+from mgpu_pipe.models.model_parts import named_parts, part_patterns, unused_parameters
+from mgpu_pipe.models.shard_units import decoder_blocks
 
 ADAPTER_NAMES = (A, B, MAGNITUDE)
 ADAPTER = "mgpu_adapter"
-"""The attribute of a model's root module that holds the keys of its adapters."""
+"""Attribute of a root module with the keys of its adapters."""
 EXPERTS = "experts"
-"""The target that is the packed weights of experts."""
+"""Target of packed experts' weights."""
 ROUTERS = ("gate", "router")
-"""What linear layers that choose experts are called."""
+"""Names of linear layers that choose experts."""
 KINDS: dict[str, dict[type, type[LoraLayer]]] = {
     "lora": {nn.Linear: LoraLinear, Conv1D: LoraConv1D},
     "dora": {nn.Linear: DoraLinear, Conv1D: DoraConv1D},
     "qlora": {nn.Linear: LoraLinear, Conv1D: LoraConv1D},
 }
-"""What a linear layer becomes, by the adapter's name."""
+"""Class of an adapted linear layer, by the adapter's name."""
 LINEAR = (nn.Linear, Conv1D)
 
 
 def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
-    """Put an adapter beside every layer that ``keys`` target, and freeze all else but ``keys.train_also``.
+    """Adds an adapter to every layer that ``keys`` target, and freezes all else except ``keys.train_also``.
 
-    Their initial values give the model's own result: A is drawn as a linear layer's weight is, all else is zero. On
-    the meta device they are drawn with the other parameters.
+    A layer with a frozen (``model.freeze``) or unused weight gets none. Initial adapters do not change the result: A is
+    drawn like a linear layer's weight, all else is zero. On the meta device they are drawn with the other parameters.
 
     Raises:
-        ConfigError: a pattern that matches nothing, or a rank above a layer's sizes.
+        ConfigError: a pattern matches nothing, or only frozen layers; a rank is above a layer's sizes.
     """
     if keys.name == "none":
         return
+    frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    for name, layer in _targets(model, keys):
+    for name, layer in _targets(model, keys, frozen):
         _adapt(name, layer, keys)
     named = dict(model.named_parameters(remove_duplicate=False))
     for pattern in named_parts(model, keys.train_also):
-        for name in _matching("peft.train_also", pattern, list(named)):
+        matched = _matching("peft.train_also", pattern, list(named))
+        for name in _without_frozen("peft.train_also", pattern, matched, frozen):
             named[name].requires_grad_(True)
     if keys.name == "qlora":
         experts = {name: module for name, module in model.named_modules() if packs_experts(module)}
@@ -65,24 +78,24 @@ def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
 
 
 def adapter_of(model: nn.Module) -> PeftConfig:
-    """The keys of ``model``'s adapters."""
+    """Keys of ``model``'s adapters."""
     keys: PeftConfig = model.__dict__.get(ADAPTER) or PeftConfig()
     return keys
 
 
 def is_adapter(name: str) -> bool:
-    """Whether that is the name of an adapter's parameter."""
+    """Whether ``name`` is an adapter's parameter."""
     return name.rpartition(".")[2].endswith(ADAPTER_NAMES)
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The modules that have adapters, by name."""
+    """Modules with adapters, by name."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, Adapted)]
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model as it is without its adapters, whose products count nothing inside."""
+    """Context in which the model computes without its adapters."""
     layers = [layer for _, layer in lora_layers(model)]
     try:
         for layer in layers:
@@ -95,19 +108,26 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Put what every adapter does into the weight beside it, in place; what is left are plain layers."""
+    """Merges every adapter into its weight, in place; leaves plain layers."""
     for _, layer in lora_layers(model):
-        adapted = layer.adapted()
-        for weight, names in adapted.items():
+        adapters = layer.adapter_names()
+        for weight, names in adapters.items():
             rows = layer.rows(weight)
-            rows.copy_(layer.merge(rows, layer.lora_scale, {one: getattr(layer, own) for one, own in names.items()}))
-        for name in (*(own for names in adapted.values() for own in names.values()), "lora_dropout"):
+            adapter = {kind: getattr(layer, attribute) for kind, attribute in names.items()}
+            rows.copy_(layer.merge(rows, layer.lora_scale, adapter))
+        for name in (*(attribute for names in adapters.values() for attribute in names.values()), "lora_dropout"):
             delattr(layer, name)
         layer.__class__ = type(layer).__bases__[-1]
     model.__dict__.pop(ADAPTER, None)
 
 
-def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
+def _targets(model: nn.Module, keys: PeftConfig, frozen: AbstractSet[str]) -> list[tuple[str, nn.Module]]:
+    """Layers that get adapters, by name.
+
+    Args:
+        frozen: frozen or unused parameters.
+    """
+    frozen_layers = {name.rpartition(".")[0] for name in frozen if name.rpartition(".")[2] in ("weight", *WEIGHTS)}
     modules = dict(model.named_modules())
     in_blocks = _block_linears(model)
     linear = [name for name, module in modules.items() if type(module) in LINEAR]
@@ -123,10 +143,11 @@ def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
             if keys.name == "dora":
                 raise ConfigError("peft.targets", EXPERTS, "use peft=lora", "DoRA is for single layers")
         elif pattern in parts:
-            inside = [name for name in linear if any(fnmatchcase(name, one) for one in parts[pattern])]
+            inside = [name for name in linear if any(fnmatchcase(name, of_part) for of_part in parts[pattern])]
             matched = [name for name in inside if name in in_blocks] or inside
         else:
             matched = _matching("peft.targets", pattern, linear)
+        matched = _without_frozen("peft.targets", pattern, matched, frozen_layers)
         chosen.update({name: modules[name] for name in matched})
     if not chosen:
         raise ConfigError("peft.targets", list(keys.targets), f"use [{ALL_LINEAR}]", "no linear layer is targeted")
@@ -134,8 +155,8 @@ def _targets(model: nn.Module, keys: PeftConfig) -> list[tuple[str, nn.Module]]:
 
 
 def _block_linears(model: nn.Module) -> dict[str, nn.Module]:
-    """The linear layers of the blocks, adapted or not, but for routers and what is never used."""
-    idle = {id(model.get_submodule(name.rpartition(".")[0])) for name in never_used(model)}
+    """Linear layers of the blocks, adapted or not, except routers and unused layers."""
+    idle = {id(model.get_submodule(name.rpartition(".")[0])) for name in unused_parameters(model)}
     inside = {id(part) for block in decoder_blocks(model) for part in block.modules()}
     return {
         name: module
@@ -156,10 +177,18 @@ def _matching(key: str, pattern: str, names: Sequence[str]) -> list[str]:
     return matched
 
 
+def _without_frozen(key: str, pattern: str, matched: Sequence[str], frozen: AbstractSet[str]) -> list[str]:
+    trainable = [name for name in matched if name not in frozen]
+    if matched and not trainable:
+        fix = "leave it out, or take them out of model.freeze"
+        raise ConfigError(key, pattern, fix, f"{matched[0]} and all else that it matches is frozen or never used")
+    return trainable
+
+
 def _adapt(name: str, module: Any, keys: PeftConfig) -> None:
     plain: Any = type(module)
     module.__class__ = KINDS[keys.name].get(plain) or adapted_class(plain)
-    for weight in module.adapted():
+    for weight in module.adapter_names():
         outputs, inputs = module.rows(weight).shape[-2:]
         if keys.r > min(inputs, outputs):
             reason = f"{name} has {inputs} inputs and {outputs} outputs"

@@ -1,14 +1,15 @@
-"""QLoRA: adapters beside frozen matrices that are kept as bytes of four-bit weights (:mod:`.nf4`).
+"""QLoRA: adapters next to frozen matrices that are stored as bytes of four-bit NF4 weights.
 
-A layer's ``weight`` is its bytes, and ``weight_scales`` what their scales are scaled by (packed experts have the like
-of each of their weights): both are parameters that never have a gradient, so that every axis cuts, shards and gathers
-them as bytes. Forward and backward pass dequantise them, one matrix at a time.
+A layer's ``weight`` holds the bytes, and ``weight_scales`` the scales of their scales (packed experts have such a pair
+for each weight). Both are parameters without gradients, so every axis cuts, shards and gathers them as bytes. Forward
+and backward pass dequantise one matrix at a time.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +18,144 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.adapters.experts import WEIGHTS, GroupedExperts, LoraExperts
-from mgpu_pipe.models.adapters.low_rank import LoraConv1D, LoraLayer, LoraLinear, as_rows
-from mgpu_pipe.models.adapters.nf4 import BLOCK, Block, dequantise, packed_ranges, packed_shapes, quantise
+from mgpu_pipe.models.adapters.low_rank import (
+    WEIGHTS,
+    GroupedExperts,
+    LoraConv1D,
+    LoraExperts,
+    LoraLayer,
+    LoraLinear,
+    as_rows,
+)
+
+BLOCK, GROUP = 64, 256
+"""Weights that share a scale, and scales that share a second scale."""
+# bitsandbytes' table: quantiles of a normal distribution, its section 3.
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Part of a matrix in a tensor of bytes.
+
+    Attributes:
+        inputs: inputs of the whole matrix.
+        rows: ranges of outputs, None for all.
+        columns: range of inputs, multiples of 64.
+    """
+
+    inputs: int
+    rows: tuple[tuple[int, int], ...] | None = None
+    columns: tuple[tuple[int, int], ...] | None = None
+
+    def groups(self, outputs: int, device: torch.device) -> torch.Tensor:
+        """Group number of each local scale, (outputs, blocks)."""
+        rows = _positions(self.rows or ((0, outputs),), device)
+        columns = _positions([(a // BLOCK, b // BLOCK) for a, b in self.columns or ((0, self.inputs),)], device)
+        return (rows.unsqueeze(1) * (self.inputs // BLOCK) + columns) // GROUP
+
+
+def _positions(ranges: object, device: torch.device) -> torch.Tensor:
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])  # type: ignore[attr-defined]
+
+
+def packed_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the results of :func:`quantise` for weights (..., outputs, inputs)."""
+    *before, outputs, inputs = shape
+    groups = -(-outputs * inputs // BLOCK // GROUP)
+    return (*before, outputs, inputs // 2 + inputs // BLOCK), (*before, 4 * (1 + groups))
+
+
+def packed_ranges(inputs: int, start: int, stop: int) -> list[tuple[int, int]]:
+    """Byte ranges in a row of the inputs ``start`` to ``stop``, multiples of 64."""
+    scales = inputs // 2
+    return [(start // 2, stop // 2), (scales + start // BLOCK, scales + stop // BLOCK)]
+
+
+@torch.no_grad()
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes of ``weight``, (..., outputs, inputs), and the fp32 scales of its scales, as bytes."""
+    if weight.dim() == 3:
+        parts = [quantise(matrix) for matrix in weight]
+        return torch.stack([part[0] for part in parts]), torch.stack([part[1] for part in parts])
+    outputs, inputs = weight.shape
+    blocks = weight.to(torch.float32).reshape(-1, BLOCK)
+    largest = blocks.abs().amax(1)
+    levels = torch.tensor(LEVELS, device=weight.device)
+    codes = _nearest(blocks * (1.0 / largest.clamp(min=1e-38)).unsqueeze(1), levels).view(outputs, inputs)
+    # In fp32 the mean would depend on the number of threads.
+    offset = largest.double().mean().to(torch.float32)
+    shifted = largest - offset
+    whole = shifted.numel() // GROUP * GROUP
+    groups = [shifted[:whole].view(-1, GROUP), *([shifted[whole:].unsqueeze(0)] if whole < shifted.numel() else [])]
+    tops = [group.abs().amax(1) for group in groups]
+    table = _dynamic().to(weight.device)
+    scaled = [groups[0] * (1.0 / tops[0].clamp(min=1e-38)).unsqueeze(1)]
+    scaled += [group / top.clamp(min=1e-38).unsqueeze(1) for group, top in zip(groups[1:], tops[1:], strict=True)]
+    scales = torch.cat([_nearest(group, table).flatten() for group in scaled]).view(outputs, -1)
+    bytes_ = torch.cat([codes[:, ::2] << 4 | codes[:, 1::2], scales], 1)
+    return bytes_, torch.cat([offset.unsqueeze(0), *tops]).view(torch.uint8)
+
+
+@torch.no_grad()
+def dequantise(packed: torch.Tensor, tops: torch.Tensor, block: Block) -> torch.Tensor:
+    """Weights in fp32, (..., outputs, inputs), from the part ``block`` of :func:`quantise`'s bytes."""
+    outputs, width = packed.shape[-2:]
+    inputs = width * 2 * BLOCK // (BLOCK + 2)
+    codes, scales = packed[..., : inputs // 2], packed[..., inputs // 2 :]
+    fp32 = tops.clone().view(torch.float32)
+    group_scales = fp32[..., 1:][..., block.groups(outputs, packed.device)]
+    largest = _dynamic().to(packed.device)[scales.int()] * group_scales + fp32[..., :1].unsqueeze(-1)
+    values = F.embedding(codes.int(), _pairs().to(packed.device))
+    return values.view(*packed.shape[:-1], -1, BLOCK).mul_(largest.unsqueeze(-1)).flatten(-2)
+
+
+def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return torch.bucketize(values.clamp(-1, 1), (table[:-1] + table[1:]) / 2).to(torch.uint8)
+
+
+@functools.cache
+def _pairs() -> torch.Tensor:
+    """Two levels for each byte of codes."""
+    return torch.cartesian_prod(torch.tensor(LEVELS), torch.tensor(LEVELS))
+
+
+@functools.cache
+def _dynamic() -> torch.Tensor:
+    """256 levels of a scale: a sign, an exponent of base ten, a fraction (Dettmers 2016, arXiv:1511.04561)."""
+    levels = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = torch.linspace(0.1, 1, 2**exponent + 1)
+        means = (10 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
+        levels += [*means, *(-mean for mean in means)]
+    return torch.tensor(sorted(levels))
+
 
 ENDING = "_scales"
-"""What follows a weight's name in that of the fp32 values that its scales are scaled by."""
+"""Suffix of the parameter with the fp32 scales of a weight's scales."""
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T, whose backward pass makes no gradient of the weight.
+    """x @ weight.T without a gradient of the weight.
 
-    ``counts`` says how many rows of x go through each of several matrices; None: there is one.
+    ``counts`` are the rows of x for each of several matrices; None: there is one matrix.
     """
 
     @staticmethod
@@ -37,14 +164,14 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(packed, scales)
         ctx.rest = block, counts
-        return _one_by_one(F.linear, x, packed, scales, block, counts)
+        return _dequantised_products(F.linear, x, packed, scales, block, counts)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return _one_by_one(torch.matmul, grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+        return _dequantised_products(torch.matmul, grad, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
-def _one_by_one(
+def _dequantised_products(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     x: torch.Tensor,
     packed: torch.Tensor,
@@ -52,7 +179,7 @@ def _one_by_one(
     block: Block,
     counts: list[int] | None,
 ) -> torch.Tensor:
-    """``product`` of x, or of each group of its rows, and a matrix, of which one is dequantised at a time."""
+    """``product`` of x, or of each group of its rows, with its matrix. Dequantises one matrix at a time."""
     if counts is None:
         return product(x, dequantise(packed, scales, block).to(x.dtype))
     results = []
@@ -63,30 +190,30 @@ def _one_by_one(
 
 
 class Quantised(nn.Module):
-    """A module with frozen weights of four bits, also where its class stores them transposed."""
+    """Module with frozen four-bit weights, even if its class stores them transposed."""
 
     blocks: dict[str, Block]
-    """By the weight's name, the part of it that is here."""
+    """Local part of each weight by name."""
 
     def quantise(self, name: str) -> None:
-        """Turn a weight, (..., outputs, inputs) in the form of the module's class, into bytes."""
+        """Replaces a weight, in the form of the module's class, by its bytes."""
         rows = as_rows(self, getattr(self, name))
         self.blocks = {**self.__dict__.get("blocks", {}), name: Block(rows.shape[-1])}
         if rows.is_meta:
             shapes = packed_shapes(tuple(rows.shape))
-            made = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
+            tensors = [torch.empty(shape, dtype=torch.uint8, device="meta") for shape in shapes]
         else:
-            made = list(quantise(rows))
-        for own, value in zip(parameters_of(name), made, strict=True):
-            self._parameters[own] = nn.Parameter(value, requires_grad=False)
+            tensors = list(quantise(rows))
+        for attribute, value in zip(packed_parameters(name), tensors, strict=True):
+            self._parameters[attribute] = nn.Parameter(value, requires_grad=False)
 
     def nf4_product(self, name: str, x: torch.Tensor, counts: list[int] | None = None) -> torch.Tensor:
-        packed, scales = (getattr(self, own) for own in parameters_of(name))
+        packed, scales = (getattr(self, attribute) for attribute in packed_parameters(name))
         result: torch.Tensor = _Product.apply(x, packed, scales, self.blocks[name], counts)
         return result
 
-    def own_part(self, name: str, outputs: bool, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Keep ``ranges`` of the outputs, or of the inputs, from now on; where their bytes lie."""
+    def keep_part(self, name: str, outputs: bool, ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Restricts a weight to ``ranges`` of outputs or inputs; returns the ranges of their bytes."""
         inputs = self.blocks[name].inputs
         if outputs:
             self.blocks[name] = Block(inputs, rows=tuple(ranges))
@@ -97,7 +224,7 @@ class Quantised(nn.Module):
 
 
 class Nf4Layer(Quantised):
-    """A linear layer."""
+    """Linear layer with a four-bit weight."""
 
     def dense(self, x: torch.Tensor) -> torch.Tensor:
         return self.nf4_product("weight", x)
@@ -111,7 +238,7 @@ class Nf4Layer(Quantised):
 
 
 class Nf4Experts(Quantised, GroupedExperts):
-    """Packed experts, each of whose matrices is quantised by itself."""
+    """Packed experts; each matrix is quantised separately."""
 
     def dense(self, name: str, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         if name not in self.blocks:
@@ -145,7 +272,7 @@ QUANTISED: dict[type, type[Nf4Layer]] = {
 
 @functools.cache
 def quantised_class(plain: type) -> type:
-    """The class that a linear layer or a module of packed experts, adapted or not, becomes."""
+    """Quantised class of a linear layer or of packed experts, adapted or not."""
     if plain in QUANTISED:
         return QUANTISED[plain]
     bases = plain.__bases__ if issubclass(plain, LoraExperts) else (plain,)
@@ -153,35 +280,36 @@ def quantised_class(plain: type) -> type:
 
 
 def quantise_module(name: str, module: nn.Module) -> None:
-    """Keep the frozen weights of ``module``, a linear layer or packed experts, as bytes.
+    """Replaces the frozen weights of ``module``, a linear layer or packed experts, by bytes.
 
     Raises:
-        ConfigError: the inputs of one are no multiple of a block.
+        ConfigError: the inputs of a weight are no multiple of a block.
     """
-    own = module._parameters
-    frozen = [one for one in ("weight", *WEIGHTS) if one in own and not module.get_parameter(one).requires_grad]
-    for one in frozen:
-        inputs = as_rows(module, module.get_parameter(one)).shape[-1]
+    parameters = module._parameters
+    weights = [weight for weight in ("weight", *WEIGHTS) if weight in parameters]
+    frozen = [weight for weight in weights if not module.get_parameter(weight).requires_grad]
+    for weight in frozen:
+        inputs = as_rows(module, module.get_parameter(weight)).shape[-1]
         if inputs % BLOCK:
-            what = name if one == "weight" else f"{name}.{one}"
+            what = name if weight == "weight" else f"{name}.{weight}"
             raise ConfigError("peft", "qlora", "use peft=lora", f"{what} has {inputs} inputs, no multiple of {BLOCK}")
     if frozen:
         plain: Any = type(module)
         module.__class__ = quantised_class(plain)
         assert isinstance(module, Quantised)
-        for one in frozen:
-            module.quantise(one)
+        for weight in frozen:
+            module.quantise(weight)
 
 
 def packed_weight(model: nn.Module, name: str) -> str | None:
-    """The weight whose bytes the parameter ``name`` holds, or the scales of; None: it is another parameter."""
-    layer, _, own = name.rpartition(".")
-    module, weight = model.get_submodule(layer), own.removesuffix(ENDING)
+    """Weight whose bytes or scales the parameter ``name`` holds; None for other parameters."""
+    layer, _, attribute = name.rpartition(".")
+    module, weight = model.get_submodule(layer), attribute.removesuffix(ENDING)
     return f"{layer}.{weight}" if isinstance(module, Quantised) and weight in module.blocks else None
 
 
-def shapes_before(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """``shapes`` of parameters as a folder holds them: those of ``model``, which has no bytes, for those of bytes."""
+def unquantised_shapes(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """``shapes`` with those of bytes replaced by the shapes in ``model``, which is not quantised."""
     packed = {name.removesuffix(ENDING) for name in shapes if is_scales(name)}
     return {
         name: tuple(model.get_parameter(name).shape) if name in packed else shape
@@ -190,8 +318,8 @@ def shapes_before(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> di
     }
 
 
-def parameters_of(weight: str) -> tuple[str, str]:
-    """The names of the parameters that hold the bytes of ``weight``."""
+def packed_parameters(weight: str) -> tuple[str, str]:
+    """Names of the parameters with the bytes and scales of ``weight``."""
     return weight, f"{weight}{ENDING}"
 
 
@@ -200,14 +328,14 @@ def is_scales(name: str) -> bool:
 
 
 def pack(model: nn.Module, name: str, whole: torch.Tensor) -> torch.Tensor:
-    """The bytes of the parameter ``name`` out of the whole weight that it stands for."""
+    """Bytes of the parameter ``name`` from the whole weight."""
     packed, scales = quantise(as_rows(model.get_submodule(name.rpartition(".")[0]), whole))
     return scales if is_scales(name) else packed
 
 
 def unpack(model: nn.Module, weight: str, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The whole weight that stands for its bytes, in fp32 and the form of its layer's class."""
-    layer, _, own = weight.rpartition(".")
+    """Whole weight from its bytes, in fp32 and the form of its layer's class."""
+    layer, _, attribute = weight.rpartition(".")
     module = model.get_submodule(layer)
     assert isinstance(module, Quantised)
-    return as_rows(module, dequantise(packed, scales, module.blocks[own])).contiguous()
+    return as_rows(module, dequantise(packed, scales, module.blocks[attribute])).contiguous()

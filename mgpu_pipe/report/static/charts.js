@@ -8,6 +8,7 @@ const all = (selector, within = document) => [...within.querySelectorAll(selecto
 const colour = (curve, css) => shadeOf ? shadeOf(curve.run, css) : css.getPropertyValue(curve.style === 'level' ? '--soft' : `--k${curve.number % 8}`);
 const dashes = curve => shadeOf ? [] : curve.style === 'dots' ? [4, 3] : curve.style === 'level' ? [3, 3]
   : DASHES[curve.number % DASHES.length];
+const WHOLE = Array.from({length: 12}, (_, at) => [1, 2, 5].map(size => size * 10 ** at)).flat();  // between two steps is none
 const STARTS = [];  // what else a page does when it is shown
 let page = null, plots = [], shadeOf = null;
 
@@ -92,7 +93,7 @@ function build(plot, [first, last]) {
     legend: {show: false},
     scales: {x: {time: false, min: first, max: last, range: (u, low, high) => [low, high]},
       y: {distr: log ? 3 : 1, range: up}},
-    axes: [axis(page.axes[KEPT.axis], {size: 28, values: (u, ticks) => ticks.map(tick => tick == null ? '' : short(tick))}),
+    axes: [axis(page.axes[KEPT.axis], {size: 28, ...(KEPT.axis === 0 ? {incrs: WHOLE} : {}), values: (u, ticks) => ticks.map(tick => tick == null ? '' : short(tick))}),
       axis(chart.up, {size: (u, texts) => 14 + 7 * Math.max(3, ...(texts ?? []).map(text => text.length)), values: (u, ticks) => ticks.map(tick => tick == null ? '' : short(tick))})],
     series: [{}, ...curves.map(curve => {
       const stroke = colour(curve, css), dots = curve.style === 'dots' || curve.x.length < 2;

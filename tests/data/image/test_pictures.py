@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import time
@@ -13,14 +14,16 @@ import pytest
 from PIL import Image
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import fingerprint
-from mgpu_pipe.data.blocks import block_hash
-from mgpu_pipe.data.image import prepare as images
-from mgpu_pipe.data.image import sources
-from mgpu_pipe.data.image.decode import BadImageError, decode
+from mgpu_pipe.data.bad_samples import BadSampleError
+from mgpu_pipe.data.cache import block_hash
+from mgpu_pipe.data.files import matching
+from mgpu_pipe.data.images import scan_images as scan
+from mgpu_pipe.data.images.decode_image import decode
 from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.sources import picture_files as sources
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
 from tests.support.pictures import folder_of_classes, noise, stored, strange
 
@@ -67,7 +70,7 @@ def test_what_cannot_be_used_is_named_and_stops_or_is_left_out(
     root = folder_of_classes(tmp_path / "pictures")
     (root / "dark" / name).write_bytes(content)
     if content:
-        with pytest.raises(BadImageError) as refused:
+        with pytest.raises(BadSampleError) as refused:
             decode(content, 3)
         assert str(refused.value).startswith(told)
     with pytest.raises(DataError) as stopped:
@@ -116,7 +119,7 @@ def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> No
         ("picture,label\n0.png,a\n", "list.csv:2: has no column 'image'; set data.image_column to one that is there"),
         ("image;label\n0.png;a\n", "has no column 'image'; its columns are set apart by ';': write commas"),
         ("image,label\n0.png\n", "list.csv:2: has not as many columns as the first line"),
-        ("image,label\n0.png,\n", "list.csv:2: the class is nothing, not a name or a whole number"),
+        ("image,label\n0.png,\n", "list.csv:2: has no class"),
     ],
 )
 def test_a_line_that_is_none_is_named(tmp_path: Path, content: str, told: str) -> None:
@@ -137,7 +140,11 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, mo
         ((f"data.paths=[{root}]", "model.config.num_channels=5"), "model.config.num_channels=5"),
         (
             (f"data.paths=[{root}]", "objective=causal_lm"),
-            "trains on packed text; use objective=image_classification for",
+            "model=llama32_1b or model=llama3_70b) with data=stdlib_text, data=text_files,",
+        ),
+        (
+            (f"data.paths=[{root}]", "objective=causal_lm"),
+            "model.type=vit: transformers has no causal language model vit; use a causal language model (model=",
         ),
         ((f"data.paths=[{root}]", "data.shift=-1"), "data.shift=-1"),
     ):
@@ -209,7 +216,114 @@ def test_many_pictures_are_looked_at_by_processes(tmp_path: Path, monkeypatch: p
     (root / "dark" / "text.png").write_bytes(b"text")
     config = configured(tmp_path, f"data.paths=[{root}]", "data.on_bad_sample=skip", "data.tokenize_workers=2")
     alone = prepare(config).as_dict()
-    monkeypatch.setattr(images, "_POOL_FROM", 10)
+    monkeypatch.setattr(scan, "_POOL_FROM", 10)
     config.data.cache_dir = str(tmp_path / "other")
     several = prepare(config).as_dict()
     assert {**several, "folder": 0, "held_out_folder": 0} == {**alone, "folder": 0, "held_out_folder": 0}
+
+
+def test_a_broken_row_of_a_list_is_left_out_unless_all_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "0.png").write_bytes(stored(noise(1)))
+    (tmp_path / "1.png").write_bytes(stored(noise(2)))
+    whole = ["0.png,a", "1.png,b"]
+    broken = ["gone.png,a", "0.png,", ",a", "0.png", f"{'long' * 100}.png,b", ".,a"]
+    said = [
+        "there is no file",
+        "has no class",
+        "the file is ''",
+        "has not as many columns",
+        "there is no file",
+        "there",
+    ]
+    csv, rows = tmp_path / "list.csv", tmp_path / "list.jsonl"
+    csv.write_text("\n".join(["image,label", *whole, *broken]) + "\n")
+    lines = [json.dumps({"image": path, "label": name}) for path, name in (row.split(",") for row in whole)]
+    lines += ['{"image": "gone.png", "label": "a"}', '{"image": "0.png", "label": null}', '{"image": "0.png"}']
+    rows.write_text("\n".join([*lines, '{"image": 3, "label": "a"}', '{"image": "0.png"', "[]"]))
+    skip = ("data.on_bad_sample=skip", "data.validation_fraction=0")
+    for path, bad in ((csv, 6), (rows, 6)):
+        config = configured(tmp_path, f"data.paths=[{path}]", *skip, source="image_list")
+        preflight(config)
+        found = prepare(config)
+        assert (found.train_samples, found.amounts()[-1]) == (2, (bad, "left out"))
+    for line, reason in enumerate(said[:5], 4):
+        assert f"{csv}:{line} {reason}" in caplog.text
+    csv.write_text("\n".join(["image,label", *broken]) + "\n")
+    with pytest.raises(ConfigErrors, match=r"list\.csv:2: there is no file"):
+        preflight(configured(tmp_path, f"data.paths=[{csv}]", *skip, source="image_list"))
+
+
+def test_only_folders_of_pictures_are_classes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = folder_of_classes(tmp_path / "pictures")
+    plain = configured(tmp_path, f"data.paths=[{root}]")
+    clean = prepare(plain)
+    for number, place in enumerate(
+        (".ipynb_checkpoints", "__MACOSX/dark", "dark/.thumbnails", "dark/__MACOSX", "@eaDir")
+    ):
+        (root / place).mkdir(parents=True)
+        (root / place / "9.png").write_bytes(stored(noise(number)))
+    (root / "dark" / "._0.png").write_bytes(b"what macOS keeps of a file")
+    (root / "notes").mkdir()
+    (root / "dark" / "loop").symlink_to(root / "dark")
+    (root / "dark" / "up").symlink_to(root)
+    (root / "light" / "other").symlink_to("loop")
+    (root / "light" / "loop").symlink_to("other")
+    preflight(plain)
+    found = prepare(plain)
+    assert found.digest == clean.digest and found.amounts() == [(24, "pictures"), (3, "classes")]
+    elsewhere = tmp_path / "elsewhere"
+    root.joinpath("stripes").rename(elsewhere)
+    (root / "stripes").symlink_to(elsewhere)
+    assert prepare(plain).digest == clean.digest, "a link that leads to a folder of pictures is followed"
+    assert "left out" not in caplog.text
+    (root / "cover.jpg").write_bytes(stored(noise(1), "JPEG"))
+    prepare(plain)
+    assert caplog.text.count(f"1 pictures in no folder of a class are left out: {root}/cover.jpg") == 1
+
+
+@pytest.mark.parametrize("held", ["val", "Validation", "test"])
+def test_folders_of_splits_are_no_classes(tmp_path: Path, held: str, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "set"
+    folder_of_classes(root / "train")
+    folder_of_classes(root / held, each=9)
+    (root / "annotations").mkdir()
+    config = configured(tmp_path, f"data.paths=[{root}]")
+    preflight(config)
+    found = prepare(config)
+    named = configured(tmp_path, f"data.paths=[{root}/train]", f"data.validation_paths=[{root}/{held}]")
+    assert found == prepare(named)
+    assert (found.train_samples, found.held_out_samples) == (24, 27)
+    assert f"the pictures in {root}/train are trained on, those in {root}/{held} held out" in caplog.text
+    held_out = configured(tmp_path, f"data.paths=[{root}/train]", f"data.validation_paths=[{root}]")
+    assert prepare(held_out) == found
+    nothing = prepare(configured(tmp_path, f"data.paths=[{root}]", "data.validation_fraction=0"))
+    assert (nothing.train_samples, nothing.held_out_samples) == (24, 0)
+    folder_of_classes(root / "test", each=2, classes=("dark", "light", "stripes")) if held != "test" else None
+    assert prepare(config) == found, "a test split is left alone where there is one for validation"
+    (root / "annotations" / "0.png").write_bytes(stored(noise(1)))
+    with pytest.raises(ConfigErrors, match=r"and annotations besides; name the splits by data\.paths"):
+        preflight(config)
+
+
+def test_a_glob_walks_each_folder_once(tmp_path: Path) -> None:
+    for place in ("a/1.txt", "a/b/2.txt", ".hidden/3.txt", "c/d/4.txt"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(place)
+    plain = matching(f"{tmp_path}/**/*.txt")
+    assert plain == sorted(glob.glob(f"{tmp_path}/**/*.txt", recursive=True))
+    for pattern in (
+        "**",
+        "*/**/*.txt",
+        "a/**",
+        "**/b/*",
+        "**/d/**",
+        ".hidden/**/*.txt",
+        "**/.hidden/*",
+        "[ac]/**/[24].*",
+    ):
+        expected = (name for name in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(name))
+        assert matching(f"{tmp_path}/{pattern}") == sorted(expected), pattern
+    for number in range(12):
+        (tmp_path / "a" / f"up{number}").symlink_to(tmp_path)
+        (tmp_path / "c" / f"over{number}").symlink_to(tmp_path / "a")
+    assert matching(f"{tmp_path}/**/*.txt") == plain

@@ -11,17 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from mgpu_pipe.data import files
 from mgpu_pipe.data.files import read_lines
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text import template_limits
-from mgpu_pipe.data.text.chat import ChatTemplate, _common_prefix
+from mgpu_pipe.data.text.answers import common_prefix
+from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.chat_templates import check_chat
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import CHATML, config, sentences, write_jsonl
@@ -69,10 +72,10 @@ def _said(source: str, talk: list[dict[str, str]], **options: object) -> list[st
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        (CHATML, ["Hi.<|im_end|>\n", TALK[4]["content"] + "<|im_end|>\n"]),
-        (REFUSES_SYSTEM_ALONE, ["Hi.<|im_end|>\n", TALK[4]["content"] + "<|im_end|>\n"]),
+        (CHATML, ["Hi.<|im_end|>", TALK[4]["content"] + "<|im_end|>"]),
+        (REFUSES_SYSTEM_ALONE, ["Hi.<|im_end|>", TALK[4]["content"] + "<|im_end|>"]),
         (PLAIN, ["Hi.\n", TALK[4]["content"] + "\n"]),
-        (REASONING, ["Hi.<|im_end|>", "<think>\n</think>\n\n" + TALK[4]["content"] + "<|im_end|>\n"]),
+        (REASONING, ["Hi.<|im_end|>", "<think>\n</think>\n\n" + TALK[4]["content"] + "<|im_end|>"]),
     ],
 )
 def test_the_spans_are_what_the_template_adds_for_the_assistant(source: str, expected: list[str]) -> None:
@@ -171,14 +174,40 @@ def test_the_common_beginning_of_long_texts_is_found_by_halving() -> None:
     for length in (0, 1, 2, 3, 1000):
         for same in (0, 1, length // 2, length):
             one, other = "a" * length, "a" * same + "b" * (length - same)
-            assert _common_prefix(one, other) == _common_prefix(other, one) == min(same, length)
-    assert _common_prefix("ab", "abc") == 2
+            assert common_prefix(one, other) == common_prefix(other, one) == min(same, length)
+    assert common_prefix("ab", "abc") == 2
 
 
 GROWS = (
     "{% set n = namespace(v=START) %}{% for i in range(200) %}{% set n.v = STEP %}{% endfor %}"
     "{{ n.v | string | length }}"
 )
+NEST = (
+    "{% set n = namespace(v=(), w=()) %}"
+    "{% for i in range(60) %}{% set n.v = (n.v, n.v) %}{% set n.w = (n.w, n.w) %}{% endfor %}"
+)
+ONE_CALL = {
+    "a search from the end": "{{ ('a' * 4000000).rfind('a' * 1000000 + 'b' + 'a' * 1000000) }}",
+    "a split from the end": "{{ ('a' * 4000000).rsplit('a' * 1000000 + 'b' + 'a' * 1000000) }}",
+    "a partition from the end, by a keyword": "{{ ('a' * 4000000).rsplit(sep='a' * 1000000 + 'b' + 'a' * 1000000) }}",
+    "a strip of many letters": "{{ ('b' * 9000000).strip('a' * 9000000 + 'b') }}",
+    "a trim of many letters": "{{ ('b' * 9000000) | trim('a' * 9000000 + 'b') }}",
+    "many beginnings": "{{ ('a' * 9000000).startswith((('a' * 4000000 + 'b' + 'a' * 4000000),) * 9000000) }}",
+    "a text among many": "{{ ('a' * 9000000 + 'b') in ['a' * 9000000 + 'c'] * 9000000 }}",
+    "a text counted among many": "{{ (['a' * 9000000 + 'c'] * 9000000).count('a' * 9000000 + 'b') }}",
+    "a test of a text among many": "{{ ('a' * 9000000 + 'b') is in(['a' * 9000000 + 'c'] * 9000000) }}",
+    "two nests compared": NEST + "{{ n.v == n.w }}",
+    "a nest as a key": NEST + "{{ {n.v: 1} }}",
+    "a nest as an index": NEST + "{{ {1: 1}[n.v] }}",
+    "a nest as text": NEST + "{{ 'a' ~ n.v }}",
+    "a nest printed": NEST + "{{ n.v }}",
+    "a sum of lists": "{{ ([[0] * 9] * 9000000) | sum(start=[]) }}",
+    "many digits rounded": "{{ 5 | round(-10**9) }}",
+    "many digits rounded up": "{{ 5 | round(10**9, 'ceil') }}",
+    "a number of bytes": "{% set read = (0).from_bytes %}"
+    "{{ read(('b' * 9000000).encode(), 'big') // read(('b' * 4500000).encode(), 'big') }}",
+}
+"""Each is one call of C code, which no signal ends."""
 HOSTILE = {
     "a long text": "{{ 'a' * 10**10 }}",
     "a long list": "{{ ([0] * 10**9) | length }}",
@@ -232,6 +261,27 @@ def test_a_template_that_is_a_bad_program_is_refused_in_one_line(
         assert "\n" not in str(told.value) and len(str(told.value)) < 600
     assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == limits
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_a_template_with_one_endless_call_is_refused(name: str) -> None:
+    with pytest.raises(TemplateError), template_limits.limited():
+        ChatTemplate(ONE_CALL[name]).render(TALK)
+
+
+def test_what_is_weighed_gives_what_jinja_gives() -> None:
+    """Oracle: Jinja's own sandbox."""
+    source = (
+        "{% set m = messages %}{{ m | length }}{{ m | map(attribute='role') | join(',') }}{{ [1, 2] | sum }}"
+        "{{ m | sum(attribute='n') }}{{ [[1], [2]] | sum(start=[]) }}{{ 2.55 | round(1, 'floor') }}{{ ' a ' | trim }}"
+        "{{ 'xax' | trim('x') }}{{ 'a-b-c'.rsplit('-', 1) }}{{ 7 // 2 }}{{ 7 % 4 }}{{ '%s!' % 'a' }}{{ 2 ** -1 }}"
+        "{{ 'a' in 'abc' and 'd' not in 'abc' }}{{ 1 < 2 < 3 }}{{ {'a': 1}['a'] }}{{ 1 ~ 'a' ~ none }}{{ absent }}"
+        "{{ m | selectattr('role', 'equalto', 'user') | list | length }}{{ m | reverse | first }}{{ 'a' is string }}"
+        "{{ '{:>3}'.format(1) }}{{ m | map('length') | sort }}{% if absent is defined %}x{% endif %}"
+    )
+    messages = [{"role": "user", "n": 1}, {"role": "assistant", "n": 2}]
+    expected = ImmutableSandboxedEnvironment().from_string(source).render(messages=messages)
+    assert template_limits.LimitedEnvironment().from_string(source).render(messages=messages) == expected
 
 
 def test_a_tokenizers_own_broken_template_is_refused_by_its_key(tmp_path: Path) -> None:

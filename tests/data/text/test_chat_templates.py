@@ -10,12 +10,12 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.text import chat_templates
 from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.chat_templates import SPECIAL
 from mgpu_pipe.data.text.conversations import messages_of
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import config, sentences, write_jsonl
@@ -31,14 +31,14 @@ WRITTEN = {
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello?<|im_end|>\n"
         "<|im_start|>assistant\nHi.<|im_end|>\n"
         "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nMe.<|im_end|>\n",
-        ["Hi.<|im_end|>\n", "Me.<|im_end|>\n"],
+        ["Hi.<|im_end|>", "Me.<|im_end|>"],
         "<|im_end|>",
     ),
     "qwen3": (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello?<|im_end|>\n"
         "<|im_start|>assistant\nHi.<|im_end|>\n"
         "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\nMe.<|im_end|>\n",
-        ["Hi.<|im_end|>", "<think>\n\n</think>\n\nMe.<|im_end|>\n"],
+        ["Hi.<|im_end|>", "<think>\n\n</think>\n\nMe.<|im_end|>"],
         "<|im_end|>",
     ),
     "llama3": (
@@ -51,7 +51,7 @@ WRITTEN = {
     "gemma3": (
         "<s><start_of_turn>user\nBe brief.\n\nHello?<end_of_turn>\n<start_of_turn>model\nHi.<end_of_turn>\n"
         "<start_of_turn>user\nWho?<end_of_turn>\n<start_of_turn>model\nMe.<end_of_turn>\n",
-        ["Hi.<end_of_turn>\n", "Me.<end_of_turn>\n"],
+        ["Hi.<end_of_turn>", "Me.<end_of_turn>"],
         "<end_of_turn>",
     ),
     "phi4": (
@@ -74,7 +74,7 @@ WRITTEN = {
     "paligemma": ("<s>Be brief.\n<s>Hello?\nHi.</s><s>Who?\nMe.</s>", ["Hi.</s>", "Me.</s>"], "</s>"),
     "plain": (
         "System: Be brief.\nUser: Hello?\nAssistant: Hi.</s>\nUser: Who?\nAssistant: Me.</s>\n",
-        ["Hi.</s>\n", "Me.</s>\n"],
+        [" Hi.</s>", " Me.</s>"],
         "</s>",
     ),
 }
@@ -153,6 +153,7 @@ def test_a_model_without_rows_for_the_tokens_is_refused_with_the_size(tmp_path: 
     folder = write_tokenizer(tmp_path / "model")
     (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}', encoding="utf-8")
     run = config(tmp_path, source="chat_jsonl", paths=[str(path)], chat_template="llama3", validation_fraction=0.0)
+    run.data.seq_len = 128
     run.model.path, run.model.type, run.model.config = str(folder), None, {}
     with pytest.raises(ConfigError, match=r"llama3: .*300 rows.*; add model\.config\.vocab_size=(\d+)") as told:
         prepare(run)

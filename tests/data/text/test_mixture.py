@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.cli import main
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hub import hub_names, with_names
-from mgpu_pipe.config.mathematics import mathematics_hash
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.untrusted_run import untrusted_data
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.prepare import prepare, read_prepared
-from mgpu_pipe.data.text.mixture import MixedOrder, PreparedMixture
-from mgpu_pipe.data.text.mixture_keys import SLOTS, source_configs
+from mgpu_pipe.data.sources.mixture import MixedOrder, PreparedMixture
+from mgpu_pipe.data.sources.mixture_keys import SLOTS, source_configs
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import sentences, write_jsonl

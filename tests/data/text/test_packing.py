@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.data.text.packing import best_fit, cut_documents, pack, valid_tokens
-from mgpu_pipe.data.text.split import document_hash, held_out
 
 
 def _plain_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:

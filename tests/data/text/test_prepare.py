@@ -20,15 +20,15 @@ import pytest
 
 from mgpu_pipe.data import cache as cache_module
 from mgpu_pipe.data import fingerprint
-from mgpu_pipe.data.blocks import hash_blocks
+from mgpu_pipe.data.cache import hash_blocks
 from mgpu_pipe.data.samples import Prepared
+from mgpu_pipe.data.sources.document_sources import open_source
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text import encode
+from mgpu_pipe.data.text import encode_source
 from mgpu_pipe.data.text import tokenizer as tokenizer_module
-from mgpu_pipe.data.text.encode import encode_all
+from mgpu_pipe.data.text.encode_source import encode_all
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
-from mgpu_pipe.data.text.prepare import PreparedData, prepare
-from mgpu_pipe.data.text.sources import open_source
+from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import encoder_spec, resolve_tokenizer
 from mgpu_pipe.errors import ConfigError, DataError
@@ -155,7 +155,7 @@ def test_a_failed_preparation_leaves_nothing_that_is_taken_for_data(tmp_path: Pa
 RACE = """
 import json, sys
 from pathlib import Path
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.prepare_text import prepare
 from tests.data.support import config
 run = config(Path(sys.argv[1]), source="text_files", paths=[sys.argv[1] + "/corpus/**/*.txt"])
 print("ready", flush=True)
@@ -206,7 +206,7 @@ def _long_corpus(tmp_path: Path) -> None:
 
 
 def test_processes_and_one_process_tokenise_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_POOL_FROM_CHARACTERS", 1 << 19)
+    monkeypatch.setattr(encode_source, "_POOL_FROM_CHARACTERS", 1 << 19)
     _long_corpus(tmp_path)
     run = config(tmp_path, source="text_files", paths=[str(tmp_path / "corpus" / "*.txt")], validation_fraction=0.0)
     source = open_source(run, tmp_path / "cache")
@@ -221,9 +221,9 @@ def test_processes_and_one_process_tokenise_alike(tmp_path: Path, monkeypatch: p
 KILLED = """
 import os, sys
 from pathlib import Path
-from mgpu_pipe.data.text import encode
-encode._POOL_FROM_CHARACTERS = 1 << 19
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text import encode_source
+encode_source._POOL_FROM_CHARACTERS = 1 << 19
+from mgpu_pipe.data.text.prepare_text import prepare
 from tests.data.support import config
 run = config(Path(sys.argv[1]), source="text_files", paths=[sys.argv[1] + "/corpus/*.txt"], tokenize_workers=2,
              tokenizer=sys.argv[2])

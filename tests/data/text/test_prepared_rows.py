@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare import prepare, read_prepared
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from mgpu_pipe.cli import main
-from mgpu_pipe.config.compose import compose
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.prepare import prepare as prepare_any
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
-from mgpu_pipe.data.text.prepare import prepare
+from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.preview import parts_of, uncounted_of
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.objectives.registry import objective_class

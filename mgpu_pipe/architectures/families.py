@@ -1,0 +1,159 @@
+"""Table of model families; a family that needs more has its own file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mgpu_pipe.architectures.bert import FAMILY as BERT
+from mgpu_pipe.architectures.family import FC, OUT_PROJ, QKV, Family, SequencePlan, Sizes, Stages
+
+_OWN: Mapping[str, Family] = {
+    "afmoe": Family(experts="num_experts"),
+    "arcee": Family(packing="positions"),
+    "bailing_hybrid": Family(experts="num_experts"),
+    "biogpt": Family(packing="mask", stages=Stages(norm="layer_norm", added=("embed_positions",))),
+    "bitnet": Family(stages=Stages()),
+    "clip": Family(modules={"CLIPAttention": OUT_PROJ, "CLIPMLP": FC}, reads_inside=("CLIPTextEmbeddings",)),
+    "clipseg": Family(
+        modules={"CLIPSegAttention": OUT_PROJ, "CLIPSegMLP": FC}, reads_inside=("CLIPSegTextEmbeddings",)
+    ),
+    # CodeGen: a fused projection groups queries, keys and values of four heads.
+    "codegen": Family(stages=Stages("wte", "h", "ln_f", after_embedding=("drop",), tuples=True), heads_together=4),
+    "cohere": Family(packing="positions"),
+    "cohere2": Family(packing="positions"),
+    "cohere2_moe": Family(experts="num_experts"),
+    # CPM-Ant: every token sees all others, whatever its configuration says.
+    "cpmant": Family(causal=False),
+    "deepseek_v2": Family(experts="n_routed_experts"),
+    "deepseek_v3": Family(experts="n_routed_experts"),
+    # DeepSeek V4: several streams of hidden states, mixed by parameters outside of the blocks.
+    "deepseek_v4": Family(stages=None),
+    "diffllama": Family(stages=Stages()),
+    # Doge: masks have weights for each head, which tensor parallelism does not cut; routers reshape their logits
+    # across the tokens of a micro-batch.
+    "doge": Family(tensor=False, mixes_tokens="is_moe"),
+    "ernie4_5": Family(packing="positions"),
+    "ernie4_5_moe": Family(packing="positions", experts="moe_num_experts", softmax_routers=True),
+    "exaone4": Family(packing="positions"),
+    "exaone_moe": Family(experts="num_experts"),
+    "flex_olmo": Family(packing="positions", experts="num_experts", softmax_routers=True),
+    "gemma": Family(packing="positions"),
+    "gemma2": Family(packing="positions"),
+    "gemma3_text": Family(packing="positions"),
+    # Gemma 3n: embeddings for each layer next to the token embeddings.
+    "gemma3n_text": Family(stages=None),
+    # Gemma 4: embeddings for each layer next to the token embeddings.
+    "gemma4_text": Family(stages=None),
+    "glm": Family(packing="positions"),
+    "glm4": Family(packing="positions"),
+    "glm4_moe": Family(packing="positions", experts="n_routed_experts"),
+    "glm4_moe_lite": Family(experts="n_routed_experts"),
+    # GLM-MoE with sparse attention: blocks pass on their chosen tokens next to hidden states.
+    "glm_moe_dsa": Family(stages=None),
+    "gpt_bigcode": Family(
+        packing="positions", stages=Stages("wte", "h", "ln_f", added=("wpe",), after_embedding=("drop",))
+    ),
+    # GPT-Neo: does not look up its attention function by name.
+    "gpt_neo": Family(
+        packing="positions",
+        own_attention=True,
+        stages=Stages("wte", "h", "ln_f", added=("wpe",), after_embedding=("drop",), tuples=True),
+    ),
+    "gpt_neox": Family(packing="positions"),
+    "gpt_neox_japanese": Family(stages=Stages("embed_in", norm="final_layer_norm", tuples=True)),
+    "gptj": Family(stages=Stages("wte", "h", "ln_f", after_embedding=("drop",), tuples=True)),
+    "granite": Family(packing="positions"),
+    "granitemoe": Family(packing="positions", stages=Stages(), experts="num_local_experts", softmax_routers=True),
+    "granitemoe_swa": Family(stages=Stages()),
+    # Granite MoE with shared experts.
+    "granitemoeshared": Family(packing="positions", stages=Stages(), experts="num_local_experts", softmax_routers=True),
+    "helium": Family(packing="positions"),
+    # HRM: blocks run in loops over two states.
+    "hrm_text": Family(stages=None),
+    "hunyuan_v1_dense": Family(packing="positions", stages=Stages()),
+    "hunyuan_v1_moe": Family(packing="positions", stages=Stages(), experts="num_experts", softmax_routers=True),
+    # HY V4: several streams of hidden states, mixed by parameters outside of the blocks.
+    "hy_v4": Family(stages=None),
+    "idefics3": Family(modules={"Idefics3VisionAttention": OUT_PROJ, "Idefics3VisionMLP": FC}, width_is_heads=True),
+    # Inkling 2: a norm inside of its embedding, so that tensor parallelism does not cut it right.
+    "inkling2_text": Family(tensor=False),
+    "jamba": Family(stages=Stages(norm="final_layernorm"), experts="num_experts", softmax_routers=True),
+    "jetmoe": Family(stages=Stages()),
+    "laguna": Family(experts="num_experts"),
+    "llama": Family(
+        packing="positions",
+        sequence=SequencePlan(),
+        width_is_heads=True,
+        sizes=Sizes("attention_bias", "attention_bias", "mlp_bias"),
+    ),
+    "llava": Family(modules={"LlavaMultiModalProjector": {"linear_1": "column", "linear_2": "row"}}),
+    # LongCat Flash: two attentions a layer; another field gives the number of layers.
+    "longcat_flash": Family(stages=None),
+    "mellum": Family(experts="num_local_experts", softmax_routers=True),
+    "metaclip_2": Family(
+        modules={"MetaClip2Attention": OUT_PROJ, "MetaClip2MLP": FC}, reads_inside=("MetaClip2TextEmbeddings",)
+    ),
+    "minimax": Family(experts="num_local_experts", softmax_routers=True),
+    "minimax_m2": Family(packing="positions", experts="num_local_experts"),
+    "ministral": Family(packing="positions"),
+    "ministral3": Family(packing="positions"),
+    "mpt": Family(packing="mask", stages=Stages("wte", "blocks", "norm_f", tuples=True)),
+    # NanoChat: its norm has no parameters and is used before the blocks and after them.
+    "nanochat": Family(packing="positions", stages=Stages(norm=None)),
+    "nemotron": Family(packing="positions", stages=Stages()),
+    "olmo": Family(packing="positions"),
+    "olmo2": Family(packing="positions"),
+    "olmo3": Family(packing="positions"),
+    "olmoe": Family(packing="positions", stages=Stages(), experts="num_experts", softmax_routers=True),
+    "opt": Family(
+        packing="mask",
+        stages=Stages(norm="final_layer_norm", added=("embed_positions",), path="decoder"),
+        modules={"OPTAttention": OUT_PROJ, "OPTDecoderLayer": FC},
+    ),
+    "persimmon": Family(packing="positions", stages=Stages(norm="final_layernorm")),
+    "phi": Family(packing="positions"),
+    # Phi-4 multimodal: embeds images and audio.
+    "phi4_multimodal": Family(stages=None),
+    # Phi-MoE: no expert parallelism, for its router draws lots in training.
+    "phimoe": Family(packing="positions", stages=Stages()),
+    "qwen2": Family(packing="positions", sequence=SequencePlan(), width_is_heads=True, sizes=Sizes(qkv_bias=True)),
+    # Qwen2.5-VL's language model, which is given positions along four axes: the first tells conversations apart.
+    "qwen2_5_vl_text": Family(packing="axes"),
+    "qwen2_moe": Family(packing="positions", experts="num_experts", softmax_routers=True),
+    "qwen3": Family(
+        packing="positions", sequence=SequencePlan(), sizes=Sizes("attention_bias", "attention_bias", head_norms=True)
+    ),
+    "qwen3_next": Family(experts="num_experts", softmax_routers=True),
+    # Qwen3-VL's language model, which is given positions along four axes: the first tells conversations apart.
+    "qwen3_vl_text": Family(packing="axes", stages=Stages()),
+    "seed_oss": Family(packing="positions"),
+    "siglip": Family(modules={"SiglipAttention": OUT_PROJ, "SiglipMLP": FC}, reads_inside=("SiglipTextEmbeddings",)),
+    "smollm3": Family(packing="positions"),
+    "smolvlm": Family(modules={"SmolVLMVisionAttention": OUT_PROJ, "SmolVLMVisionMLP": FC}, width_is_heads=True),
+    "solar_open": Family(experts="n_routed_experts"),
+    "stablelm": Family(packing="positions", stages=Stages()),
+    "starcoder2": Family(packing="positions"),
+    "vit": Family(modules={"ViTAttention": {**QKV, "o_proj": "row"}, "ViTMLP": FC}),
+    "wav2vec2": Family(
+        modules={
+            "Wav2Vec2Attention": OUT_PROJ,
+            "Wav2Vec2FeedForward": {"intermediate_dense": "column", "output_dense": "row"},
+        }
+    ),
+    "whisper": Family(modules={"WhisperAttention": OUT_PROJ, "WhisperEncoderLayer": FC, "WhisperDecoderLayer": FC}),
+    "xglm": Family(packing="mask", stages=Stages(norm="layer_norm")),
+    # XLNet: every token sees all others, whatever the configuration says.
+    "xlnet": Family(causal=False),
+    "xmod": Family(needs={"default_language": "give the language of the text, e.g. en_XX"}),
+}
+
+FAMILIES: Mapping[str, Family] = {
+    **_OWN,
+    **dict.fromkeys(("clip_text_model", "clip_vision_model"), _OWN["clip"]),
+    **dict.fromkeys(("siglip_text_model", "siglip_vision_model"), _OWN["siglip"]),
+    "mistral": _OWN["llama"],
+    "paligemma": Family(modules=_OWN["siglip"].modules),
+    # two towers of any kinds, one for pictures and one for texts
+    "vision_text_dual_encoder": Family(modules={**_OWN["vit"].modules, **_OWN["siglip"].modules, **BERT.modules}),
+}
+"""Families by ``model_type``, its hyphens as underscores."""

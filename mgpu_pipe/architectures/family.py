@@ -1,0 +1,194 @@
+"""Description of a model family: everything that transformers' own description lacks.
+
+A file ``<model_type>.py`` of this package has one ``FAMILY``. A family without a file or entry has the defaults of
+:class:`Family` and transformers' plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+Style = Literal["column", "row", "packed", "qkv", "grouped", "per_head", "own_heads", "once", "experts"]
+"""Styles of tensor parallelism for a module. ``column`` and ``row`` parallel; ``packed``: columns of several fused
+matrices; ``qkv``: columns of all queries, then all keys, then all values; ``grouped``: columns of the queries, keys and
+values of one key-value head after another; ``per_head``: an argument with a value per head, batch and heads in one dim;
+``own_heads``: whole on every rank, each applies it to its heads; ``once``: whole on every rank, each adds its share;
+``experts``: a module that calls cut experts."""
+COLUMNS = ("column", "packed", "qkv", "grouped")
+"""Styles that cut outputs."""
+
+Packing = Literal["positions", "axes", "mask", "none"]
+"""Separation of documents in one row: positions that restart, from which transformers builds the mask
+(``masking_utils.find_packed_sequence_indices``) if it gets no attention mask and no cache; such positions before
+positions along three axes; a mask as input; or none (state space layers, convolutions, positions that are no input)."""
+FLASH = ("flash_attention_2", "flash_attention_3")
+"""Attention implementations without a mask."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Names of the modules in a base model that a pipeline distributes.
+
+    The output head is the model's ``get_output_embeddings()``.
+
+    Attributes:
+        embedding: token embeddings.
+        layers: list of repeated blocks, which pass on only hidden states.
+        norm: norm after the last block; None if it stays in every stage, e.g. without parameters and used twice.
+        added: other embeddings, added to the token embeddings (learned positions).
+        after_embedding: modules between the embeddings and the first block.
+        tuples: whether a block returns a tuple, hidden states first.
+        path: path of the module with all of these in the base model; empty for the base model.
+    """
+
+    embedding: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str | None = "norm"
+    added: tuple[str, ...] = ()
+    after_embedding: tuple[str, ...] = ()
+    tuples: bool = False
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Range of sequence parallelism: from the embeddings, which are only scaled or added to, to the norm."""
+
+    blocks: str = "layers"
+    norm: str = "norm"
+    addends: tuple[str, ...] = ()
+    """Embeddings that are added to the token embeddings."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Traits that decide the exact number of parameters of a decoder's layers, next to standard fields.
+
+    Attributes:
+        qkv_bias: whether queries, keys and values have biases; a name is the field that says so.
+        out_bias: the same for the attention's output.
+        mlp_bias: the same for the feed-forward layer.
+        norm_bias: whether norms have biases.
+        head_norms: whether queries and keys of a head are normed.
+        learned_positions: whether there is a table of positions.
+        gated: whether the feed-forward layer has a third matrix, a gate.
+        inner: field with the feed-forward width; null means four times the model's.
+        expert_width: field with the width of one expert; empty: no experts.
+    """
+
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    norm_bias: bool = False
+    head_norms: bool = False
+    learned_positions: bool = False
+    gated: bool = True
+    inner: str = "intermediate_size"
+    expert_width: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models. Every entry was tested and matches one process.
+
+    Attributes:
+        packing: separation of documents in one row.
+        unpacked_with: boolean of the configuration that makes packing impossible.
+        own_attention: whether it does not look up its attention function by name, so that it cannot be replaced.
+        stages: stages of a pipeline; ``brought``: transformers' plan; None: it cannot be cut into stages.
+        tensor: whether tensor parallelism can cut it.
+        tensor_if: alternatives of field values that tensor parallelism needs.
+        modules: styles of the children of a module, by the module's class, if transformers has no plan. They hold
+            wherever that class is part of a larger model.
+        sequence: range of sequence parallelism; None: not supported.
+        experts: field with the number of experts, packed in one module of the family's ``ep_plan``; empty: expert
+            parallelism is not supported.
+        softmax_routers: whether routers take the softmax of their logits; others balance by a bias or sigmoid scores.
+        width_is_heads: whether the default head size is hidden_size / num_attention_heads.
+        needs: fields without a default that a forward pass needs, with the fix for each.
+        heads_together: heads whose queries, keys and values are grouped in a fused projection.
+        causal: False if every token sees all others, whatever the configuration says.
+        mixes_tokens: boolean of the configuration under which tokens of a micro-batch are mixed.
+        sizes: traits for the exact number of parameters; None: unknown.
+        reads_inside: classes of modules that read the shapes of their children's weights, which ZeRO-3 gathers.
+        projector: names of modules in a tower that lie between it and the language model.
+    """
+
+    packing: Packing = "none"
+    unpacked_with: str = ""
+    own_attention: bool = False
+    stages: Stages | Literal["brought"] | None = "brought"
+    tensor: bool = True
+    tensor_if: tuple[Mapping[str, object], ...] = ()
+    modules: Mapping[str, Mapping[str, Style]] = field(default_factory=dict)
+    sequence: SequencePlan | None = None
+    experts: str = ""
+    softmax_routers: bool = False
+    width_is_heads: bool = False
+    needs: Mapping[str, str] = field(default_factory=dict)
+    heads_together: int = 1
+    causal: bool = True
+    mixes_tokens: str = ""
+    sizes: Sizes | None = None
+    reads_inside: tuple[str, ...] = ()
+    projector: tuple[str, ...] = ()
+
+    @property
+    def context(self) -> bool:
+        """Whether context parallelism works: positions are an input and attention can be replaced."""
+        return self.packing == "positions" and not self.own_attention
+
+
+FC: Mapping[str, Style] = {"fc1": "column", "fc2": "row"}
+QKV: Mapping[str, Style] = {"q_proj": "column", "k_proj": "column", "v_proj": "column"}
+OUT_PROJ: Mapping[str, Style] = {**QKV, "out_proj": "row"}
+"""Styles of the encoders' attention."""
+
+
+CONFIGS = {"vision": "vision_config", "audio": "audio_config", "language": "text_config"}
+"""Parts with their own configuration, and its field."""
+PROJECTOR = "projector"
+"""Part between the towers."""
+PARTS = (*CONFIGS, PROJECTOR)
+
+
+def parts_in(fields: Mapping[str, Any]) -> list[str]:
+    """Parts of a model with these configuration fields; none for a model of one piece."""
+    towers = [part for part, name in CONFIGS.items() if isinstance(fields.get(name), Mapping)]
+    return [*towers[:-1], PROJECTOR, towers[-1]] if len(towers) > 1 else []
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Convolutions of a waveform encoder: width and stride of each."""
+
+    kernels: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Frames:
+        return cls(tuple(fields["conv_kernel"]), tuple(fields["conv_stride"]))
+
+    def num_frames(self, samples: Any, layers: int | None = None) -> Any:
+        """Frames after the first ``layers`` convolutions, default all; for a number or an array of ``samples``."""
+        for kernel, stride in zip(self.kernels[:layers], self.strides[:layers], strict=True):
+            samples = (samples - kernel) // stride + 1
+        return samples
+
+    def fault(self, numbers: Sequence[int], samples: int) -> str | None:
+        """Reason why CTC cannot learn a transcript of these characters from a recording of ``samples``, or None.
+
+        CTC needs a blank between equal characters (Graves et al. 2006).
+        """
+        needed = len(numbers) + sum(first == second for first, second in pairwise(numbers))
+        there = self.num_frames(samples)
+        return None if needed <= there else f"has a text that needs {needed} frames; the recording has {there}"
+
+    def min_samples(self, frames: int) -> int:
+        """Fewest samples that give ``frames``."""
+        for kernel, stride in zip(reversed(self.kernels), reversed(self.strides), strict=True):
+            frames = (frames - 1) * stride + kernel
+        return frames

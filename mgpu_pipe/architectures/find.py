@@ -1,0 +1,84 @@
+"""Looks up a family by its ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.architectures.families import FAMILIES
+from mgpu_pipe.architectures.family import COLUMNS, Family, Packing, Stages
+from mgpu_pipe.architectures.library_plans import STYLES, library_plan, library_stages
+from mgpu_pipe.errors import ConfigError
+
+FOLDER = Path(__file__).parent
+UNKNOWN = Family()
+
+
+@lru_cache(maxsize=256)
+def family_of(model_type: str) -> Family:
+    """Family of ``model_type`` from the table or its file; else the defaults."""
+    name = model_type.replace("-", "_")
+    if name in FAMILIES:
+        return FAMILIES[name]
+    if not name.isidentifier() or not (FOLDER / f"{name}.py").is_file():
+        return UNKNOWN
+    return getattr(import_module(f"{__package__}.{name}"), "FAMILY", UNKNOWN)
+
+
+def families_with(has: Callable[[Family], object]) -> list[str]:
+    """Sorted model types of the known families for which ``has`` is true, for messages."""
+    names = {*FAMILIES, *(path.stem for path in FOLDER.glob("*.py"))}
+    return [name for name in sorted(names) if has(family_of(name))]
+
+
+def stages_of(model_type: str) -> Stages | None:
+    """Modules that a pipeline distributes; None if the family cannot be cut into stages."""
+    stages = family_of(model_type).stages
+    return library_stages(model_type) if stages == "brought" else stages
+
+
+def has_tensor_plan(model_type: str) -> bool:
+    """Whether tensor parallelism can cut the family."""
+    family = family_of(model_type)
+    styles = library_plan(model_type, "base_model_tp_plan").values()
+    cuts = any(STYLES.get(style) in COLUMNS for style in styles)
+    return family.tensor and (bool(family.modules) or (cuts and all(style in STYLES for style in styles)))
+
+
+def tensor_if_errors(fields: Mapping[str, Any], model_type: str, tp: int) -> list[ConfigError]:
+    """Error of fields with which tensor parallelism cannot cut the family.
+
+    Args:
+        fields: the model's configuration.
+    """
+    ways = family_of(model_type).tensor_if
+    if not ways or any(all(fields.get(name) == value for name, value in way.items()) for way in ways):
+        return []
+    alternatives = [", ".join(f"{name}={str(value).lower()}" for name, value in way.items()) for way in ways]
+    fix = f"use strategy.tp=1, or model.config of {' or of '.join(alternatives)}"
+    return [ConfigError("strategy.tp", tp, fix, f"this kind of {model_type} has fused matrices that cannot be cut")]
+
+
+def document_isolation(model_type: str, fields: Mapping[str, Any]) -> Packing:
+    """Separation of documents in one row of the model; ``none``: not supported.
+
+    Args:
+        fields: the model's configuration.
+    """
+    family = family_of(model_type)
+    return "none" if fields.get(family.unpacked_with) else family.packing
+
+
+def axes_of(model_type: str) -> str:
+    """Axes that the family supports, for the error about another axis."""
+    family = family_of(model_type)
+    has = {
+        "tp": has_tensor_plan(model_type),
+        "pp": stages_of(model_type) is not None,
+        "cp": family.context,
+        "ep": bool(family.experts),
+    }
+    return ", ".join(["dp_replicate", "dp_shard", *(axis for axis, there in has.items() if there)])

@@ -1,0 +1,1 @@
+"""Formulas for a model's parameters, FLOPs, memory, traffic and stages."""

@@ -1,0 +1,101 @@
+"""FLOPs of a model's passes and peak FLOP/s of GPUs, for MFU.
+
+Convention (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022, appendix B): a parameter that
+multiplies a token costs 2 FLOPs forward and 4 backward, 2 if it is frozen, without lookups into input embeddings, and
+of a router's experts only the chosen ones. Attention scores and values are two products of the heads' whole width over,
+on average, half of the document, because they are causal, or a window. Recomputation, norms and softmax do not count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+TERA = 1e12
+PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
+    (r"B200", 2250, 75),
+    (r"GH200", 989.4, 67),
+    (r"H200 NVL", 835.5, 60),
+    (r"H200", 989.4, 67),
+    (r"H100 NVL", 835.5, 60),
+    (r"H100 PCIe", 756, 51),
+    (r"H100", 989.4, 67),
+    (r"A100", 312, 19.5),
+    (r"L40S", 362, 91.6),
+    (r"L40", 181, 90.5),
+    (r"L4", 121, 30.3),
+    (r"A40", 149.7, 37.4),
+    (r"A10", 125, 31.2),
+    (r"RTX A6000", 154.8, 38.7),
+    (r"RTX 4090(?! D)", 165.2, 82.6),
+    (r"RTX 3090", 71, 35.6),
+    (r"V100-PCIE", None, 14),
+    (r"V100", None, 15.7),
+    (r"T4", None, 8.1),
+)
+"""(device name, bf16 with fp32 accumulation, fp32 without TF32) in TFLOP/s, dense, from NVIDIA's data sheets."""
+
+
+def known_gpu_peak(device_name: str, dtype: Literal["bf16", "fp32"]) -> float | None:
+    """Peak dense FLOP/s of a GPU by its ``torch.cuda.get_device_name``; None if unknown."""
+    if "Laptop" in device_name:
+        return None
+    for pattern, bf16, fp32 in PEAKS:
+        if re.search(rf"\b{pattern}\b", device_name, re.IGNORECASE):
+            peak = bf16 if dtype == "bf16" else fp32
+            return None if peak is None else peak * TERA
+    return None
+
+
+def forward_flops(active_parameters: float) -> float:
+    """Forward FLOPs of one token through the parameters that multiply it."""
+    return 2.0 * active_parameters
+
+
+def attention_forward_flops(shape: Shape, context: float) -> float:
+    """Forward FLOPs of one token in one layer: causal scores and values."""
+    return 2.0 * context * shape.heads * shape.head_dim
+
+
+def windowed(context: float, window: int | None) -> float:
+    """Document length in which causal tokens see as many others as in ``context`` with a window."""
+    return context if window is None or window >= context else 2.0 * window - window**2 / context
+
+
+def training_flops_per_token(active_parameters: int, shape: Shape, context: float, frozen: int = 0) -> float:
+    """FLOPs of forward and backward pass of one token among ``context`` of its document; backward costs twice forward.
+
+    Args:
+        frozen: active parameters without a gradient.
+    """
+    both = forward_flops(active_parameters) + shape.layers * attention_forward_flops(shape, context)
+    return 3.0 * both - forward_flops(frozen)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Width, layers and attention heads of a decoder."""
+
+    width: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+
+    @classmethod
+    def from_fields(cls, fields: Any) -> Shape:
+        """Shape from a configuration's standard fields: a mapping, or transformers' text configuration."""
+
+        def read(name: str) -> Any:
+            return fields.get(name) if isinstance(fields, Mapping) else getattr(fields, name, None)
+
+        width, heads = read("hidden_size"), read("num_attention_heads") or 1
+        return cls(
+            width=width,
+            layers=read("num_hidden_layers"),
+            heads=heads,
+            key_value_heads=read("num_key_value_heads") or heads,
+            head_dim=read("head_dim") or width // heads,
+        )

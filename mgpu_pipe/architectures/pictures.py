@@ -1,0 +1,169 @@
+"""Tokens that pictures take in the text of a vision-language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+WITHOUT_SUMMARY = ("siglip_vision_model", "smolvlm_vision", "idefics3_vision")
+"""Towers whose first vector is a patch, not a summary of the picture."""
+READ_WHOLE = ("altclip", "chinese_clip", "vision-text-dual-encoder")
+"""Families with a bidirectional text tower, which needs a mask of each caption."""
+SEE_VIDEOS = ("qwen2_5_vl", "qwen3_vl")
+"""Families that support videos."""
+SEE_PARTS = ("smolvlm", "idefics3")
+"""Families that see fixed-size parts of a picture, and next to them the whole picture."""
+PACK_ROWS = ("llava", *SEE_VIDEOS, *SEE_PARTS)
+"""Families whose rows may hold several conversations: those with only causal attention."""
+READ_QUESTIONS_WHOLE = ("paligemma",)
+"""Families that read pictures and text before an answer bidirectionally."""
+
+
+def picture_places(tower: str, size: int, patch: int, select: str, merge: int = 1) -> int:
+    """Number of vectors of a picture for the language model.
+
+    Args:
+        tower: ``model_type`` of the vision tower.
+        size, patch: pixels across a picture, and across a patch.
+        select: ``vision_feature_select_strategy``; ``default`` drops the first vector.
+        merge: patches across one vector.
+    """
+    return (size // patch // merge) ** 2 + (tower not in WITHOUT_SUMMARY) - (select == "default")
+
+
+LONGEST = 200
+"""Largest ratio of a picture's sides."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Patches of pictures in native size (Qwen-VL, arXiv:2409.12191).
+
+    Attributes:
+        patch: pixels across a patch.
+        merge: patches across one vector of the language model.
+        frames: frames of a video in a patch; a still picture is repeated.
+        channels: channels of the pictures.
+        least, most: bounds of the pixels of a picture or frame; others are scaled.
+        pace: places in time per second of video; None if the text states the time of each frame (Qwen3-VL).
+    """
+
+    patch: int
+    merge: int
+    frames: int
+    channels: int
+    least: int = 0
+    most: int = 0
+    pace: float | None = None
+
+    @classmethod
+    def from_fields(cls, field: Callable[[str], Any]) -> Grid | None:
+        """Grid from the fields of a vision tower; None if it takes pictures of one size."""
+        names = ("patch_size", "spatial_merge_size", "temporal_patch_size", "in_channels")
+        patch, merge, frames, channels = map(field, names)
+        return cls(patch, merge, frames, channels, pace=field("tokens_per_second")) if merge is not None else None
+
+    @property
+    def has_timestamps(self) -> bool:
+        """Whether the text has the frames of a video one by one, each after its time."""
+        return self.pace is None
+
+    @property
+    def side(self) -> int:
+        """Pixels across one vector."""
+        return self.patch * self.merge
+
+    @property
+    def values(self) -> int:
+        """Number of values of a patch."""
+        return self.channels * self.frames * self.patch**2
+
+    def places(self, height: int, width: int) -> tuple[int, int]:
+        """Vectors down and across of a picture in pixels, scaled like Qwen; (0, 0) if refused."""
+        if max(height, width) > LONGEST * min(height, width):
+            return 0, 0
+        down, across = (round(pixels / self.side) for pixels in (height, width))
+        area = self.side**2
+        if down * across * area > self.most:
+            share = math.sqrt(height * width / self.most)
+            down, across = (max(1, math.floor(pixels / share / self.side)) for pixels in (height, width))
+        elif down * across * area < self.least:
+            share = math.sqrt(self.least / (height * width))
+            down, across = (math.ceil(pixels * share / self.side) for pixels in (height, width))
+        return down, across
+
+
+BEGIN, END = "<|vision_start|>", "<|vision_end|>"
+"""Tokens around a video's frame with a timestamp."""
+AROUND, WHOLE, BIGGEST = "<fake_token_around_image>", "<global-img>", 4096
+"""Token around a part, token before the whole picture, and most pixels of the longer side."""
+ACROSS = 4
+"""Default number of parts across a picture."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of one size into which a picture is cut (SmolVLM, arXiv:2504.05299).
+
+    Attributes:
+        side: pixels across a part.
+        longest: pixels to which the longer side is scaled first.
+        tokens: tokens of a part in the text.
+        splits: whether pictures are cut.
+    """
+
+    side: int
+    longest: int
+    tokens: int
+    splits: bool = True
+    frames: ClassVar[int] = 1
+    """Frames of a patch, as in :class:`Grid`."""
+
+    def scaled(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of a picture before it is scaled to whole parts, like transformers."""
+        shape = width / height
+        if width >= height:
+            width = self.longest
+            height = int(width / shape)
+            height += height % 2
+        else:
+            height = self.longest
+            width = int(height * shape)
+            width += width % 2
+        height, width = max(height, 1), max(width, 1)
+        shape = width / height
+        if width >= height and width > BIGGEST:
+            height, width = int(BIGGEST / shape), BIGGEST
+        elif height > BIGGEST:
+            height, width = BIGGEST, int(BIGGEST * shape)
+        return max(height, 1), max(width, 1)
+
+    def places(self, height: int, width: int) -> tuple[int, int]:
+        """Parts down and across of a picture in pixels; (1, 1) means only the whole picture."""
+        if not self.splits:
+            return 1, 1
+        height, width = self.scaled(height, width)
+        shape = width / height
+        if width >= height:
+            across = math.ceil(width / self.side)
+            return math.ceil(int(across * self.side / shape) / self.side), across
+        down = math.ceil(height / self.side)
+        return down, math.ceil(int(down * self.side * shape) / self.side)
+
+    def text(self, place: str, down: int, across: int) -> str:
+        """Text of a picture of ``down`` by ``across`` parts, with the token ``place`` for each vector."""
+        each = place * self.tokens
+        rows = ["".join(f"{AROUND}{part(row, at)}{each}" for at in range(across)) + "\n" for row in range(down)]
+        before = "".join(rows) + "\n" if down * across > 1 else ""
+        return f"{before}{AROUND}{WHOLE}{each}{AROUND}"
+
+
+def part(row: int, at: int) -> str:
+    """Token before those of a part."""
+    return f"<row_{row + 1}_col_{at + 1}>"
+
+
+PLACED = (AROUND, WHOLE, *(part(row, at) for row in range(ACROSS) for at in range(ACROSS)))
+"""Other picture tokens in a tokenizer of such a model."""

@@ -1,0 +1,1 @@
+"""The command ``mgpu-pipe``: verbs, completion, errors as one line."""

@@ -1,0 +1,138 @@
+"""``mgpu-pipe [verb] [overrides]``: finds the verb, and turns errors into a line and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import NoReturn
+
+from mgpu_pipe.cli.completion import complete, completing_shell
+from mgpu_pipe.cli.verbs import find_verb, verb_names
+from mgpu_pipe.config.paths import working_directory
+from mgpu_pipe.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILURE,
+    EXIT_OK,
+    BadInputError,
+    MgpuError,
+    print_error,
+    print_line,
+    print_text,
+)
+from mgpu_pipe.launch.signals import asks_for_a_run
+from mgpu_pipe.system.local_files import is_text, shortened
+from mgpu_pipe.system.process_end import exit_now
+from mgpu_pipe.system.standard_streams import outliving_streams, print_logs_safely
+
+PROGRAM = "mgpu-pipe"
+MACHINE_ERRORS = {
+    errno.ENAMETOOLONG: "shorten the path",
+    errno.ELOOP: "remove the link that leads to itself",
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "give a file",
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room in your quota",
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close some programs",
+    errno.EIO: "the disk failed; look at the system's log",
+    errno.ESTALE: "mount the network file system again",
+}
+"""Fixes for errors of the machine, by errno. Any other OSError keeps its traceback."""
+HELP = """\
+usage: mgpu-pipe [VERB] [OVERRIDES]
+One Hydra configuration, one reproducible multi-GPU training run. Start with:
+  mgpu-pipe experiment=quickstart                   train a small model
+  mgpu-pipe check strategy=fsdp trainer.devices=4   see what a run would be
+
+verbs:
+{verbs}
+
+mgpu-pipe VERB --help tells what a verb takes.
+Tab completion in bash: eval "$(mgpu-pipe -sc install=bash)"
+"""
+
+
+def program() -> NoReturn:
+    """The command ``mgpu-pipe``."""
+    from mgpu_pipe.system.threads import limit_threads
+
+    limit_threads(os.environ)
+    exit_now(main())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; the return value is its exit code (0, 1, 2 or 75)."""
+    print_logs_safely()
+    words = sys.argv[1:] if arguments is None else arguments
+    if not asks_for_a_run(words):
+        return _main(words)
+    with outliving_streams():
+        return _main(words)
+
+
+def _main(words: list[str]) -> int:
+    try:
+        working_directory()
+        _check_text(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # here, where a closed pipe is handled; not at the interpreter's exit
+        return code
+    except MgpuError as error:
+        print_error(error)
+        return error.exit_code
+    except KeyboardInterrupt:  # while composing or in a verb; runs handle it themselves
+        print_line("stopped", file=sys.stderr)
+        return EXIT_FAILURE
+    except BrokenPipeError:  # the reader of our output closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except OSError as error:
+        if error.errno not in MACHINE_ERRORS:
+            raise
+        where = f"{shortened(str(error.filename))}: " if error.filename else ""
+        print_error(BadInputError(f"{where}{(error.strerror or '').lower()}; {MACHINE_ERRORS[error.errno]}"))
+        return EXIT_BAD_INPUT
+
+
+def _check_text(words: list[str]) -> None:
+    """Refuse words that are not text: configuration, reports and the terminal are UTF-8."""
+    for word in words:
+        if not is_text(word):
+            raise BadInputError(f"{shortened(word)}: is not valid UTF-8; rename the file, or correct the word")
+
+
+def _dispatch(words: list[str]) -> int:
+    first = words[0] if words else "--help"
+    verbs = verb_names()
+    if first in ("-h", "--help", "help") and len(words) < 2:
+        width = max(map(len, verbs))
+        print_text(HELP.format(verbs="\n".join(f"  {name:<{width}}  {find_verb(name).line}" for name in verbs)), end="")
+        return EXIT_OK
+    if first == "help":
+        if words[1] not in verbs:
+            raise _unknown_verb(words[1])
+        return _dispatch([words[1], "--help"])
+    verb, rest = (first, words[1:]) if first in verbs else ("train", words)
+    if find_verb(verb).composes:
+        if "--version" in rest:
+            return find_verb("version").run([])
+        if shell := completing_shell(rest):
+            return complete(rest, shell)
+    if verb == first or not first or "=" in first or first.startswith(("-", "~")):
+        return find_verb(verb).run(rest)
+    raise _unknown_verb(first)
+
+
+def _unknown_verb(word: str) -> BadInputError:
+    from mgpu_pipe.config.suggest import choose_from
+    from mgpu_pipe.config.synonyms import VERBS, path_advice
+
+    if meant := path_advice(word) or VERBS.get(word):
+        return BadInputError(f"{PROGRAM} {word}: {meant}")
+    verbs = choose_from(word, verb_names())
+    return BadInputError(f"{PROGRAM} {word}: no such verb; {verbs}; overrides are written key=value")

@@ -1,0 +1,34 @@
+"""``mgpu-pipe check``: composes and validates, prints what would run, and starts nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.errors import EXIT_OK
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.hydra.compose import Composition
+
+DESCRIPTION = "Compose and check a configuration, and print what would run. Starts nothing."
+
+
+def check(words: list[str]) -> int:
+    from mgpu_pipe.api import plan
+    from mgpu_pipe.checks.memory import check_host_memory
+    from mgpu_pipe.launch.composed import composed, print_notices
+
+    def job(composition: Composition) -> int:
+        planned = plan(composition)
+        if composition.config.trainer.accelerator == "cpu":  # other accelerators may be checked for another machine
+            check_host_memory(composition.config)
+        print_notices(planned.notices)
+        from mgpu_pipe.report.columns import print_rows
+
+        print_rows(planned.rows)
+        return EXIT_OK
+
+    return composed("check", DESCRIPTION, words, job)
+
+
+VERB = Verb("say what would run, or what is wrong with it; start nothing", check, composes=True)

@@ -1,0 +1,112 @@
+"""``mgpu-pipe doctor``: measures the time of a step by cause, or the links between ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import redirect_stdout
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, print_line
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.hydra.compose import Composition
+    from mgpu_pipe.config.schema import RunConfig
+
+DESCRIPTION = (
+    "Run a few steps of the configuration, save nothing, and print where the time of a\n"
+    "step goes on each rank: compute, waiting for other ranks and transfer along each\n"
+    "axis, the optimizer, data, the host; and what memory its phases take. Names a slow\n"
+    "rank and the key that would help.\n"
+    "doctor links measures the link of every pair of ranks instead, and names a slow one."
+)
+LINKS = "links"
+WARM_UP, MEASURED = 2, 4
+"""Steps of warm-up, for allocators, kernels and caches, and short_run steps."""
+UNKNOWN_LENGTH = 1_000_000
+"""Schedule length in steps for a run whose length in epochs depends on its data."""
+
+
+def doctor(words: list[str]) -> int:
+    from mgpu_pipe.config.paths import RunPaths
+    from mgpu_pipe.launch.composed import checked, composed, launched
+    from mgpu_pipe.system.joined_world import existing_world
+
+    command = ["mgpu-pipe", "doctor", *words]
+
+    def job(composition: Composition) -> int:
+        from mgpu_pipe.launch.signals import run_begins
+
+        run_begins()
+        composition.config = short_run(checked(composition, joins=True))
+        leads = existing_world(os.environ).get("RANK", "0") == "0"
+        if leads:
+            print_line(f"measuring {MEASURED} steps of {composition.config.model.name}", file=sys.stderr, flush=True)
+        with redirect_stdout(io.StringIO()):  # the run's tables are hidden
+            result = launched(composition, command)
+        if not leads:
+            return result.exit_code
+        from mgpu_pipe.report.measurements import memory_of, save_step_times, show_memory
+        from mgpu_pipe.report.measurements import show_step_times as show
+        from mgpu_pipe.training.profiling.memory_use import MemoryUse
+        from mgpu_pipe.training.profiling.rank_times import StepTimes
+
+        measurements = save_step_times(result.folder)
+        times, memory = StepTimes.read(measurements), MemoryUse.read(memory_of(measurements))
+        if times is None:  # stopped or failed; the launcher printed the reason
+            return result.exit_code or EXIT_FAILURE
+        show(times, f"{composition.config.model.name}, {composition.config.strategy.name}")
+        if memory is not None:
+            show_memory(memory)
+        print_line(f"picture: {RunPaths(result.folder).report}", flush=True)
+        return EXIT_OK
+
+    def links(composition: Composition) -> int:
+        config = checked(composition)
+        from mgpu_pipe.launch.links import measure
+
+        return measure(config)
+
+    asks_links = words[:1] == [LINKS]
+    return composed("doctor [links]", DESCRIPTION, words[1:] if asks_links else words, links if asks_links else job)
+
+
+def short_run(config: RunConfig) -> RunConfig:
+    """``config`` reduced to a few measured steps, without evaluation, checkpoints and logging."""
+    last = WARM_UP + MEASURED
+    trainer = replace(
+        config.trainer,
+        max_steps=last + 1,  # the last measured step ends at the start of the next one
+        max_epochs=None,
+        max_time=None,
+        val_every_n_steps=None,
+        sample_every_n_steps=None,
+        progress="off",
+        profile="times" if config.trainer.profile == "none" else config.trainer.profile,
+        profile_steps=[WARM_UP + 1, last],
+    )
+    texts = ("sample_prompts", "sample_texts")
+    total = config.scheduler.total_steps or config.trainer.max_steps or UNKNOWN_LENGTH
+    prompts: dict[str, Any] = {option.name: [] for option in fields(config.objective) if option.name in texts}
+    return replace(
+        config,
+        run=replace(config.run, name="doctor", dir=None),
+        data=replace(config.data, validation_max_samples=1),
+        objective=replace(config.objective, **prompts),
+        scheduler=replace(config.scheduler, total_steps=total),
+        checkpoint=replace(
+            config.checkpoint, every_n_steps=None, every_n_minutes=None, save_last=False, keep_best=0, resume="none"
+        ),
+        trainer=trainer,
+        eval=replace(config.eval, tasks={}),
+        logger={},
+        launch=replace(config.launch, max_restarts=0),
+    )
+
+
+VERB = Verb(
+    "say where the time of a step goes, and what would help", doctor, composes=True, first_words=lambda: [LINKS]
+)

@@ -1,0 +1,207 @@
+"""``mgpu-pipe eval``: evaluates a run on held-out data and tasks."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.checks.fitting import sample_errors, task_errors
+from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
+from mgpu_pipe.config.objective import description, descriptions
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.untrusted_run import MAX_SIZES, untrusted_data
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line
+from mgpu_pipe.inference.model_arguments import add_device_argument, build_parser, open_run, parse_arguments
+from mgpu_pipe.inference.open import LoadedRun
+from mgpu_pipe.models.fields import class_of
+from mgpu_pipe.runs.hub_names import at_commits
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.samples import Prepared
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """``mgpu-pipe eval [FOLDER] [data.KEY=VALUE eval.KEY=VALUE ...]``: held-out data and tasks, weights in fp32."""
+    text = "The objective's metrics on held-out data, and the tasks', with the run's frozen configuration."
+    parser = build_parser("eval", f"{text} With eval.KEY=VALUE and no data.KEY=VALUE the tasks alone.")
+    add_device_argument(parser)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="other data.* or eval.* than the run's")
+    _evaluate(parse_arguments(parser, argv))
+    return EXIT_OK
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    run = open_run(arguments)
+    config = _evaluation_config(run, arguments.overrides)
+    for error in task_errors(config):
+        raise error
+    width = max(12, *(len(name) + 2 for name in ("", *config.eval.tasks)))
+    if not _tasks_alone(arguments.overrides):
+        width = max(width, _held_out(run, config))
+    if config.eval.tasks:
+        _tasks(run, config, width)
+    print_line(f"{'weights':<{width}}{'the average of ' if arguments.weights == 'ema' else ''}{run.source}")
+
+
+def _tasks(run: LoadedRun, config: RunConfig, width: int) -> None:
+    from mgpu_pipe.inference.tasks import measure, rows_of
+    from mgpu_pipe.inference.tasks.judge import Judge
+    from mgpu_pipe.models.rotary import fix_rotary_length
+    from mgpu_pipe.objectives.registry import objective_class
+
+    tokenizer, tasks = run.tokenizer(), config.eval.tasks
+    fix_rotary_length(run.model, config.data.seq_len)
+    objective = objective_class(config.objective.name).from_config(config, run.model, None, lambda step: 1.0)
+    template = chat_of(run.tokenizer_folder) if run.tokenizer_folder is not None else None
+    judge = Judge(objective, tokenizer, template, config.data.seq_len)
+    for metric, (name, task) in zip(task_metrics(tasks), tasks.items(), strict=True):
+        result = measure(rows_of(task, name, config), task, judge)
+        figure = f"{100 * result.value:.2f}%" if metric.percent else f"{result.value:.{metric.digits}f}"
+        print_line(f"{name:<{width}}{figure} of {result.denominator} {task.kind if metric.percent else 'tokens'}")
+
+
+def _held_out(run: LoadedRun, config: RunConfig) -> int:
+    """Print the metrics on held-out data; returns the width of the names."""
+    from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
+    from mgpu_pipe.data.loader import evaluation_step_batches
+    from mgpu_pipe.inference.evaluate import evaluate_step_batches
+    from mgpu_pipe.models.rotary import fix_rotary_length
+    from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
+    from mgpu_pipe.objectives.registry import objective_class
+    from mgpu_pipe.topology import BatchPlan
+
+    data = at_commits(RunConfig(data=config.data)).data
+    config = config if data == config.data else replace(config, data=data)
+    errors = sample_errors(config)
+    if errors:
+        raise errors[0]
+    prepared = _prepared(run, config)
+    chosen = objective_class(config.objective.name)
+    step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0, chosen.samples)
+    if not len(step_batches):
+        fix = "set it above 0, or give held-out files by data.validation_paths"
+        raise ConfigError("data.validation_fraction", config.data.validation_fraction, fix, "nothing is held out")
+    fix_rotary_length(run.model, config.data.seq_len)
+    objective = chosen.from_config(config, run.model, None, lambda step: 1.0)
+    objective.of_data(prepared)
+    if run.config is not None:
+        state = read_state(run.source, read_manifest(run.source), "full")
+        plan, folder = BatchPlan.resolve(config.data, 1), run.source.parents[1]
+        measured = partial(str, state.get(MEASURED))
+        objective.of_run(RunStart(config, folder, prepared, plan, 0, 0, str(state.get("precision")), measured))
+    result = evaluate_step_batches(objective, step_batches)
+    described = objective.description
+    width = max(12, *(len(metric.name) + 2 for metric in described.metrics))
+    for metric in described.metrics:
+        value = result.metrics.get(metric.key, math.nan)
+        figure = f"{100 * value:.2f}%" if metric.percent else f"{value:.{metric.digits}f}"
+        print_line(f"{metric.name:<{width}}{figure} {metric.unit}".rstrip())
+        baseline = None if metric.baseline is None else getattr(prepared, metric.baseline, None)
+        if baseline is not None:
+            print_line(
+                f"{'unigram':<{width}}{baseline:.{metric.digits}f} ({metric.name} of the token frequencies alone)"
+            )
+    print_line(
+        f"{'over':<{width}}{result.num_targets} {described.counts} of {result.samples} held-out samples, in fp32"
+    )
+    return width
+
+
+def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
+    """The run's configuration with the data overrides applied; for a model folder, the default data."""
+    from mgpu_pipe.config.hydra.compose import compose
+
+    strange = [text for text in overrides if not text.lstrip("+").startswith(("data.", "data=", "eval."))]
+    if strange:
+        raise BadInputError(f"{strange[0]}: eval takes data and eval overrides only, e.g. data.paths=[held_out.txt]")
+    if run.config is None:
+        built_by = class_of([type(run.model).__name__])
+        objective = next(candidate.name for candidate in descriptions() if candidate.model_class == built_by)
+        folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective}"]
+        return _with_classes(compose([*folder, *overrides])[0], run)
+    typed = {text.lstrip("+").split("=")[0] for text in overrides}
+    config = replace(run.config, eval=_tasks_of(run, overrides))
+    on_data = [text for text in overrides if text.lstrip("+").startswith("data")]
+    config = replace(config, data=_with_overrides(run.config.data, on_data)) if on_data else config
+    config = _with_classes(config, run)
+    if not run.is_trusted and _tasks_alone(overrides):
+        return replace(config, data=DataConfig(seq_len=min(config.data.seq_len, MAX_SIZES["seq_len"])))
+    return config if run.is_trusted else replace(config, data=untrusted_data(config.data, typed))
+
+
+def _tasks_alone(overrides: Sequence[str]) -> bool:
+    """Whether the overrides set tasks and no data."""
+    sections = {text.lstrip("+").partition(".")[0].partition("=")[0] for text in overrides}
+    return "eval" in sections and "data" not in sections
+
+
+def _tasks_of(run: LoadedRun, overrides: Sequence[str]) -> EvalConfig:
+    """The command line's tasks over the run's tasks, which count only if this user launched the run."""
+    from mgpu_pipe.config.hydra.compose import compose
+
+    tasks = dict(run.config.eval.tasks) if run.config is not None and run.is_trusted else {}
+    typed = [text for text in overrides if text.lstrip("+").startswith("eval.")]
+    for name, task in compose(typed)[0].eval.tasks.items() if typed else ():
+        keys = {text.lstrip("+").partition("=")[0].removeprefix(f"eval.tasks.{name}") for text in typed}
+        named = {key[1:]: getattr(task, key[1:]) for key in keys if key.startswith(".")}
+        tasks[name] = replace(tasks[name], **named) if name in tasks and "" not in keys else task
+    return EvalConfig(tasks)
+
+
+def _with_classes(config: RunConfig, run: LoadedRun) -> RunConfig:
+    """``config`` with all classes of the model in the model's order."""
+    if description(config.objective.name).samples != "labelled_text":
+        return config
+    classes = [name for _, name in sorted(dict(run.model.config.id2label or {}).items())]
+    return replace(config, data=replace(config.data, classes=classes))
+
+
+def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
+    """``data`` with the keys of ``overrides``, composed by Hydra as for a training run."""
+    from mgpu_pipe.config.hydra.compose import compose
+
+    keys = {text.lstrip("+").split("=")[0] for text in overrides}
+    plug_in = type(data) is not DataConfig and not keys & {"data", "data.source"}
+    composed = compose([*([f"data.source={data.source}"] if plug_in else []), *overrides])[0].data
+    named = {key.split(".")[1] for key in keys - {"data"}}
+    if "data" in keys:  # another source keeps only the keys that the model depends on
+        named = {field.name for field in fields(composed)} - ({"seq_len", "tokenizer"} - named)
+    unchanged = [field.name for field in fields(composed) if field.name not in named and hasattr(data, field.name)]
+    return replace(composed, **{name: getattr(data, name) for name in unchanged})
+
+
+def _prepared(run: LoadedRun, config: RunConfig) -> Prepared:
+    """Data tokenised as in the run: with the run's tokenizer if preparation would give another."""
+    from mgpu_pipe.data.prepare import prepare
+
+    tokenizer = run.tokenizer_folder
+    if (
+        not run.is_trusted
+        and tokenizer is None
+        and config.data.source != "synthetic"
+        and config.data.tokenizer == "auto"
+    ):
+        raise ConfigError("data.tokenizer", "auto", "give data.tokenizer=<folder>", f"{run.source} keeps no tokenizer")
+    changed = run.config is None or config is not run.config
+    if not changed or tokenizer is None:
+        prepared = prepare(config)
+        if tokenizer is None or _same_tokenizer(prepared.tokenizer_folder, tokenizer):
+            return prepared
+    return prepare(replace(config, data=replace(config.data, tokenizer=str(tokenizer.absolute()))))
+
+
+def _same_tokenizer(first: Path | None, second: Path) -> bool:
+    if first is None:
+        return False
+    files = [folder / "tokenizer.json" for folder in (first, second)]
+    return all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
+
+
+VERB = Verb("what a run reaches on held-out data", evaluate, section="data")

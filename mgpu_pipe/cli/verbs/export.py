@@ -1,0 +1,106 @@
+"""``mgpu-pipe export``: a run's weights as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe import __version__
+from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
+from mgpu_pipe.inference.find_model import find_model
+from mgpu_pipe.inference.hub_push import push_folder, push_target
+from mgpu_pipe.inference.model_arguments import (
+    add_target_arguments,
+    build_parser,
+    folder_of,
+    parse_arguments,
+    silence_transformers,
+)
+from mgpu_pipe.inference.open import open_model
+from mgpu_pipe.models.fields import builder_of, class_of
+from mgpu_pipe.system.local_files import is_file
+
+
+def export(argv: Sequence[str]) -> int:
+    """``mgpu-pipe export [FOLDER] --out FOLDER``: writes a Hugging Face folder, renamed into place once it loads.
+
+    ``--push ORG/NAME`` also uploads it to the Hub.
+    """
+    parser = build_parser("export", "Write a Hugging Face model folder.")
+    add_target_arguments(parser)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--merge", action="store_true", help="adapters are added to the weights beside them (the default)")
+    how.add_argument("--adapter", action="store_true", help="write the adapters alone, as the peft package reads them")
+    parser.add_argument("--push", metavar="ORG/NAME", help="put it on the Hugging Face Hub, with a model card")
+    parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
+    _export(parse_arguments(parser, argv))
+    return EXIT_OK
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.inference.export import check_target, export_folder
+
+    folder, out = folder_of(arguments), arguments.out.expanduser()
+    check_target(out, arguments.force)
+    if arguments.private and arguments.push is None:
+        raise BadInputError("--private: makes no sense without --push; leave it out")
+    if arguments.push is not None and arguments.adapter:
+        raise BadInputError("--push: takes whole models; use --merge in the place of --adapter")
+    target = None if arguments.push is None else push_target(arguments.push)
+    model_files = find_model(folder)
+    silence_transformers()
+    from mgpu_pipe.inference.model_folder import has_adapters
+
+    run = open_model(model_files, arguments.frozen_weights, arguments.weights == "ema")
+    average = "the average of " if arguments.weights == "ema" else ""
+    option = "--adapter" if arguments.adapter else "--merge" if arguments.merge else None
+    if option is not None and not has_adapters(run):
+        raise BadInputError(f"{option}: {run.source} has no adapters; leave the option out")
+    merges = has_adapters(run) and not arguments.adapter
+    out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size, arguments.adapter)
+    if arguments.adapter:
+        print_line(f"exported the adapters of {run.source} to {out} ({arguments.dtype})")
+        print_line(
+            f'load it: peft.PeftModel.from_pretrained(base, "{out}"), where base is {run.maker or "its base model"}'
+        )
+    else:
+        what = "adapters merged; " if merges else ""
+        print_line(
+            f"exported {average}{run.source} to {out} ({arguments.dtype}; {what}logits compared after loading it again)"
+        )
+        loader = builder_of(run.model.config.model_type, class_of([type(run.model).__name__]))
+        print_line(f'load it: transformers.{loader}.from_pretrained("{out}")')
+    if run.tokenizer_folder is None and "text" in run.model.input_modalities:
+        print_line("no tokenizer was kept beside the weights; add the one it was trained with")
+    elif run.tokenizer_folder is not None:
+        _print_ids_without_rows(run.tokenizer_folder, run.model.config)
+    if target is not None:
+        from mgpu_pipe.inference.hub_push import write_card
+
+        write_card(run, out, target.repository, arguments.dtype)
+        step = "" if run.step is None else f" of step {run.step}"
+        address = push_folder(out, target, arguments.private, f"Model{step}, exported by mgpu_pipe {__version__}")
+        print_line(f"pushed {out} to {address}")
+        print_line(f"train on: mgpu-pipe model=hf model.path={target.repository}")
+
+
+def _print_ids_without_rows(tokenizer_folder: Path, config: Any) -> None:
+    """Print a note about tokenizer ids beyond the model's vocabulary."""
+    from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, token_texts
+
+    file, size = tokenizer_folder / TOKENIZER, getattr(config.get_text_config(), "vocab_size", None)
+    if not isinstance(size, int) or not is_file(file):
+        return
+    outside = {number: text for number, text in token_texts(file).items() if number >= size}
+    if outside:
+        first = min(outside)
+        print_line(
+            f"note: the tokenizer has {len(outside)} tokens that the model has no row for (its vocabulary has {size}), "
+            f"the first is {first} ({outside[first]!r}); no text may hold them"
+        )
+
+
+VERB = Verb("write a Hugging Face folder", export)

@@ -1,0 +1,75 @@
+"""``mgpu-pipe import``: another program's weights as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.config.arguments import VerbParser
+from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
+from mgpu_pipe.inference.model_arguments import add_target_arguments, silence_transformers
+from mgpu_pipe.runs.hub_names import at_commits
+from mgpu_pipe.system.local_files import exists, is_folder
+
+
+def import_weights(argv: Sequence[str]) -> int:
+    """``mgpu-pipe import --from PATH --out FOLDER model=... [model.KEY=VALUE ...]``: a Hugging Face folder."""
+    parser = VerbParser(
+        prog="mgpu-pipe import",
+        description="Write another program's weights (a Lightning or torch file, a DeepSpeed ZeRO folder) as a Hugging "
+        "Face folder, for model.path, checkpoint.init_from and every other program.",
+    )
+    parser.add_argument("--from", dest="source", required=True, type=Path, metavar="PATH", help="checkpoint to read")
+    parser.add_argument("overrides", nargs="*", metavar="model.KEY=VALUE", help="the model that was trained")
+    parser.add_argument("--prefix", default="", help="what stands before the model's own names, e.g. model.")
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="tensors to leave out, e.g. 'metric.*'; repeatable",
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to put beside the weights")
+    parser.add_argument("--trust", action="store_true", help="run the code that a DeepSpeed folder's pickles bring")
+    add_target_arguments(parser)
+    _import(parser.parse_args(argv))
+    return EXIT_OK
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.config.hydra.compose import compose
+
+    strange = [text for text in arguments.overrides if not text.lstrip("+").startswith(("model.", "model="))]
+    if strange:
+        raise BadInputError(f"{strange[0]}: import takes model overrides only, e.g. model=llama_tiny")
+    if not arguments.overrides:
+        raise BadInputError("import: say which model it is, e.g. model=llama_tiny, or model=hf model.path=<folder>")
+    if arguments.tokenizer is not None and not is_folder(arguments.tokenizer):
+        raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder")
+    if arguments.tokenizer is not None:
+        from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer
+
+        check_tokenizer(arguments.tokenizer)
+    model = at_commits(compose(arguments.overrides)[0]).model
+    from mgpu_pipe.inference.export import check_target, export_folder, working_folder
+    from mgpu_pipe.inference.import_weights import weight_files
+
+    out, source = arguments.out.expanduser(), arguments.source.expanduser()
+    if not exists(source):
+        raise BadInputError(f"--from={arguments.source}: no such file or folder; check the path")
+    check_target(out, arguments.force)
+    weight_files(source, arguments.trust)
+    silence_transformers()
+    from mgpu_pipe.inference.import_weights import fill_from_external, read_weights
+
+    with working_folder(out, ".import") as scratch:
+        weights = read_weights(source, arguments.trust, scratch)
+        stored = fill_from_external(model, weights, source, arguments.prefix, arguments.ignore, arguments.tokenizer)
+        export_folder(stored, out, arguments.dtype, arguments.force, arguments.max_shard_size)
+    print_line(f"imported {source} to {out} ({len(weights)} tensors, {arguments.dtype}; logits compared)")
+    print_line(f"train on: mgpu-pipe model=hf model.path={out}")
+
+
+VERB = Verb("read another program's weights", import_weights, section="model")

@@ -1,0 +1,31 @@
+"""``mgpu-pipe verify``: the parity certificate of a configuration."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.cli.verbs import Verb
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.hydra.compose import Composition
+
+DESCRIPTION = (
+    "Run a small copy of the configuration on its topology, as CPU processes, and\n"
+    "in one plain process; compare loss, gradients and weights. Exit code 1 where a\n"
+    "bound is broken."
+)
+
+
+def verify(words: list[str]) -> int:
+    from mgpu_pipe.launch.composed import checked, composed
+
+    def job(composition: Composition) -> int:
+        config = checked(composition, elsewhere=True)
+        from mgpu_pipe.verify.driver import verify
+
+        return verify(config, composition.overrides)
+
+    return composed("verify", DESCRIPTION, words, job)
+
+
+VERB = Verb("prove that the configuration computes what one plain process does", verify, composes=True)

@@ -1,0 +1,1 @@
+"""Composition and the command line, as Hydra reads them."""

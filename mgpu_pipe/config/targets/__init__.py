@@ -1,0 +1,1 @@
+"""Classes that a configuration names by ``_target_``: their check and their construction."""

@@ -1,0 +1,41 @@
+"""Preflight checks of recordings, before any is decoded."""
+
+from __future__ import annotations
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.decode_audio import soundfile
+from mgpu_pipe.data.audio.listen import Sound, listed
+from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.audio.speech_keys import AudioConfig, SpokenDigitsConfig
+from mgpu_pipe.data.bad_samples import check_rule
+from mgpu_pipe.data.sources.demo import spoken_digits
+from mgpu_pipe.errors import BadInputError, ConfigErrors
+
+
+def check_recordings(config: RunConfig) -> None:
+    """Checks that packages and programs exist, lists name files, and the model takes such recordings.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    data, errors = config.data, list[BadInputError]()
+    assert isinstance(data, AudioConfig)
+    checks = [
+        *(soundfile, lambda: LogMel.from_model(config.model, Sound.from_config(data, config.model).rate)),
+        lambda: check_rule(data),
+    ]
+    if isinstance(data, SpokenDigitsConfig):
+        checks.append(lambda: spoken_digits.program(spoken_digits.ESPEAK))
+        if data.held_out == "synthesiser":
+            checks.append(lambda: spoken_digits.program(spoken_digits.FLITE))
+    else:
+        checks.append(lambda: listed(data, data.paths, "data.paths"))
+        if data.validation_paths:
+            checks.append(lambda: listed(data, data.validation_paths, "data.validation_paths"))
+    for check in checks:
+        try:
+            check()
+        except BadInputError as error:
+            errors.append(error)
+    if errors:
+        raise ConfigErrors(errors)

@@ -1,0 +1,243 @@
+"""Decodes a sound file to one channel at the wanted rate. Needs soundfile."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
+from mgpu_pipe.errors import ConfigError, one_line
+
+CUT, NO_SOUND = "is cut short", "is no sound that can be read"
+FORMATS = "WAV, FLAC, Ogg, MP3, AIFF, AU, CAF, W64 or SPHERE"
+_UNKNOWN = 0x7F000000
+"""Programs that write to a pipe state sizes above this (0x7ffff000, 0x80000000, 0xffffffff), or 0."""
+_W64 = b"riff\x2e\x91\xcf\x11\xa5\xd6\x28\xdb\x04\xc1\x00\x00"
+_MP3 = re.compile(rb"ID3|\xff[\xe2-\xff]")
+_TAG = re.compile(rb"(?:Xing|Info)(.{4})(.{4})(.{4})", re.DOTALL)
+_OGG_HEAD, _OGG_LAST = 27, 4
+_SAMPLES = re.compile(rb"^(sample_count|sample_n_bytes|channel_count) -i (\d{1,12})\s*$", re.MULTILINE)
+
+
+def whole_file(raw: bytes) -> bytes:
+    """Returns a complete sound file; corrects the sizes of one that was written to a pipe.
+
+    Raises:
+        BadSampleError: it is cut short, or of no format whose end is known.
+    """
+    kind, length = raw[:4], len(raw)
+    if kind in (b"RIFF", b"RIFX"):
+        return _wav(raw, "little" if kind == b"RIFF" else "big")
+    if kind == b"OggS":
+        _check_pages(raw)
+    elif kind == b".snd":
+        start, size = (int.from_bytes(raw[at : at + 4], "big") for at in (4, 8))
+        _check(size == 0xFFFFFFFF or start + size <= length)
+    elif kind == b"FORM":
+        size = int.from_bytes(raw[4:8], "big")
+        _check(size + 8 <= length + 1 or size >= _UNKNOWN)
+    elif kind == b"RF64":
+        size = int.from_bytes(raw[20:28], "little")
+        _check(size in (0, 0xFFFFFFFFFFFFFFFF) or size + 8 <= length + 1)
+    elif raw[:16] == _W64:
+        _check(int.from_bytes(raw[16:24], "little") <= length)
+    elif kind == b"caff":
+        _check_caf(raw)
+    elif raw[:7] == b"NIST_1A":
+        stated = {name: int(value) for name, value in _SAMPLES.findall(raw[:1024])}
+        size = stated.get(b"sample_count", 0) * stated.get(b"sample_n_bytes", 1) * stated.get(b"channel_count", 1)
+        _check(1024 + size <= length)
+    elif _MP3.match(raw):
+        tag = _mp3_tag(raw)
+        _check(tag is None or tag[1] <= length)
+    elif kind != b"fLaC":
+        raise BadSampleError(f"{NO_SOUND} (no {FORMATS} file)")
+    return raw
+
+
+def states_frames(raw: bytes) -> bool:
+    """Whether the file itself states libsndfile's number of frames; for MP3 it may be a guess."""
+    return not _MP3.match(raw) or _mp3_tag(raw) is not None
+
+
+def _mp3_tag(raw: bytes) -> tuple[int, int] | None:
+    """Frames and bytes that an MP3 file's first frame states (Xing's VBR header)."""
+    start = 0
+    if raw[:3] == b"ID3":
+        start = 10 + sum((byte & 0x7F) << shift for byte, shift in zip(raw[6:10], (21, 14, 7, 0), strict=False))
+    tag = _TAG.search(raw, start, start + 256)
+    if tag is None or tag[1][3] & 3 != 3:
+        return None
+    frames, size = (int.from_bytes(tag[number], "big") for number in (2, 3))
+    return (frames, size) if frames else None
+
+
+def _check(whole: bool) -> None:
+    if not whole:
+        raise BadSampleError(CUT)
+
+
+def _wav(raw: bytes, order: Literal["little", "big"]) -> bytes:
+    """:func:`whole_file` for WAV: the sizes of the file and of its samples may be a pipe's."""
+    total, at = int.from_bytes(raw[4:8], order), 12
+    known = 0 < total < _UNKNOWN
+    _check(not known or total + 8 <= len(raw) + 1)
+    while at + 8 <= len(raw):
+        size, start = int.from_bytes(raw[at + 4 : at + 8], order), at + 8
+        if raw[at : at + 4] == b"data":
+            if size >= _UNKNOWN or (size == 0 and not known):
+                sizes = [count.to_bytes(4, order) for count in (len(raw) - 8, len(raw) - start)]
+                return raw[:4] + sizes[0] + raw[8 : at + 4] + sizes[1] + raw[start:]
+            _check(start + size <= len(raw))
+            return raw
+        at = start + size + size % 2
+    return raw
+
+
+def _check_pages(raw: bytes) -> None:
+    """Checks that every page is whole and each stream has its last page."""
+    at, ended = 0, dict[bytes, bool]()
+    while at < len(raw):
+        head = raw[at : at + _OGG_HEAD]
+        if head[:4] != b"OggS":
+            if not raw[at:].strip(b"\0"):  # some programs pad a file
+                break
+            raise BadSampleError(f"has no Ogg page at byte {at}, where one should begin")
+        segments = raw[at + _OGG_HEAD : at + _OGG_HEAD + head[-1]] if len(head) == _OGG_HEAD else b""
+        end = at + _OGG_HEAD + len(segments) + sum(segments)
+        _check(len(head) == _OGG_HEAD and len(segments) == head[-1] and end <= len(raw))
+        ended[head[14:18]] = bool(head[5] & _OGG_LAST)
+        at = end
+    _check(all(ended.values()))
+
+
+def _check_caf(raw: bytes) -> None:
+    at = 8
+    while at < len(raw):
+        size = int.from_bytes(raw[at + 4 : at + 12], "big", signed=True)
+        if raw[at : at + 4] == b"data" and size == -1:
+            return
+        _check(size >= 0 and at + 12 + size <= len(raw))
+        at += 12 + size
+
+
+Wave = NDArray[np.float32]
+LEAST_SECONDS = 0.025
+"""Shortest recording that can hold a word: one frame of most models."""
+RATES = (1000, 768000)
+"""Bounds of samples a second; outside of them a header is wrong."""
+LOUDEST = 1 << 31
+"""Largest float value. The usual limit is 1, but some programs write unscaled integers of 16 to 32 bits."""
+_UNKNOWN_FRAMES = 1 << 48
+"""libsndfile's number of frames where a file does not state one is above this."""
+_AT_ONCE = 1 << 16
+"""Frames per read: a header may promise more than there is memory."""
+_OPPOSED = -0.5
+"""Correlation with the loudest channel below which a channel is the same sound with opposite sign."""
+
+
+class _Bytes(io.BytesIO):
+    """The file object that libsndfile reads. In a broken file it seeks before the start; a callback's exception would
+    be printed."""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        try:
+            return super().seek(offset, whence)
+        except (ValueError, OverflowError):
+            return -1
+
+
+def soundfile() -> Any:
+    """Imports the package soundfile.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import soundfile as package
+    except (ImportError, OSError) as error:  # OSError: without the library that it brings
+        fix = "install it: pip install 'mgpu_pipe[audio]'"
+        raise ConfigError("data.source", "recordings", fix, "soundfile is not installed") from error
+    return package
+
+
+def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
+    """Decodes a recording: the mean of its channels at ``rate`` samples a second, shape (samples,).
+
+    Raises:
+        BadSampleError: it cannot be read whole, is empty or too long, or holds values that are no numbers.
+    """
+    package = soundfile()
+    with decoding(NO_SOUND), _libsndfile_errors(package):
+        raw = whole_file(raw)
+        with package.SoundFile(_Bytes(raw)) as file:
+            file.seekable = lambda: False  # soundfile seeks after every read, which GSM and FLAC of a pipe cannot
+            before, stated = int(file.samplerate), int(file.frames) if states_frames(raw) else _UNKNOWN_FRAMES
+            if not RATES[0] <= before <= RATES[1]:
+                raise BadSampleError(f"states {before} samples a second")
+            if max_seconds * before < stated < _UNKNOWN_FRAMES:
+                raise _too_long(stated / before, max_seconds)
+            # Reading these as integers takes a third of the time; a float32 holds each of them.
+            whole = file.subtype == "PCM_16"
+            parts, frames = list[NDArray[Any]](), 0
+            while frames <= max_seconds * before:
+                part = file.read(_AT_ONCE, dtype="int16" if whole else "float32", always_2d=True)
+                parts.append(part)
+                frames += len(part)
+                if len(part) < _AT_ONCE:
+                    break
+            channels = np.concatenate(parts)
+    if frames > max_seconds * before:
+        raise _too_long(frames / before, max_seconds)
+    if frames < stated < _UNKNOWN_FRAMES:
+        raise BadSampleError(CUT)
+    if frames < LEAST_SECONDS * before:
+        raise BadSampleError(f"holds {frames} samples: there is nothing to hear")
+    if whole:
+        channels = channels * np.float32(1 / 32768)
+    elif not np.isfinite(channels).all() or np.abs(channels).max() > LOUDEST:
+        raise BadSampleError(f"has values that are no numbers, or above {LOUDEST}")
+    return resampled(mixed(channels), rate / before)
+
+
+@contextmanager
+def _libsndfile_errors(package: Any) -> Iterator[None]:
+    try:
+        yield
+    except package.LibsndfileError as error:  # its message names our object
+        raise BadSampleError(f"{NO_SOUND} ({one_line(error.error_string)[:LONGEST_REASON].strip()})") from error
+
+
+def _too_long(seconds: float, most: float) -> BadSampleError:
+    return BadSampleError(f"lasts {seconds:.1f} s, longer than data.max_seconds={most:g}")
+
+
+def mixed(channels: NDArray[np.float32]) -> Wave:
+    """The mean of channels, shape (samples, channels). A channel opposite to the loudest one changes its sign first:
+    their sum would be silence."""
+    if channels.shape[1] == 1:
+        return channels[:, 0]
+    products = channels.astype(np.float64).T @ channels
+    energy = products.diagonal()
+    loudest = int(energy.argmax())
+    opposed = products[loudest] < _OPPOSED * np.sqrt(energy * energy[loudest])
+    wave: Wave = (channels * np.where(opposed, np.float32(-1), np.float32(1))).mean(1, dtype=np.float32)
+    return wave
+
+
+def resampled(wave: Wave, factor: float) -> Wave:
+    """Resamples ``wave`` to ``factor`` times as many samples by the discrete Fourier transform (periodic). It drops
+    frequencies above the lower rate's limit and keeps the rest."""
+    length = max(1, round(len(wave) * factor))
+    if length == len(wave):
+        return wave
+    spectrum, wanted = np.fft.rfft(wave), np.zeros(length // 2 + 1, np.complex64)
+    shared = min(len(spectrum), len(wanted))
+    wanted[:shared] = spectrum[:shared]
+    return (np.fft.irfft(wanted, length) * (length / len(wave))).astype(np.float32)

@@ -1,0 +1,348 @@
+"""Prepares recordings with transcripts: scans each once and names those that cannot be used.
+
+The cache has two folders for a source. One holds ``lengths.npy``, the samples of each recording at the run's rate,
+``hashes.npy``, which decide the held-out split, ``texts.json``, and ``files.json``, paths and content hashes (the
+spoken digits have ``waves.npy`` instead). The other depends on the run's alphabet and model: ``kept.npy``, the usable
+recordings, and the numbers of their characters. Recordings stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.architectures.family import Frames
+from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.alphabet import Alphabet, own_alphabet
+from mgpu_pipe.data.audio.listen import Sound, frames_of, prepare_recordings, transcripts
+from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.transcript_tokens import Words, words_of
+from mgpu_pipe.data.bad_samples import describe_too_long, report_bad_samples
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.order import GlobalOrder, Order, SortedSteps
+from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
+from mgpu_pipe.data.text.heldout_split import held_out
+from mgpu_pipe.data.text.token_store import load_array, save_array
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER
+from mgpu_pipe.errors import DataError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.audio.recordings import SpeechSamples
+
+_FORMAT = 3
+TOO_LONG = ("lasts ", "has a text of ", "has a text that needs ")
+"""Beginnings of the reasons for too long: for the decoder, for the window, and for CTC's frames."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSpeech(Prepared):
+    """Everything a worker needs to load recordings with transcripts; :func:`prepare_speech` makes it."""
+
+    kind: ClassVar[str] = "speech"
+    places: ClassVar[tuple[str, ...]] = ("folder", "held_out_folder", "labels", "held_out_labels", "tokenizer_folder")
+    """The fields that are paths."""
+
+    folder: Path
+    """Cache folder of the training recordings."""
+    held_out_folder: Path
+    """Cache folder of the held-out recordings; the same where a share is held out."""
+    labels: Path
+    """Cache folder of the training transcripts' numbers."""
+    held_out_labels: Path
+    fraction: float
+    """Held-out share; 1 means all of the held-out folder, which is then also the training folder."""
+    tokenizer_folder: Path
+    """Alphabet and feature extractor in transformers' form."""
+    new_alphabet: bool
+    """The model is new: it takes its vocabulary from the alphabet, or its special tokens from the tokenizer."""
+    recordings: int
+    bad_samples: int
+    """Recordings left out."""
+    hours: float
+    train_samples: int
+    held_out_samples: int
+    """Held-out recordings; an evaluation takes ``validation_samples`` of them."""
+    validation_samples: int
+    digest: str
+    validation_digest: str
+    told: str = ""
+    too_long_samples: int = 0
+    on_too_long: str = ""
+    """The rule; empty with auto, where too long recordings count as bad samples."""
+    unigram_perplexity: float | None = None
+
+    def open(self, config: RunConfig, split: Split) -> SpeechSamples:
+        from mgpu_pipe.data.audio.recordings import SpeechSamples
+
+        if split == "validation" and not self.held_out_samples:
+            raise ValueError("this data holds nothing out")
+        return SpeechSamples(config, split, self, partial(self.open, config, split))
+
+    def order(self, config: RunConfig, samples: int) -> Order:
+        order, data = super().order(config, samples), config.data
+        assert isinstance(data, AudioConfig) and isinstance(order, GlobalOrder)
+        if data.sort_steps == 1:
+            return order
+        lengths = load_array(self.folder / "lengths.npy")[self.chosen("train")]
+        return SortedSteps(order, lengths, data.global_batch_size, data.sort_steps)
+
+    def folder_of(self, split: Split) -> Path:
+        return self.folder if split == "train" else self.held_out_folder
+
+    def labels_of(self, split: Split) -> Path:
+        return self.labels if split == "train" else self.held_out_labels
+
+    def among_kept(self, split: Split) -> NDArray[np.int64]:
+        """Indices of a split's recordings among the usable ones of its folder."""
+        chosen = self._side(split)
+        if split == "train":  # characters without a number cannot be learnt, but they are evaluated
+            chosen &= ~load_array(self.labels / "strange.npy")
+        return np.flatnonzero(chosen)
+
+    def unlearnable(self) -> list[tuple[str, str]]:
+        """Names of training recordings with characters outside the alphabet, and these characters."""
+        texts, names = transcripts(self.folder)
+        stored_rows, strange = (load_array(self.labels / f"{name}.npy") for name in ("kept", "strange"))
+        alphabet = self.alphabet()
+        places = stored_rows[self._side("train") & strange].tolist()
+        return [(names[at], _has_strange(alphabet.strange(alphabet.fitted(texts[at])))) for at in places]
+
+    def _side(self, split: Split) -> NDArray[np.bool_]:
+        stored_rows = load_array(self.labels_of(split) / "kept.npy")
+        if self.held_out_folder != self.folder or self.fraction == 1:
+            return np.ones(len(stored_rows), np.bool_)
+        chosen = held_out(load_array(self.folder_of(split) / "hashes.npy")[stored_rows], self.fraction)
+        return chosen if split == "validation" else ~chosen
+
+    def chosen(self, split: Split) -> NDArray[np.int64]:
+        """Indices of a split's recordings in its folder."""
+        rows: NDArray[np.int64] = load_array(self.labels_of(split) / "kept.npy")[self.among_kept(split)]
+        return rows
+
+    def evaluated_samples(self) -> NDArray[np.int64]:
+        return evaluated_samples(self.held_out_samples, self.validation_samples)
+
+    def is_here(self) -> bool:
+        return all(getattr(self, name).exists() for name in self.places)
+
+    def amounts(self) -> list[tuple[int, str]]:
+        left_out = [(self.bad_samples, "left out")] if self.bad_samples else []
+        return [(self.recordings, "recordings"), (round(60 * self.hours), "minutes"), *left_out]
+
+    def context(self, config: RunConfig) -> float:
+        return 0.0
+
+    def too_long(self, config: RunConfig) -> str:
+        assert isinstance(config.data, AudioConfig)
+        limit = f"data.max_seconds={config.data.max_seconds:g} or the model takes"
+        return describe_too_long(self.too_long_samples, "recordings or their texts", self.on_too_long, limit)
+
+    def alphabet(self) -> Alphabet | Words:
+        folder = self.tokenizer_folder
+        return Words(folder) if (folder / TOKENIZER).is_file() else Alphabet.from_folder(folder)
+
+    def model_fields(self) -> dict[str, Any]:
+        return self.alphabet().model_fields if self.new_alphabet else {}
+
+    def as_dict(self) -> dict[str, Any]:
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return {"kind": self.kind, **plain}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        fields = {name: entry for name, entry in value.items() if name != "kind"}
+        return cls(**{**fields, **{name: Path(fields[name]) for name in cls.places}})
+
+
+def prepare_speech(config: RunConfig, progress: Progress | None = None) -> PreparedSpeech:
+    """Scans the recordings of ``config``, or finds them in the cache.
+
+    Raises:
+        ConfigError: a path or a rate that cannot work; a package or program that is missing.
+        DataError: a list that is broken; a recording that cannot be used, with ``data.on_bad_sample=stop``; none to
+            train on.
+        ModelFolderError: the model's alphabet cannot be read.
+    """
+    data, report = config.data, progress or no_progress
+    assert isinstance(data, AudioConfig)
+    sound = Sound.from_config(data, config.model)
+    window = LogMel.from_model(config.model, sound.rate)
+    limits = frames_of(config.model) if window is None else window
+    cache = cache_folder(data.cache_dir).absolute()
+    with writing_to_cache(cache):
+        private_folder(cache)
+        folder, held_folder = prepare_recordings(data, sound, cache, report)
+        alphabet: Alphabet | Words
+        if window is None:
+            alphabet, new = _alphabet(config, folder)
+            tokenizer = _alphabet_folder(alphabet, sound, cache)
+        else:
+            alphabet = words_of(config, _training_texts(config, folder, held_folder), window, cache)
+            tokenizer, new = alphabet.folder, config.model.path is None
+        written = (alphabet, limits, tokenizer.name)
+        labels = _labels(folder, *written, data.speed, cache)
+        held_labels = labels if held_folder == folder else _labels(held_folder, *written, 0.0, cache)
+    manifests = [
+        read_manifest(manifest) or {} for manifest in dict.fromkeys((folder, held_folder, labels, held_labels))
+    ]
+    bad = [(path, reason) for manifest in manifests for path, reason in manifest["bad"]]
+    apart = held_folder != folder or bool(data.validation_paths)
+    known = PreparedSpeech(
+        folder=folder,
+        held_out_folder=held_folder,
+        labels=labels,
+        held_out_labels=held_labels,
+        fraction=float(held_folder == folder) if apart else data.validation_fraction,
+        tokenizer_folder=tokenizer,
+        new_alphabet=new,
+        recordings=sum(manifest.get("recordings", 0) for manifest in manifests),
+        bad_samples=0,
+        hours=sum(manifest.get("seconds", 0.0) for manifest in manifests) / 3600,
+        train_samples=0,
+        held_out_samples=0,
+        validation_samples=0,
+        digest="",
+        validation_digest="",
+    )
+    bad += known.unlearnable()
+    long, bad = _among_rules(bad, data)
+    report_bad_samples(bad, data.on_bad_sample, ("the recording or its text", "recordings"))
+    train, available = len(known.chosen("train")), len(known.chosen("validation"))
+    if not train:
+        raise DataError(f"data.source={data.source}: there is nothing to train on")
+    identity = (_FORMAT, asdict(sound), tokenizer.name)
+    trained = (_content(folder), _content(labels), known.fraction, data.speed, data.noise, data.sort_steps)
+    evaluated = (_content(held_folder), _content(held_labels))
+    return replace(
+        known,
+        bad_samples=len(bad),
+        too_long_samples=len(long),
+        on_too_long="" if data.on_too_long == "auto" else data.on_too_long,
+        told=_note_of_strange(known),
+        train_samples=train,
+        held_out_samples=available,
+        validation_samples=min(available, data.validation_max_samples or available),
+        digest=digest_of(*trained, *identity),
+        validation_digest=digest_of(*evaluated, *identity) if apart and available else "",
+    )
+
+
+def _among_rules(bad: list[tuple[str, str]], data: AudioConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Splits bad recordings: those that ``data.on_too_long`` rules (the too long ones, unless auto), and the others.
+
+    Raises:
+        DataError: one is too long, and the rule is refuse.
+    """
+    if data.on_too_long == "auto":
+        return [], bad
+    long = [(name, reason) for name, reason in bad if reason.startswith(TOO_LONG)]
+    if long and data.on_too_long == "refuse":
+        name, reason = long[0]
+        more = f", and {len(long) - 1:,} more recordings or their texts are too long" if len(long) > 1 else ""
+        fix = "cut them up, or leave them out by data.on_too_long=drop"
+        raise DataError(f"data.on_too_long=refuse: {name} {reason}{more}; {fix}")
+    return long, [fault for fault in bad if fault not in long]
+
+
+def _content(folder: Path) -> str:
+    """Digest of a cache folder's content, independent of where the files lie."""
+    return str((read_manifest(folder) or {})["content"])
+
+
+def _note_of_strange(known: PreparedSpeech) -> str:
+    """Notice of held-out recordings that no output can transcribe fully."""
+    strange = load_array(known.held_out_labels / "strange.npy")[known.among_kept("validation")]
+    if not (count := int(strange.sum())):
+        return ""
+    what = "held-out texts have characters that the model's alphabet has not"
+    return f"{count} of {len(strange)} {what}: they count as wrong"
+
+
+def _alphabet(config: RunConfig, folder: Path) -> tuple[Alphabet, bool]:
+    """The configured alphabet, else the model's, else a new one of all training characters; and whether it is new."""
+    if config.data.tokenizer != "auto":
+        return Alphabet.from_folder(local_folder(config.data.tokenizer, "data.tokenizer")), config.model.path is None
+    saved = own_alphabet(config)
+    if saved is not None:
+        return Alphabet.from_folder(saved), False
+    return Alphabet.from_texts(transcripts(folder)[0]), True
+
+
+def _alphabet_folder(alphabet: Alphabet, sound: Sound, cache: Path) -> Path:
+    folder = cache / "alphabets" / digest_of(_FORMAT, asdict(alphabet), asdict(sound))
+
+    def build(out: Path) -> dict[str, Any]:
+        alphabet.write(out, sound.rate, sound.normalise)
+        return {"characters": alphabet.size}
+
+    build_once(folder, build)
+    return folder
+
+
+def _training_texts(config: RunConfig, folder: Path, held_folder: Path) -> list[str]:
+    texts = transcripts(folder)[0]
+    if held_folder != folder or config.data.validation_paths:
+        return texts
+    trained = ~held_out(load_array(folder / "hashes.npy"), config.data.validation_fraction)
+    return [text for text, use in zip(texts, trained.tolist(), strict=True) if use] or texts
+
+
+def _labels(
+    folder: Path, alphabet: Alphabet | Words, limits: Frames | LogMel, written: str, speed: float, cache: Path
+) -> Path:
+    """Builds the folder with the transcripts' numbers, of the usable recordings.
+
+    Args:
+        written: name of the alphabet's folder.
+        speed: share by which recordings are played faster or slower at most.
+    """
+    parts = ("labels", _FORMAT, written, asdict(limits), speed)
+    name, content = digest_of(folder.name, *parts), digest_of(_content(folder), *parts)
+
+    def build(out: Path) -> dict[str, Any]:
+        texts, names = transcripts(folder)
+        lengths = load_array(folder / "lengths.npy").tolist()
+        stored_rows, labels, strange, bad = list[int](), list[list[int]](), list[bool](), list[list[str]]()
+        for at, (text, named, length) in enumerate(zip(texts, names, lengths, strict=True)):
+            fitted = alphabet.fitted(text)
+            worst = 1 - speed if isinstance(limits, LogMel) else 1 + speed  # too long, or too short
+            fault = _fault_of(fitted, alphabet, limits, int(length / worst))
+            if fault is None:
+                stored_rows.append(at)
+                labels.append(alphabet.encode(fitted))
+                strange.append(bool(alphabet.strange(fitted)))
+            else:
+                bad.append([named, fault])
+        save_array(out / "kept.npy", np.array(stored_rows, np.int64))
+        save_array(out / "strange.npy", np.array(strange, np.bool_))
+        save_array(out / "labels.npy", np.array([number for row in labels for number in row], np.int32))
+        save_array(out / "starts.npy", np.cumsum([0, *map(len, labels)], dtype=np.int64))
+        return {"bad": bad, "content": content}
+
+    out = cache / "speech_labels" / name
+    build_once(out, build)
+    return out
+
+
+def _has_strange(characters: str) -> str:
+    return f"has {characters!r} in its text, which the model's alphabet has not"
+
+
+def _fault_of(text: str, alphabet: Alphabet | Words, limits: Frames | LogMel, samples: int) -> str | None:
+    """Why a recording of so many samples cannot teach a transcript; empty if it can."""
+    if not text:
+        return "has an empty text"
+    strange = alphabet.strange(text)
+    if strange and alphabet.unknown is None:
+        return _has_strange(strange)
+    return limits.fault(alphabet.encode(text), samples)

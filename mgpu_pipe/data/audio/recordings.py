@@ -1,0 +1,156 @@
+"""Recordings and transcripts as tensors, padded to the longest of a batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.decode_audio import Wave
+from mgpu_pipe.data.audio.listen import FILES, WAVES, Sound, read_recording
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.fingerprint import Fingerprint
+from mgpu_pipe.data.samples import Split, random_of
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.token_store import load_array
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
+
+
+_KEY = 0x5BEC
+"""Key that separates these random numbers from those that change the recording."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Spans that SpecAugment hides.
+
+    Attributes:
+        share: of the places that begin a span, times its length.
+        length: of a span.
+        fewest: spans of a sample.
+    """
+
+    share: float
+    length: int
+    fewest: int
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], which: str) -> Spans:
+        """Reads the spans of a model's configuration; ``which`` is time or feature."""
+        if not fields.get("apply_spec_augment", True):
+            return cls(0.0, 1, 0)
+        share, length, fewest = (fields.get(f"mask_{which}_{name}", 0) for name in ("prob", "length", "min_masks"))
+        return cls(float(share), int(length), int(fewest))
+
+    def draw_mask(self, places: int, random: np.random.Generator) -> NDArray[np.bool_]:
+        """Draws which of ``places`` lie in a span."""
+        hidden = np.zeros(places, np.bool_)
+        starts = places - self.length + 1
+        if not self.share or starts < 1:
+            return hidden
+        number = max(int(self.share * places / self.length + random.random()), self.fewest)
+        for start in random.permutation(starts)[: min(number, places // self.length)]:
+            hidden[start : start + self.length] = True
+        return hidden
+
+
+def random_of_spans(seed: int, number: int) -> np.random.Generator:
+    """Random numbers for the spans of the sample with this number."""
+    mask = 0xFFFFFFFFFFFFFFFF
+    return np.random.Generator(np.random.Philox(key=np.array([(seed ^ _KEY << 32) & mask, number & mask], np.uint64)))
+
+
+class SpeechSamples:
+    """One split of recordings, a :class:`mgpu_pipe.data.samples.SampleSet`.
+
+    Args:
+        reopen: opens the same samples in another process; picklable.
+    """
+
+    def __init__(
+        self, config: RunConfig, split: Split, prepared: PreparedSpeech, reopen: Callable[[], SpeechSamples]
+    ) -> None:
+        assert isinstance(config.data, AudioConfig)
+        self._data, self._seed, self._split, self._reopen = config.data, config.seed, split, reopen
+        self._sound = Sound.from_config(config.data, config.model)
+        self._between_words = prepared.alphabet().between_words
+        folder, labels, among = prepared.folder_of(split), prepared.labels_of(split), prepared.among_kept(split)
+        starts = load_array(labels / "starts.npy")
+        self._numbers, self._start, self._end = load_array(labels / "labels.npy"), starts[among], starts[among + 1]
+        self._recordings = prepared.chosen(split)
+        self._waves, self._files = None, dict[str, Any]()
+        if (folder / WAVES).is_file():
+            self._waves = load_array(folder / WAVES)
+            self._borders = np.concatenate([[0], np.cumsum(load_array(folder / "lengths.npy"))])
+        else:
+            self._files = json.loads((folder / FILES).read_text(encoding="utf-8"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as ``reopen``: another process opens the files itself."""
+        return self._reopen, ()
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return int((self._end[indices] - self._start[indices]).sum())
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return 0
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return 0
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Tensors of the recordings ``indices``.
+
+        ``input_values`` has shape (rows, samples), ``labels`` (rows, characters). ``lengths``, the samples without
+        padding, and ``between_words``, the separator of words in ``labels``, have shape (rows,).
+        """
+        waves = [
+            self.model_input(index, number) for index, number in zip(indices.tolist(), numbers.tolist(), strict=True)
+        ]
+        values = np.zeros((len(waves), max(map(len, waves))), np.float32)
+        for at, wave in enumerate(waves):
+            values[at, : len(wave)] = wave
+        written = [self.written(index) for index in indices.tolist()]
+        labels = np.full((len(written), max(map(len, written))), IGNORE_INDEX, np.int64)
+        for at, tokens in enumerate(written):
+            labels[at, : len(tokens)] = tokens
+        arrays = {
+            "input_values": values,
+            "lengths": np.array([len(wave) for wave in waves], np.int64),
+            "between_words": np.full(len(waves), self._between_words, np.int64),
+            "labels": labels,
+        }
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def model_input(self, index: int, number: int) -> Wave:
+        """The model's input for a recording: changed in training, then normalised."""
+        wave = self.recording(index)
+        if self._split == "train" and (self._data.speed or self._data.noise):
+            wave = self._sound.changed(wave, self._data, random_of(self._seed, number))
+        return self._sound.fitted(wave)
+
+    def recording(self, index: int) -> Wave:
+        """The unchanged recording at the model's rate."""
+        at = int(self._recordings[index])
+        if self._waves is not None:
+            stored: Wave = self._waves[self._borders[at] : self._borders[at + 1]].astype(np.float32)
+            return stored / np.float32(32767)
+        known = Fingerprint(self._files["sizes"][at], tuple(self._files["blocks"][at]))
+        return read_recording(Path(self._files["paths"][at]), known, self._sound.rate, self._data.max_seconds)
+
+    def written(self, index: int) -> NDArray[np.int32]:
+        """Numbers of a transcript's characters."""
+        numbers: NDArray[np.int32] = self._numbers[self._start[index] : self._end[index]]
+        return numbers

@@ -1,0 +1,41 @@
+"""Keys of data sets of speech."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mgpu_pipe.config.schema import Auto, DataConfig
+
+
+@dataclass
+class AudioConfig(DataConfig):
+    audio_column: str = "path"
+    """Name of the field with a recording's path, seen from its list's folder (audio_list)."""
+    sampling_rate: int | Auto = field(default="auto", metadata={"at_least": 1000})
+    """Samples a second that the model gets; recordings of another rate are resampled. auto is what the model's folder
+    says, else 16,000."""
+    max_seconds: float = field(default=30.0, metadata={"above": 0})
+    """A longer recording cannot be used."""
+    speed: float = field(default=0.0, metadata={"at_least": 0, "at_most": 0.5})
+    """Share by which a training recording is played faster or slower at most, pitch and all; this and the next one are
+    drawn by seed and sample alone, so they are the same on any number of processes."""
+    noise: float = field(default=0.0, metadata={"at_least": 0})
+    """Most white noise that is added to a training recording, as a share of its own loudness (root mean square)."""
+    sort_steps: int = field(default=1, metadata={"at_least": 1})
+    """Steps whose samples are sorted by length together, and which then come in an order drawn by the seed: a step's
+    samples are about as long as one another, so that little of it is padding. 1 sorts none."""
+
+    def sample_text(self) -> str:
+        return f"recordings of at most {self.max_seconds:g} s"
+
+    def tokens(self) -> int:
+        return 0
+
+
+@dataclass
+class SpokenDigitsConfig(AudioConfig):
+    recordings: int = field(default=2400, metadata={"at_least": 1})
+    """Of the training data (spoken_digits)."""
+    held_out: Literal["voices", "synthesiser"] = "voices"
+    """Held-out voices: voices of espeak-ng that are not trained on, or flite, another synthesiser."""

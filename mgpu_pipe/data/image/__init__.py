@@ -1,1 +1,0 @@
-"""Pictures: decoding, preparing, and data sets of pictures with a class."""

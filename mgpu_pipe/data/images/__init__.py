@@ -1,0 +1,1 @@
+"""Pictures and videos: decoding, preparation, and their data sets."""

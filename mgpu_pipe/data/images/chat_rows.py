@@ -1,0 +1,243 @@
+"""Rows of conversations with pictures: messages of the usual forms with a place for each picture.
+
+A place is the text ``<image>`` in a message to the assistant (LLaVA's form), or a content part ``{"type": "image"}``
+(transformers' and OpenAI's form). The parts name the pictures, or a column does, in the order of their places. Videos
+work alike with the place ``<video>``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.data import files
+from mgpu_pipe.data.bad_samples import BadSampleError
+from mgpu_pipe.data.fingerprint import Fingerprint
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.tables import Keep, fault_of, file_named, is_embedded, looked_at, row_lines
+from mgpu_pipe.data.text.conversations import (
+    PLACE,
+    PLACES,
+    SHAREGPT,
+    VIDEO,
+    columns_read,
+    messages_of,
+    tools_of,
+    unused_columns,
+)
+from mgpu_pipe.errors import DataError
+from mgpu_pipe.system.local_files import is_file, is_folder
+
+QUESTIONS, SHAPES = "digit_questions", "moving_shapes"
+"""Sources that need no files."""
+COLUMN = "messages"
+"""Column of :attr:`ChatRow.text` that holds the messages."""
+ALSO = {PLACE: "image", VIDEO: "video"}
+"""LLaVA's columns of a row's picture and of its video."""
+KINDS = {"image": PLACE, "image_url": PLACE, "video": VIDEO, "video_url": VIDEO}
+"""Types of a content part that is a picture or a video."""
+NAMES = ("bytes", "image", "video", "path", "url", "image_url", "video_url")
+"""Fields of a part that name its picture."""
+RATES = ("sample_fps", "fps")
+"""Fields of a row or part that state a frame folder's frames a second."""
+LOOKED_AT = 1000
+"""Rows that a check reads before a run."""
+
+
+@dataclass(frozen=True)
+class ChatRow:
+    """One conversation.
+
+    Attributes:
+        text: a JSON object with its messages, each place a ``<image>`` in them.
+        pictures: their files, in the order of the places; of videos files, or folders of frames.
+        videos: which of them are videos.
+        key: what the held-out split goes by: the pictures as the row names them, so that conversations about the same
+            ones stay on one side, wherever the folder lies.
+        origin: where it stands.
+        size: its share of the progress.
+        unused: columns that nothing reads.
+        rates: frames a second of folders of frames; 0 where the row does not state it, and of other things.
+    """
+
+    text: str
+    pictures: tuple[Path, ...]
+    videos: tuple[bool, ...]
+    key: str
+    origin: str
+    size: int
+    unused: tuple[str, ...] = ()
+    rates: tuple[float, ...] = ()
+
+
+Check = Callable[[ChatRow], None]
+
+
+def first_rows(data: PictureChatConfig, patterns: Sequence[str], key: str, check: Check) -> list[ChatRow]:
+    """First rows of each file; raises like :func:`rows_of`."""
+    paths = files.expand_paths(patterns, key)
+    return [row for path in paths for row in islice(rows_of(data, path, check=check), LOOKED_AT)]
+
+
+def rows_of(
+    data: PictureChatConfig,
+    path: Path,
+    expected: Fingerprint | None = None,
+    keep: Keep | None = None,
+    check: Check = lambda row: None,
+    faults: list[tuple[str, str]] | None = None,
+) -> Iterator[ChatRow]:
+    """Yields the rows of a table.
+
+    With ``data.on_bad_sample=skip`` it leaves out broken rows as long as one row is whole. It still yields rows that
+    name a missing file.
+
+    Args:
+        keep: takes files that the rows hold; None for a check.
+        check: raises DataError for a row that the model cannot be given.
+        faults: takes the place of each row that is left out, and why.
+
+    Raises:
+        DataError: no row is whole; with ``data.on_bad_sample=stop``, a row that is broken, that names a file that is
+            not there, or has not as many places as pictures.
+    """
+    takes, skips = keep or looked_at(path), data.on_bad_sample == "skip"
+    columns = (data.messages_column, data.image_column, data.video_column, *ALSO.values())
+    first, whole = None, False
+    for line, origin, size in row_lines(path, expected, dict.fromkeys(columns, takes), nested=True):
+        try:
+            row = _row(line, origin, size, data, path.parent, takes, skips)
+            check(row)
+        except DataError as error:
+            if not skips:
+                raise
+            first = first or error
+            if faults is not None:
+                faults.append((origin, fault_of(error, origin)))
+        else:
+            whole = True
+            yield row
+    if first is not None and not whole:
+        raise first
+
+
+def _row(
+    line: str, origin: str, size: int, data: PictureChatConfig, folder: Path, keep: Keep, missing: bool
+) -> ChatRow:
+    """Parses a row; ``missing`` accepts names of missing files."""
+    row = files.json_row(line, origin, data.messages_column, data.image_column, data.video_column)
+    text, named, rates = conversation_of(row, origin, data, keep)
+    pictures, videos = tuple(folder / name for name, _ in named), tuple(kind == VIDEO for _, kind in named)
+    for picture, video in zip(pictures, videos, strict=True):
+        if not missing and not is_file(picture) and not (video and is_folder(picture)):
+            raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
+    folders = [video and is_folder(picture) for picture, video in zip(pictures, videos, strict=True)]
+    stated = iter(_rates_of(row, rates, sum(videos), origin) if any(folders) else [0.0] * sum(videos))
+    of_things = [next(stated) if video else 0.0 for video in videos]
+    rates_read = RATES if any(folders) else ()
+    read = columns_read(row, data.messages_column, data.format)
+    unused = unused_columns(row, (*read, data.image_column, data.video_column, *ALSO.values(), *rates_read))
+    # A cached file is named by its content, so the cache's location does not matter.
+    names = (Path(name).name if is_embedded(Path(name)) else name for name, _ in named)
+    key = "\0".join(names) or text
+    rated = tuple(rate * there for rate, there in zip(of_things, folders, strict=True))
+    return ChatRow(text, pictures, videos, key, origin, size, tuple(unused), rated)
+
+
+def _rates_of(row: dict[str, Any], in_parts: Sequence[object], videos: int, origin: str) -> list[float]:
+    """Frames a second of each video of a row, from its parts or else its columns; 0 where unstated."""
+    stated = in_parts if any(rate is not None for rate in in_parts) else _first(row, RATES)
+    listed = stated if isinstance(stated, Sequence) and not isinstance(stated, str) else [stated] * videos
+    if len(listed) != videos:
+        raise DataError(f"{origin}: has {len(listed)} rates of frames, and {videos} videos; {files.FIX}")
+    rates = []
+    for value in listed:
+        try:
+            rate = 0.0 if value is None else float(value) if isinstance(value, str | int | float) else -1.0
+        except (ValueError, OverflowError):
+            rate = -1.0
+        if isinstance(value, bool) or not (value is None or 0 < rate < math.inf):
+            raise DataError(f"{origin}: the frames a second are {value!r}, not a number above 0; {files.FIX}")
+        rates.append(rate)
+    return rates
+
+
+def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """First entry that is not empty."""
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def conversation_of(
+    row: dict[str, Any], origin: str, data: PictureChatConfig, keep: Keep
+) -> tuple[str, list[tuple[str, str]], list[object]]:
+    """Messages of a row as JSON, its visual inputs as (file name, kind of place), and the rates in its video parts,
+    None where unstated."""
+    in_parts: dict[str, list[str | None]] = {PLACE: [], VIDEO: []}
+    rates = list[object]()
+    for column in (data.messages_column, SHAREGPT, "prompt", "completion"):
+        if isinstance(row.get(column), list):
+            row[column] = [_with_places(message, in_parts, rates, origin, keep) for message in row[column]]
+    messages = messages_of(row, origin, data.messages_column, data.format)
+    said = " ".join(str(message.get("content") or "") for message in messages if message["role"] == "assistant")
+    if placeholder := PLACES.search(said):
+        raise DataError(
+            f"{origin}: the assistant says {placeholder[0]}; pictures stand in what is said to it; {files.FIX}"
+        )
+    places = [place for message in messages for place in PLACES.findall(str(message.get("content") or ""))]
+    named: dict[str, Iterator[str]] = {}
+    for place, column, what in ((PLACE, data.image_column, "pictures"), (VIDEO, data.video_column, "videos")):
+        names = _named(row, in_parts[place], origin, column, ALSO[place], keep)
+        if len(names) != places.count(place):
+            fix = f"write {place} where each belongs, and name each in column '{column}'"
+            raise DataError(f"{origin}: has {len(names)} {what}, and places for {places.count(place)}; {fix}")
+        named[place] = iter(names)
+    tools = tools_of(row, origin)
+    content = {COLUMN: messages} if tools is None else {COLUMN: messages, "tools": tools}
+    return json.dumps(content, ensure_ascii=False), [(next(named[kind]), kind) for kind in places], rates
+
+
+def _with_places(
+    message: object, named: dict[str, list[str | None]], rates: list[object], origin: str, keep: Keep
+) -> object:
+    """Replaces each picture or video part of ``message`` by a place. Appends the parts' file names to ``in_parts`` and
+    the rates of videos to ``rates``."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts = []
+    for part in message["content"]:
+        if isinstance(part, dict) and (place := KINDS.get(str(part.get("type")))):
+            name = _first(part, NAMES)
+            rates += [_first(part, RATES)] if place == VIDEO else []
+            name = name["url"] if isinstance(name, dict) and "url" in name else name
+            named[place].append(None if name is None else _path(name, origin, keep))
+            part = {"type": "text", "text": place}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _named(
+    row: dict[str, Any], in_parts: list[str | None], origin: str, column: str, also: str, keep: Keep
+) -> list[str]:
+    named_in_parts = [name for name in in_parts if name is not None]
+    listed_names = row.get(column, row.get(also))
+    if named_in_parts and (len(named_in_parts) < len(in_parts) or listed_names):
+        raise DataError(f"{origin}: some pictures are named in messages and some are not; name all in one way")
+    listed = listed_names if isinstance(listed_names, list) else [] if listed_names is None else [listed_names]
+    return named_in_parts or [_path(name, origin, keep) for name in listed]
+
+
+def _path(name: object, origin: str, keep: Keep) -> str:
+    try:
+        name = file_named(name, keep)
+    except BadSampleError as error:
+        raise DataError(f"{origin}: {error}; {files.FIX}") from error
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise DataError(f"{origin}: the picture is {name!r}, not a path; {files.FIX}")
+    if name.startswith(("http:", "https:")):
+        raise DataError(f"{origin}: the picture is {name[:40]!r}, not a path; save it to a file, and name that")
+    return name.removeprefix("file://")

@@ -1,0 +1,279 @@
+"""Conversations with pictures as tensors: one row a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.images.grids import AXES, GridPixels, chat_pixels, row_positions, seen_apart
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.scan_images import StoredPictures
+from mgpu_pipe.data.images.videos import StoredClips
+from mgpu_pipe.data.samples import SampleSet, Split, random_of
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.encode import TRAINED
+from mgpu_pipe.data.text.packing import best_fit, ranges
+from mgpu_pipe.data.text.token_store import TokenStore
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
+
+
+def rows_of_lengths(lengths: NDArray[np.int64], seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Packs conversations into rows by best fit: each row has those between two offsets."""
+    bins = best_fit(lengths, seq_len)
+    return np.concatenate([[0], np.cumsum(np.bincount(bins))]).astype(np.int64), np.argsort(bins, kind="stable")
+
+
+class PackedChats:
+    """Packed rows of one split, a :class:`mgpu_pipe.data.samples.SampleSet`.
+
+    Args:
+        alone: the conversations.
+        together: pack them; else each has a row of its own.
+        reopen: opens the same samples in another process; picklable.
+    """
+
+    def __init__(
+        self, alone: PictureChatSamples, seq_len: int, together: bool, reopen: Callable[[], SampleSet]
+    ) -> None:
+        self.alone, self._seq_len, self._reopen = alone, seq_len, reopen
+        one_each = np.arange(len(alone) + 1), np.arange(len(alone))
+        self._offsets, self._members = rows_of_lengths(alone.lengths, seq_len) if together else one_each
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as ``reopen``: another process maps the files itself."""
+        return self._reopen, ()
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        members = self._members_of(indices)[0]
+        return self.alone.valid_units(members, members)
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return len(indices) * self._seq_len
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.positions(indices) - int(self.alone.lengths[self._members_of(indices)[0]].sum())
+
+    def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sums of the costs of each row's conversations."""
+        members, counts = self._members_of(indices)
+        totals = np.zeros(len(indices), np.int64)
+        np.add.at(totals, np.repeat(np.arange(len(indices)), counts), self.alone.costs(members))
+        return totals
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Batch of packed rows: the fields of single conversations, and ``position_ids`` that restart with each
+        conversation. Positions along a model's own axes follow them."""
+        members, counts = self._members_of(indices)
+        # A row holds fewer than seq_len conversations, so each gets its own number.
+        apart = np.repeat(numbers, counts) * self._seq_len + ranges(np.zeros_like(counts), counts)
+        alone = self.alone.batch(members, np.where(np.repeat(numbers, counts) < 0, np.repeat(numbers, counts), apart))
+        row_of, lengths = np.repeat(np.arange(len(indices)), counts), self.alone.lengths[members]
+        begins = np.cumsum(lengths) - lengths
+        begins -= np.repeat(begins[np.cumsum(counts) - counts], counts)
+        rows = {
+            "input_ids": alone["input_ids"].new_zeros(len(indices), self._seq_len),
+            "labels": alone["labels"].new_full((len(indices), self._seq_len), IGNORE_INDEX),
+        }
+        # The padding after them is a separate document.
+        positions = torch.arange(self._seq_len).repeat(len(indices), 1)
+        axes = torch.arange(self._seq_len).repeat(len(indices), AXES, 1) if "position_ids" in alone else None
+        for at, (row, first, length) in enumerate(zip(row_of.tolist(), begins.tolist(), lengths.tolist(), strict=True)):
+            here, behind = slice(first, first + length), torch.arange(self._seq_len - first - length)
+            for name in ("input_ids", "labels"):
+                rows[name][row, here] = alone[name][at, :length]
+            positions[row, here], positions[row, first + length :] = torch.arange(length), behind
+            if axes is not None:
+                axes[row, :, here], axes[row, :, first + length :] = alone["position_ids"][at, :, :length], behind
+        rows["position_ids"] = positions if axes is None else torch.cat([positions[:, None], axes], 1)
+        for name, amounts in _visual_fields(alone).items():
+            rows[name] = _joined(alone[name], amounts, row_of, len(indices))
+        if "pictures" in alone:
+            rows["pictures"] = torch.zeros(len(indices), dtype=torch.int64)
+            rows["pictures"].index_add_(0, torch.from_numpy(row_of), alone["pictures"])
+        return rows
+
+    def _members_of(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Conversations of these rows, row after row, and the number in each row."""
+        first, counts = self._offsets[indices], self._offsets[indices + 1] - self._offsets[indices]
+        return self._members[ranges(first, counts)], counts
+
+
+def _visual_fields(alone: Mapping[str, torch.Tensor]) -> dict[str, NDArray[np.int64]]:
+    """Elements that each conversation has in every visual field, by the field's name."""
+    if "grids" in alone:
+        patches = alone["grids"].prod(-1)
+        return {"grids": (patches > 0).sum(1).numpy(), "pixel_values": patches.sum(1).numpy()}
+    pictures = alone["pictures"].numpy()
+    return {name: pictures for name in ("pixel_values", "shown") if name in alone}
+
+
+def _joined(values: torch.Tensor, amounts: NDArray[np.int64], row_of: NDArray[np.int64], rows: int) -> torch.Tensor:
+    """Concatenates the values of each row's conversations, padded with zeros."""
+    filled = np.zeros(rows, np.int64)
+    joined = values.new_zeros(rows, int(np.bincount(row_of, amounts, rows).max()), *values.shape[2:])
+    for at, (row, many) in enumerate(zip(row_of.tolist(), amounts.tolist(), strict=True)):
+        joined[row, filled[row] : filled[row] + many] = values[at, :many]
+        filled[row] += many
+    return joined
+
+
+class PictureChatSamples:
+    """One split of conversations with pictures, unpacked; a :class:`mgpu_pipe.data.samples.SampleSet`.
+
+    Args:
+        reopen: opens the same samples in another process; picklable.
+    """
+
+    def __init__(
+        self, config: RunConfig, prepared: PreparedPictureChats, split: Split, reopen: Callable[[], SampleSet]
+    ) -> None:
+        assert isinstance(config.data, PictureChatConfig)
+        self._config, self._data, self._known, self._reopen = config, config.data, prepared, reopen
+        self._pixels, self._trains = chat_pixels(config.data, config.model), split == "train"
+        self._stored = StoredPictures(prepared.pictures_of(split), self._pixels.channels)
+        self._clips = StoredClips(prepared.clips_of(split))
+        store, documents = TokenStore.open(prepared.folder_of(split)), prepared.documents(split)
+        assert store.loss_mask is not None
+        self._tokens, self._mask = store.tokens, store.loss_mask
+        self._start, self._end = store.offsets[documents], store.offsets[documents + 1]
+        self._all = prepared.visual_index(split)
+        self._first, self._last = self._all.offsets[documents], self._all.offsets[documents + 1]
+        self._places, self._standing, self._written = prepared.places_in(split), prepared.standing, prepared.written()
+        self.lengths = prepared.lengths(split)[documents]
+        before = np.concatenate([[0], np.cumsum(store.loss_mask & TRAINED != 0)])
+        self._units = before[self._end] - before[np.minimum(self._start + 1, self._end)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as ``reopen``: another process maps the files itself."""
+        return self._reopen, ()
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return int(self._units[indices].sum())
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return len(indices) * self._known.seq_len
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.positions(indices) - int(self.lengths[indices].sum())
+
+    def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places of each conversation's pictures, which the vision tower computes; rows are equally long."""
+        places = np.concatenate([[0], np.cumsum(self._places.prod(1))])
+        tokens: NDArray[np.int64] = places[self._last[indices]] - places[self._first[indices]]
+        return tokens
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Batch of the conversations ``indices``, in the form of :mod:`mgpu_pipe.objectives.vision_language`."""
+        ids = np.full((len(indices), self._known.seq_len + 1), self._known.padding_token_id, np.int64)
+        labels = np.full_like(ids, IGNORE_INDEX)
+        for row, index in enumerate(indices.tolist()):
+            self._fill(index, ids[row], labels[row])
+        pictures_of = [self._seen_pictures(*place) for place in zip(indices.tolist(), numbers.tolist(), strict=True)]
+        arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:]}
+        if isinstance(self._pixels, GridPixels):
+            grid = self._pixels.grid
+            patches = [
+                np.concatenate(pictures) if pictures else np.zeros((0, grid.values), np.float32)
+                for pictures in pictures_of
+            ]
+            slices = [self._pictures_of(index) for index in indices.tolist()]
+            seconds = [self._all.seconds[self._all.pictures[part]] for part in slices]
+            apart = [seen_apart(grid, self._places[part], step) for part, step in zip(slices, seconds, strict=True)]
+            placed = np.isin(arrays["input_ids"], self._standing)
+            positions = [row_positions(tokens, *seen) for tokens, seen in zip(placed, apart, strict=True)]
+            grids = [places * (1, grid.merge, grid.merge) for places, _ in apart]
+            arrays |= {"position_ids": np.stack(positions), "grids": _together(grids, (3,), np.int64)}
+            arrays["pixel_values"] = _together(patches, (grid.values,))
+        else:
+            side = (self._pixels.channels, self._pixels.size, self._pixels.size)
+            parts = [
+                np.concatenate(pictures) if pictures else np.zeros((0, *side), np.float32) for pictures in pictures_of
+            ]
+            arrays["pictures"] = np.array([len(pictures) for pictures in parts], np.int64)
+            arrays["pixel_values"] = _together(parts, side)
+            if self._data.cache_features:
+                arrays["shown"] = _together(
+                    [self._all.pictures[self._pictures_of(index)] for index in indices.tolist()], (), np.int64
+                )
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
+
+    def _pictures_of(self, index: int) -> slice:
+        """Slice of a conversation's pictures among all shown."""
+        return slice(int(self._first[index]), int(self._last[index]))
+
+    def _seen_pictures(self, index: int, number: int) -> list[NDArray[np.float32]]:
+        """Pictures of a conversation as the model sees them."""
+        random, arrays = random_of(self._config.seed, number), list[NDArray[np.float32]]()
+        for images in self.images(index):
+            if self._trains:  # every frame of a video gets the same change
+                before = random.bit_generator.state
+                for at, image in enumerate(images):
+                    random.bit_generator.state = before
+                    images[at] = self._pixels.changed(image, self._data, random)
+            else:
+                images = [self._pixels.fitted(image) for image in images]
+            arrays.append(self._pixels.clip(images))
+        return arrays
+
+    def _times(self, index: int) -> list[tuple[float, ...]]:
+        """Seconds of each video's frames, if the model family writes them into the text; else empty."""
+        things, grid = self._all.pictures[self._pictures_of(index)].tolist(), self._known.grid
+        if grid is None or not grid.has_timestamps:
+            return [()] * len(things)
+        return [self._all.visual(number).times(grid.frames) for number in things]
+
+    def prompt_tokens(self, index: int) -> list[int]:
+        """Tokens of a conversation before its first answer, without those of pictures."""
+        piece = slice(int(self._start[index]), int(self._end[index]))
+        tokens = self._tokens[piece][: int(np.flatnonzero(self._mask[piece] & TRAINED)[0])]
+        return [int(token) for token in tokens[~np.isin(tokens, self._standing)]]
+
+    def images(self, index: int) -> list[list[Image]]:
+        """Stored pictures of a conversation; a video gives its frames."""
+        channels, numbers = self._pixels.channels, self._all.pictures[self._pictures_of(index)].tolist()
+        return [
+            [self._stored.picture(place) for place in visual.frames]
+            if visual.clip < 0
+            else self._clips.frames(visual.clip, visual.frames, channels)
+            for visual in map(self._all.visual, numbers)
+        ]
+
+    def _fill(self, index: int, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
+        """Writes tokens and labels of a conversation; replaces each picture's token by its placeholder tokens."""
+        piece = slice(int(self._start[index]), int(self._end[index]))
+        tokens = self._tokens[piece].astype(np.int64)
+        at = np.flatnonzero(np.isin(tokens, self._standing))
+        places, times = self._places[self._pictures_of(index)].tolist(), self._times(index)
+        many = [self._written.ids(*place) for place in zip(tokens[at].tolist(), places, times, strict=True)]
+        often = np.ones(len(tokens), np.int64)
+        often[at] = [len(ids_of_place) for ids_of_place in many]
+        length = int(often.sum())
+        ids[:length] = np.repeat(tokens, often)
+        for first, ids_of_place in zip((often.cumsum() - often)[at], many, strict=True):
+            ids[first : first + len(ids_of_place)] = ids_of_place
+        trained = np.repeat(self._mask[piece] & TRAINED != 0, often)
+        labels[:length][trained] = ids[:length][trained]
+
+
+def _together(rows: Sequence[Any], shape: tuple[int, ...], dtype: type[Any] = np.float32) -> NDArray[Any]:
+    """Stacks the rows' values, padded with zeros; ``shape`` is that of one value."""
+    whole = np.zeros((len(rows), max(map(len, rows)), *shape), dtype)
+    for row, values in enumerate(rows):
+        if len(values):
+            whole[row, : len(values)] = values
+    return whole

@@ -1,0 +1,118 @@
+"""Preflight checks of pictures, before any is decoded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from mgpu_pipe.architectures.pictures import READ_QUESTIONS_WHOLE, SEE_VIDEOS
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.bad_samples import check_rule
+from mgpu_pipe.data.images.chat_rows import COLUMN, QUESTIONS, SHAPES, ChatRow, first_rows
+from mgpu_pipe.data.images.decode_image import pillow
+from mgpu_pipe.data.images.grids import chat_pixels
+from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
+from mgpu_pipe.data.images.picture_tars import TARS, check_tars
+from mgpu_pipe.data.images.pixels import Pixels
+from mgpu_pipe.data.images.videos import pyav
+from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.data.sources.picture_files import DIGITS, digits_file, entries, with_splits
+from mgpu_pipe.data.text.chat_templates import check_chat
+from mgpu_pipe.data.text.conversations import is_trained
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
+from mgpu_pipe.system.local_files import is_file
+
+
+def check_pictures(config: RunConfig) -> None:
+    """Checks that packages exist, folders hold pictures, lists name files, and the model takes such pictures.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    data = config.data
+    assert isinstance(data, ImageConfig)
+    checks: list[Callable[[], object]] = [
+        *(pillow, lambda: Pixels.from_config(data, config.model)),
+        lambda: check_rule(data),
+    ]
+    if data.source in DIGITS:
+        checks.append(digits_file)
+    else:
+        looked: Callable[[list[str], str], object] = partial(check_tars if data.source in TARS else entries, data)
+        try:
+            paths, held_out = with_splits(data)
+        except ConfigError as error:
+            raise ConfigErrors([error]) from error
+        checks.append(lambda: looked(paths, "data.paths"))
+        if held_out:
+            checks.append(lambda: looked(held_out, "data.validation_paths"))
+    _raise_all(checks)
+
+
+def check_picture_chats(config: RunConfig) -> None:
+    """Checks pictures of conversations: as many places as pictures, and a chat template that takes them.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    data = config.data
+    assert isinstance(data, PictureChatConfig)
+
+    def rows(patterns: list[str], key: str) -> None:
+        looked = first_rows(data, patterns, key, partial(check_row, config))
+        # Rows have normalised messages.
+        plain = replace(config, data=replace(data, messages_column=COLUMN, format="messages"))
+        check_chat(plain, [(row.text, row.origin) for row in looked])
+
+    checks: list[Callable[[], object]] = [*(pillow, lambda: chat_pixels(data, config.model)), lambda: check_rule(data)]
+    if data.source == QUESTIONS:
+        checks.append(digits_file)
+    elif data.source == SHAPES:
+        checks.append(lambda: sees_videos(config, f"data.source={SHAPES}"))
+    elif data.paths:
+        checks.append(lambda: rows(data.paths, "data.paths"))
+        if data.validation_paths:
+            checks.append(lambda: rows(data.validation_paths, "data.validation_paths"))
+    _raise_all(checks)
+
+
+def check_row(config: RunConfig, row: ChatRow) -> None:
+    """Checks that the model takes a row's videos, that PyAV reads their files, and that a model with bidirectional
+    attention before an answer learns only one answer.
+
+    Raises:
+        ConfigError: the model or the installation cannot take the row.
+        DataError: several answers.
+    """
+    kind = config.model.type or model_field(config.model, "model_type")
+    if kind in READ_QUESTIONS_WHOLE:
+        messages = json.loads(row.text)[COLUMN]
+        answers = sum(message["role"] == "assistant" and is_trained(message) for message in messages)
+        if answers > 1:
+            reason = f"has {answers} answers to learn, and {kind} reads all before the first from both sides"
+            raise DataError(f'{row.origin}: {reason}; give the others "train": false, or a row each')
+    if any(row.videos):
+        sees_videos(config, row.origin)
+    if any(video and is_file(path) for path, video in zip(row.pictures, row.videos, strict=True)):
+        pyav()
+
+
+def sees_videos(config: RunConfig, origin: str) -> None:
+    """Raises ConfigError where the model takes no videos."""
+    kind = config.model.type or model_field(config.model, "model_type")
+    if kind not in SEE_VIDEOS:
+        reason = f"{origin} has a video, which no model of {kind} is given"
+        raise ConfigError("model.type", kind, f"use one of {', '.join(SEE_VIDEOS)}", reason)
+
+
+def _raise_all(checks: Sequence[Callable[[], object]]) -> None:
+    errors = list[BadInputError]()
+    for check in checks:
+        try:
+            check()
+        except BadInputError as error:
+            errors.append(error)
+    if errors:
+        raise ConfigErrors(errors)

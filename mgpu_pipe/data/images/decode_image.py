@@ -1,0 +1,139 @@
+"""Decodes picture files of any mode to pixels. Needs Pillow."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.data.bad_samples import BadSampleError, decoding
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.standard_streams import library_output
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Formats that are decoded. Pillow's others start programs or are not pictures."""
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+MOST_PIXELS = 1 << 26
+"""Largest picture: a small file may unpack to gigabytes."""
+LEAST_SIDE = 2
+ORIENTATION = 0x0112
+"""EXIF's tag of the orientation."""
+TURNED = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Pillow's transposition that makes each EXIF orientation upright (EXIF 2.3, section 4.6.4)."""
+SIDEWAYS = ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_NO_NAME = "tempfile.tif: "
+"""libtiff's name for a file without a name."""
+MODES = {1: "L", 3: "RGB"}
+"""Pillow's modes by the number of channels."""
+
+
+def pillow() -> Any:
+    """Imports Pillow's module of images.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        fix = "install it: pip install 'mgpu_pipe[image]'"
+        raise ConfigError("data.source", "pictures", fix, "Pillow is not installed") from error
+    # Pillow also raises what it logs, and that error names the sample.
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    return Image
+
+
+def decode(raw: bytes, channels: int) -> Image:
+    """Decodes a picture: upright, 8 bits a channel.
+
+    It converts CMYK to RGB, a palette to its colours and 16 bits to 8, and puts transparent pixels on white.
+
+    Args:
+        channels: 1 (grey) or 3 (RGB).
+
+    Raises:
+        BadSampleError: it cannot be read whole, is larger than 67 million pixels or narrower than two, has several
+            frames, or values of no known range.
+    """
+    image_module = pillow()
+    with decoding("cannot be read"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            image = image_module.open(io.BytesIO(raw), formats=FORMATS)
+        except image_module.UnidentifiedImageError as error:
+            raise BadSampleError("is no picture of a known format") from error
+        width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise BadSampleError(f"has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+        if min(width, height) < LEAST_SIDE:
+            raise BadSampleError(f"has {width} x {height} pixels: there is nothing on it")
+        # The second frame of a phone's JPEG is a preview or a depth map.
+        if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+            raise BadSampleError(f"has {image.n_frames} frames; give a picture of one")
+        _load(image)
+        turned = turned_by(image)
+        upright = image if turned is None else image.transpose(image_module.Transpose[turned])
+        return _plain(upright, channels, image_module)
+
+
+def _load(image: Any) -> None:
+    """Reads the pixels. libtiff prints errors to standard error; here they become the exception."""
+    if image.format != "TIFF":
+        image.load()
+        return
+    failed: Exception | None = None
+    with library_output() as lines:
+        try:
+            image.load()
+        except Exception as error:
+            failed = error
+    if failed is not None:
+        raise OSError(lines[-1].removeprefix(_NO_NAME)) if lines else failed
+
+
+def turned_by(image: Image) -> str | None:
+    """Pillow's transposition that makes a picture upright; None where its EXIF has no orientation or is unreadable, as
+    in viewers."""
+    try:
+        return TURNED.get(image.getexif().get(ORIENTATION, 0))
+    except Exception:  # any error: cameras and editors write anything
+        return None
+
+
+def _plain(image: Any, channels: int, image_module: Any) -> Image:
+    import numpy as np
+
+    if image.mode.startswith("I;16") or image.mode == "I":
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 0xFFFF:
+            raise BadSampleError("has values of more than 16 bits")
+        image = image_module.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    elif image.mode == "F":
+        raise BadSampleError("has values of no known range (floating point)")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = image_module.new("RGBA", image.size, "white")
+        image = image_module.alpha_composite(white, image)
+    plain: Image = image if image.mode == MODES[channels] else image.convert(MODES[channels])
+    return plain
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Upright height and width of a picture that was decoded before."""
+    with pillow().open(path, formats=FORMATS) as image:
+        width, height = image.size
+        sideways = turned_by(image) in SIDEWAYS
+    return (width, height) if sideways else (height, width)

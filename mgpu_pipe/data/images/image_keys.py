@@ -1,0 +1,84 @@
+"""Keys of data sets of pictures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mgpu_pipe.config.schema import Auto, DataConfig
+
+
+@dataclass
+class ImageConfig(DataConfig):
+    image_column: str = "image"
+    """Name of the field with a picture's path, seen from its list's folder (image_list)."""
+    image_size: int | Auto = field(default="auto", metadata={"at_least": 1})
+    """Height and width of the pictures that the model gets; auto is the model's own image_size."""
+    fit: Literal["squash", "crop"] = "squash"
+    """How a picture of another shape becomes a square: squashed, or its middle cut out."""
+    mean: list[float] = field(default_factory=list)
+    """Taken from each channel, whose values are 0 to 1; empty: the model folder's, else 0.5."""
+    std: list[float] = field(default_factory=list)
+    """Standard deviation of each channel; empty: the model folder's, else 0.5."""
+    shift: int = field(default=0, metadata={"at_least": 0})
+    """Pixels that a training picture is moved by at most, across and down; this and the next three are drawn by seed
+    and sample alone, so they are the same on any number of processes."""
+    turn: float = field(default=0.0, metadata={"at_least": 0})
+    """Degrees that a training picture is turned by at most, either way."""
+    flip: bool = False
+    """Mirror every other training picture, left to right."""
+    random_crop: float = field(default=1.0, metadata={"at_least": 0.01, "at_most": 1})
+    """Least share of the area that a random crop of a training picture keeps; 1 crops none."""
+    cache_features: bool = False
+    """Run a frozen vision tower once over every picture, before the first step, and keep in the run's folder what it
+    makes of them (model.freeze=[vision]); four bytes a value."""
+
+    def sample_text(self) -> str:
+        size = (
+            "the model's image size" if self.image_size == "auto" else f"{self.image_size} x {self.image_size} pixels"
+        )
+        return f"pictures of {size}"
+
+    def tokens(self) -> int:
+        return 0
+
+
+@dataclass
+class CaptionConfig(ImageConfig):
+    caption_column: str = "caption"
+    """Name of the field with a picture's caption (captions; captioned_tar where it is JSON)."""
+    captions: list[str] = field(default_factory=lambda: ["{}"])
+    """What is said of a picture of a class, whose name takes the place of {} (captioned_digits, captioned_folder); each
+    time a picture is trained on, one of them is drawn by seed and sample."""
+
+    def sample_text(self) -> str:
+        return f"{super().sample_text()} with captions of {self.seq_len} tokens"
+
+
+@dataclass
+class PictureChatConfig(ImageConfig):
+    image_column: str = "images"
+    """Name of the field with the paths of a conversation's pictures, seen from its list's folder; without it image is
+    looked at (picture_chats)."""
+    min_pixels: int | Auto = field(default="auto", metadata={"at_least": 1})
+    """Pixels below which a picture is scaled up, for a model that takes pictures in sizes of their own (Qwen-VL); auto
+    is the model folder's, else as many as four places in the text have."""
+    max_pixels: int | Auto = field(default="auto", metadata={"at_least": 1})
+    """Pixels above which it is scaled down; auto is the model folder's, else as many as 1280 places have."""
+    max_side: int | Auto = field(default="auto", metadata={"at_least": 1})
+    """Pixels that a picture's longer side is scaled to, for a model that sees it in parts and whole (SmolVLM): the
+    more, the more parts; auto is the model folder's, else those of four parts."""
+    video_column: str = "videos"
+    """Name of the field with the paths of a conversation's videos, files or folders of frames; without it video is
+    looked at (picture_chats)."""
+    frames_per_second: float = field(default=2.0, metadata={"at_least": 0.01})
+    """Frames a second that the model sees of a video; a folder of frames holds as many, unless its row states
+    sample_fps or fps."""
+    max_frames: int = field(default=768, metadata={"at_least": 2})
+    """Frames that it sees of a video at most; of a longer one they are further apart."""
+
+    def sample_text(self) -> str:
+        return f"conversations of {self.seq_len} tokens with {super().sample_text()}"
+
+    def tokens(self) -> int:
+        return self.seq_len

@@ -1,0 +1,172 @@
+"""Pictures in tar files of WebDataset: members that share a name up to the first dot are a sample.
+
+A tar file is read once. The cache keeps an index under the file's hash: each picture's offset, content hash and label.
+Pictures are read from their offsets; nothing is unpacked.
+
+Several archives in one file are read in order. Unusable content is named: a sample without a picture or label, a member
+that is not a file, and the place where a file breaks off.
+
+Format: https://github.com/webdataset/webdataset
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from mgpu_pipe.data import files
+from mgpu_pipe.data.cache import BLOCK_BYTES, Progress, block_hash, build_once, digest_of, write_json
+from mgpu_pipe.data.compressed import HEAD, TAR, binary_form
+from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints, open_data
+from mgpu_pipe.data.images.decode_image import SUFFIXES
+from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.tables import Entry, Part, fault_of, labels_of
+from mgpu_pipe.data.tar_members import BadTarError, tar_members
+from mgpu_pipe.errors import DataError
+
+TARS = ("image_tar", "captioned_tar")
+TOLD = {"label_column": "cls", "caption_column": "txt"}
+"""Suffix of the member that holds a column's value."""
+INDEX = "index.json"
+_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
+_FORMAT = 2
+_LONGEST = 1 << 20
+"""Largest label or caption in bytes."""
+
+
+class Member(NamedTuple):
+    """A regular file in a tar file."""
+
+    sample: str
+    ending: str
+    offset: int
+    size: int
+    archive: int
+
+    @property
+    def is_picture(self) -> bool:
+        return f".{self.ending}" in SUFFIXES
+
+
+def tar_entries(
+    data: ImageConfig, patterns: list[str], key: str, label_rule: tuple[str, str], cache: Path, progress: Progress
+) -> list[Entry]:
+    """Pictures of the tar files that ``patterns`` name, in file order.
+
+    Args:
+        label_rule: the key of ``data`` that names the label, and what the label is.
+
+    Raises:
+        ConfigError: a pattern that matches no file.
+        DataError: a file that cannot be read.
+    """
+    entries, paths = list[Entry](), files.expand_paths(patterns, key)
+    prints, column = fingerprints(paths, cache, progress), str(getattr(data, label_rule[0]))
+    for path in paths:
+        folder = cache / "tars" / digest_of(_FORMAT, prints[path].digest, column, *label_rule)
+        build_once(folder, partial(_build, path, prints[path], column, label_rule))
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        for sample, label, offset, size, blocks in index["rows"]:
+            entries.append(Entry(path, label, f"{path}: {sample}", Part(offset, Fingerprint(size, tuple(blocks)))))
+        for name, fault in index["bad"]:
+            entries.append(Entry(path, "", f"{path}: {name}" if name else str(path), fault=fault))
+    return entries
+
+
+def check_tars(data: ImageConfig, patterns: list[str], key: str) -> None:
+    """Checks that each file begins as a tar file.
+
+    Raises:
+        ConfigError: a pattern that matches no file.
+        DataError: a file does not, with ``data.on_bad_sample=stop``.
+    """
+    for path in files.expand_paths(patterns, key):
+        with open_data(path) as file:
+            try:
+                next(tar_members(file, path.stat().st_size), None)
+            except BadTarError as error:
+                if data.on_bad_sample == "stop":
+                    raise DataError(f"{path}: {_described(file, error)}; {files.REPLACE}") from error
+
+
+def _build(path: Path, expected: Fingerprint, column: str, label_rule: tuple[str, str], out: Path) -> dict[str, Any]:
+    rows, bad = list[list[Any]](), list[tuple[str, str]]()
+    with open_data(path, expected) as file:
+        members = _members(file, expected.size, bad)
+        for (_, sample), several in groupby(members, lambda member: (member.archive, member.sample)):
+            try:
+                labels, picture = _sample(sample, list(several), file, column, label_rule)
+            except DataError as error:
+                bad.append((sample, fault_of(error, sample)))
+                continue
+            raw = _read(file, picture)
+            blocks = [block_hash(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)]
+            for label, fault in labels:
+                if fault:
+                    bad.append((sample, fault))
+                else:
+                    rows.append([sample, label, picture.offset, picture.size, blocks])
+    if not rows and not bad:
+        bad.append(("", "holds no sample"))
+    write_json(out / INDEX, {"rows": rows, "bad": bad})
+    return {"samples": len(rows)}
+
+
+def _members(file: IO[bytes], size: int, bad: list[tuple[str, str]]) -> Iterator[Member]:
+    """Members with a suffix, in order; others belong to no sample. Appends unreadable ones to ``bad``."""
+    try:
+        for member in tar_members(file, size):
+            if member.is_folder:
+                continue
+            if not member.is_file:
+                bad.append((repr(member.name), "is a link or no plain file"))
+            elif member.name.startswith("/") or ".." in member.name.split("/"):
+                bad.append((repr(member.name), "leads out of the tar file"))
+            elif named := _NAME.fullmatch(member.name):
+                yield Member(named[1], named[2].lower(), member.offset, member.size, member.archive)
+    except BadTarError as error:
+        bad.append(("", _described(file, error)))
+
+
+def _described(file: IO[bytes], error: BadTarError) -> str:
+    """Why a file cannot be read as tar: it has another format, or the error's message."""
+    file.seek(0)
+    form = binary_form(file.read(HEAD))
+    return str(error) if form is None or form[0] == TAR else f"is {form[0]}, not an uncompressed tar file"
+
+
+def _sample(
+    name: str, parts: list[Member], file: IO[bytes], column: str, label_rule: tuple[str, str]
+) -> tuple[list[tuple[str, str]], Member]:
+    """Labels of a sample's picture (see :func:`labels_of`), and its member.
+
+    Raises:
+        DataError: why the sample cannot be used.
+    """
+    pictures = [part for part in parts if part.is_picture]
+    if len(pictures) != 1:
+        raise DataError(f"{name}: holds {len(pictures)} pictures, not one")
+    key, what = label_rule
+    by_ending = {part.ending: part for part in parts}
+    member = by_ending.get(TOLD[key]) or by_ending.get("json")
+    if member is None:
+        raise DataError(f"{name}: has no member that ends with .{TOLD[key]} or .json")
+    if member.size > _LONGEST:
+        raise DataError(f"{name}: has a {what} of {member.size} bytes")
+    text = files.decode(_read(file, member), name)
+    if member.ending != "json":
+        return list(labels_of({column: text.strip()}, column, name, what)), pictures[0]
+    row = files.json_row(text, name, column)
+    if column not in row:
+        raise files.missing_column(name, f"data.{key}", column, list(row))
+    return list(labels_of(row, column, name, what)), pictures[0]
+
+
+def _read(file: IO[bytes], member: Member) -> bytes:
+    file.seek(member.offset)
+    return file.read(member.size)

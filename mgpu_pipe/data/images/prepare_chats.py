@@ -1,0 +1,323 @@
+"""Prepares conversations with pictures: each is a sample, one row and its pictures.
+
+A token store holds the conversations; each picture or video is one token in it. Cache folders hold the scanned pictures
+(:mod:`mgpu_pipe.data.images.scan_images`), the scanned videos (:mod:`mgpu_pipe.data.images.videos`) and the index of
+what each conversation shows (:mod:`mgpu_pipe.data.images.visual_inputs`). Reading a sample repeats each picture's token
+once for each vector that the language model gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.architectures.config_source import config_class
+from mgpu_pipe.architectures.pictures import Grid, Parts, picture_places
+from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.images.grids import GridPixels, PartPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.pixels import vision_field
+from mgpu_pipe.data.images.videos import StoredClips
+from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualIndex
+from mgpu_pipe.data.model_field import model_field, resolve_packing
+from mgpu_pipe.data.samples import SampleSet, Split
+from mgpu_pipe.data.sources.document_sources import validation_source_config
+from mgpu_pipe.data.sources.picture_chats import ChatSource
+from mgpu_pipe.data.text.conversations import PLACE, VIDEO
+from mgpu_pipe.data.text.notes import notes_of
+from mgpu_pipe.data.text.prepared_rows import FOLDERS, PreparedRows, documents_of
+from mgpu_pipe.data.text.token_store import TokenStore
+from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
+from mgpu_pipe.errors import ConfigError, DataError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedPictureChats(PreparedRows):
+    """Everything a worker needs to load conversations with pictures; :func:`prepare_picture_chats` makes it."""
+
+    kind: ClassVar[str] = "picture_chats"
+    places: ClassVar[tuple[str, ...]] = (
+        *FOLDERS,
+        *(f"{split}{name}" for split in ("", "held_out_") for name in ("shown", "pictures", "clips")),
+    )
+    """The fields that are paths."""
+
+    shown: Path
+    """Folder of the :class:`VisualIndex` of the conversations in ``folder``."""
+    held_out_shown: Path
+    pictures: Path
+    """Folder of the scan of these pictures."""
+    held_out_pictures: Path
+    clips: Path
+    """Folder of the scan of these video files."""
+    held_out_clips: Path
+    image_token_id: int
+    video_token_id: int | None = None
+    """None where there are no videos."""
+    tokens_a_picture: int
+    """0 where pictures keep their native sizes."""
+    grid: Grid | None = None
+    """How native pictures are cut into patches."""
+    parts: Parts | None = None
+    """How pictures are cut into parts; a part takes ``tokens_a_picture``."""
+    num_conversations: int
+    bad_samples: int
+    """Conversations left out: broken rows and unusable pictures."""
+    told: str = ""
+
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+        from mgpu_pipe.data.images.chat_tensors import PictureChatSamples
+
+        if resolve_packing(config) == "none":
+            return PictureChatSamples(config, self, split, reopen)
+        from mgpu_pipe.data.images.chat_tensors import PackedChats
+
+        # Held-out conversations are not packed: an evaluation judges each answer by its own row.
+        return PackedChats(PictureChatSamples(config, self, split, reopen), self.seq_len, split == "train", reopen)
+
+    def visual_index(self, split: Split) -> VisualIndex:
+        """Index of what a split's conversations show."""
+        return VisualIndex.open(self.shown if split == "train" else self.held_out_shown)
+
+    @property
+    def standing(self) -> list[int]:
+        """Placeholder tokens of pictures and videos."""
+        return [token for token in (self.image_token_id, self.video_token_id) if token is not None]
+
+    def pictures_of(self, split: Split) -> Path:
+        return self.pictures if split == "train" else self.held_out_pictures
+
+    def clips_of(self, split: Split) -> Path:
+        return self.clips if split == "train" else self.held_out_clips
+
+    def places_in(self, split: Split) -> NDArray[np.int64]:
+        """Places in time, down and across of each picture that a split shows, (pictures, 3); zeros for an unusable one.
+
+        A picture of the common size counts all its places down and one across. A picture in parts counts parts.
+        """
+        visuals, cut = self.visual_index(split), self.grid or self.parts
+        if cut is None:  # each visual is one picture
+            places = np.where(visuals.frames[:, None] < 0, 0, np.array([[1, self.tokens_a_picture, 1]]))
+        else:
+            sizes = shapes_in(known_shapes(self.pictures_of(split)))
+            clips = np.array([fact[1:3] for fact in StoredClips(self.clips_of(split)).facts], np.int64)
+            places = visuals.places(cut, *(places_of_shapes(cut, shapes) for shapes in (sizes, clips)))
+        return places[visuals.pictures]
+
+    def more_tokens(self, split: Split) -> NDArray[np.int64]:
+        """Tokens that the pictures add to each conversation of a split's folder."""
+        written, visuals, places = self.written(), self.visual_index(split), self.places_in(split)
+        lengths = written.lengths(self.image_token_id, places)
+        if self.grid is not None and self.grid.has_timestamps and self.video_token_id is not None:
+            for at in np.flatnonzero(~np.isnan(visuals.seconds[visuals.pictures])):
+                times = visuals.visual(int(visuals.pictures[at])).times(self.grid.frames)
+                lengths[at] = len(written.ids(self.video_token_id, places[at].tolist(), times))
+        return _summed(lengths - 1, visuals.offsets)
+
+    def written(self) -> PlaceholderTokens:
+        """Placeholder tokens of pictures and videos, by size."""
+        return PlaceholderTokens(self.tokenizer_folder, self.parts)
+
+    def lengths(self, split: Split) -> NDArray[np.int64]:
+        """Row length of each conversation of a split's folder, pictures included."""
+        return np.diff(TokenStore.open(self.folder_of(split)).offsets) + self.more_tokens(split)
+
+    def faults(self, split: Split) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which conversations of a split's folder have an unusable picture, and which others are too long."""
+        bad = _summed(self.places_in(split).prod(1) == 0, self.visual_index(split).offsets) > 0
+        return bad, (self.lengths(split) > self.seq_len) & ~bad
+
+    def documents(self, split: Split) -> NDArray[np.int64]:
+        leaders = VisualIndex.leaders(self.shown)
+        documents = documents_of(self.folder, self.held_out_folder, self.fraction, split, leaders)
+        bad, long = self.faults(split)
+        return documents[~(bad | long)[documents]]
+
+    def long_documents(self, folder: Path) -> NDArray[np.bool_]:
+        return self.faults("train" if folder == self.folder else "validation")[1]
+
+    def too_long(self, config: RunConfig) -> str:
+        each = "with their pictures" if self.grid or self.parts else f"each picture takes {self.tokens_a_picture}"
+        limit = f"data.seq_len={self.seq_len} tokens ({each})"
+        return describe_too_long(self.too_long_samples, "conversations", self.on_too_long, limit)
+
+    def is_here(self) -> bool:
+        return all(Path(getattr(self, name)).exists() for name in self.places)
+
+    def amounts(self) -> list[tuple[int, str]]:
+        left = [(self.bad_samples, "left out")] if self.bad_samples else []
+        return [(self.num_conversations, "conversations"), *left]
+
+    def model_fields(self) -> dict[str, Any]:
+        if self.grid is not None:
+            video = {} if self.video_token_id is None else {"video_token_id": self.video_token_id}
+            return {"image_token_id": self.image_token_id, **video}
+        if self.parts is not None:
+            return {"image_token_id": self.image_token_id}
+        return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}
+
+    def complete(self, config: RunConfig) -> RunConfig:
+        """Adds :meth:`model_fields` to a new model's configuration, as far as its family has these fields."""
+        if config.model.path is not None:
+            return config
+        known = config_class(str(config.model.type))
+        fields = {name: value for name, value in self.model_fields().items() if known is None or name in known.names}
+        return replace(config, model=replace(config.model, config={**config.model.config, **fields}))
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        fields = {name: entry for name, entry in value.items() if name != "kind"}
+        cut = {name: kind(**fields[name]) for name, kind in (("grid", Grid), ("parts", Parts)) if fields.get(name)}
+        return cls(**{**fields, **cut, **{name: Path(fields[name]) for name in cls.places}})
+
+
+def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -> PreparedPictureChats:
+    """Prepares the conversations and pictures of ``config``, or finds them in the cache.
+
+    Raises:
+        ConfigError: a path, tokenizer or model that cannot work.
+        DataError: a row that is broken; a picture that cannot be used, with ``data.on_bad_sample=stop``; no sample.
+    """
+    data = config.data
+    assert isinstance(data, PictureChatConfig)
+    pixels = chat_pixels(data, config.model)
+    grid = pixels.grid if isinstance(pixels, GridPixels) else None
+    parts = pixels.parts if isinstance(pixels, PartPixels) else None
+    tokens = parts.tokens if parts else _tokens_a_picture(config) if grid is None else 0
+    cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
+    with writing_to_cache(cache):
+        private_folder(cache)
+        train = held_source = ChatSource.from_config(config, "data.paths", pixels, cache, report)
+        if data.validation_paths:
+            held_source = ChatSource.from_config(
+                validation_source_config(config), "data.validation_paths", pixels, cache, report
+            )
+        tokenizer = resolve_tokenizer(config, [(train.plain, train.source)], cache, report)
+        image = _token(config, tokenizer, PLACE, "image_token_index", "image_token_id")
+        seen = any(visual.is_video for opened in (train, held_source) for visual in opened.visuals)
+        video = _token(config, tokenizer, VIDEO, "video_token_id") if seen else None
+        standing = [token for token in (image, video) if token is not None]
+        both = {id(opened): opened.known(pixels, tokenizer, standing, cache, report) for opened in (train, held_source)}
+    folder, index, pictures, clips = both[id(train)]
+    held_folder, held_shown, held_pictures, held_clips = both[id(held_source)]
+    notes = notes_of(map(read_manifest, dict.fromkeys((folder, held_folder))))
+    refused = notes.bad
+    for source in (train,) if held_source is train else (train, held_source):
+        notes.add(source.notes)
+    known = PreparedPictureChats(
+        folder=folder,
+        held_out_folder=held_folder,
+        fraction=float(held_folder == folder) if data.validation_paths else data.validation_fraction,
+        tokenizer_folder=tokenizer.folder,
+        padding_token_id=tokenizer.eos_token_id,
+        seq_len=data.seq_len,
+        shown=index,
+        held_out_shown=held_shown,
+        pictures=pictures,
+        held_out_pictures=held_pictures,
+        clips=clips,
+        held_out_clips=held_clips,
+        image_token_id=image,
+        video_token_id=video,
+        tokens_a_picture=tokens,
+        grid=grid,
+        parts=parts,
+        num_conversations=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
+        bad_samples=refused
+        + sum(len(source.skipped) for source in ((train,) if held_source is train else (train, held_source))),
+        train_samples=0,
+        held_out_samples=0,
+        validation_samples=0,
+        told=notes.summary(),
+        digest="",
+        validation_digest="",
+    )
+    changes = (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop, tokens, data.seq_len, _FORMAT)
+    return _add_figures(known, config, changes)
+
+
+def _add_figures(known: PreparedPictureChats, config: RunConfig, seen: tuple[object, ...]) -> PreparedPictureChats:
+    """Adds sample counts and digests to ``known``."""
+    data, apart = config.data, known.held_out_folder != known.folder
+    splits: tuple[Split, ...] = ("train", "validation") if apart else ("train",)
+    faults = [known.faults(split) for split in splits]
+    bad, long = (sum(int(fault[kind].sum()) for fault in faults) for kind in (0, 1))
+    train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
+    if data.on_too_long == "refuse":
+        for split in splits:
+            lengths = np.where(known.faults(split)[0], 0, known.lengths(split))
+            refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "conversations, with their pictures,"), lengths)
+    if not train:
+        left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad picture"
+        raise DataError(f"data.source={data.source}: there is nothing to train on: {left}, {held_out} are held out")
+    if (packed := resolve_packing(config)) != "none":
+        from mgpu_pipe.data.images.chat_tensors import rows_of_lengths
+
+        chosen = known.lengths("train")[known.documents("train")]
+        train, seen = len(rows_of_lengths(chosen, data.seq_len)[0]) - 1, (*seen, packed)
+    evaluated = min(held_out, data.validation_max_samples or held_out)
+    return replace(
+        known,
+        train_samples=train,
+        held_out_samples=held_out,
+        validation_samples=evaluated,
+        bad_samples=known.bad_samples + bad,
+        too_long_samples=long,
+        digest=digest_of(known.folder.name, VisualIndex.content(known.shown), known.fraction, *seen),
+        validation_digest=digest_of(VisualIndex.content(known.held_out_shown), *seen) if apart and evaluated else "",
+    )
+
+
+def _summed(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sums of the values between consecutive offsets."""
+    before = np.concatenate([[0], np.cumsum(values)])
+    summed: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]
+    return summed
+
+
+def _token(config: RunConfig, tokenizer: TokenizerInfo, place: str, *fields: str) -> int:
+    """Id of the placeholder token of pictures or of videos.
+
+    Args:
+        fields: of the model's configuration, where it says it.
+
+    Raises:
+        ConfigError: the tokenizer has none, or the model knows another one.
+    """
+    from tokenizers import Tokenizer
+
+    tokens = (model_field(config.model, name) for name in fields)
+    known = next((token for token in tokens if token is not None), None)
+    read = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
+    number: int | None = read.token_to_id(place)
+    if number is None and config.model.path is not None and known is not None and read.id_to_token(known) is not None:
+        return int(known)  # the model's chat template writes another token
+    if number is None:
+        fix = "name a chat template by data.chat_template, with which it gets the token"
+        raise ConfigError("data.tokenizer", config.data.tokenizer, fix, f"it has no token {place}")
+    if config.model.path is not None and known != number:
+        reason = f"its token {place} is {number}, and the model's {fields[0]} {known}"
+        raise ConfigError("data.tokenizer", config.data.tokenizer, "use the model's own tokenizer", reason)
+    return number
+
+
+def _tokens_a_picture(config: RunConfig) -> int:
+    kind = config.model.type or model_field(config.model, "model_type")
+    size, patch = (vision_field(config.model, name) for name in ("image_size", "patch_size"))
+    if not isinstance(size, int) or not isinstance(patch, int) or not 1 <= patch <= size:
+        fix = "give model.config.vision_config.image_size and patch_size"
+        raise ConfigError("model.config.vision_config.patch_size", patch, fix, f"pictures have {size} pixels")
+    known, name = config_class(str(kind)), "vision_feature_select_strategy"
+    select = model_field(config.model, name) or (known.defaults.get(name, "full") if known else "full")
+    return picture_places(str(vision_field(config.model, "model_type")), size, patch, str(select))

@@ -1,0 +1,191 @@
+"""Visual inputs of conversations: pictures and videos, in the order of their places.
+
+A cache folder holds the index as arrays. Conversation ``c`` shows ``pictures[offsets[c] : offsets[c + 1]]``, numbers of
+visuals. Visual ``v`` has the frames ``frames[starts[v] : starts[v + 1]]``: frame numbers of the video file
+``clips[v]``, or, where that is -1, indices into the folder of pictures (-1 for an unusable one). ``seconds`` is the
+time from one patch of a video to the next, nan for a picture; ``moments`` are the times of the frames in seconds.
+``groups`` exists where conversations share pictures under several keys of the held-out split: the leader whose side
+each takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.architectures.pictures import BEGIN, END, Grid, Parts
+from mgpu_pipe.data.cache import read_manifest
+from mgpu_pipe.data.text.token_store import load_array, save_array
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class PlaceholderTokens:
+    """Tokens that replace the placeholder of a picture or a video.
+
+    Args:
+        tokenizer: its folder.
+        parts: of a model that sees pictures in parts; a text names each.
+    """
+
+    def __init__(self, tokenizer: Path, parts: Parts | None) -> None:
+        self._folder, self._parts = tokenizer, parts
+        self._read: Tokenizer | None = None
+        self._known: dict[tuple[Any, ...], NDArray[np.int64]] = {}
+
+    def ids(self, token: int, places: Sequence[int], times: Sequence[float] = ()) -> NDArray[np.int64]:
+        """Placeholder tokens of a visual; empty for an unusable one.
+
+        Args:
+            token: that stands for it.
+            places: in time, down and across; of parts their number.
+            times: seconds of each patch, where the model family writes them into the text.
+        """
+        if not all(places) or (self._parts is None and not times):
+            return np.full(int(np.prod(places)), token, np.int64)
+        key = (token, *map(int, places), *times)
+        if key not in self._known:
+            tokenizer = self._tokenizer()
+            place = tokenizer.id_to_token(token)
+            assert place is not None, "it wrote it"
+            if self._parts is None:
+                each = f"{BEGIN}{place * int(places[1] * places[2])}{END}"
+                text = "".join(f"<{time:.1f} seconds>{each}" for time in times)
+            else:
+                text = self._parts.text(place, int(places[1]), int(places[2]))
+            self._known[key] = np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        return self._known[key]
+
+    def knows(self, token: int) -> bool:
+        """Whether the tokenizer has the token."""
+        return self._tokenizer().id_to_token(token) is not None
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._read is None:
+            from tokenizers import Tokenizer
+
+            self._read = Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        return self._read
+
+    def lengths(self, token: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Number of placeholder tokens of each picture, (pictures,)."""
+        if self._parts is None:
+            return places.prod(1)
+        different, which = np.unique(places, axis=0, return_inverse=True)
+        return np.array([len(self.ids(token, count)) for count in different.tolist()], np.int64)[which.reshape(-1)]
+
+
+NAMES = ("offsets", "pictures", "starts", "frames", "clips", "seconds", "moments")
+GROUPS = "groups.npy"
+PICTURE = float("nan")
+
+
+@dataclass(frozen=True)
+class VisualInput:
+    """A picture or a video of a conversation.
+
+    Attributes:
+        frames: places of pictures, or numbers of frames of a file.
+        seconds: from one patch of a video to the next.
+        clip: that file's place.
+        moments: of a video, when each of its frames is seen, in seconds.
+    """
+
+    frames: tuple[int, ...]
+    seconds: float = PICTURE
+    clip: int = -1
+    moments: tuple[float, ...] = ()
+
+    @property
+    def is_video(self) -> bool:
+        return self.seconds == self.seconds
+
+    def times(self, together: int) -> tuple[float, ...]:
+        """Time of each patch of ``together`` frames: the middle of its first and last frame."""
+        patches = [self.moments[at : at + together] for at in range(0, len(self.moments), together)]
+        return tuple((span[0] + span[-1]) / 2 for span in patches)
+
+
+@dataclass(frozen=True)
+class VisualIndex:
+    """Arrays of the index of visual inputs."""
+
+    offsets: NDArray[np.int64]
+    pictures: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    frames: NDArray[np.int64]
+    clips: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    moments: NDArray[np.float64]
+
+    @classmethod
+    def open(cls, folder: Path) -> VisualIndex:
+        return cls(*(load_array(folder / f"{name}.npy") for name in NAMES))
+
+    @staticmethod
+    def leaders(folder: Path) -> NDArray[np.int64] | None:
+        """Leaders whose side of the held-out split each conversation takes, (conversations,); None without groups."""
+        return load_array(folder / GROUPS) if (folder / GROUPS).is_file() else None
+
+    @staticmethod
+    def content(folder: Path) -> str:
+        """Digest of the conversations and what they show, independent of where files lie."""
+        return str((read_manifest(folder) or {})["content"])
+
+    def visual(self, number: int) -> VisualInput:
+        piece = slice(int(self.starts[number]), int(self.starts[number + 1]))
+        seconds, moments = float(self.seconds[number]), self.moments[piece].tolist()
+        seen = tuple(moments) if seconds == seconds else ()
+        return VisualInput(tuple(self.frames[piece].tolist()), seconds, int(self.clips[number]), seen)
+
+    def places(self, grid: Grid | Parts, pictures: NDArray[np.int64], clips: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places in time, down and across of each visual, (visuals, 3); zeros for an unusable one.
+
+        Args:
+            pictures, clips: places down and across of each picture, and of each frame of a video file.
+        """
+        counts = np.diff(self.starts)
+        there, of_file = counts > 0, self.clips >= 0
+        # An extra entry of zeros serves unusable pictures; frames of different sizes are unusable, too.
+        known = np.concatenate([pictures, np.zeros((1, 2), np.int64)])
+        whole = [known[self.frames[begin:end]] if end > begin else known[-1:] for begin, end in self._pictured(of_file)]
+        sides = np.array([shape[0] if (shape == shape[0]).all() else (0, 0) for shape in whole], np.int64).reshape(
+            -1, 2
+        )
+        sides[of_file] = clips[self.clips[of_file]]
+        times = -(-counts // grid.frames)
+        places: NDArray[np.int64] = np.column_stack([times, sides])
+        return np.where((there & sides.all(1))[:, None], places, 0)
+
+    def _pictured(self, of_file: NDArray[np.bool_]) -> list[tuple[int, int]]:
+        """Range of each visual's frames among those of pictures; empty for a video file's."""
+        ends = np.where(of_file, self.starts[:-1], self.starts[1:])
+        return list(zip(self.starts[:-1].tolist(), ends.tolist(), strict=True))
+
+
+def write_visual_index(
+    out: Path, conversations: Sequence[Sequence[int]], visuals: Sequence[VisualInput]
+) -> dict[str, Any]:
+    """Writes the index into the folder ``out``.
+
+    Args:
+        conversations: the visuals of each.
+    """
+    arrays: dict[str, tuple[list[Any], type[Any]]] = {
+        "offsets": ([0, *np.cumsum([len(conversation) for conversation in conversations])], np.int64),
+        "pictures": ([number for several in conversations for number in several], np.int64),
+        "starts": ([0, *np.cumsum([len(visual.frames) for visual in visuals])], np.int64),
+        "frames": ([frame for visual in visuals for frame in visual.frames], np.int64),
+        "clips": ([visual.clip for visual in visuals], np.int64),
+        "seconds": ([visual.seconds for visual in visuals], np.float64),
+        "moments": ([at for visual in visuals for at in visual.moments or [PICTURE] * len(visual.frames)], np.float64),
+    }
+    for name, (values, dtype) in arrays.items():
+        save_array(out / f"{name}.npy", np.array(values, dtype))
+    return {"conversations": len(conversations), "pictures": len(visuals)}

@@ -1,0 +1,92 @@
+"""Model configuration fields that the data depends on. Imports no numpy: ``check`` needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from mgpu_pipe.architectures.config_source import config_class
+from mgpu_pipe.architectures.find import document_isolation, family_of
+from mgpu_pipe.architectures.pictures import PACK_ROWS
+from mgpu_pipe.config.convert import merged
+from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.text.tokenizer_folder import json_file
+from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.system.local_files import MAX_JSON_BYTES, parse_json, read_bytes
+
+
+def model_field(model: ModelConfig, name: str) -> Any:
+    """Field of the model's configuration, as configured or in its folder; None where neither has it."""
+    file = local_folder(model.path) / "config.json" if model.path else None
+    settings = merged(json_file(file) if file is not None and file.is_file() else {}, model.config)
+    nested = settings.get("text_config")
+    inside = nested.get(name) if isinstance(nested, Mapping) else None
+    text = model.config.get("text_config")
+    if model.config.get(name) is None and isinstance(text, Mapping) and text.get(name) is not None:
+        return inside
+    return settings.get(name) if settings.get(name) is not None else inside
+
+
+def model_vocab_size(model: ModelConfig) -> int | None:
+    """Vocabulary size of the model, see :func:`model_field`."""
+    configured = model_field(model, "vocab_size")
+    if configured is None:
+        return None
+    if not isinstance(configured, int) or isinstance(configured, bool) or configured < 1:
+        raise ConfigError("model.config.vocab_size", configured, "use a whole number of at least 1")
+    return configured
+
+
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+NESTED = ("image_processor", "video_processor", "feature_extractor")
+"""Parts that transformers 5 stores inside the processor's file; they override the separate files."""
+
+
+def preprocessor_of(path: Path | str | None, part: Literal["image_processor", "feature_extractor"]) -> dict[str, Any]:
+    """Settings of a processor's part in a model's folder; empty without such a file.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    if path is None:
+        return {}
+    folder = local_folder(path)
+    nested = _read(folder / PROCESSOR).get(part)
+    return nested if isinstance(nested, dict) else _read(folder / PREPROCESSOR)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = parse_json(read_bytes(file, MAX_JSON_BYTES), file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}: cannot be read ({type(error).__name__})") from error
+    return content if isinstance(content, dict) else {}
+
+
+def resolve_packing(config: RunConfig) -> Literal["best_fit", "none"]:
+    """Resolves ``data.packing``: auto is best_fit or none.
+
+    It depends on the model and the objective only, so a resumed run packs as before.
+    """
+    if config.data.packing != "auto":
+        return config.data.packing
+    kind = str(config.model.type or model_field(config.model, "model_type"))
+    objective = description(config.objective.name)
+    if objective.samples == "picture_chats":
+        text = {"model_type": "llama", **(model_field(config.model, "text_config") or {})}
+        apart = kind in PACK_ROWS and document_isolation(text["model_type"], text) in ("positions", "axes")
+    else:
+        apart = objective.attention != "causal" or document_isolation(kind, _fields(config, kind)) != "none"
+    return "best_fit" if apart else "none"
+
+
+def _fields(config: RunConfig, kind: str) -> dict[str, object]:
+    """Model field that decides, or its class's default."""
+    name = family_of(kind).unpacked_with
+    value, known = model_field(config.model, name) if name else None, config_class(kind)
+    return {name: known.defaults.get(name) if value is None and known is not None else value}

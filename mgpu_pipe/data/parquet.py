@@ -1,0 +1,209 @@
+"""Rows of Parquet files, a batch at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.data import files
+from mgpu_pipe.data.fingerprint import Fingerprint, check_readable, open_data
+from mgpu_pipe.errors import ConfigError, DataError, MgpuError, one_line
+
+MAGIC = b"PAR1"
+_ROWS, _KEPT_ROWS = 1024, 32
+"""Rows in memory at once; rows that hold files are large."""
+_log = logging.getLogger(__name__)
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file begins like a Parquet file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    check_readable(path)
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def parquet_rows(
+    path: Path, column: str, key: str = "data.text_column", expected: Fingerprint | None = None
+) -> Iterator[tuple[str, str, int]]:
+    """Yields the texts of one column of a Parquet file: ``(text, "file: row n", share of the file's size)``.
+
+    Args:
+        column: its name; ``meta.text`` may also be the field ``text`` of the struct ``meta``. Each element of a list is
+            a text, whether the path names the elements (``text.element``) or not.
+
+    A row without a value, or with a text that is not UTF-8, is a :class:`~mgpu_pipe.data.files.BrokenRow`.
+
+    Raises:
+        DataError: the file cannot be read or holds no rows, or the column is missing or holds no text.
+    """
+    with _opened(path, expected) as (file, size):
+        kind, steps = _leaf(path, file.schema_arrow, column, key)
+        if not _is_text(kind):
+            raise DataError(f"{path}: column '{column}' holds {kind}, not strings; set {key} to a text column")
+        rows, number = file.metadata.num_rows, 0
+        first = column if column in file.schema_arrow.names else column.split(".")[0]
+        _warn_of_twins(path, file.schema_arrow.names, [first])
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[first]):
+            for value in _listed(batch.column(0)):
+                number += 1
+                where = f"{path}: row {number}"
+                share = size * number // rows - size * (number - 1) // rows
+                for at, text in enumerate(_texts_in(value, steps, column)):
+                    yield text, where, 0 if at else share
+
+
+def parquet_lines(
+    path: Path, expected: Fingerprint | None = None, keep: Mapping[str, Callable[[bytes], str]] | None = None
+) -> Iterator[tuple[str, str, int]]:
+    """Yields the rows of a Parquet file as lines of JSON: ``(line, "file: row n", share of the file's size)``.
+
+    Values without a JSON form become texts (dates) or null (NaN). Null fields of a struct are left out, since Parquet
+    has every field in every row.
+
+    Args:
+        keep: for a column, a function from the bytes of a value to their replacement. Bytes of other columns become
+            their UTF-8 text, or null.
+    """
+    with _opened(path, expected) as (file, size):
+        rows, number, names = file.metadata.num_rows, 0, file.schema_arrow.names
+        _warn_of_twins(path, names, names)
+        kept_bytes = keep or {}
+        for batch in file.iter_batches(batch_size=_KEPT_ROWS if kept_bytes else _ROWS):
+            columns = [_listed(column) for column in batch.columns]
+            for values in zip(*columns, strict=True):
+                number += 1
+                where, share = f"{path}: row {number}", size * number // rows - size * (number - 1) // rows
+                if broken := next((value for value in values if isinstance(value, files.BrokenRow)), None):
+                    yield broken, where, share
+                    continue
+                row = dict(zip(reversed(names), reversed(values), strict=True))
+                plain = {name: _plain(row[name], kept_bytes.get(name)) for name in dict.fromkeys(names)}
+                yield json.dumps(plain, ensure_ascii=False), where, share
+
+
+@contextmanager
+def _opened(path: Path, expected: Fingerprint | None) -> Iterator[tuple[Any, int]]:
+    """Opens a file with rows; returns it and its size in bytes."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError("data.source", "parquet", "install pyarrow", "pyarrow is not installed") from error
+    size = check_readable(path)
+    try:
+        with open_data(path, expected) as content, pyarrow.parquet.ParquetFile(content) as file:
+            if not file.metadata.num_rows:
+                raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+            yield file, size
+    except MgpuError:
+        raise
+    except Exception as error:  # a broken file raises any kind of error
+        said = one_line(error)[:200] or type(error).__name__
+        raise DataError(f"{path}: is not a readable Parquet file: {said}; {files.REPLACE}") from error
+
+
+def _warn_of_twins(path: Path, names: Sequence[str], wanted: Sequence[str]) -> None:
+    if twins := sorted(name for name in set(wanted) if names.count(name) > 1):
+        _log.warning("%s: has several columns %r; the first one is read", path, twins[0])
+
+
+def _leaf(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str]]:
+    """Type at the end of a column's path, and the struct fields on the way."""
+    import pyarrow
+
+    names = schema.names
+    first, *inner = [column] if column in names else column.split(".")
+    if first not in names:
+        raise files.missing_column(str(path), key, column, names)
+    kind, steps = schema.field(names.index(first)).type, list[str]()
+    at = first
+    while True:
+        if pyarrow.types.is_dictionary(kind):
+            kind = kind.value_type
+        elif _is_list(kind):
+            if inner[:1] == [kind.field(0).name]:
+                inner = inner[1:]
+            kind = kind.value_type
+        elif not inner:
+            return kind, steps
+        else:
+            there = [kind.field(number).name for number in range(kind.num_fields)]
+            if inner[0] not in there:
+                raise files.missing_column(str(path), key, column, [f"{at}.{name}" for name in there] or [first])
+            at = f"{at}.{inner[0]}"
+            steps.append(inner[0])
+            kind = kind.field(there.index(inner.pop(0))).type
+
+
+def _inside(value: Any, steps: Sequence[str]) -> Iterator[Any]:
+    """Values at the end of a path in a value; several in a list, None for a missing one."""
+    if isinstance(value, list):
+        for part in value:
+            yield from _inside(part, steps)
+    elif value is None or not steps:
+        yield value
+    else:
+        yield from _inside(value[steps[0]], steps[1:])
+
+
+def _listed(column: Any) -> list[Any]:
+    """Values of a column; a :class:`BrokenRow` for a text that is not UTF-8."""
+    try:
+        values: list[Any] = column.to_pylist()
+        return values
+    except UnicodeDecodeError:
+        return [_value(column[at]) for at in range(len(column))]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return files.BrokenRow(f"holds a text that is not UTF-8 ({error.reason}); {files.FIX}")
+
+
+def _texts_in(value: Any, steps: Sequence[str], column: str) -> list[str]:
+    """Texts at the end of a path in a value, or one :class:`BrokenRow`."""
+    texts = [value] if isinstance(value, files.BrokenRow) else list(_inside(value, steps))
+    if not texts or None in texts:
+        return [files.BrokenRow(f"has no value in column '{column}'; {files.FIX}")]
+    return [text if isinstance(text, str) else files.decoded(text, "", 0, b"") for text in texts]
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow
+
+    return bool(
+        pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a type is a string of any layout, or bytes, which may be UTF-8."""
+    return str(kind) in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+
+
+def _plain(value: Any, keep: Callable[[bytes], str] | None) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _plain(part, keep) for name, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(part, keep) for part in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        if keep is not None:
+            return keep(value)
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

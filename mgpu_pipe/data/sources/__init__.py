@@ -1,0 +1,1 @@
+"""Data sources: files, plug-ins and demonstrations."""

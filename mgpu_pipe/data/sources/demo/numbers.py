@@ -1,0 +1,69 @@
+"""Pairs of numbers in digits and in English words, in both directions, for ``data=number_words``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from mgpu_pipe.config.schema import NumbersConfig
+from mgpu_pipe.data.order import GlobalOrder
+from mgpu_pipe.data.text.documents import Document
+
+WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety"
+)
+ONES, TENS = WORDS.split(" ")[:20], WORDS.split(" ")[20:]
+_KEY = 0x0DD5
+"""Key of the choice of numbers. It is not the run's seed, so evaluations of different runs are comparable."""
+
+
+def in_words(number: int) -> str:
+    """English cardinal of ``number``, from 0 to 999,999,999: ``nine hundred ninety-nine``."""
+    if number < 20:
+        return ONES[number]
+    if number < 100:
+        tens, ones = divmod(number, 10)
+        return TENS[tens - 2] + (f"-{ONES[ones]}" if ones else "")
+    unit, name = next(
+        (unit, name) for unit, name in ((10**6, "million"), (1000, "thousand"), (100, "hundred")) if number >= unit
+    )
+    leading, rest = divmod(number, unit)
+    return f"{in_words(leading)} {name}" + (f" {in_words(rest)}" if rest else "")
+
+
+def drawn_numbers(shape: NumbersConfig) -> Iterator[int]:
+    """Distinct numbers of 1 to ``shape.digits`` digits: an equal share of each length, or all where there are fewer."""
+    left = shape.count
+    for digits in range(1, shape.digits + 1):
+        first = 10 ** (digits - 1) if digits > 1 else 0
+        there = 10**digits - first
+        taken = min(there, left // (shape.digits - digits + 1))
+        yield from (first + GlobalOrder(_KEY, there).indices(0, taken)).tolist()
+        left -= taken
+
+
+def number_pairs(shape: NumbersConfig) -> Iterator[tuple[str, str, str]]:
+    """Yields (digits, source, target) for each number: digits to words, then words to digits."""
+    for number in drawn_numbers(shape):
+        digits, words = str(number), in_words(number)
+        yield digits, digits, words
+        yield digits, words, digits
+
+
+def answers(number: int) -> tuple[str, str]:
+    """The number in a sentence and in words only: ``It is nine zero seven.`` and ``nine zero seven``."""
+    words = " ".join(ONES[int(digit)] for digit in str(number))
+    return f"It is {words}.", words
+
+
+def spoken_documents(source: str, shape: NumbersConfig) -> Iterator[Document]:
+    """Yields the JSON lines of ``source``: ``spoken_chat`` or ``spoken_preferences``."""
+    for number in drawn_numbers(shape):
+        prompt, (sentence, words) = " ".join(str(number)), answers(number)
+        if source == "spoken_chat":
+            rows = [{"prompt": prompt, "completion": answer} for answer in (sentence, words)]
+        else:
+            rows = [{"prompt": prompt, "chosen": sentence, "rejected": words}]
+        for row in rows:
+            yield Document(json.dumps(row), f"data.source={source}: {number}", 1, key=str(number))

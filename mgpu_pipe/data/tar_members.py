@@ -1,0 +1,154 @@
+"""Members of a tar file, read from its headers only, in time and memory bounded by the file's size.
+
+Python's ``tarfile`` loops forever on a member of negative size (CVE-2025-8194) and recurses for every header that
+extends another. This reader refuses a size beyond the file and a chain of such headers.
+
+Formats: POSIX.1-1988 ``ustar``, POSIX.1-2001 ``pax``, and GNU tar's long names and binary numbers
+(https://www.gnu.org/software/tar/manual/html_node/Standard.html).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import IO, NamedTuple
+
+BLOCK = 512
+LONGEST_HEADER = 1 << 20
+"""Largest extension header in bytes: a name, or a list of attributes."""
+MOST_HEADERS = 8
+"""Most extension headers before one member; programs write at most three."""
+_ZERO = bytes(BLOCK)
+_FILE, _FOLDER = (b"0", b"\0", b"7"), b"5"
+_LONG_NAME, _LONG_LINK, _LOCAL, _GLOBAL = b"L", b"K", (b"x", b"X"), b"g"
+_EXTENDING = (_LONG_NAME, _LONG_LINK, *_LOCAL, _GLOBAL)
+_RECORD = re.compile(rb"(\d{1,7}) ([^=]+)=")
+
+
+class BadTarError(Exception):
+    """A tar file cannot be read further."""
+
+
+class TarMember(NamedTuple):
+    """A member of a tar file.
+
+    Attributes:
+        name: as it is written; bytes that are no UTF-8 are escaped.
+        is_file, is_folder: a link, a device or a sparse file is neither.
+        offset, size: of its content in the file, in bytes.
+        archive: number of the archive in the file, which may hold several, one after another.
+    """
+
+    name: str
+    is_file: bool
+    is_folder: bool
+    offset: int
+    size: int
+    archive: int
+
+
+def tar_members(file: IO[bytes], size: int) -> Iterator[TarMember]:
+    """Yields the members of all archives in a file of ``size`` bytes, in order, and skips their contents.
+
+    Raises:
+        BadTarError: a header is invalid or leads beyond the file; raised after the members before it.
+    """
+    at, archive, ended = 0, 0, False
+    while at < size:
+        block = _read(file, at, BLOCK, size)
+        if block == _ZERO[: len(block)] and (at or len(block) == BLOCK):
+            at, ended = at + BLOCK, True
+            continue
+        member, at = _member(file, at, size, archive + ended)
+        archive, ended = member.archive, False
+        yield member
+    if not ended:
+        raise BadTarError(f"breaks off at byte {at}")
+
+
+def _member(file: IO[bytes], at: int, size: int, archive: int) -> tuple[TarMember, int]:
+    """Reads the member whose first header begins at ``at``; returns it and the next one's offset."""
+    attributes: dict[str, bytes] = {}
+    for _ in range(MOST_HEADERS + 1):
+        block = _read(file, at, BLOCK, size)
+        kind, length = _checked(block, at)
+        start = at + BLOCK
+        if kind in _EXTENDING:
+            if length > LONGEST_HEADER:
+                raise BadTarError(f"has a header of {length} bytes at byte {at}")
+            content = _read(file, start, length, size)
+            if len(content) < length:
+                raise BadTarError(f"breaks off at byte {at}")
+            if kind == _LONG_NAME:
+                attributes["path"] = content.partition(b"\0")[0]
+            elif kind in _LOCAL:
+                attributes.update(_records(content, at))
+            at = start + _padded(length)
+            continue
+        if "size" in attributes:
+            length = _decimal(attributes["size"], at)
+        name = attributes.get("path", _name(block)).decode(errors="backslashreplace")
+        plain = kind in _FILE and not any(key.startswith("GNU.sparse") for key in attributes)
+        folder = kind == _FOLDER or (kind == b"\0" and name.endswith("/"))
+        length = length if kind in _FILE else 0
+        if start + length > size:
+            raise BadTarError(f"breaks off at byte {at}: {name!r} is cut short")
+        return TarMember(name, plain and not folder, folder, start, length, archive), start + _padded(length)
+    raise BadTarError(f"has more than {MOST_HEADERS} headers for one member at byte {at}")
+
+
+def _checked(block: bytes, at: int) -> tuple[bytes, int]:
+    """Checks a header; returns its kind and its size field."""
+    if len(block) < BLOCK or block == _ZERO:
+        raise BadTarError(f"breaks off at byte {at}")
+    stated = _number(block[148:156])
+    others = block[:148] + b" " * 8 + block[156:]
+    total = sum(others)
+    # Some programs sum the bytes as signed numbers.
+    if stated not in (total, total - 256 * sum(byte > 127 for byte in others if stated != total)):
+        raise BadTarError(f"breaks off at byte {at}: what stands there is no header" if at else "is no tar file")
+    length = _number(block[124:136])
+    if length is None or length < 0:
+        raise BadTarError(f"has a member of no possible size at byte {at}")
+    return block[156:157], length
+
+
+def _number(field: bytes) -> int | None:
+    """Parses an octal number, or GNU's binary one, which may be negative; None for neither."""
+    if field[0] in (0x80, 0xFF):
+        return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
+    digits = field.partition(b"\0")[0].strip()
+    return int(digits or b"0", 8) if re.fullmatch(b"[0-7]*", digits) else None
+
+
+def _decimal(digits: bytes, at: int) -> int:
+    if not re.fullmatch(rb"\d{1,19}", digits):
+        raise BadTarError(f"has a member of no possible size at byte {at}")
+    return int(digits)
+
+
+def _name(block: bytes) -> bytes:
+    name, prefix = block[:100].partition(b"\0")[0], block[345:500].partition(b"\0")[0]
+    # GNU tar, whose magic ends in a space, has times instead of the prefix.
+    return prefix + b"/" + name if prefix and block[257:263] == b"ustar\0" else name
+
+
+def _records(content: bytes, at: int) -> Iterator[tuple[str, bytes]]:
+    """Yields the attributes of a pax header, ``"<length> <key>=<value>\\n"`` each."""
+    place = 0
+    while place < len(content) and content[place]:
+        record = _RECORD.match(content, place)
+        end = place + int(record[1]) if record else 0
+        if record is None or not record.end() < end <= len(content) or content[end - 1] != 10:
+            raise BadTarError(f"has a pax header at byte {at} that cannot be read")
+        yield record[2].decode(errors="backslashreplace"), content[record.end() : end - 1]
+        place = end
+
+
+def _padded(length: int) -> int:
+    return -(-length // BLOCK) * BLOCK
+
+
+def _read(file: IO[bytes], at: int, length: int, size: int) -> bytes:
+    file.seek(at)
+    return file.read(max(0, min(length, size - at)))

@@ -1,0 +1,270 @@
+"""Prepares texts, or pairs of texts, with classes: JSON lines for sequence classification.
+
+A sample is one row of at most ``data.seq_len`` tokens. A longer text is dropped or cut at its end; of a pair the longer
+text is cut (``data.on_too_long``).
+
+The cache has a token store (:mod:`mgpu_pipe.data.text.prepare_text`) with two more arrays: ``labels.npy``, the class of
+each document as an index into the manifest's names, and ``seconds.npy``, where its second text begins. Only the texts
+decide the held-out split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, refuse_too_long, rows_of_files, rule_of
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.classes import class_names, class_number, in_order
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
+from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.data.samples import Split, evaluated_samples
+from mgpu_pipe.data.sources.document_sources import validation_source_config
+from mgpu_pipe.data.sources.text_files import contents_of, unusable_or_raise
+from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.documents import Document, Source
+from mgpu_pipe.data.text.encode import EncodedBatch
+from mgpu_pipe.data.text.label_rows import Row, row_of
+from mgpu_pipe.data.text.notes import Notes, notes_of, report_bad
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowEncoder
+from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
+from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
+from mgpu_pipe.errors import DataError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.text.row_tensors import LabelledSamples
+
+SOURCE = "labelled_jsonl"
+_FORMAT = 1
+_AT_ONCE = 1024
+"""Texts encoded at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedLabelled(PreparedRows):
+    """Everything a worker needs to load labelled texts; :func:`prepare_labelled` makes it."""
+
+    kind: ClassVar[str] = "labelled_text"
+
+    classes: list[str]
+    """Class names in the order of their numbers."""
+    num_documents: int
+    majority_accuracy: float | None
+    """Accuracy of always predicting the most frequent training class, on the evaluated samples."""
+
+    def labels(self, split: Split) -> NDArray[np.int64]:
+        """Class of each sample of a split, in the order of :meth:`documents`."""
+        folder = self.folder_of(split)
+        numbers = np.array([class_number(name, self.classes) for name in _names(folder)], np.int64)
+        return numbers[load_array(folder / "labels.npy")[self.documents(split)]]
+
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> LabelledSamples:
+        from mgpu_pipe.data.text.row_tensors import LabelledSamples
+
+        return LabelledSamples(self, split, reopen)
+
+    def long_documents(self, folder: Path) -> NDArray[np.bool_]:
+        long: NDArray[np.bool_] = load_array(_long(folder) / "needs.npy") > self.seq_len
+        return long
+
+    def model_fields(self) -> dict[str, Any]:
+        return {
+            "id2label": {str(number): name for number, name in enumerate(self.classes)},
+            "label2id": {name: number for number, name in enumerate(self.classes)},
+        }
+
+    def amounts(self) -> list[tuple[int, str]]:
+        return [(self.num_documents, "texts"), (len(self.classes), "classes"), *self.left_out()]
+
+
+def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> PreparedLabelled:
+    """Prepares the texts of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
+
+    Raises:
+        ConfigError: a path, tokenizer or list of classes that cannot work.
+        DataError: a line is broken or lacks a text or class; or there is no training sample.
+    """
+    cache, data = cache_folder(config.data.cache_dir).absolute(), config.data
+    with writing_to_cache(cache):
+        private_folder(cache)
+        report = progress or no_progress
+        source = held_source = _LabelledFiles(config, cache, "data.paths", report)
+        tokenizer = resolve_tokenizer(config, [(config, source.as_text())], cache, report)
+        folder = source.encoded(tokenizer)
+        held_folder = folder
+        if data.validation_paths:
+            held_source = _LabelledFiles(validation_source_config(config), cache, "data.validation_paths", report)
+            held_folder = held_source.encoded(tokenizer)
+        source.measure(folder, tokenizer)
+        held_source.measure(held_folder, tokenizer)
+    fraction = float(held_folder == folder) if data.validation_paths else data.validation_fraction
+    padding = model_field(config.model, "pad_token_id")
+    known = PreparedLabelled(
+        folder=folder,
+        held_out_folder=held_folder,
+        fraction=fraction,
+        tokenizer_folder=tokenizer.folder,
+        padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
+        seq_len=data.seq_len,
+        classes=class_names(config, {name for store in (folder, held_folder) for name in _names(store)}),
+        num_documents=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
+        train_samples=0,
+        held_out_samples=0,
+        validation_samples=0,
+        majority_accuracy=None,
+        on_too_long=rule_of(data),
+        digest="",
+        validation_digest="",
+    )
+    if data.on_too_long == "refuse":
+        for each in known.folders:
+            refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "texts"), load_array(_long(each) / "needs.npy"))
+    return _add_figures(known, config)
+
+
+def _add_figures(known: PreparedLabelled, config: RunConfig) -> PreparedLabelled:
+    """Adds sample counts, the majority accuracy and digests to ``known``."""
+    train, held_labels = known.labels("train"), known.labels("validation")
+    long = known.count_long()
+    if not len(train):
+        left = f"{long:,} texts are longer than data.seq_len={known.seq_len}, {len(held_labels):,} are held out"
+        raise DataError(f"data.source={SOURCE}: there is nothing to train on: {left}; lower data.validation_fraction")
+    evaluated = min(len(held_labels), config.data.validation_max_samples or len(held_labels))
+    majority = None
+    if evaluated:
+        chosen = held_labels[evaluated_samples(len(held_labels), evaluated)]
+        majority = float((chosen == np.bincount(train).argmax()).mean())
+    # Cutting rows was the only rule of earlier versions, so it adds nothing to the identity.
+    ruled = [known.on_too_long] if long and known.on_too_long != "truncate" else []
+    identity = (_FORMAT, known.classes, known.seq_len, known.padding_token_id, *ruled)
+    apart = known.held_out_folder != known.folder
+    return replace(
+        known,
+        too_long_samples=long,
+        bad_samples=notes_of(map(read_manifest, known.folders)).bad,
+        train_samples=len(train),
+        held_out_samples=len(held_labels),
+        validation_samples=evaluated,
+        majority_accuracy=majority,
+        digest=digest_of(known.folder.name, known.fraction, *identity),
+        validation_digest=digest_of(known.held_out_folder.name, *identity) if apart and evaluated else "",
+    )
+
+
+def _names(folder: Path) -> list[str]:
+    """Class names of a folder, by their numbers in its ``labels.npy``."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return list(manifest["labels"])
+
+
+def _long(folder: Path) -> Path:
+    """Folder next to a folder of rows, with ``needs.npy``: the tokens of each row's whole texts."""
+    return folder.with_name(f"{folder.name}.needs")
+
+
+class _LabelledFiles:
+    """Rows of some files, and their tokens in the cache."""
+
+    def __init__(self, config: RunConfig, cache: Path, key: str, progress: Progress) -> None:
+        self._data, self._cache, self._progress = config.data, cache, progress
+        self._paths = files.expand_paths(self._data.paths, key)
+        self._unusable = unusable_or_raise(self._paths, self._data.on_bad_sample)
+        usable = [path for path in self._paths if path not in self._unusable]
+        self._known: Mapping[Path, Fingerprint] = fingerprints(usable, cache, progress)
+        columns = (self._data.text_column, self._data.second_text_column, self._data.label_column)
+        self.identity = digest_of("labelled", columns, contents_of(self._paths, self._unusable, self._known))
+        self._size = sum(content.size for content in self._known.values())
+
+    def rows(self, notes: Notes | None = None) -> Iterator[Row]:
+        """Yields the usable rows; ``notes`` counts the others.
+
+        Raises:
+            DataError: one cannot be used, with ``data.on_bad_sample=stop``.
+        """
+
+        def read(path: Path) -> Iterator[tuple[str, str, int]]:
+            return row_lines(path, self._known[path])
+
+        def make(line: str, origin: str, size: int) -> Row:
+            return row_of(self._data, line, origin, size)
+
+        try:
+            for row in rows_of_files(self._paths, self._unusable, read, make):
+                if isinstance(row, Row):
+                    yield row
+                elif self._data.on_bad_sample == "stop":
+                    raise DataError(f"{row.message}{OR_SKIP}")
+                elif notes is not None:
+                    notes.add_bad(row)
+        except ChangedFileError:
+            forget(self._paths, self._cache)
+            raise
+
+    def as_text(self) -> Source:
+        """Source of the texts, to train a tokenizer."""
+
+        def documents() -> Iterator[Document]:
+            return (Document(row.joined, row.origin, row.size) for row in self.rows())
+
+        return Source(SOURCE, self.identity, self._size, documents)
+
+    def encoded(self, tokenizer: TokenizerInfo) -> Path:
+        """Builds or finds the folder of the rows' tokens."""
+        identity = {
+            "source": self.identity,
+            "tokenizer": tokenizer.digest,
+            "seq_len": self._data.seq_len,
+            "format": _FORMAT,
+        }
+        folder = self._cache / "tokens" / digest_of("labelled", identity)
+
+        def build(out: Path) -> dict[str, Any]:
+            encoder, labels, seconds = RowEncoder(tokenizer, self._data.seq_len), list[str](), list[int]()
+            notes = Notes()
+
+            def batches() -> Iterator[EncodedBatch]:
+                waiting = self.rows(notes)
+                while rows := list(islice(waiting, _AT_ONCE)):
+                    labels.extend(row.label for row in rows)
+                    batch, begins = encoder.encode(rows)
+                    seconds.extend(begins)
+                    yield batch
+                yield encoder.encode([])[0]._replace(notes=notes)
+
+            meta = write_tokens(out, batches(), {"name": SOURCE, **identity}, self._size, self._progress)
+            names = sorted(set(labels), key=in_order)
+            numbers = {name: number for number, name in enumerate(names)}
+            save_array(out / "labels.npy", np.array([numbers[name] for name in labels], np.int64))
+            save_array(out / "seconds.npy", np.array(seconds, np.int64))
+            return {**meta, "labels": names}
+
+        report_bad(build_once(folder, build), self._data.on_bad_sample, ("a text", "texts"))
+        return folder
+
+    def measure(self, folder: Path, tokenizer: TokenizerInfo) -> None:
+        """Writes the lengths of the rows in ``folder``; encodes full rows again, as they may be cut."""
+
+        def build(out: Path) -> dict[str, Any]:
+            needs = TokenStore.open(folder).lengths.copy()
+            full = np.flatnonzero(needs == self._data.seq_len)
+            if len(full):
+                encoder, chosen = RowEncoder(tokenizer, self._data.seq_len), set(full.tolist())
+                rows = (row for at, row in enumerate(self.rows()) if at in chosen)
+                lengths = list[int]()
+                while some := list(islice(rows, _AT_ONCE)):
+                    lengths += encoder.lengths(some)
+                needs[full] = lengths
+            save_array(out / "needs.npy", needs)
+            return {"full": len(full)}
+
+        build_once(_long(folder), build)

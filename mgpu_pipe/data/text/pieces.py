@@ -1,0 +1,187 @@
+"""Encodes a long text in overlapping pieces: the whole text's tokens, in the memory of a piece.
+
+The tokenizers library takes 150 bytes of memory per byte of text. So a long text is cut into overlapping pieces. Where
+two neighbours agree on tokens and positions around a border between two tokens, the first piece's tokens end and the
+second's continue. The result is exact:
+
+- Effects of a piece's edge (a space before the first word, spaces trimmed at the end, half a word, half an added token)
+  are far from such a border, or the pieces would disagree there.
+- Normalizers and pre-tokenizers read from left to right and look a few characters ahead. From a border in both pieces
+  they find the same words.
+- A model encodes each word separately, so the border has to be between words. Byte pair encoding may also be cut inside
+  a word (a tokenizer like Llama's treats the whole text as one word): its result is right if every two neighbouring
+  tokens are, and the two at the border are neighbours in both pieces.
+
+A text without such a border within an overlap is encoded in longer pieces, at worst whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class PieceSize:
+    """Characters of a piece, of the overlap with the next, and of the agreement on each side of a border."""
+
+    piece: int = 1 << 18
+    overlap: int = 1 << 11
+    agreement: int = 1 << 8
+
+
+class Piece(NamedTuple):
+    """A part of a text, from the character ``start`` on."""
+
+    text: str
+    start: int
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+
+class PlacedToken(NamedTuple):
+    """A token, its characters ``[start, end)`` of the text, and whether it begins a word."""
+
+    id: int
+    start: int
+    end: int
+    first_of_word: bool
+
+
+class EncodedPiece(NamedTuple):
+    """Tokens of a piece without special tokens, and the placed tokens at both ends."""
+
+    start: int
+    end: int
+    ids: NDArray[np.uint32]
+    head: list[PlacedToken]
+    """First tokens."""
+    tail: list[PlacedToken]
+    """Last tokens."""
+    borders: bool
+    """Whether any border between tokens is safe; else only one between words."""
+
+
+def cut(text: str, size: PieceSize) -> Iterator[Piece]:
+    """Yields the pieces of a text in order."""
+    start, end = 0, 0
+    while end < len(text):
+        end = min(start + size.piece, len(text))
+        if len(text) - end <= size.overlap:
+            end = len(text)
+        yield Piece(text[start:end], start)
+        start = end - size.overlap
+
+
+def encode_piece(tokenizer: Tokenizer, piece: Piece, size: PieceSize) -> EncodedPiece:
+    """Encodes one piece."""
+    encoding = tokenizer.encode(piece.text, add_special_tokens=False)
+    ids, offsets, words = encoding.ids, encoding.offsets, encoding.word_ids
+    length = len(piece.text)
+    count = next((at for at, (start, _) in enumerate(offsets) if start >= size.overlap), len(ids))
+    first = next((at for at in range(len(ids), 0, -1) if offsets[at - 1][1] < length - size.overlap), 0)
+
+    def placed(begin: int, end: int) -> list[PlacedToken]:
+        return [
+            PlacedToken(
+                ids[at],
+                offsets[at][0] + piece.start,
+                offsets[at][1] + piece.start,
+                at == 0 or words[at] is None or words[at] != words[at - 1],
+            )
+            for at in range(begin, end)
+        ]
+
+    return EncodedPiece(
+        piece.start,
+        piece.end,
+        np.array(ids, np.uint32),
+        placed(0, count),
+        placed(first, len(ids)),
+        type(tokenizer.model).__name__ == "BPE",
+    )
+
+
+def seam(left: EncodedPiece, right: EncodedPiece, size: PieceSize) -> tuple[int, int] | None:
+    """Finds how many tokens to take of ``left``, and the first to take of ``right``; None without a safe border.
+
+    Both pieces cover the characters from ``right.start`` to ``left.end``.
+    """
+    places = {
+        (before.end, token.start): at
+        for at, (before, token) in enumerate(zip(right.head, right.head[1:], strict=False), 1)
+    }
+    offset, middle = len(left.ids) - len(left.tail), (right.start + left.end) // 2
+    candidates = [
+        (not token.first_of_word, abs(token.start - middle), at, places[(before.end, token.start)])
+        for at, (before, token) in enumerate(zip(left.tail, left.tail[1:], strict=False), 1)
+        if (before.end, token.start) in places and (left.borders or token.first_of_word)
+    ]
+    for _, _, at, other in sorted(candidates):
+        if _agree(left.tail, right.head, at, other, size.agreement):
+            return offset + at, other
+    return None
+
+
+def _agree(mine: list[PlacedToken], other: list[PlacedToken], at: int, at_other: int, reach: int) -> bool:
+    """Whether two lists have the same tokens for ``reach`` characters before and after a border."""
+    border = mine[at].start
+    for step in (-1, 1):
+        a, b = (at - 1, at_other - 1) if step < 0 else (at, at_other)
+        while True:
+            if not (0 <= a < len(mine) and 0 <= b < len(other)) or mine[a] != other[b]:
+                return False
+            if (mine[a].start <= border - reach) if step < 0 else (mine[a].end >= border + reach):
+                break
+            a, b = a + step, b + step
+    return True
+
+
+def join(
+    pieces: Iterable[EncodedPiece], again: Callable[[int, int], EncodedPiece], length: int, size: PieceSize
+) -> Iterator[tuple[NDArray[np.uint32], int]]:
+    """Yields the tokens of the whole text in parts, each with the approximate character that it reaches.
+
+    Args:
+        pieces: of the text, in order.
+        again: encodes the characters from a start to an end as one piece.
+        length: characters of the text.
+    """
+    left: EncodedPiece | None = None
+    begin, wanted = 0, 0
+    for right in pieces:
+        if left is None:
+            left = right
+            continue
+        place = None if wanted else seam(left, right, size)
+        if place is None:
+            # At least twice as long, so that a text without any border costs a few times its length.
+            wanted = wanted or 2 * (left.end - left.start)
+            if right.end - left.start >= wanted or right.end == length:
+                left, wanted = again(left.start, right.end), 0
+            continue
+        yield left.ids[begin : place[0]], right.start
+        left, begin = right, place[1]
+    if left is not None:
+        yield left.ids[begin:], length
+
+
+def special_ends(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """Special tokens that a tokenizer adds before and after a text; None where they are indistinguishable from it."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
+    if not plain:
+        return None
+    for before in range(len(whole) - len(plain) + 1):
+        if whole[before : before + len(plain)] == plain:
+            return whole[:before], whole[before + len(plain) :]
+    return None

@@ -1,0 +1,122 @@
+"""Converts a row with a chosen and a rejected answer to two conversations.
+
+The forms are TRL's (``prompt``, ``chosen`` and ``rejected``, each a text or a list of messages), UltraFeedback's, with
+whole conversations as ``chosen`` and ``rejected``, and rows with ``system``, ``question`` or ``instruction``.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mgpu_pipe.data.files import FIX
+from mgpu_pipe.data.text.conversations import (
+    BESIDE,
+    HISTORY,
+    INPUT,
+    first_there,
+    history_of,
+    is_trained,
+    messages_of,
+    question_of,
+    system_before,
+)
+from mgpu_pipe.errors import ConfigError, DataError
+
+Messages = list[dict[str, Any]]
+SIDES = ("chosen", "rejected")
+SHOWN = 40
+"""Characters of a prompt in an error message."""
+PROMPTS = ("prompt", "messages", "conversations", "instruction", "question")
+"""Columns of the prompt in rows without ``data.messages_column``."""
+
+
+def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages, Messages]:
+    """Converts a row to its two conversations; messages after the shared ones are trained.
+
+    Args:
+        column: ``data.messages_column``, the prompt as a list of messages.
+
+    Raises:
+        ConfigError: the column is an answer's.
+        DataError: the row is broken; names ``origin``.
+    """
+    if column in SIDES:
+        raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds an answer")
+    whole = [_conversation(row, side, origin, column) for side in SIDES]
+    shared = 0
+    while shared < min(map(len, whole)) - 1 and whole[0][shared] == whole[1][shared]:
+        shared += 1
+    if not shared:
+        raise DataError(f"{origin}: chosen and rejected do not begin with the same message; {FIX}")
+    for side, messages in zip(SIDES, whole, strict=True):
+        messages[:shared] = [{**message, "train": False} for message in messages[:shared]]
+        if not any(message["role"] == "assistant" and is_trained(message) for message in messages):
+            raise DataError(f"{origin}: {side} holds no answer of the assistant's of its own; {FIX}")
+    return whole[0], whole[1]
+
+
+def prompt_of(conversation: Messages) -> str:
+    """The common part of a pair of conversations as one text: equal for all pairs of a prompt."""
+    shared = [(message["role"], message["content"]) for message in conversation if message.get("train") is False]
+    return json.dumps(shared)
+
+
+def _conversation(row: dict[str, Any], side: str, origin: str, column: str) -> Messages:
+    if side not in row:
+        raise DataError(f"{origin}: has no column '{side}'; columns: {', '.join(row) or 'none'}")
+    answer = row[side]
+    if isinstance(answer, str):
+        if not answer:
+            raise DataError(f"{origin}: column '{side}' is empty; {FIX}")
+        answer = [{"role": "assistant", "content": answer}]
+    elif isinstance(answer, dict):
+        answer = [answer]
+    if not isinstance(answer, list) or not answer or not isinstance(answer[0], dict):
+        raise DataError(f"{origin}: column '{side}' must be a text or a list of messages; {FIX}")
+    if answer[0].get("role", answer[0].get("from")) in ("assistant", "gpt"):
+        answer = [*_prompt(row, origin, column), *answer]
+    else:
+        _check_prompt(row, answer, side, origin, column)
+    return messages_of({side: system_before(answer, row, origin)}, origin, side, "messages")
+
+
+def _check_prompt(row: dict[str, Any], conversation: list[Any], side: str, origin: str, column: str) -> None:
+    """Refuses a prompt that the whole conversation next to it does not contain."""
+    if (name := first_there(row, (column, *PROMPTS))) is None:
+        return
+    said = _users_texts(conversation)
+    if missing := next((text for text in _users_texts(_prompt(row, origin, column)) if text not in said), None):
+        excerpt = missing if len(missing) <= SHOWN else f"{missing[:SHOWN]}..."
+        raise DataError(f"{origin}: no message of {side} is column {name!r} ({excerpt!r}); {FIX}")
+
+
+def _users_texts(messages: list[Any]) -> list[str]:
+    """Joins the user's texts in messages of any form."""
+    users = (
+        message
+        for message in messages
+        if isinstance(message, dict) and message.get("role", message.get("from")) in ("user", "human")
+    )
+    texts = (message.get("content", message.get("value")) for message in users)
+    return [text.strip() for text in texts if isinstance(text, str)]
+
+
+def columns_read(column: str) -> list[str]:
+    """Columns that become pairs."""
+    return [*BESIDE, *SIDES, column, *PROMPTS, INPUT, HISTORY]
+
+
+def _prompt(row: dict[str, Any], origin: str, column: str) -> list[Any]:
+    name = first_there(row, (column, *PROMPTS))
+    if name is None:
+        others = [name for name in row if name not in (*SIDES, *BESIDE)]
+        fix = f"set data.messages_column to its column: {', '.join(others)}" if others else "add a column 'prompt'"
+        raise DataError(f"{origin}: has no prompt (no column {', '.join(dict.fromkeys((column, *PROMPTS)))}); {fix}")
+    prompt = row[name]
+    if isinstance(prompt, str):
+        text = question_of(row, name, origin) if name == "instruction" else prompt
+        return [*history_of(row, origin), {"role": "user", "content": text}]
+    if not isinstance(prompt, list) or not prompt:
+        raise DataError(f"{origin}: the prompt must be a text or a list of messages; {FIX}")
+    return prompt

@@ -1,0 +1,36 @@
+"""Vocabulary size of a tokenizer that the run trains. Imports no numpy: ``check`` needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.model_field import model_vocab_size
+from mgpu_pipe.errors import ConfigError
+
+BYTE_LEVEL_MINIMUM = 257
+"""Smallest vocabulary: 256 bytes and the end-of-text token."""
+
+
+def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
+    """Vocabulary size of the tokenizer that ``data.tokenizer=auto`` trains for a model without a folder.
+
+    Args:
+        special: tokens of the chat template, which are never cut.
+
+    Raises:
+        ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.
+    """
+    size = model_vocab_size(config.model)
+    if size is None:
+        reason = "data.tokenizer=auto makes a tokenizer of the model's size"
+        raise ConfigError("model.config.vocab_size", None, "set it, or data.tokenizer", reason)
+    if config.data.source == "synthetic":
+        least, reason = 2, ""
+    else:
+        least = BYTE_LEVEL_MINIMUM + len(special)
+        reason = "a byte-level tokenizer needs 256 bytes and an end-of-text token"
+        reason += f", and the chat template {len(special)}" if special else ""
+    if size < least:
+        raise ConfigError("model.config.vocab_size", size, f"use at least {least}", reason)
+    return size - config.objective.reserved_ids()

@@ -1,1 +1,0 @@
-"""What is known of each model family, one file a ``model_type``; without torch."""

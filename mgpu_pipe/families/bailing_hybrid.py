@@ -1,5 +1,0 @@
-"""Bailing hybrid."""
-
-from mgpu_pipe.families.family import Family
-
-FAMILY = Family(experts="num_experts")

@@ -1,5 +1,0 @@
-"""Cohere 2 MoE."""
-
-from mgpu_pipe.families.family import Family
-
-FAMILY = Family(experts="num_experts")

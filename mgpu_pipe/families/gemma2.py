@@ -1,5 +1,0 @@
-"""Gemma 2."""
-
-from mgpu_pipe.families.family import Family
-
-FAMILY = Family(packing="positions")

@@ -1,5 +1,0 @@
-"""GLM."""
-
-from mgpu_pipe.families.family import Family
-
-FAMILY = Family(packing="positions")

@@ -1,5 +1,0 @@
-"""Granite MoE."""
-
-from mgpu_pipe.families.family import Family, Stages
-
-FAMILY = Family(packing="positions", stages=Stages(), experts="num_local_experts", softmax_routers=True)

@@ -1,5 +1,0 @@
-"""Granite MoE with windows."""
-
-from mgpu_pipe.families.family import Family, Stages
-
-FAMILY = Family(stages=Stages())

@@ -1,5 +1,0 @@
-"""Helium."""
-
-from mgpu_pipe.families.family import Family
-
-FAMILY = Family(packing="positions")

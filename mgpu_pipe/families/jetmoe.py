@@ -1,5 +1,0 @@
-"""JetMoE."""
-
-from mgpu_pipe.families.family import Family, Stages
-
-FAMILY = Family(stages=Stages())

@@ -1,5 +1,0 @@
-"""Ministral 3."""
-
-from mgpu_pipe.families.family import Family
-
-FAMILY = Family(packing="positions")

@@ -1,3 +1,0 @@
-"""Mistral, which is like Llama."""
-
-from mgpu_pipe.families.llama import FAMILY as FAMILY

@@ -1,5 +1,0 @@
-"""MPT."""
-
-from mgpu_pipe.families.family import Family, Stages
-
-FAMILY = Family(packing="mask", stages=Stages("wte", "blocks", "norm_f", tuples=True))

@@ -1,5 +1,0 @@
-"""OLMo 3."""
-
-from mgpu_pipe.families.family import Family
-
-FAMILY = Family(packing="positions")

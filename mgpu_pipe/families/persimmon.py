@@ -1,5 +1,0 @@
-"""Persimmon."""
-
-from mgpu_pipe.families.family import Family, Stages
-
-FAMILY = Family(packing="positions", stages=Stages(norm="final_layernorm"))

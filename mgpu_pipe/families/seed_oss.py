@@ -1,5 +1,0 @@
-"""Seed-OSS."""
-
-from mgpu_pipe.families.family import Family
-
-FAMILY = Family(packing="positions")

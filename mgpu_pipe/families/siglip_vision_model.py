@@ -1,3 +1,0 @@
-"""A tower of SigLIP."""
-
-from mgpu_pipe.families.siglip import FAMILY as FAMILY

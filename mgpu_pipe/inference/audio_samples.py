@@ -1,0 +1,110 @@
+"""Transcripts of held-out recordings, next to the true text."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.decode_audio import Wave, soundfile
+from mgpu_pipe.data.audio.listen import Sound
+from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.transcript_tokens import Words
+from mgpu_pipe.data.samples import evaluation_numbers
+from mgpu_pipe.models.speech import greedy_transcripts
+from mgpu_pipe.objectives.registry import objective_class
+from mgpu_pipe.objectives.speech_seq2seq_keys import SpeechSeq2SeqConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TRANSCRIBED, SHOWN, SECONDS = 32, 12, 20
+"""Recordings to transcribe, recordings to show, and seconds of sound to keep of each."""
+NAMED_WORDS = 12
+"""Most words that a sample lists for one kind of mistake."""
+
+
+def transcript_samples(config: RunConfig, prepared: PreparedSpeech, model: PreTrainedModel) -> list[dict[str, str]]:
+    """Samples of held-out recordings, wrong transcripts first: the truth, the transcript with its mistakes, and Ogg
+    sound. A collective call for a sharded model.
+    """
+    chosen = prepared.evaluated_samples()[:TRANSCRIBED]
+    if not len(chosen):
+        return []
+    recordings = prepared.open(config, "validation")
+    samples = objective_class(config.objective.name).samples(config, recordings)
+    alphabet = prepared.alphabet()
+    was_training, device, results = model.training, next(model.parameters()).device, list[tuple[str, str, int]]()
+    model.eval()
+    try:
+        for index in range(len(chosen)):  # one at a time: without a mask, padding changes a plain model's result
+            batch = samples.batch(chosen[index : index + 1], evaluation_numbers(chosen[index : index + 1]))
+            if isinstance(alphabet, Words):
+                max_tokens = cast(SpeechSeq2SeqConfig, config.objective).max_new_tokens
+                transcript = alphabet.decode(
+                    greedy_transcripts(model, batch["input_features"].to(device), max_tokens)[0]
+                )
+            else:
+                with torch.no_grad():
+                    predicted = model(input_values=batch["input_values"].to(device)).logits[0].argmax(-1).tolist()
+                transcript = alphabet.decode(number for number, _ in groupby(predicted) if number != alphabet.blank)
+            results.append((alphabet.decode(batch["labels"][0].tolist()), transcript, int(chosen[index])))
+    finally:
+        model.train(was_training)
+    results.sort(key=lambda result: result[0] == result[1])
+    return [
+        {
+            "prompt": truth,
+            "text": f" \u2192 {mark_mistakes(truth, transcript)}",
+            "audio": _encode_ogg(recordings.recording(number), _sound(config).rate),
+        }
+        for truth, transcript, number in results[:SHOWN]
+    ]
+
+
+def _sound(config: RunConfig) -> Sound:
+    assert isinstance(config.data, AudioConfig)
+    return Sound.from_config(config.data, config.model)
+
+
+def _encode_ogg(wave: Wave, rate: int) -> str:
+    content = io.BytesIO()
+    soundfile().write(content, wave[: SECONDS * rate], rate, format="OGG", subtype="VORBIS")
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def mark_mistakes(truth: str, transcript: str) -> str:
+    """``transcript``, followed by a line of the words that ``truth`` shows as missed, wrong or added."""
+    from mgpu_pipe.objectives.transcripts import jiwer
+
+    if not transcript.split():
+        return "(nothing was heard)"
+    true_words, words = truth.split(), transcript.split()
+    missed, wrong, added = list[str](), list[str](), list[str]()
+    for chunk in jiwer().process_words(truth, transcript).alignments[0]:
+        transcribed = words[chunk.hyp_start_idx : chunk.hyp_end_idx]
+        expected = true_words[chunk.ref_start_idx : chunk.ref_end_idx]
+        if chunk.type == "delete":
+            missed += expected
+        elif chunk.type == "insert":
+            added += transcribed
+        elif chunk.type == "substitute":
+            wrong += [f"{word} for {right}" for word, right in zip(transcribed, expected, strict=True)]
+    kinds = {"missed": missed, "wrong": wrong, "added": added}
+    differences = "; ".join(f"{kind}: {_list_words(mistakes)}" for kind, mistakes in kinds.items() if mistakes)
+    return f"{transcript}\n  {differences}" if differences else transcript
+
+
+def _list_words(words: Sequence[str]) -> str:
+    """Lists each word once with its number of occurrences, at most :data:`NAMED_WORDS` words."""
+    counts = Counter(words)
+    more = len(counts) - NAMED_WORDS
+    named = [word if times == 1 else f"{word} ({times} times)" for word, times in counts.items()]
+    return ", ".join(named[:NAMED_WORDS]) + (f", and {more} more" if more > 0 else "")

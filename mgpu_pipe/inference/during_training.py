@@ -1,0 +1,88 @@
+"""Samples and evaluation tasks during training (``trainer.sample_every_n_steps``, ``eval.tasks``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.samples import Prepared
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.generation import load_tokenizer
+from mgpu_pipe.inference.prompt_samples import Sample, make_samples
+from mgpu_pipe.inference.tasks import TaskResult, measure, rows_of
+from mgpu_pipe.inference.tasks.judge import Judge
+from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.runs.record import append_samples, cut_samples_after
+from mgpu_pipe.training.attempt import Inference
+from mgpu_pipe.training.strategy import EngineStrategy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class RunTasks:
+    """The run's tasks; a collective call measures them all under the run's strategy.
+
+    Attributes:
+        results: of the last call, by the task's name.
+    """
+
+    def __init__(self, config: RunConfig, prepared: Prepared, objective: Objective, strategy: EngineStrategy) -> None:
+        folder = prepared.tokenizer_folder
+        if folder is None:
+            raise BadInputError(f"eval.tasks: data.source={config.data.source} has no tokenizer; leave the tasks out")
+        self._tasks = config.eval.tasks
+        self._rows = {name: rows_of(task, name, config) for name, task in self._tasks.items()}
+        self._judge = Judge(objective, load_tokenizer(folder), chat_of(folder), config.data.seq_len, strategy)
+        self.results: dict[str, TaskResult] = {}
+
+    def __call__(self) -> dict[str, float]:
+        """The tasks' figures, by metric."""
+        for name, task in self._tasks.items():
+            self.results[name] = measure(self._rows[name], task, self._judge)
+        return {f"val/{name}": result.value for name, result in self.results.items()}
+
+    def summary_values(self) -> dict[str, Any]:
+        """The fields of ``summary.json`` for each task."""
+        return {name: {"counted": result.denominator, "shown": result.samples} for name, result in self.results.items()}
+
+
+def build_sampler(
+    config: RunConfig,
+    paths: RunPaths,
+    prepared: Prepared,
+    model: PreTrainedModel,
+    strategy: EngineStrategy,
+    start_step: int,
+) -> Callable[[int], list[Sample]] | None:
+    """A function that makes and writes samples at every n-th step; None where the run wants none."""
+    every, folder = config.trainer.sample_every_n_steps, prepared.tokenizer_folder
+    if dist.get_rank() == 0:
+        cut_samples_after(paths.samples, start_step)
+    if every is None or folder is None:
+        return None
+
+    def sample(step: int) -> list[Sample]:
+        is_whole = strategy.holds_whole_model
+        if step % every == 0 and (dist.get_rank() == 0 or not is_whole):
+            forward = strategy.sampling_forward()
+            # compiling for the samples' shapes would change the compiled training step
+            with torch.compiler.set_stance("force_eager"):
+                samples = make_samples(config, model, folder, prepared, together=not is_whole, forward=forward)
+            strategy.sampled()
+            if dist.get_rank() == 0:
+                append_samples(paths.samples, step, samples)
+            return samples
+        return []
+
+    return sample
+
+
+INFERENCE = Inference(build_sampler, RunTasks)
+"""The inference hooks that a worker passes to :func:`mgpu_pipe.training.train.train`."""

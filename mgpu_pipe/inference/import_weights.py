@@ -1,0 +1,268 @@
+"""Reads weights of other programs' pickled checkpoints: Lightning or torch files, Hugging Face folders from before
+safetensors, and DeepSpeed's ZeRO folders.
+
+Only torch's restricted unpickler reads a file: it builds tensors and plain values and runs no code of the file.
+DeepSpeed's converter unpickles without that restriction. It runs in its own process and only if the user trusts the
+folder; its result is read like any file.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pickle
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.text.tokenizer_folder import json_file
+from mgpu_pipe.errors import BadInputError, MgpuError
+from mgpu_pipe.import_path import python_module
+from mgpu_pipe.inference.open import StoredModel, read_from
+from mgpu_pipe.models.weights.folder import INDEX, WEIGHTS
+from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.local_files import exists, is_file, is_folder
+
+if TYPE_CHECKING:
+    import torch
+
+LATEST = "latest"
+STATES = "*_optim_states.pt"
+CONVERTED = "pytorch_model.bin"
+TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80")
+"""First bytes of a torch file: a zip archive, or before torch 1.6 a pickle."""
+
+
+def weight_files(source: Path, trust: bool) -> list[Path] | None:
+    """The weight files of ``source``; None for a DeepSpeed folder, which needs a conversion.
+
+    Args:
+        trust: whether code in a DeepSpeed folder may run.
+
+    Raises:
+        BadInputError: ``source`` does not exist, is of another kind, or is not trusted.
+    """
+    if is_file(source):
+        _check_signature(source)
+        return [source]
+    if not is_folder(source):
+        raise BadInputError(f"--from={source}: no such file or folder")
+    if (source / "config.json").is_file() and not (source / WEIGHTS).is_file() and not (source / INDEX).is_file():
+        pickled = _pickled_files(source)
+        if pickled:
+            return pickled
+    for name, advice in (
+        ("config.json", "a Hugging Face folder, which needs no import: use model=hf model.path"),
+        ("manifest.json", "a checkpoint of this program, which needs no import: use checkpoint.init_from"),
+        ("checkpoints", "a run of this program, which needs no import: use checkpoint.init_from"),
+    ):
+        if exists(source / name):
+            raise BadInputError(f"--from={source}: is {advice}={source}")
+    if is_file(source / LATEST) or any(source.glob(STATES)):
+        _check_deepspeed(source, trust)
+        return None
+    raise BadInputError(
+        f"--from={source}: neither a Lightning or torch file nor a DeepSpeed folder (with a file {LATEST!r}); give one"
+    )
+
+
+def _check_signature(file: Path) -> None:
+    with file.open("rb") as stream:
+        start = stream.read(4)
+    if not start.startswith(TORCH_SIGNATURES):
+        reason = "is empty" if not start else "begins neither as a zip archive nor as a pickle"
+        raise BadInputError(
+            f"--from={file}: cannot be read as a torch checkpoint ({reason}); give a .ckpt, .pt or .bin"
+        )
+
+
+def _pickled_files(folder: Path) -> list[Path]:
+    """The weights of a Hugging Face folder from before safetensors: one file, or the shards of its index."""
+    index = folder / f"{CONVERTED}.index.json"
+    if not index.is_file():
+        return [folder / CONVERTED] if (folder / CONVERTED).is_file() else []
+    shards = json_file(index).get("weight_map")
+    names = sorted({str(name) for name in shards.values()}) if isinstance(shards, dict) else []
+    if not names or any(Path(name).name != name for name in names):
+        raise BadInputError(f"--from={folder}: its {index.name} names no files of this folder; copy it again")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise BadInputError(f"--from={folder}: {missing[0]} is missing, which {index.name} names; copy it again")
+    return [folder / name for name in names]
+
+
+def _check_deepspeed(source: Path, trust: bool) -> None:
+    if not trust:
+        raise BadInputError(
+            f"--from={source}: a DeepSpeed checkpoint is made of pickles, and DeepSpeed's converter runs whatever code "
+            "they bring; if you trust who wrote it, repeat with --trust"
+        )
+    if importlib.util.find_spec("deepspeed") is None:
+        raise BadInputError(f"--from={source}: converting it needs DeepSpeed; pip install deepspeed")
+
+
+def read_weights(source: Path, trust: bool, scratch: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a foreign checkpoint by its names; memory-mapped where the file allows.
+
+    Args:
+        trust: whether code in a DeepSpeed folder may run.
+        scratch: an empty folder for DeepSpeed's converted files.
+
+    Raises:
+        BadInputError: ``source`` does not exist, is of another kind, or could run code.
+        MgpuError: DeepSpeed's converter failed.
+    """
+    files = weight_files(source, trust)
+    if files is None:
+        return _read_deepspeed(source, scratch)
+    return {name: tensor for file in files for name, tensor in _read_file(file).items()}
+
+
+def _read_file(file: Path) -> dict[str, torch.Tensor]:
+    import torch
+
+    loaded: Any
+    try:
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the format before torch 1.6 cannot be memory-mapped
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise BadInputError(
+            f"--from={file}: holds more than tensors and plain values ({_reason(error)}), and reading that could run "
+            "code of its maker; where you trust it, save its tensors alone: torch.save(checkpoint['state_dict'], ...)"
+        ) from error
+    except Exception as error:  # the unpickler runs a damaged file's bytes as instructions, which can fail in any way
+        raise BadInputError(f"--from={file}: cannot be read as a torch checkpoint ({_reason(error)})") from error
+    state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else None
+    if not isinstance(state, Mapping) or not state:
+        raise BadInputError(f"--from={file}: holds no state_dict")
+    not_tensors = [
+        name
+        for name, value in state.items()
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta
+    ]
+    if not_tensors:
+        raise BadInputError(f"--from={file}: {not_tensors[0]!r} of its state_dict is no plain tensor")
+    return {str(name): tensor for name, tensor in state.items()}
+
+
+def _read_deepspeed(source: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    folder, tag = (source, []) if is_file(source / LATEST) else (source.parent, ["--tag", source.name])
+    # Run the converter of the installed package, never the zero_to_fp32.py in the folder.
+    command = python_module("deepspeed.utils.zero_to_fp32", str(folder.absolute()), str(scratch), *tag)
+    done = subprocess.run(
+        bound(command),
+        capture_output=True,
+        text=True,
+        cwd=scratch,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    if done.returncode:
+        raise MgpuError(f"--from={source}: DeepSpeed's zero_to_fp32 failed: {_reason(done.stderr)}")
+    index = scratch / f"{CONVERTED}.index.json"
+    files = [CONVERTED]
+    if is_file(index):
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    return {name: tensor for file in files for name, tensor in _read_file(scratch / Path(file).name).items()}
+
+
+def _reason(error: object) -> str:
+    """The last line of a library's message; for torch's restricted unpickler, the class that it refused."""
+    if isinstance(error, pickle.UnpicklingError):
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        return f"it names {refused[1]}" if refused else "it is no file of tensors"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else type(error).__name__
+
+
+LISTED = 8
+"""Most names of each kind in an error."""
+
+
+def fill_from_external(
+    config: ModelConfig,
+    weights: Mapping[str, torch.Tensor],
+    source: Path,
+    prefix: str = "",
+    ignore: Sequence[str] = (),
+    tokenizer: Path | None = None,
+) -> StoredModel:
+    """The model of ``config`` filled with foreign ``weights``; all of them must fit.
+
+    Args:
+        weights: by Hugging Face's names or transformers' module names, each after ``prefix``.
+        source: for errors.
+        ignore: shell patterns of foreign names to skip.
+
+    Raises:
+        BadInputError: tensors are missing, unexpected or of other shapes; the error lists all three.
+    """
+    from mgpu_pipe.models.build import build_meta, materialise_empty
+    from mgpu_pipe.models.weights.pretrained import drop_harmless, stored_buffers
+    from mgpu_pipe.models.weights.slices import read_tensors
+
+    named, unexpected = {}, set()
+    for name, tensor in weights.items():
+        if any(fnmatchcase(name, pattern) for pattern in ignore):
+            continue
+        if name.startswith(prefix):
+            named[name.removeprefix(prefix)] = tensor
+        else:
+            unexpected.add(name)
+    twin = build_meta(replace(config, freeze=[]))
+    state = twin.state_dict()
+    model = materialise_empty(build_meta(replace(config, freeze=[])), "cpu")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def take(name: str, tensor: torch.Tensor) -> None:
+        parameters[name].data.copy_(tensor)
+
+    readers = {name: partial(_identity, tensor) for name, tensor in named.items()}
+    shapes_of_model = {name: tuple(p.shape) for name, p in parameters.items()}
+    filled = read_tensors(twin, readers, parameters, shapes_of_model, take, buffers=stored_buffers(model))
+    shapes_of_weights = {name: tuple(tensor.shape) for name, tensor in named.items()}
+    missing, not_used = drop_harmless(twin, filled["missing_keys"], filled["unexpected_keys"], shapes_of_weights)
+    unexpected |= {prefix + name for name in not_used}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    mismatched = [
+        f"{name} {list(named[name].shape)} for {list(shapes[name])}" if name in named else name
+        for name in sorted(filled["mismatched_keys"])
+    ]
+    listed = [
+        f"{len(names)} {kind}: {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}"
+        for kind, names in (
+            ("missing", sorted(missing)),
+            ("unexpected", sorted(unexpected)),
+            ("of another shape", mismatched),
+        )
+        if names
+    ]
+    if listed:
+        raise BadInputError(
+            f"--from={source}: the tensors do not fit the model {config.name}: {'; '.join(listed)}; "
+            + _advice(list(state), list(weights), prefix)
+        )
+    maker = None if config.path is None else local_folder(config.path)
+    return StoredModel(model.eval(), read_from(model), source, tokenizer, None, None, maker is None, maker)
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _advice(expected: Sequence[str], foreign: Sequence[str], prefix: str) -> str:
+    """The fix for names that do not fit: another prefix where one fits, else another model."""
+    probe = max(expected, key=len)
+    fitting = sorted({name.removesuffix(probe) for name in foreign if name.endswith(probe)} - {prefix})
+    if fitting:
+        return f"the names begin with {fitting[0]!r}: use --prefix {fitting[0]}" if fitting[0] else "leave out --prefix"
+    return "give the model it was trained with (model=..., model.config.*), --prefix or --ignore PATTERN"

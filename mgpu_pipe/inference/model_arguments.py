@@ -1,0 +1,125 @@
+"""Arguments of the verbs that open a run or a model, and opening it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu_pipe.config.arguments import VerbParser, byte_size
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.find_model import existing_folder, find_model
+from mgpu_pipe.inference.open import LoadedRun, load_run
+from mgpu_pipe.runs.latest import named_or_newest, split_root
+from mgpu_pipe.system.hardware import usable_gpus
+from mgpu_pipe.system.local_files import exists
+
+FOLDER_HELP = (
+    "run's, step's or Hugging Face model's folder; default: the newest run with a checkpoint below "
+    "run.root=<folder> (outputs/)"
+)
+
+
+def build_parser(verb: str, description: str) -> argparse.ArgumentParser:
+    parser = VerbParser(prog=f"mgpu-pipe {verb}", description=description)
+    parser.add_argument("folder", nargs="?", type=Path, help=FOLDER_HELP)
+    parser.add_argument(
+        "--frozen-weights", type=Path, metavar="FOLDER", help="model folder whose weights the checkpoint leaves out"
+    )
+    parser.add_argument(
+        "--weights", choices=["trained", "ema"], default="trained", help="ema: their average (optimizer.ema)"
+    )
+    return parser
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a verb that writes a model folder."""
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="type of the weights")
+    parser.add_argument("--max-shard-size", type=byte_size, metavar="SIZE", help="of a weight file; default 5GB")
+    parser.add_argument("--force", action="store_true", help="replace an existing model folder")
+
+
+def add_visual_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a verb that takes pictures and videos."""
+    image_help = "a picture, for models that see; repeatable; <image> in the text says where, else it stands in front"
+    parser.add_argument("--image", action="append", type=Path, default=[], metavar="FILE", help=image_help)
+    video_help = "a video, a file or a folder of frames, likewise; <video> in the text says where"
+    parser.add_argument("--video", action="append", type=Path, default=[], metavar="FILE", help=video_help)
+
+
+def add_device_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of a verb that runs the model."""
+    parser.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="auto (cuda where there is a GPU), cpu, cuda, cuda:1, ..."
+    )
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments; a first one like ``data.x=1`` is an override and not the folder.
+
+    Raises:
+        BadInputError: a wrong argument.
+    """
+    words, root = split_root(argv)
+    arguments = parser.parse_args(words)
+    first = arguments.folder
+    if first is not None and "overrides" in arguments and "=" in str(first) and not exists(first):
+        arguments.overrides = [str(first), *arguments.overrides]
+        arguments.folder = None
+    arguments.root = root
+    return arguments
+
+
+def open_run(arguments: argparse.Namespace) -> LoadedRun:
+    folder, device = find_inputs(arguments), resolve_device(arguments.device)
+    source = find_model(folder)
+    silence_transformers()
+    return load_run(source, device, arguments.frozen_weights, arguments.weights == "ema")
+
+
+def folder_of(arguments: argparse.Namespace) -> Path:
+    """The named folder, else the newest run's; found before slow imports."""
+    folder = named_or_newest(arguments.folder, arguments.root, saved=True)
+    arguments.folder, arguments.root = (
+        existing_folder(folder),
+        None,
+    )  # so that a second call neither searches nor prints again
+    return Path(arguments.folder)
+
+
+def find_inputs(arguments: argparse.Namespace) -> Path:
+    """The folder of :func:`folder_of`, after a check that the pictures and videos exist.
+
+    Raises:
+        BadInputError: the folder, a picture or a video does not exist.
+    """
+    folder = folder_of(arguments)
+    for option, what in (("image", "picture"), ("video", "video")):
+        for file in getattr(arguments, option, ()):
+            if not exists(file.expanduser()):
+                raise BadInputError(f"--{option}={file}: there is no such file or folder; give another {what}")
+    return folder
+
+
+def resolve_device(wanted: str) -> str:
+    """The device that ``--device`` names, checked without torch."""
+    gpus = usable_gpus()
+    if wanted == "auto":
+        return "cuda" if gpus else "cpu"
+    name = re.fullmatch(r"cpu|(?:cuda|gpu)(?::(\d+))?", wanted)
+    if name is None:
+        raise BadInputError(f"--device={wanted}: no such device; use auto, cpu, cuda or cuda:<number>")
+    if wanted != "cpu" and int(name[1] or 0) >= gpus:
+        has = f"has {gpus} GPU{'s' if gpus > 1 else ''} to use" if gpus else "can use no GPU here"
+        raise BadInputError(f"--device={wanted}: torch {has}; use auto or cpu")
+    return wanted.replace("gpu", "cuda")
+
+
+def silence_transformers() -> None:
+    """Turn off progress bars and advice of transformers."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

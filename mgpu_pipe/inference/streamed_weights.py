@@ -1,0 +1,121 @@
+"""Runs a model that is larger than memory: reads the weights of each block for its forward pass, then frees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mgpu_pipe.architectures.family import Frames
+from mgpu_pipe.models.fields import picture_shape
+from mgpu_pipe.models.shard_units import decoder_blocks
+from mgpu_pipe.objectives.picture_inputs import build_picture_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mgpu_pipe.inference.open import ReadTensor
+
+
+PROBE_ROWS, PROBE_TOKENS = 2, 32
+Inputs = dict[str, torch.Tensor]
+
+
+def probe(model: PreTrainedModel) -> Inputs:
+    """Random arguments of a forward pass: tokens (for encoder and decoder alike), pictures, both, or sound."""
+    generator, inputs = torch.Generator().manual_seed(0), Inputs()
+    two_towers = hasattr(model, "logit_scale")
+    if model.main_input_name == "input_values":
+        samples = Frames.from_fields(model.config.to_dict()).min_samples(PROBE_TOKENS)
+        return {"input_values": torch.randn(PROBE_ROWS, samples, generator=generator)}
+    if model.main_input_name == "input_features":
+        shape = (model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        ids = torch.randint(0, model.config.vocab_size, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
+        return {
+            "input_features": torch.randn(PROBE_ROWS, *shape, generator=generator),
+            "decoder_input_ids": ids[:, : model.config.max_target_positions],
+        }
+    if two_towers or model.main_input_name == "pixel_values":
+        inputs["pixel_values"] = torch.randn(PROBE_ROWS, *picture_shape(model.config), generator=generator)
+        if not two_towers:
+            return inputs
+    text: Any = model.config.get_text_config()
+    image = getattr(model.config, "image_token_id", None)
+    kind = None if image is None else build_picture_inputs(model.config)
+    picture = None if kind is None else kind.random_picture(generator)
+    places = 0 if picture is None else picture.tokens
+    tokens = places + min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
+    ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
+    if kind is not None and picture is not None:
+        ids[ids == kind.token] = 0
+        ids[0, 1 : 1 + places] = kind.token
+        inputs_of_pictures = kind.inputs({"input_ids": ids, **kind.collate(ids, [[picture], *[[]] * (PROBE_ROWS - 1)])})
+        return {name: value.contiguous() for name, value in inputs_of_pictures.items() if name != "use_cache"}
+    return {
+        **inputs,
+        "input_ids": ids,
+        **({"decoder_input_ids": ids.clone()} if model.config.is_encoder_decoder else {}),
+    }
+
+
+def compute_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
+    """The logits of ``model`` for ``inputs``."""
+    cached = {} if inputs.keys() & {"pixel_values", "input_values"} else {"use_cache": False}
+    output = model(**inputs, **cached)
+    logits: torch.Tensor = output.logits_per_image if "logits_per_image" in output else output.logits
+    return logits
+
+
+@torch.no_grad()
+def streamed_logits(model: PreTrainedModel, read: ReadTensor, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of ``inputs``, which come from :func:`probe`, with weights of ``dtype``.
+
+    Holds in memory one block and the weights outside the repeated blocks (embeddings, last norm, head).
+
+    Args:
+        model: parameters on the meta device, buffers real, in evaluation mode; unchanged at the end.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks = {names[id(block)]: block for block in decoder_blocks(model)}
+    meta = dict(model.named_parameters(remove_duplicate=False))
+    inside = {name: [key for key in meta if key.startswith(f"{name}.")] for name in blocks}
+    outside = set(meta).difference(*inside.values())
+
+    def fill(keys: Iterable[str]) -> None:
+        filled: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+        for key in keys:
+            if id(meta[key]) not in filled:
+                filled[id(meta[key])] = nn.Parameter(read(key, dtype), requires_grad=False)
+            _set_parameter(model, key, filled[id(meta[key])])
+
+    def free(keys: Iterable[str]) -> None:
+        for key in keys:
+            _set_parameter(model, key, meta[key])
+
+    hooks = []
+    for name, block in blocks.items():
+        hooks.append(block.register_forward_pre_hook(_make_hook(fill, inside[name])))
+        hooks.append(block.register_forward_hook(_make_hook(free, inside[name])))
+    try:
+        fill(sorted(outside))
+        return compute_logits(
+            model, {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+        free(meta)
+
+
+def _make_hook(action: Callable[[Iterable[str]], None], keys: list[str]) -> Callable[..., None]:
+    def hook(*_: object) -> None:
+        action(keys)
+
+    return hook
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module, _, attribute = name.rpartition(".")
+    model.get_submodule(module)._parameters[attribute] = parameter

@@ -1,0 +1,1 @@
+"""Submits runs and sweeps to SLURM."""

@@ -1,0 +1,1 @@
+"""Initial weights keyed by (seed, parameter name)."""

@@ -1,0 +1,1 @@
+"""Weights in Hugging Face folders: reading whole or in slices, and writing."""

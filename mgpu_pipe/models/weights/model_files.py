@@ -1,0 +1,201 @@
+"""Files of a plain Hugging Face folder other than weights, and the mapping from a model's tensors to its tensors.
+
+transformers' folders may store a module's tensors under other names, or cut differently (the experts of a mixture).
+transformers' conversion on meta tensors gives the mapping, so weights can be written a few at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mgpu_pipe.errors import BadInputError, ModelFolderError
+from mgpu_pipe.models.build import REFUSALS, tied_sources
+from mgpu_pipe.models.shard_units import as_saved
+from mgpu_pipe.system.compat.transformers_private import keys_not_saved
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+)
+
+GENERATION = "generation_config.json"
+MODULES = "modules.json"
+SENTENCES = ("sentence_bert_config.json", "config_sentence_transformers.json")
+"""Files of sentence-transformers in addition to its list of modules."""
+
+_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """Tensors of the model to convert together, and the resulting tensors of the folder."""
+
+    sources: tuple[str, ...]
+    outputs: Shapes
+
+
+def saved_groups(model: PreTrainedModel) -> list[SavedGroup]:
+    """Groups of tensors of ``model`` (meta is enough) to write, in module order; of tied ones the first.
+
+    Most tensors are groups of one; those that transformers merges are grouped by block.
+    """
+    tied = tied_sources(model)
+    ignored = set(keys_not_saved(model))
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in ignored and tied.get(name, name) == name
+    }
+    together = _converted_shapes(model, list(shapes)) or {}
+    groups: dict[str, list[str]] = {}
+    for name in shapes:
+        alone = _converted_shapes(model, [name])
+        complete = alone is not None and all(together.get(key) == shape for key, shape in alone.items())
+        block = _BLOCK.match(name)
+        groups.setdefault(name if complete else block[0] if block else "", []).append(name)
+    apart = [SavedGroup(tuple(names), _converted_shapes(model, names) or {}) for names in groups.values()]
+    outputs = [(name, shape) for group in apart for name, shape in group.outputs.items()]
+    if len(outputs) != len(together) or dict(outputs) != together:  # tensors of several blocks are merged: one group
+        return [SavedGroup(tuple(shapes), together)]
+    return apart
+
+
+def _converted_shapes(model: PreTrainedModel, names: list[str]) -> Shapes | None:
+    """Names and shapes after the conversion of ``names``; None if it needs other tensors."""
+    state = model.state_dict()
+    try:
+        done = convert_for_saving(model, {name: state[name].to("meta") for name in names})
+    except REFUSALS:
+        return None
+    return {name: tuple(tensor.shape) for name, tensor in done.items()}
+
+
+def convert_for_saving(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The folder's tensors, by name, from the model's ``tensors``."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, torch.Tensor] = revert_weight_conversion(model, as_saved(model, tensors))
+    return converted
+
+
+def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype, maker: Path | None = None) -> None:
+    """Writes ``config.json`` and ``generation_config.json`` for weights of ``dtype``.
+
+    Args:
+        maker: model folder that the model comes from; its generation settings are copied.
+    """
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    _drop_invalid_first_tokens(config)
+    config.save_pretrained(str(out))
+    settings = generation_settings(maker) if maker is not None else None
+    if settings is not None:
+        (out / GENERATION).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    elif model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(str(out))
+
+
+def _drop_invalid_first_tokens(config: PretrainedConfig) -> None:
+    """Drops a first token outside of the vocabulary, of which transformers warns with every load.
+
+    CLIP's class has such a default, 49406.
+    """
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        size, begin = getattr(part, "vocab_size", None), getattr(part, "bos_token_id", None)
+        if isinstance(size, int) and isinstance(begin, int) and begin >= size:
+            part.bos_token_id = None
+
+
+def generation_settings(folder: Path) -> dict[str, object] | None:
+    """A model folder's ``generation_config.json``; None if missing or unreadable."""
+    try:
+        settings = json.loads((folder / GENERATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def copy_sentence_modules(maker: Path, out: Path) -> None:
+    """Copies the sentence-transformers files of ``maker``: its list of modules, and modules next to the model.
+
+    Raises:
+        ModelFolderError: the list is damaged, or names a folder elsewhere.
+    """
+    if not (maker / MODULES).is_file():
+        return
+    try:
+        entries = json.loads((maker / MODULES).read_text(encoding="utf-8"))
+        folders = [str(entry["path"]) for entry in entries]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelFolderError(f"{maker}: its {MODULES} is no list of modules; correct it, or remove it") from error
+    for name in (MODULES, *SENTENCES):
+        if (maker / name).is_file():
+            shutil.copyfile(maker / name, out / name)
+    for name in filter(None, folders):
+        place = maker / name
+        if Path(name).name != name or place.is_symlink():
+            raise ModelFolderError(f"{maker}: its {MODULES} names {name}, which is no folder in it; correct it")
+        if place.is_dir():
+            (out / name).mkdir(exist_ok=True)
+            for file in sorted(place.iterdir()):
+                if file.is_file() and not file.is_symlink():
+                    shutil.copyfile(file, out / name / file.name)
+
+
+def write_tokenizer(tokenizer_folder: Path, out: Path, adopt_special_tokens: bool) -> None:
+    """Copies the tokenizer's files.
+
+    Args:
+        adopt_special_tokens: whether to write its special ids into the configurations, for a model without a folder
+            whose configuration has an end-of-text token.
+    """
+    for name in TOKENIZER_FILES:
+        if (tokenizer_folder / name).is_file():
+            shutil.copyfile(tokenizer_folder / name, out / name)
+    if adopt_special_tokens:
+        _adopt_special_tokens(out)
+
+
+def _adopt_special_tokens(out: Path) -> None:
+    """Writes the tokenizer's end-of-text id into the folder's configurations, so that ``generate`` stops there."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(out), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the libraries raise nothing narrower
+        raise BadInputError(f"the tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
+    if tokenizer.eos_token_id is None:
+        return
+    for name in ("config.json", GENERATION):
+        file = out / name
+        if not file.is_file():
+            continue
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content["eos_token_id"] = tokenizer.eos_token_id
+        if tokenizer.bos_token_id is not None:
+            content["bos_token_id"] = tokenizer.bos_token_id
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Losses over a vocabulary that never hold all logits of a step."""

@@ -1,0 +1,1 @@
+"""Optimizers, parameter groups, schedules, moving average and gradient norm."""

@@ -1,0 +1,1 @@
+"""Expert parallelism: each rank keeps some of a layer's experts."""

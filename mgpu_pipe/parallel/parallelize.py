@@ -1,0 +1,215 @@
+"""The order in which a model is parallelised. :func:`parallelize` reads from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from mgpu_pipe.models.kernels.norms import add_up_in_fp32
+from mgpu_pipe.models.local_shards import cast_parameters
+from mgpu_pipe.parallel.checkpointing import Mode, apply_activation_checkpointing
+from mgpu_pipe.parallel.compile import compile_blocks, use_float8
+from mgpu_pipe.parallel.context.attention import Method, apply_context_parallel, in_sequences
+from mgpu_pipe.parallel.expert.experts import ExpertLoad, apply_expert_parallel, experts_modules
+from mgpu_pipe.parallel.fsdp import COMPUTE_DTYPES, ShardingOptions, apply_fully_shard
+from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch, Pipeline, PipelinePlan, StageObjective
+from mgpu_pipe.parallel.random_streams import RankStreams, uses_dropout
+from mgpu_pipe.parallel.tensor.apply import apply_tensor_parallel
+from mgpu_pipe.system.compat.torch_private import find_fsdp_units
+from mgpu_pipe.topology import Meshes, ParallelDims
+
+Fill = Callable[[Any, torch.device], object]
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Options of a parallelised model, beyond the sizes of the axes.
+
+    Attributes:
+        precision: ``fp32``, ``bf16``, ``bf16_true``, ``fp16`` or ``fp8``.
+        fp8_recipe: torchao's name of the scaling recipe of ``fp8``.
+        bucket_mib: size of a gradient bucket of plain data parallelism.
+        sharding: options of FSDP2.
+        pipeline: where each stage is; needed where ``pp`` is above 1.
+    """
+
+    precision: str = "fp32"
+    fp8_recipe: str = "tensorwise"
+    bucket_mib: float = 25.0
+    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    activation_checkpointing: Mode = "none"
+    compile_model: bool = False
+    sequence_parallel: bool = False
+    pipeline: PipelinePlan | None = None
+    context_method: Method = "ring"
+
+
+class ParallelObjective(StageObjective, Protocol):
+    """The objective whose model is parallelised."""
+
+    model: Any
+
+    def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
+        """Receive the groups of ranks that hold other tokens of the same sequences."""
+
+    def stage_output(self, batch: MicroBatch, scale: float, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Output of a pipeline stage before the last, with what the objective adds to it."""
+
+
+@dataclass
+class ParallelParts:
+    """The parts of a parallelised model that its steps use.
+
+    Attributes:
+        groups: this rank's group of each of the axes ``pp``, ``cp`` and ``tp`` that has several ranks.
+        streams: random streams of dropout, where tensor-parallel ranks hold some activations whole and parts of others.
+        pipeline: this rank's stages, where there are several.
+        sharded: the root module of FSDP2, where it shards.
+        num_experts: experts of each layer of the whole model; 0 for a dense model.
+        expert_load: counts the tokens of this rank's experts.
+        stage_group: ranks of this rank's pipeline stage, over which token counts are summed.
+    """
+
+    groups: dict[str, dist.ProcessGroup]
+    streams: RankStreams | None = None
+    pipeline: Pipeline | None = None
+    sharded: FSDPModule | None = None
+    num_experts: int = 0
+    expert_load: ExpertLoad | None = None
+    stage_group: dist.ProcessGroup | None = None
+
+
+def parallelize(
+    objective: ParallelObjective,
+    meshes: Meshes,
+    dims: ParallelDims,
+    device: torch.device,
+    options: ParallelOptions,
+    fill: Fill | None,
+    after_weights: Callable[[], None],
+) -> ParallelParts:
+    """Parallelise the model of ``objective`` in place on this rank. A collective call.
+
+    Args:
+        meshes: the groups of ranks that this rank is in.
+        device: this process's device.
+        fill: fills parameters and buffers of a model on the meta device, each rank its own parts; None for a model
+            that holds its weights.
+        after_weights: called when a pipeline has computed gradients of weights apart from those of inputs.
+    """
+    model = objective.model
+    groups = {axis: meshes.group(axis) for axis in ("pp", "cp", "tp") if getattr(dims, axis) > 1}
+    parts = ParallelParts(groups, num_experts=ExpertLoad.experts_of(model))  # a pipeline stage may have no experts
+
+    # Precision of the parameters and of the blocks' matrix products.
+    if options.precision == "bf16_true":
+        cast_parameters(model, torch.bfloat16)
+    elif options.precision == "fp8":
+        use_float8(model, options.fp8_recipe, dims.tp)
+
+    # Pipeline: delete the layers of other ranks' stages.
+    random = uses_dropout(model)
+    views = options.pipeline.cut(model, groups["pp"].rank()) if options.pipeline is not None and dims.pp > 1 else []
+
+    # Tensor parallelism, and with it sequence parallelism: cut the parameters of each layer.
+    tensor = groups.get("tp")
+    if tensor is not None:
+        parts.streams = RankStreams(model, device) if random else None
+        apply_tensor_parallel(
+            model,
+            tensor,
+            sequence_parallel=options.sequence_parallel,
+            experts=dims.ep == 1,
+            stages=[view.layers for view in views],
+            streams=parts.streams,
+        )
+
+    # Expert parallelism: keep this rank's experts.
+    experts: list[torch.nn.Module] = []
+    if dims.ep > 1:
+        expert_group = meshes.group("ep")
+        if experts_modules(model):
+            cut = apply_expert_parallel(
+                model, expert_group, tp_group=tensor, sequence_parallel=options.sequence_parallel
+            )
+            experts = list(cut.values())
+        if parts.streams is not None:
+            for module in experts:
+                module.forward = parts.streams.within(True, module.forward)
+
+    # Context parallelism: attention over the sequence parts of several ranks.
+    if dims.cp > 1:
+        apply_context_parallel(model, groups["cp"], options.context_method, objective.batch_spec)
+    if dims.uses_model_axes:
+        # Routers see a part of the sequence, unless their experts are cut over the same ranks: then all of it.
+        along = tensor if options.sequence_parallel and dims.ep > 1 else None
+        objective.share_sequences([groups["cp"]] if dims.cp > 1 else [], along)
+    if views and options.pipeline is not None:
+        parameter_dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        parts.pipeline = Pipeline(
+            options.pipeline,
+            views,
+            groups["pp"],
+            device,
+            objective,
+            COMPUTE_DTYPES[options.precision] or parameter_dtype,
+            in_stage=partial(run_stage, objective),
+            after_weights=after_weights,
+            measure=not options.compile_model,
+        )
+
+    # Token counts of the experts.
+    if parts.num_experts:
+        if dims.world_size > dims.pp:
+            parts.stage_group = meshes.group("stage")
+        if experts_modules(model):
+            parts.expert_load = ExpertLoad(model, device)
+
+    # Recomputation, then compilation, of the repeated blocks.
+    add_up_in_fp32(model)
+    apply_activation_checkpointing(model, options.activation_checkpointing)
+    if options.compile_model:
+        compile_blocks(model)
+
+    # FSDP2 over the data-parallel axes, also for mixed precision and offload.
+    if dims.dp_shard > 1 or dims.uses_model_axes or options.precision != "fp32" or options.sharding.offload:
+        sharding = options.sharding
+        if dims.pp > 1 and sharding.reshard_after_forward == "auto":
+            # Several micro-batches are under way at once, and each would gather the weights again.
+            sharding = replace(sharding, reshard_after_forward=False)
+        expert_mesh = meshes.data_mesh("expert_shard") if dims.ep > 1 else None
+        parts.sharded = apply_fully_shard(
+            model, meshes.data_mesh(), options.precision, sharding, experts=experts, expert_mesh=expert_mesh
+        )
+
+    # Fill the parameters, each rank its own parts.
+    if fill is not None:
+        fill(model, torch.device("cpu") if options.sharding.offload else device)
+    if parts.sharded is not None and options.sharding.offload:
+        _move_buffers(model, device)
+    if parts.sharded is not None and parts.pipeline is not None:
+        find_fsdp_units(parts.sharded)
+    return parts
+
+
+def run_stage(
+    objective: ParallelObjective, batch: MicroBatch, last: bool, scale: float, compute: Callable[[], torch.Tensor]
+) -> torch.Tensor:
+    """Run the forward pass of a pipeline stage within the sequences of its micro-batch."""
+    with in_sequences(objective.model, batch):
+        return compute() if last else objective.stage_output(batch, scale, compute)
+
+
+def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Move everything but the parameters to ``device``."""
+    for module in model.modules():
+        for tensors in (module._buffers, module.__dict__):
+            for name, value in tensors.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[name] = value.to(device)

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: ranks hold consecutive blocks of a model."""

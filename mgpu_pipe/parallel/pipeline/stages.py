@@ -1,0 +1,226 @@
+"""Cutting a model into pipeline stages by deleting modules, so that names stay.
+
+Every rank builds the whole model on the meta device and keeps the layers of its own stages under their own numbers;
+the rank of the first stage also keeps the embeddings, that of the last one norm and head. What is gone is replaced by
+modules that hand their input on, so transformers' own forward pass runs each stage, with its masks and rotary tables
+made from the micro-batch's fields, which every rank has.
+
+A rank with two stages keeps both in one model, so parameters, layouts, optimizer, checkpoints, sharding and compiling
+see one module; a :class:`StageView` activates one of its stages for the length of a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from mgpu_pipe.architectures.find import stages_of
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.local_shards import Layout, add_layouts
+from mgpu_pipe.models.stage_placeholders import Received, Removed, RemovedAddend, RemovedEmbedding, Sent
+
+TIED = "mgpu_tied_across_stages"
+"""The attribute of a root module that names its parameter that a stage on another rank holds too."""
+SENT = "mgpu_sent"
+"""The attribute of a root module that holds the :class:`Sent` of the active stage."""
+
+
+@dataclass(frozen=True)
+class StageParts:
+    """Names of the modules of a model that stages share out; see :class:`mgpu_pipe.architectures.family.Stages`.
+
+    A vision-language model's stages are those of its language model; the first one also holds the vision modules, which
+    :attr:`after_embedding` names.
+    """
+
+    embedding: str
+    layers: str
+    norm: str | None
+    head: str
+    added: tuple[str, ...]
+    after_embedding: tuple[str, ...]
+    tuples: bool
+
+    @classmethod
+    def from_model(cls, model: nn.Module, ranks: int) -> StageParts:
+        """The parts of a whole ``model``.
+
+        Raises:
+            ConfigError: the family has no stages, or a parameter belongs to no part.
+        """
+        whole = cast(Any, model)
+        names = {id(module): name for name, module in model.named_modules()}
+        text, base = whole.config.get_text_config(), str(getattr(model, "base_model_prefix", ""))
+        vision: tuple[str, ...] = ()
+        if text is not whole.config:
+            parent, base = base, names[id(whole.get_decoder())]
+            children = (f"{parent}.{name}" for name in whole.get_submodule(parent)._modules)
+            vision = tuple(name for name in children if name != base)
+        stages, head = stages_of(text.model_type), names.get(id(whole.get_output_embeddings()))
+        if stages is None or head is None:
+            raise ConfigError("strategy.pp", ranks, "use pp=1", f"{text.model_type} cannot be cut into stages")
+        path = f"{base}.{stages.path}." if stages.path else f"{base}."
+        modules = dict(model.named_modules())
+        norm = f"{path}{stages.norm}"
+        parts = cls(
+            path + stages.embedding,
+            path + stages.layers,
+            norm if norm in modules else None,
+            head,
+            tuple(path + name for name in stages.added),
+            (*vision, *(path + name for name in stages.after_embedding)),
+            stages.tuples,
+        )
+        paths = (parts.embedding, parts.layers, *parts.added, *parts.after_embedding, *parts.last)
+        for name, _ in model.named_parameters():
+            if not name.startswith(tuple(f"{part}." for part in paths)):
+                raise ConfigError("strategy.pp", ranks, "use pp=1", f"{name} of {text.model_type} belongs to no stage")
+        return parts
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """The modules that only the last stage has."""
+        return (self.head,) if self.norm is None else (self.norm, self.head)
+
+
+class StageView:
+    """One stage of the model that this rank holds.
+
+    Attributes:
+        model: this rank's model, shared by the views of all its stages.
+        index: number of the stage.
+        layers: the stage's layers, by their numbers in the whole model.
+        first: whether the stage embeds.
+        last: whether the stage has norm and head.
+    """
+
+    def __init__(self, model: nn.Module, parts: StageParts, index: int, layers: range, stages: int) -> None:
+        self.model = model
+        self.index, self.layers = index, layers
+        self.first, self.last = index == 0, index == stages - 1
+        self._received, self._sent = Received(parts.tuples), Sent(parts.tuples)
+        self._embedding = RemovedEmbedding(hidden_width(model))
+        self._swaps: list[tuple[nn.Module, str, nn.Module]] = []
+        blocks = model.get_submodule(parts.layers)
+        for name in blocks._modules:
+            if int(name) == layers.start - 1 and not self.first:
+                self._swaps.append((blocks, name, self._received))
+            elif int(name) == layers.stop and not self.last:
+                self._swaps.append((blocks, name, self._sent))
+            elif int(name) not in layers:
+                self._swaps.append((blocks, name, Removed(parts.tuples)))
+        if not self.first:
+            self._swaps.append((*_place(model, parts.embedding), self._embedding))
+            self._swaps += [(*_place(model, name), RemovedAddend()) for name in parts.added]
+        gone = (*(() if self.first else parts.after_embedding), *(() if self.last else parts.last))
+        self._swaps += [(*_place(model, name), Removed()) for name in gone]
+
+    @contextmanager
+    def activate(self, received: torch.Tensor | None) -> Iterator[None]:
+        """Turns the model into this stage alone, fed with ``received``, for the length of a forward pass."""
+        replaced_modules = [(parent._modules, name, parent._modules[name]) for parent, name, _ in self._swaps]
+        self._received.hidden_states = received
+        if received is not None:
+            self._embedding.dtype = received.dtype
+        try:
+            for parent, name, module in self._swaps:
+                parent._modules[name] = module
+            self.model.__dict__[SENT] = self._sent
+            yield
+        finally:
+            self._received.hidden_states = self._sent.hidden_states = None
+            for modules, name, child in replaced_modules:
+                modules[name] = child
+
+    def __call__(self, received: torch.Tensor | None, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Hidden states, or the last stage's logits, of a micro-batch from the previous stage's hidden states.
+
+        Args:
+            inputs: keyword arguments of the model's forward pass.
+        """
+        with self.activate(received):
+            return cast(torch.Tensor, self.model(**inputs).logits)
+
+
+def cut_stages(
+    model: nn.Module, stage_layers: Sequence[range], stages_of_ranks: Sequence[Sequence[int]], rank: int
+) -> list[StageView]:
+    """Delete the modules of other ranks' stages from a meta ``model``, in place.
+
+    A tied head that ends up on another rank than the embedding is a parameter of its own there, recorded by a
+    :class:`Layout` under the embedding's name and not owned; see
+    :func:`parallel.pipeline.schedule.reduce_tied_gradients`.
+
+    Args:
+        stage_layers: the layers of every stage.
+        stages_of_ranks: the stages of every pipeline rank.
+        rank: this process's pipeline rank.
+
+    Returns:
+        This rank's stages, ascending.
+
+    Raises:
+        ConfigError: the model cannot be cut into stages.
+    """
+    parts = StageParts.from_model(model, len(stages_of_ranks))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    stages = len(stage_layers)
+    mine = sorted(stages_of_ranks[rank])
+    has_first, has_last = 0 in mine, stages - 1 in mine
+    tied = model.get_submodule(parts.embedding).weight is model.get_submodule(parts.head).weight
+    blocks = model.get_submodule(parts.layers)
+    local_layers = {layer for stage in mine for layer in stage_layers[stage]}
+    for name in list(blocks._modules):
+        if int(name) not in local_layers:
+            blocks._modules[name] = Removed(parts.tuples)
+    if not has_first:
+        _replace(model, parts.embedding, RemovedEmbedding(hidden_width(model)))
+        for name in parts.added:
+            _replace(model, name, RemovedAddend())
+    for name in (*(() if has_first else parts.after_embedding), *(() if has_last else parts.last)):
+        _replace(model, name, Removed())
+    if tied and has_first != has_last:
+        module = parts.embedding if has_first else parts.head
+        weight = cast(nn.Parameter, model.get_submodule(module).weight)
+        model.__dict__[TIED] = f"{module}.weight"
+        if has_last:
+            layout = Layout.uncut(names[id(weight)], tuple(weight.shape), owned=False)
+            add_layouts(model, {f"{module}.weight": layout})
+    # Before FSDP2's own hook, which must see the output for the next stage.
+    model.register_forward_hook(_return_sent)
+    return [StageView(model, parts, stage, stage_layers[stage], stages) for stage in mine]
+
+
+def _return_sent(model: nn.Module, _: object, output: Any) -> Any:
+    """A forward hook that returns the sent hidden states instead of logits, which only the last stage has."""
+    sent = model.__dict__.get(SENT)
+    if sent is not None and sent.hidden_states is not None:
+        output.logits = sent.hidden_states
+    return output
+
+
+def tied_parameter(model: nn.Module) -> tuple[str, nn.Parameter] | None:
+    """The parameter of this rank that the pipeline's first or last rank holds a copy of, with its local name."""
+    name = model.__dict__.get(TIED)
+    return None if name is None else (name, model.get_parameter(name))
+
+
+def hidden_width(model: nn.Module) -> int:
+    """Width of the hidden state of a token."""
+    return int(cast(Any, model).config.get_text_config().hidden_size)
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds the submodule called ``name``, and what it calls it."""
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _replace(model: nn.Module, name: str, by: nn.Module) -> None:
+    parent, attribute = _place(model, name)
+    parent._modules[attribute] = by

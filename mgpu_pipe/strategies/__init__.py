@@ -1,1 +1,0 @@
-"""The Lightning Strategy plugins; thin: they call ``parallel/`` and ``checkpoint/``."""

@@ -1,0 +1,1 @@
+"""The machine, the file system and processes; no configuration is known here."""

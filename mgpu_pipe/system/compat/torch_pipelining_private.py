@@ -1,0 +1,87 @@
+"""Private names of torch's pipelining (checked against 2.10 to 2.13); a separate file because its import is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+_STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
+PRIVATE = (
+    f"{_STAGE}.args_recv_info",
+    f"{_STAGE}.grad_recv_info",
+    f"{_STAGE}.fwd_cache",
+    f"{_STAGE}.get_fwd_recv_ops",
+    f"{_STAGE}.get_bwd_recv_ops",
+    f"{_STAGE}.forward_one_chunk",
+    f"{_STAGE}.backward_one_chunk",
+    f"{_STAGE}.backward_weight_one_chunk",
+    f"{_STAGE}.forward_maybe_with_nosync",
+    f"{_STAGE}.clear_runtime_states",
+    f"{_STAGE}.perform_reduce_grad",
+    "torch.distributed.pipelining:PipelineStage._setup_forward_recv_info",
+    f"{_STAGE}._setup_backward_recv_info",
+    "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._prepare_schedule_with_comms",
+    "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime.pipeline_order_with_comms",
+)
+
+
+class LeanStage(PipelineStage):
+    """A stage whose receive buffers exist only between their receive and their last use.
+
+    torch keeps one per micro-batch of the step batch, which would undo the savings of 1F1B.
+    """
+
+    def free_received(self, chunk: int) -> None:
+        """Free the received inputs of a micro-batch's forward pass, which its graph holds now."""
+        _free(self.args_recv_info[chunk])
+
+    def free_received_gradients(self, chunk: int) -> None:
+        _free(self.grad_recv_info.get(chunk, ()))
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        _free_all(self.args_recv_info)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        _free_all(self.grad_recv_info)
+
+    def _allocate(self, infos: Sequence[Any]) -> None:
+        for info in infos:
+            if info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+
+
+def _free(infos: Sequence[Any]) -> None:
+    for info in infos:
+        info.buffer = None
+
+
+def _free_all(by_chunk: Mapping[int, Sequence[Any]]) -> None:
+    for infos in by_chunk.values():
+        _free(infos)
+
+
+def insert_communication(schedule: PipelineScheduleMulti) -> None:
+    """Recompute communication for a changed ``pipeline_order``."""
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)  # type: ignore[attr-defined]
+
+
+def actions_of(schedule: PipelineScheduleMulti) -> dict[int, list[Any]]:
+    """Actions of the schedule by rank, with communication; may be changed in place."""
+    order: dict[int, list[Any]] = schedule.pipeline_order_with_comms  # type: ignore[attr-defined]
+    return order

@@ -1,0 +1,219 @@
+"""Hardware of this machine, found without torch: GPUs, bf16 units, cores and memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from contextlib import suppress
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+BF16_CPU_FLAGS = {"amx_bf16", "avx512_bf16"}
+FP16_CPU_FLAGS = {"amx_fp16", "avx512_fp16"}
+
+
+class _Memory(ctypes.Structure):
+    """NVML's nvmlMemory_t, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+@functools.lru_cache(maxsize=None)
+def _nvml() -> tuple[Any, str]:
+    """NVIDIA's management library, initialised; or None and the reason."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None, "there is no NVIDIA driver"
+    error = nvml.nvmlInit_v2()
+    return (None, f"the NVIDIA driver does not answer (NVML error {error})") if error else (nvml, "")
+
+
+@functools.lru_cache(maxsize=None)
+def _driver_gpus() -> int:
+    """Number of GPUs of the NVIDIA driver (NVML's nvmlDeviceGetCount_v2); 0 without a driver."""
+    nvml, count = _nvml()[0], ctypes.c_uint(0)
+    return int(count.value) if nvml is not None and nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+
+
+def gpu_count() -> int:
+    """Number of GPUs usable by a process started here; reads ``CUDA_VISIBLE_DEVICES`` like CUDA."""
+    driver = _driver_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or driver == 0:
+        return driver
+    usable: list[str] = []
+    for entry in visible.split(","):
+        name = entry.strip()
+        if not name.startswith(("GPU-", "MIG-")) and not (name.isdigit() and int(name) < driver):
+            break  # CUDA ignores everything from the first invalid entry on
+        if name in usable:
+            return 0  # CUDA shows no device when one is listed twice
+        usable.append(name)
+    return len(usable)
+
+
+def why_no_gpu() -> str:
+    """Reason why :func:`usable_gpus` is 0, in words."""
+    if not torch_has_cuda():
+        return "the installed torch is built without CUDA"
+    if not _driver_gpus():
+        return _nvml()[1] or "the NVIDIA driver sees no device"
+    return f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')} shows none of the driver's {_driver_gpus()}"
+
+
+def used_memory() -> dict[int, tuple[int, int]]:
+    """Used bytes (by all users) and total bytes of each visible GPU, by the driver's number."""
+    nvml, bytes_by_gpu = _nvml()[0], {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    for number in range(_driver_gpus()) if nvml is not None else ():
+        device, memory = ctypes.c_void_p(), _Memory()
+        is_visible = visible is None or str(number) in visible.replace(" ", "").split(",")
+        if not is_visible or nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
+            continue
+        if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0:
+            bytes_by_gpu[number] = (int(memory.used), int(memory.total))
+    return bytes_by_gpu
+
+
+@functools.lru_cache(maxsize=None)
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA or ROCm, read from its version file."""
+    spec = PathFinder.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    try:
+        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return bool(re.search(r"^(cuda|hip)\b[^=\n]*=\s*['\"]", text, flags=re.MULTILINE))
+
+
+def usable_gpus() -> int:
+    """Number of GPUs that the installed torch can use."""
+    return gpu_count() if torch_has_cuda() else 0
+
+
+def why_no_flash_attention_3() -> str:
+    """Reason why torch cannot use FlashAttention 3, in words; empty if it can."""
+    torch = PathFinder.find_spec("torch")
+    folders = [] if torch is None else torch.submodule_search_locations or []
+    if not any((Path(folder) / "nn" / "attention" / "_fa3.py").exists() for folder in folders):
+        return "the installed torch cannot be told to use it; it needs a newer one"
+    if PathFinder.find_spec("flash_attn_interface") is None:
+        return "the package flash-attn-3 is not installed"
+    capability = gpu_capability()
+    if capability is None or capability[0] != 9:
+        has = "there is none" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        return f"it needs a GPU of compute capability 9.0, and {has}"
+    return ""
+
+
+@functools.lru_cache(maxsize=None)
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the driver's first GPU (NVML's nvmlDeviceGetCudaComputeCapability); None without one."""
+    nvml = _nvml()[0]
+    if nvml is None or not _driver_gpus():
+        return None
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
+    if nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
+        return None
+    failed = nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)) != 0
+    return None if failed else (major.value, minor.value)
+
+
+@functools.lru_cache(maxsize=None)
+def _cpu_flags() -> frozenset[str]:
+    """Features of the processor, from ``/proc/cpuinfo``."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            flags = next((line for line in file if line.startswith("flags")), "")
+    except OSError:
+        return frozenset()
+    return frozenset(flags.split())
+
+
+@functools.lru_cache(maxsize=None)
+def cpu_is_fast_at_bf16() -> bool:
+    """Whether the processor has bf16 matrix or vector units."""
+    return not BF16_CPU_FLAGS.isdisjoint(_cpu_flags())
+
+
+def cpu_is_fast_at_fp16() -> bool:
+    """Whether the processor has fp16 matrix or vector units."""
+    return not FP16_CPU_FLAGS.isdisjoint(_cpu_flags())
+
+
+def cpu_cores() -> int:
+    """Cores that this process may use: those of its affinity mask, limited by the quota of its control groups."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = _cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+GROUPS, MEMBERSHIPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Mount point of the control groups, and the kernel's list of this process's groups."""
+
+
+def _control_groups(controller: str, groups: Path, own_groups: Path) -> list[Path]:
+    """Folders of the control groups of this process and their ancestors, versions 1 and 2.
+
+    Args:
+        controller: ``cpu`` or ``memory``, for the hierarchy of version 1.
+    """
+    try:
+        memberships = [line.split(":", 2) for line in own_groups.read_text().splitlines()]
+    except OSError:
+        return []
+    folders = []
+    for _, controllers, path in memberships:
+        if controllers and controller not in controllers.split(","):
+            continue
+        mounts = [groups / controllers, groups / controller] if controllers else [groups]
+        for mount in mounts:
+            folder = mount / path.lstrip("/")  # missing inside a container, whose mount starts at its group
+            for group in (folder, *folder.parents):
+                if group != mount and mount not in group.parents:
+                    break
+                folders.append(group)
+    return folders
+
+
+@functools.lru_cache(maxsize=None)
+def _cpu_quota(groups: Path = GROUPS, own_groups: Path = MEMBERSHIPS) -> float | None:
+    """CPU time limit of this process's control groups, in cores; None without a limit.
+
+    Containers and batch systems limit time this way; the affinity mask does not show it.
+    """
+    quotas = [_quota_of(group) for group in _control_groups("cpu", groups, own_groups)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    """CPU time limit of a control group in cores: quota over period; None without a limit."""
+    try:
+        words = (group / "cpu.max").read_text().split()  # version 2
+    except OSError:
+        try:
+            words = [(group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")]
+        except OSError:
+            return None
+    try:
+        quota, period = int(words[0]), int(words[1])
+    except (IndexError, ValueError):  # "max": no limit
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def host_memory(groups: Path = GROUPS, own_groups: Path = MEMBERSHIPS) -> int:
+    """Bytes of main memory that this process may use: the machine's, or the lowest limit of its control groups."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for group in _control_groups("memory", groups, own_groups):
+        for file in (group / "memory.max", group / "memory.limit_in_bytes"):
+            with suppress(OSError):
+                text = file.read_text().strip()
+                total = min(total, int(text)) if text.isdigit() else total
+    return total

@@ -1,0 +1,333 @@
+"""Builds the parts of an attempt: model, objective, engine with its recorder and checkpointer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mgpu_pipe.architectures.formulas.flops import known_gpu_peak
+from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.config.eval_tasks import metric_of, task_metrics
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.resolve import uses_tf32
+from mgpu_pipe.models.active_parameters import training_flops_per_token
+from mgpu_pipe.models.build import run_model
+from mgpu_pipe.models.kernels.layers import resolve_kernels, use_liger
+from mgpu_pipe.models.kernels.packed_attention import use_flash_attention_3
+from mgpu_pipe.models.model_parts import freeze_parameters
+from mgpu_pipe.models.settings import model_settings, require_model_settings
+from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
+from mgpu_pipe.optim.gradients import SpikeGuard
+from mgpu_pipe.optim.optimizers import optimizer_factory
+from mgpu_pipe.optim.schedules import build_schedule
+from mgpu_pipe.parallel.compile import compiles
+from mgpu_pipe.parallel.pipeline.work_order import splits_backward
+from mgpu_pipe.parallel.random_streams import uses_dropout
+from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, rank_writer, truncate_after
+from mgpu_pipe.training import initial_weights
+from mgpu_pipe.training.attempt import Attempt, Inference
+from mgpu_pipe.training.progress import Progress
+from mgpu_pipe.training.rank_memory import is_out_of_memory, out_of_memory
+from mgpu_pipe.training.recorder import StepRecorder
+from mgpu_pipe.training.result import TaskFigures
+from mgpu_pipe.training.run_clock import RunClock, too_late
+from mgpu_pipe.training.save_and_resume import Checkpointer
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.training.trainer import objective_class, set_tf32, strategy_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mgpu_pipe.training.profiling.step_profiler import StepProfiler
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """The model of an attempt before it is parallelised.
+
+    Attributes:
+        fill: fills the parameters of a model on the meta device; None where the model holds its weights.
+        settings: fields of its configuration that a checkpoint records.
+        parameters: their number; an engine may leave them empty later.
+        trained: number of the parameters that are trained.
+    """
+
+    model: PreTrainedModel
+    fill: Any
+    settings: dict[str, Any]
+    parameters: int
+    trained: int
+
+
+def build_model(attempt: Attempt) -> tuple[Attempt, BuiltModel]:
+    """Build the model; the attempt with ``model.compile`` and ``model.kernels`` decided.
+
+    Raises:
+        OutOfMemoryError: the model does not fit into the device.
+    """
+    config, device = attempt.config, attempt.device
+    try:
+        model, fill = initial_weights.build_model(
+            config, device, sharded=initial_weights.reads_slices(config, attempt.dims)
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(error, attempt.rank, config, attempt.dims, attempt.plan, run_model(config), {}) from error
+    if config.model.flash_attention == "fa3":
+        use_flash_attention_3()
+    if device.type == "cuda":
+        set_tf32(model, uses_tf32(config))
+    settings = model_settings(model.config)
+    if attempt.reader is not None:
+        require_model_settings(attempt.reader.state.get("model_config"), settings, attempt.reader.folder)
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    attempt = attempt.with_model(compile=compiles(config, device, parameters))
+    kernels = resolve_kernels(attempt.config, str(model.config.model_type), splits_backward(config.strategy))
+    if kernels == "liger":
+        use_liger(model)
+    return attempt.with_model(kernels=kernels), BuiltModel(model, fill, settings, parameters, trained)
+
+
+def build_objective(attempt: Attempt, model: PreTrainedModel) -> Objective:
+    """Build the objective around ``model``, with its optimizer and schedule."""
+    config = attempt.config
+    objective = objective_class(config.objective.name).from_config(
+        config,
+        model,
+        optimizer_factory(config.optimizer, model, attempt.precision),
+        build_schedule(config.scheduler, attempt.total_steps),
+    )
+    objective.of_data(attempt.prepared)
+    return objective
+
+
+@dataclass(frozen=True)
+class MetricsFiles:
+    """The files of metrics that this rank writes.
+
+    Attributes:
+        run: ``metrics.csv``, on rank 0.
+        rank: this rank's own file, where there are several ranks.
+    """
+
+    run: MetricsWriter | None
+    rank: MetricsWriter | None
+
+    @classmethod
+    def from_attempt(cls, attempt: Attempt, objective: Objective) -> MetricsFiles:
+        """Open the files, cut after the step that the attempt starts from."""
+        run = _metrics_writer(attempt, objective) if attempt.rank == 0 else None
+        return cls(run, rank_writer(attempt.paths, attempt.rank, attempt.world_size, attempt.start_step))
+
+    def sync(self) -> None:
+        """Write what is in memory to ``metrics.csv``; a checkpoint never outruns it."""
+        if self.run is not None:
+            self.run.sync()
+
+    def close(self) -> None:
+        """Write and close both files."""
+        self.sync()
+        for writer in (self.run, self.rank):
+            if writer is not None:
+                writer.close()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The parts of an attempt that run its steps."""
+
+    strategy: EngineStrategy
+    checkpointer: Checkpointer
+    recorder: StepRecorder
+    clock: RunClock
+    tasks: TaskFigures | None
+    profiler: StepProfiler | None
+    stop_requested: Callable[[], bool]
+
+
+def build_engine(
+    attempt: Attempt,
+    built: BuiltModel,
+    objective: Objective,
+    files: MetricsFiles,
+    stop_requested: Callable[[], bool],
+    inference: Inference | None,
+) -> Engine:
+    """Build the strategy, and the recorder that closes its steps."""
+    config, reader = attempt.config, attempt.reader
+    if inference is None and (config.eval.tasks or config.trainer.sample_every_n_steps):
+        raise ValueError("give train() inference: the configuration asks for tasks or samples")
+    first, start, measure = _first_weights(attempt, objective)
+    source = first if reader is None else reader
+    if source is not None:
+        source.require({name: tuple(weights.shape) for name, weights in built.model.named_parameters()}, "model")
+    clock = RunClock(
+        config.trainer.max_seconds(),
+        config.checkpoint.every_n_minutes,
+        float(reader.state.get("trained_s", 0.0)) if reader is not None else 0.0,
+        logs=attempt.rank == 0,
+    )
+    checkpointer = _build_checkpointer(attempt, built, files, clock, source, start)
+
+    def must_stop() -> bool:
+        return stop_requested() or checkpointer.must_stop or too_late(checkpointer.longest_s)
+
+    strategy = strategy_class(config.strategy.engine).from_config(
+        config,
+        attempt.dims,
+        attempt.device,
+        materialise=built.fill,
+        dropout_seed=config.seed if uses_dropout(built.model) else None,
+        stop_requested=lambda: must_stop() or clock.is_over(),
+    )
+    strategy.save_due, strategy.before_writing = clock.save_is_due, checkpointer.before_writing
+    strategy.average.decay, strategy.average.evaluated = config.optimizer.ema.decay, config.optimizer.ema.evaluate
+    strategy.spike_guard = SpikeGuard(config.optimizer.spike_guard, warns=attempt.rank == 0)
+    tasks, sample = None, None
+    if inference is not None:
+        if config.eval.tasks:
+            tasks = inference.tasks(config, attempt.prepared, objective, strategy)
+        sample = inference.sampler(config, attempt.paths, attempt.prepared, built.model, strategy, attempt.start_step)
+    progress = None
+    if attempt.rank == 0:
+        progress = Progress(attempt.max_steps, config.trainer.progress, run_name=config.run.name)
+    recorder = StepRecorder(
+        config.trainer,
+        max_steps=attempt.max_steps,
+        start_step=attempt.start_step,
+        checkpointer=checkpointer,
+        save_last=config.checkpoint.save_last,
+        ranked=(*objective.description.ranked, *(metric.key for metric in task_metrics(config.eval.tasks))),
+        tasks=tasks,
+        writer=files.run,
+        own_writer=files.rank,
+        progress=progress,
+        model_flops_utilisation=_utilisation(attempt, built.model),
+        sample=sample,
+        first_reader=first,
+        at_first_weights=partial(measure, "first"),
+        at_loaded_weights=partial(measure, "loaded"),
+        reader=reader,
+        source_tokens=attempt.prepared.source_tokens(config),
+        begins=clock.start,
+    )
+    return Engine(strategy, checkpointer, recorder, clock, tasks, _build_profiler(attempt), must_stop)
+
+
+def _first_weights(
+    attempt: Attempt, objective: Objective
+) -> tuple[CheckpointReader | None, RunStart, Callable[[str], None]]:
+    """The reader of the run's first weights, the run's start, and the objective's measurement of them."""
+    config, reader = attempt.config, attempt.reader
+    first = None
+    if reader is None and initial_weights.starts_from_run(config):
+        first = initial_weights.weights_reader(config)
+    measured = initial_weights.MeasuredWeights(config, first, reader, objective.measures_weights)
+    start = RunStart(
+        config,
+        attempt.paths.root,
+        attempt.prepared,
+        attempt.plan,
+        attempt.data_parallel_rank,
+        attempt.max_steps,
+        attempt.precision,
+        measured.digest,
+    )
+    needs_first = objective.needs_first_weights(start)
+    if needs_first:
+        first = measured.reader()
+
+    def measure(weights: str) -> None:
+        if needs_first and objective.measures_weights == weights:
+            objective.first_weights(start)
+
+    return first, start, measure
+
+
+def _build_checkpointer(
+    attempt: Attempt,
+    built: BuiltModel,
+    files: MetricsFiles,
+    clock: RunClock,
+    source: CheckpointReader | None,
+    start: RunStart,
+) -> Checkpointer:
+    config = attempt.config
+    best = metric_of(config, config.checkpoint.best_metric)
+    return Checkpointer(
+        config.checkpoint,
+        attempt.paths,
+        {
+            "seed": config.seed,
+            "global_batch_size": attempt.plan.global_batch_size,
+            "total_steps": attempt.total_steps,
+            "world_size": attempt.world_size,
+            "topology": attempt.dims.as_dict(),
+            "precision": attempt.precision,
+            "data_digest": attempt.prepared.digest,
+            "validation_digest": attempt.prepared.validation_digest,
+            "config_hash": attempt.config_hash,
+            "model_config": built.settings,
+            **initial_weights.buffers_of_start(config, built.model, source),
+            MEASURED: start.known_weights,
+        },
+        timeout_s=config.launch.collective_timeout,
+        patience_s=config.launch.stop_timeout,
+        start_step=attempt.start_step,
+        highest=best is not None and best.higher_is_better,
+        clock=clock,
+        before_manifest=files.sync,
+        left_out=initial_weights.left_out_weights(config, built.model, source),
+    )
+
+
+def _build_profiler(attempt: Attempt) -> StepProfiler | None:
+    """The profiler of ``trainer.profile``; nothing of it is imported without that key."""
+    config = attempt.config
+    if config.trainer.profile == "none":
+        return None
+    from mgpu_pipe.training.profiling.step_profiler import StepProfiler
+
+    trace = attempt.paths.profile / f"rank-{attempt.rank}.json.gz" if config.trainer.profile == "steps" else None
+    first, last = config.trainer.profile_steps
+    return StepProfiler(attempt.dims, attempt.device, first, last, attempt.start_step, trace)
+
+
+def _metrics_writer(attempt: Attempt, objective: Objective) -> MetricsWriter:
+    path = attempt.paths.metrics
+    if path.exists():
+        truncate_after(path, attempt.start_step)
+    measured = (*objective.description.metrics, *task_metrics(attempt.config.eval.tasks))
+    return MetricsWriter(path, columns=[*STEP_COLUMNS, *(metric.key for metric in measured)])
+
+
+def _utilisation(attempt: Attempt, model: PreTrainedModel) -> Callable[[float], float] | None:
+    """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known.
+
+    Attention is counted inside documents.
+    """
+    config = attempt.config
+    # A token of an encoder-decoder passes half of the model.
+    if attempt.device.type != "cuda" or model.config.is_encoder_decoder or not config.data.tokens():
+        return None
+    name = torch.cuda.get_device_name(attempt.device)
+    peak = known_gpu_peak(name, "fp32" if attempt.precision == "fp32" else "bf16")
+    if peak is None:
+        return None
+    model_class = description(config.objective.name).model_class
+
+    def freeze(whole: torch.nn.Module) -> None:
+        if config.peft.name != "none":
+            whole.requires_grad_(False)
+        elif config.model.freeze:
+            freeze_parameters(whole, config.model.freeze)
+
+    per_token = training_flops_per_token(model.config, attempt.prepared.context(config), model_class, freeze)
+    return lambda tokens_per_s: tokens_per_s * per_token / (peak * attempt.world_size)

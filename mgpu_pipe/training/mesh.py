@@ -1,0 +1,364 @@
+"""The mesh engine: one Lightning Strategy on a torch device mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from typing_extensions import Self
+
+from mgpu_pipe.architectures.formulas.layer_split import layer_costs
+from mgpu_pipe.checkpoint.host_bytes import exchange_json
+from mgpu_pipe.checkpoint.live_state import gradient_shards, model_shards, optimizer_shards, restore_numbers
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.config.resolve import resolve_precision
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.optim.gradients import LossScale, clip_gradients, scale_gradients
+from mgpu_pipe.optim.moving_average import on_local_shards
+from mgpu_pipe.optim.muon import Muon
+from mgpu_pipe.optim.whole_matrices import WholeMatrices
+from mgpu_pipe.parallel.device_memory import ForwardMeter, gathered_bytes, storage_bytes
+from mgpu_pipe.parallel.fsdp import ShardingOptions
+from mgpu_pipe.parallel.parallelize import ParallelOptions
+from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch, PipelinePlan
+from mgpu_pipe.parallel.random_streams import step_seed
+from mgpu_pipe.system.compat.lightning_private import after_closure
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.parallel_model import ParallelModel
+from mgpu_pipe.training.step import NonFiniteStep
+from mgpu_pipe.training.step_gradients import MicroBatchStop, StepVotes
+from mgpu_pipe.training.strategy import EngineStrategy, Materialise
+
+
+class MeshStrategy(EngineStrategy):
+    """Runs whole optimizer steps on a mesh of processes. Made by all ranks alike, a collective call.
+
+    The process group exists already when the strategy is made. ``fp32`` data parallelism alone keeps whole weights and
+    sums gradients by :class:`~mgpu_pipe.parallel.ddp.GradientReducer`; everything else goes through FSDP2.
+
+    Args:
+        dims: the sizes of every axis.
+        device: this process's device.
+        options: how the model is split over them.
+        max_norm: largest global gradient norm, or None.
+        materialise: fills the parameters and buffers of a model that was built on the meta device, in place.
+        dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
+        stop_requested: whether this process was told to stop.
+    """
+
+    strategy_name = "mgpu_mesh"
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        device: torch.device,
+        options: ParallelOptions | None = None,
+        *,
+        max_norm: float | None = None,
+        materialise: Materialise | None = None,
+        dropout_seed: int | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(dims, device)
+        self._options = options or ParallelOptions()
+        self._max_norm = max_norm
+        self._materialise = materialise
+        self._dropout_seed = dropout_seed
+        self.micro_batch_stop = MicroBatchStop(stop_requested)
+        self._split: ParallelModel | None = None
+        self._memory: dict[str, int] = {}
+        self._loss_scale = LossScale() if self._options.precision == "fp16" else None
+
+    @classmethod
+    def from_config(
+        cls,
+        config: RunConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        materialise: Materialise | None,
+        dropout_seed: int | None,
+        stop_requested: Callable[[], bool],
+    ) -> Self:
+        """Build the strategy of a run; a plug-in's subclass reads its own keys here."""
+        return cls(
+            dims,
+            device,
+            split_options(config, dims),
+            max_norm=config.trainer.gradient_clip_val,
+            materialise=materialise,
+            dropout_seed=dropout_seed,
+            stop_requested=stop_requested,
+        )
+
+    # -- what Lightning asks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        objective = self.objective
+        if self._split is None:
+            self.parallelise(objective.model)
+        self.model = objective
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, Muon):
+                    self._gather_matrices(optimizer)
+                for group in optimizer.param_groups:
+                    group.setdefault("initial_lr", group["lr"])
+        self.setup_precision_plugin()
+
+    def _gather_matrices(self, optimizer: Muon) -> None:
+        """Let the optimizer see whole matrices where ranks hold parts of them. A collective call."""
+        if self.dims.dp_shard * self.dims.cp * self.dims.tp == 1:
+            return
+        matrices = [p for group in optimizer.param_groups if group["matrices"] for p in group["params"]]
+        group = self.split.meshes.group("replica")
+        optimizer.cut = WholeMatrices(self.objective.model, matrices, group, self._device, exchange_json)
+
+    # -- assembling ---------------------------------------------------------------------------------------------
+
+    def parallelise(self, model: torch.nn.Module) -> None:
+        """Split ``model`` over the mesh, then fill its parameters, each rank its own parts. A collective call."""
+        assert model is self.objective.model
+        self._split = ParallelModel(self.objective, self.dims, self._device, self._options, self._materialise)
+
+    @property
+    def split(self) -> ParallelModel:
+        assert self._split is not None, "the model is split once training is set up"
+        return self._split
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def begin_step(self, step_batch: StepBatch) -> list[MicroBatch]:
+        if self._dropout_seed is not None:
+            self._seed(self._dropout_seed, step_batch.step)
+        self.split.step_gradients.begin()
+        return [self.split.part_of(micro_batch) for micro_batch in step_batch.micro_batches]
+
+    def forward_backward(self, parts: Sequence[MicroBatch], step_batch: StepBatch) -> torch.Tensor | None:
+        split = self.split
+        scale = self._loss_scale.value if self._loss_scale is not None else 1.0
+        if split.pipeline is not None:
+            # The micro-batches of a pipeline are under way together, so no stop comes between two of them.
+            loss_sum = split.pipeline.run_step_batch(parts, step_batch.loss_divisor, scale)
+            activations = split.pipeline.activation_bytes()
+            if activations is not None:
+                self._memory["activations"] = activations
+            return loss_sum
+        self.objective.gather_features(parts, len(parts), self)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, part in enumerate(parts):
+            if self.micro_batch_stop.should_leave(index, len(parts)):
+                return None
+            split.begin_backward(last=index == len(parts) - 1)
+            loss = self._forward(part)
+            loss.backward(torch.full_like(loss, scale / step_batch.loss_divisor))
+            loss_sum += loss.detach()
+        return loss_sum
+
+    def _seed(self, seed: int, step: int) -> None:
+        shared, per_rank = (
+            step_seed(seed, step, at)
+            for at in (self.dims.randomness_rank(self.global_rank), self.dims.own_randomness_rank(self.global_rank))
+        )
+        if self.split.streams is None:
+            torch.manual_seed(shared)
+        else:
+            self.split.streams.begin(shared, per_rank)
+
+    def _forward(self, part: MicroBatch) -> torch.Tensor:
+        """The loss of a micro-batch's part; the first one's activations are measured."""
+        if "activations" in self._memory or self._options.compile_model:
+            return self.split.forward(part)
+        with ForwardMeter(self._device) as meter:
+            loss = self.split.forward(part)
+        gathered = gathered_bytes(self.objective.model) if self.split.sharded is not None else 0
+        self._memory["activations"] = max(0, meter.left_bytes() - gathered)
+        return loss
+
+    def reduce_gradients(
+        self, loss_sum: torch.Tensor, votes: StepVotes, step_batch: StepBatch
+    ) -> tuple[float, float, StepVotes]:
+        return self.split.end_step(loss_sum, votes, step_batch)
+
+    def unscale(self, gradient_norm: float, step_batch: StepBatch) -> tuple[float, bool]:
+        if "gradients" not in self._memory:
+            gradients = (p.grad for p in self.split.parameters if p.grad is not None)
+            self._memory["gradients"] = storage_bytes(gradients, self._device.type)
+        if self._loss_scale is None:
+            return gradient_norm, True
+        gradient_norm /= self._loss_scale.value
+        finite = gradient_norm - gradient_norm == 0.0
+        if finite:
+            scale_gradients(self.split.parameters, 1.0 / self._loss_scale.value)
+        try:
+            self._loss_scale.update(finite)
+        except OverflowError:
+            raise NonFiniteStep("the gradient norm", step_batch) from None
+        return gradient_norm, finite
+
+    def drop_gradients(self) -> None:
+        self.split.step_gradients.drop()
+
+    def clip(self, gradient_norm: float) -> None:
+        if self._max_norm is not None:
+            clip_gradients(self.split.parameters, gradient_norm, self._max_norm)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's hooks, then the update, on this rank's shards."""
+        result = closure()
+        after_closure(self, self.objective, optimizer)
+        if not self.step_counts:
+            return result
+        self.before_writing()
+        with on_local_shards(optimizer), self.average.updated(optimizer):
+            optimizer.step()
+        return result
+
+    @contextmanager
+    def _average_in_place(self) -> Iterator[None]:
+        self.split.settle()
+        with self.average.in_place(self.optimizers[0]):
+            yield
+            self.split.settle()
+
+    def zero_gradients(self) -> None:
+        self.split.step_gradients.zero()
+
+    @torch.no_grad()
+    def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
+        split, micro_batches = self.split, step_batch.micro_batches
+        if split.shards or self.objective.samples_meet or self.objective.gathers:
+            micro_batches = self._as_many_as_any(micro_batches)
+        if split.pipeline is not None:
+            total = split.pipeline.run_evaluation([split.part_of(micro_batch) for micro_batch in micro_batches])
+        else:
+            parts = [split.part_of(micro_batch) for micro_batch in micro_batches]
+            self.objective.gather_features(parts, len(step_batch.micro_batches), self)
+            total = torch.zeros((), dtype=torch.float64, device=self._device)
+            for part in parts:
+                total = total + split.evaluate(part)
+        split.settle()
+        return total if split.counts_its_loss else torch.zeros_like(total)
+
+    def _as_many_as_any(self, micro_batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Pad with empty micro-batches until ranks have equally many: a forward pass gathers from all ranks."""
+        spec = self.objective.batch_spec
+        length = spec.length(micro_batches[0]) if micro_batches else 0
+        most = torch.tensor([len(micro_batches), length], device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        count, length = most.tolist()
+        missing = count - len(micro_batches)
+        return [*micro_batches, *[spec.empty(length, self._device)] * missing]
+
+    @property
+    def counts_its_samples(self) -> bool:
+        return self.split.counts_its_loss
+
+    def needed_fields(self) -> tuple[str, ...]:
+        return self.split.fields
+
+    def known_on_host(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        return self.split.known_on_host(micro_batch)
+
+    def step_metrics(self) -> dict[str, float]:
+        return self.split.step_metrics()
+
+    def sampling_forward(self) -> Callable[..., Any] | None:
+        pipeline = self.split.pipeline
+        if pipeline is None:
+            return None
+        vocabulary = int(cast(Any, self.objective.model).config.get_text_config().vocab_size)
+
+        def forward(*args: Any, logits_to_keep: int = 1, **inputs: Any) -> Any:
+            batch = self.objective.sampling_batch(*args, **inputs)
+            return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary, logits_to_keep))
+
+        return forward
+
+    def sampled(self) -> None:
+        self.split.settle()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def model_shards(self) -> list[LocalShard]:
+        """This rank's parts of the weights, as live tensors."""
+        self.split.settle()
+        return model_shards(self.objective.model)
+
+    def optimizer_shards(self) -> list[LocalShard]:
+        """This rank's parts of the optimizer state, as live tensors."""
+        self.split.settle()
+        return optimizer_shards(self.objective.model, self.optimizers[0])
+
+    def shards_written(self) -> None:
+        for optimizer in self.optimizers:
+            restore_numbers(optimizer)
+
+    def gradient_shards(self) -> list[LocalShard]:
+        """This rank's parts of the gradients, as live tensors."""
+        self.split.settle()
+        return gradient_shards(self.objective.model)
+
+    def state_entries(self) -> dict[str, Any]:
+        """Entries of this strategy in ``state.json``, equal on every rank."""
+        scale = {"loss_scale": self._loss_scale.state()} if self._loss_scale is not None else {}
+        return {**super().state_entries(), **scale}
+
+    def restore_entries(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
+        super().restore_entries(state)
+        if self._loss_scale is not None and "loss_scale" in state:
+            self._loss_scale.restore(state["loss_scale"])
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps on its device: of weights, gradients and optimizer state, and of activations.
+
+        Activations are what the run's first forward pass left for its backward pass (in a pipeline, for as many
+        micro-batches as a stage holds at once; not known where blocks are compiled); gradients are those after the
+        first step batch.
+        """
+        self.split.settle()
+        kind = self._device.type
+        states = [v for optimizer in self.optimizers for state in optimizer.state.values() for v in state.values()]
+        return {
+            "weights": storage_bytes(self.objective.model.parameters(), kind),
+            "gradients": self._memory.get("gradients", 0),
+            "optimizer": storage_bytes((v for v in states if isinstance(v, torch.Tensor)), kind),
+            **{name: size for name, size in self._memory.items() if name == "activations"},
+        }
+
+
+def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
+    """Options that decide how the model of a run is split."""
+    strategy = config.strategy
+    plan = None
+    if dims.pp > 1:
+        costs = layer_costs(resolved_fields(config.model), config.data.seq_len)
+        chosen = strategy.pipeline
+        plan = PipelinePlan.make(chosen.schedule, dims.pp, costs, chosen.layers or None, chosen.stages_per_rank)
+    return ParallelOptions(
+        precision=resolve_precision(config),
+        fp8_recipe=config.precision.fp8_recipe,
+        bucket_mib=strategy.bucket_mib,
+        sharding=ShardingOptions(
+            strategy.fsdp.reshard_after_forward,
+            strategy.fsdp.prefetch,
+            offload=strategy.offload == "cpu",
+            reduce=config.precision.reduce,
+        ),
+        activation_checkpointing=strategy.activation_checkpointing,
+        compile_model=config.model.compile is True,
+        sequence_parallel=strategy.sequence_parallel,
+        pipeline=plan,
+        context_method=strategy.context.method,
+    )

@@ -1,0 +1,1 @@
+"""Measures where the time and memory of a step go."""

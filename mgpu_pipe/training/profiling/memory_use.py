@@ -1,0 +1,149 @@
+"""Memory of a step in each phase, as ``summary.json`` stores it, and as a table."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mgpu_pipe.training.profiling.device_trace import COMPUTE, OPTIMIZER, Phase
+from mgpu_pipe.training.profiling.rank_times import number_of
+
+FORWARD, BACKWARD, REST = "forward", "backward", "rest"
+MEMORY_PHASES = (FORWARD, BACKWARD, OPTIMIZER, REST)
+GIB = 1 << 30
+POINTS = 240
+"""Most points of the stored line."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One sample of memory, in GiB.
+
+    Attributes:
+        used: by tensors; on the CPU, by the process.
+        reserved: by the allocator; on the CPU, the same.
+        split: the part of it that is free, in parts of blocks that the allocator cannot give back: fragmentation.
+    """
+
+    at: float
+    used: float
+    reserved: float
+    split: float
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """A rank's peaks, in GiB.
+
+    Attributes:
+        used: by phase.
+    """
+
+    used: dict[str, float]
+    held: float
+    split: float
+
+    @property
+    def peak(self) -> float:
+        return max(self.used.values())
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Memory of all ranks in order, and the timeline of one of them.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        rank: the owner of the line: the rank that used most.
+        line: seconds since the first measured step began, GiB used and held, and the phase.
+    """
+
+    device: str
+    ranks: list[RankMemory]
+    rank: int
+    line: list[tuple[float, float, float, str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, value: object) -> MemoryUse | None:
+        """Parse a summary's entry, which may be foreign; None where it is missing or malformed."""
+        try:
+            assert isinstance(value, Mapping)
+            ranks = [
+                RankMemory(
+                    {name: number_of(rank["used"][name]) for name in MEMORY_PHASES},
+                    number_of(rank["held"]),
+                    number_of(rank["split"]),
+                )
+                for rank in value["ranks"]
+            ]
+            line = [
+                (number_of(at), number_of(used), number_of(reserved), str(phase))
+                for at, used, reserved, phase in value["line"]
+            ]
+            assert ranks and line and all(phase in MEMORY_PHASES for *_, phase in line)
+            return cls(str(value["device"]), ranks, int(value["rank"]), line)
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+            return None
+
+    @property
+    def what(self) -> str:
+        """The kind of memory, in words."""
+        return "of the device" if self.device == "cuda" else "resident, of the process"
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Names of columns, and a row for each rank."""
+        of_allocator = ["held", "fragmented"] if self.device == "cuda" else []
+        rows = []
+        for number, rank in enumerate(self.ranks):
+            values = [*(rank.used[name] for name in MEMORY_PHASES), *([rank.held, rank.split] if of_allocator else [])]
+            rows.append([str(number), *(f"{value:.3f}" for value in values)])
+        return ["rank", *MEMORY_PHASES, *of_allocator], rows
+
+
+def phases_of(looks: Sequence[Look], phases: Sequence[Phase], backward: Sequence[tuple[float, float]]) -> list[str]:
+    """The phase of each look; compute is backward during a backward pass and after the last one, else forward.
+
+    Args:
+        phases: without gaps, in order; a look belongs to the one that it ends.
+        backward: when backward passes ran.
+    """
+    ends, names = [end for _, end, _ in phases], []
+    for look in looks:
+        at = bisect_left(ends, look.at)
+        begin, end, kind = phases[min(at, len(phases) - 1)]
+        if kind == OPTIMIZER:
+            names.append(OPTIMIZER)
+        elif kind != COMPUTE:
+            names.append(REST)
+        else:
+            within = [span for span in backward if begin <= span[1] and span[0] < end]
+            through = not any(span[0] >= look.at for span in within)
+            running = any(span[0] < look.at <= span[1] for span in within)
+            names.append(BACKWARD if within and (running or through) else FORWARD)
+    return names
+
+
+def rank_memory(looks: Sequence[Look], names: Sequence[str]) -> RankMemory:
+    used = {
+        name: max((look.used for look, phase in zip(looks, names, strict=True) if phase == name), default=0.0)
+        for name in MEMORY_PHASES
+    }
+    return RankMemory(used, max(look.reserved for look in looks), max(look.split for look in looks))
+
+
+def thinned(looks: Sequence[Look], names: Sequence[str], began: float) -> list[tuple[float, float, float, str]]:
+    """A timeline of at most :data:`POINTS` looks: from each stretch the one that used most."""
+    size = -(-len(looks) // POINTS)
+    kept_looks = [
+        max(range(at, min(at + size, len(looks))), key=lambda number: looks[number].used)
+        for at in range(0, len(looks), size)
+    ]
+    return [
+        (round(looks[at].at - began, 4), round(looks[at].used, 5), round(looks[at].reserved, 5), names[at])
+        for at in kept_looks
+    ]

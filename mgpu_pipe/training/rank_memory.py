@@ -1,0 +1,143 @@
+"""Each rank's peak of memory and its parts, and what would help a rank that ran out of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from mgpu_pipe.architectures.formulas.kept_memory import (
+    activation_bytes,
+    optimizer_bytes,
+    savings,
+    sharded_stage,
+    state_bytes,
+)
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import MgpuError
+from mgpu_pipe.system.local_files import replace_file
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+GIB = 1 << 30
+PARTS = ("weights", "gradients", "optimizer", "activations")
+SHOWN = 3
+"""Settings named to a user who ran out of memory."""
+
+
+class OutOfMemoryError(MgpuError):
+    """A rank ran out of memory; names the rank, the largest part and what would help. Exit code 1."""
+
+
+def memory_by_rank(parts: Mapping[str, int], peak_gib: float, device: torch.device) -> dict[str, list[float]]:
+    """GiB of every rank: ``peak_gib``, its parts, and ``other_gib``, the rest. A collective call.
+
+    ``other`` is what libraries, buffers, gathered weights and temporary tensors take; on the CPU, where the peak is
+    the process's, also the program itself.
+    """
+    known = {f"{name}_gib": parts.get(name, 0) / GIB for name in PARTS}
+    return by_rank({"peak_gib": peak_gib, **known, "other_gib": max(0.0, peak_gib - sum(known.values()))}, device)
+
+
+def by_rank(mine: Mapping[str, float], device: torch.device) -> dict[str, list[float]]:
+    """Gather each figure of every rank; all ranks pass the same names. A collective call."""
+    table = torch.zeros(dist.get_world_size(), len(mine), dtype=torch.float64, device=device)
+    table[dist.get_rank()] = torch.tensor([*mine.values()], dtype=torch.float64)
+    dist.all_reduce(table)
+    return dict(zip(mine, table.t().tolist(), strict=True))
+
+
+ALLOCATION_FAILED = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Texts of errors by the host's allocator, by CUDA outside torch's allocator, by NCCL and by cuBLAS."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not allocate."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in ALLOCATION_FAILED)
+
+
+def out_of_memory(
+    error: BaseException,
+    rank: int,
+    config: RunConfig,
+    dims: ParallelDims,
+    plan: BatchPlan,
+    model: Any,
+    parts: Mapping[str, int],
+) -> OutOfMemoryError:
+    """The error for the user, from the memory of the rank.
+
+    Args:
+        parts: as far as they were measured; the rest is estimated from the model's parameters.
+    """
+    known = estimated_parts(config, dims, plan, model, parts)
+    largest = max(known, key=lambda name: known[name])
+    helpful = sorted(savings(config, dims, plan, known), key=lambda saving: -saving.size)[:SHOWN]
+    fixes = ", ".join(f"{saving.setting} (saves about {_gib(saving.size)})" for saving in helpful if saving.size > 0)
+    rest = ", ".join(f"{name} {_gib(size)}" for name, size in known.items() if name != largest)
+    said = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    advice = f"try {fixes}" if fixes else "use a smaller model or a machine with more memory"
+    return OutOfMemoryError(
+        f"rank {rank} ran out of memory; the largest part is {largest}, about {_gib(known[largest])} ({rest}); "
+        f"{advice} [{said}]"
+    )
+
+
+def estimated_parts(
+    config: RunConfig, dims: ParallelDims, plan: BatchPlan, model: Any, parts: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes per rank of each part: measured where known, else from the closed form."""
+    # A parameter that DeepSpeed has partitioned is empty, and keeps its size in ``ds_numel``.
+    sizes = {p: int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()}
+    shards = dims.world_size // dims.dp_replicate
+    if any(isinstance(p, DTensor) for p in sizes):  # cut and sharded already: what is here is this rank's
+        sizes = {p: (p.to_local() if isinstance(p, DTensor) else p).numel() for p in sizes}
+        shards = 1
+    trained = sum(size for p, size in sizes.items() if p.requires_grad)
+    weights = sum(size * p.element_size() for p, size in sizes.items())
+    state = state_bytes(weights, trained, shards, sharded_stage(config), optimizer=optimizer_bytes(config.optimizer))
+    fields, tokens = model.config.get_text_config(), plan.micro_batch_size * config.data.seq_len
+    estimated = {
+        "weights": state.weights,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "activations": activation_bytes(tokens, fields.hidden_size, fields.num_hidden_layers),
+    }
+    return {name: parts.get(name) or estimated[name] for name in PARTS}
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):.0f} MiB"
+
+
+FREE = "inactive"
+"""State of an unused block."""
+
+
+def write_snapshot(file: Path) -> str:
+    """Write the allocator's snapshot to ``file``; returns a line on reserved, used and free memory.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    segments = torch.cuda.memory_snapshot()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, json.dumps(segments, default=str))
+    return f"GPU memory: {summary(segments)}; all blocks: {file}"
+
+
+def summary(segments: list[dict[str, Any]]) -> str:
+    """A line of reserved and used memory and the largest free block; many small free blocks are fragmentation."""
+    reserved = sum(segment["total_size"] for segment in segments)
+    used = sum(segment["allocated_size"] for segment in segments)
+    free = [block["size"] for segment in segments for block in segment["blocks"] if block["state"] == FREE]
+    return (
+        f"held {reserved / GIB:.2f} GiB, used {used / GIB:.2f} GiB, "
+        f"largest free block {max(free, default=0) / GIB:.2f} GiB of {sum(free) / GIB:.2f} GiB"
+    )

@@ -1,0 +1,105 @@
+"""One optimizer step up to its update: forward, backward, reduce, check, clip. Every engine runs :func:`run_step`.
+
+The update follows in the engine's ``optimizer_step``, after Lightning's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.objectives.base import StepResult
+from mgpu_pipe.optim.gradients import SpikeGuard
+from mgpu_pipe.training.step_gradients import MicroBatchStop, StepVotes
+
+
+class NonFiniteStep(Exception):
+    """The loss or the gradient norm of a step is not finite; says which, and holds the step batch."""
+
+    def __init__(self, what: str, step_batch: StepBatch) -> None:
+        super().__init__(f"{what} at step {step_batch.step + 1}")
+        self.what, self.step_batch = what, step_batch
+
+
+class StepEngine(Protocol):
+    """The parts of a step that differ between engines. All ranks call every method alike.
+
+    Attributes:
+        micro_batch_stop: decides whether a stop leaves the step between two micro-batches.
+        spike_guard: refuses updates whose gradient norm stands out.
+        save_due: whether this rank finds a save due.
+        step_counts: the step batch has a trained token; set by :func:`run_step`, read by ``optimizer_step``.
+    """
+
+    micro_batch_stop: MicroBatchStop
+    spike_guard: SpikeGuard
+    save_due: Callable[[], bool]
+    step_counts: bool
+
+    @property
+    def evaluation_follows(self) -> bool:
+        """Whether an evaluation follows this step before a stop could end the run."""
+
+    def begin_step(self, step_batch: StepBatch) -> Sequence[Any]:
+        """Clear the gradients and seed dropout; this rank's parts of the micro-batches."""
+
+    def forward_backward(self, parts: Sequence[Any], step_batch: StepBatch) -> torch.Tensor | None:
+        """Forward and backward of all parts; this rank's sum of losses, float64. None where a stop left the step."""
+
+    def reduce_gradients(
+        self, loss_sum: torch.Tensor, votes: StepVotes, step_batch: StepBatch
+    ) -> tuple[float, float, StepVotes]:
+        """Reduce the gradients; the global loss, the gradient norm and the votes of all ranks. Collective."""
+
+    def unscale(self, gradient_norm: float, step_batch: StepBatch) -> tuple[float, bool]:
+        """Take a loss scale out of the gradients; their norm, and whether an update may follow."""
+
+    def drop_gradients(self) -> None:
+        """Leave weights and optimizer state as they are in this step's update."""
+
+    def clip(self, gradient_norm: float) -> None:
+        """Clip the gradients to ``trainer.gradient_clip_val``, if it is set."""
+
+
+def run_step(engine: StepEngine, step_batch: StepBatch) -> StepResult:
+    """Run a step batch up to its update.
+
+    Raises:
+        NonFiniteStep: on every rank alike, before the update.
+    """
+    stop = engine.micro_batch_stop
+    parts = engine.begin_step(step_batch)
+    stop.begin()
+    loss_sum = engine.forward_backward(parts, step_batch)
+    if loss_sum is None:
+        return StepResult.abandoned_step()
+    loss, norm, votes = engine.reduce_gradients(loss_sum, stop.vote(engine.save_due()), step_batch)
+    stop_now = stop.count(votes)
+    if stop_now and engine.evaluation_follows:
+        return StepResult.abandoned_step()
+    engine.step_counts = step_batch.loss_denominator > 0
+    if not engine.step_counts:
+        engine.drop_gradients()
+        return StepResult.nothing_counts(stop_now, stop.save_wanted)
+    check_finite(loss, 0.0, step_batch)
+    norm, updates = engine.unscale(norm, step_batch)
+    if updates:
+        check_finite(loss, norm, step_batch)
+        if engine.spike_guard.refuses(step_batch.step, norm):
+            engine.drop_gradients()
+            updates = False
+            if engine.spike_guard.stopped_by is not None:
+                return StepResult.abandoned_step()
+    if updates:
+        engine.clip(norm)
+    return StepResult(loss, norm, stop_now, skipped=not updates, save=stop.save_wanted)
+
+
+def check_finite(loss: float, gradient_norm: float, step_batch: StepBatch) -> None:
+    """Raise :class:`NonFiniteStep` unless both numbers, which are the same on every rank, are finite."""
+    for value, what in ((loss, "the loss"), (gradient_norm, "the gradient norm")):
+        if value - value != 0.0:
+            raise NonFiniteStep(what, step_batch)

@@ -1,0 +1,386 @@
+"""Base class of every engine's strategy: training, checkpoints, verification, and the hooks that Lightning needs."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pytorch_lightning.plugins.environments import ClusterEnvironment
+from pytorch_lightning.strategies import ParallelStrategy
+from typing_extensions import Self
+
+from mgpu_pipe.checkpoint.live_state import create_optimizer_state
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.step_batch import StepBatch
+from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.optim.gradients import SpikeGuard
+from mgpu_pipe.optim.moving_average import WeightAverage
+from mgpu_pipe.parallel.context.ring import pass_on
+from mgpu_pipe.parallel.device_memory import to_device
+from mgpu_pipe.parallel.tensor.collectives import all_gather_parts, reduce_scatter_parts
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.step import run_step
+from mgpu_pipe.training.step_gradients import MicroBatchStop, StepVotes
+
+
+class ExistingWorld(ClusterEnvironment):
+    """Ranks and sizes of the default process group; Lightning starts no process and picks no port."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", 0))
+
+    @staticmethod
+    def detect() -> bool:
+        return dist.is_available() and dist.is_initialized()
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        """Keep the process group's size."""
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """Keep the process group's rank."""
+
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+
+    def node_rank(self) -> int:
+        return int(os.environ.get("GROUP_RANK", 0))
+
+
+Materialise = Callable[[Any, torch.device], object]
+StoredState = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of every optimizer tensor of a checkpoint, by its name ``<parameter>/<state key>``."""
+
+
+class EngineStrategy(ParallelStrategy):
+    """Base of the strategies that run whole optimizer steps; the process group exists already when one is made.
+
+    A subclass splits the model (:meth:`parallelise`), runs steps and evaluation, and shows its part of the state as
+    local shards in the coordinates of the unsharded model.
+
+    Args:
+        dims: the sizes of every axis.
+        device: this process's device.
+    """
+
+    micro_batch_stop: MicroBatchStop
+
+    def __init__(self, dims: ParallelDims, device: torch.device) -> None:
+        super().__init__(cluster_environment=ExistingWorld())
+        self.dims = dims
+        self._device = device
+        self.average = WeightAverage()
+        """Average of the weights, kept in the optimizer's state; set by whoever makes the strategy."""
+        self.save_due: Callable[[], bool] = lambda: False
+        """Whether a save is due on this rank at a step's end; set by whoever makes the strategy."""
+        self.before_writing: Callable[[], None] = lambda: None
+        """Called before weights or optimizer state are written, which a save may still read; set like ``save_due``."""
+        self.step_counts = True
+        """The current step batch has a trained token."""
+        self.spike_guard = SpikeGuard()
+        """Guard against spikes of the gradient norm; set by whoever makes the strategy."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(
+        cls,
+        config: RunConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        materialise: Materialise | None,
+        dropout_seed: int | None,
+        stop_requested: Callable[[], bool],
+    ) -> Self:
+        """Build the strategy of a run; a subclass reads its own keys here.
+
+        Args:
+            materialise: fills the parameters and buffers of a model that was built on the meta device, in place;
+                None for a model whose weights were loaded.
+            dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
+            stop_requested: whether this process was told to stop.
+        """
+
+    # -- what training, checkpoints and verification ask --------------------------------------------------------
+
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether one rank alone can run the trained model: no part of it is on another rank only."""
+        return not self.dims.cuts_the_model
+
+    @property
+    def objective(self) -> Objective:
+        module = self.lightning_module
+        assert isinstance(module, Objective), "strategies train subclasses of mgpu_pipe.objectives.base.Objective"
+        return module
+
+    @abstractmethod
+    def parallelise(self, model: torch.nn.Module) -> None:
+        """Split ``model`` over the processes and fill its parameters. A collective call."""
+
+    def run_step(self, step_batch: StepBatch) -> StepResult:
+        """Run a step batch up to its update, see :func:`mgpu_pipe.training.step.run_step`.
+
+        Raises:
+            NonFiniteStep: on every rank alike, before the update.
+        """
+        return run_step(self, step_batch)
+
+    @abstractmethod
+    def begin_step(self, step_batch: StepBatch) -> Sequence[Any]:
+        """Clear the gradients and seed dropout; this rank's parts of the micro-batches."""
+
+    @abstractmethod
+    def forward_backward(self, parts: Sequence[Any], step_batch: StepBatch) -> torch.Tensor | None:
+        """Forward and backward of all parts; this rank's sum of losses, float64. None where a stop left the step."""
+
+    @abstractmethod
+    def reduce_gradients(
+        self, loss_sum: torch.Tensor, votes: StepVotes, step_batch: StepBatch
+    ) -> tuple[float, float, StepVotes]:
+        """Reduce the gradients; the global loss, the gradient norm and the votes of all ranks. Collective."""
+
+    @abstractmethod
+    def unscale(self, gradient_norm: float, step_batch: StepBatch) -> tuple[float, bool]:
+        """Take a loss scale out of the gradients; their norm, and whether an update may follow."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Leave weights and optimizer state as they are in this step's update."""
+
+    @abstractmethod
+    def clip(self, gradient_norm: float) -> None:
+        """Clip the gradients to ``trainer.gradient_clip_val``, if it is set."""
+
+    @abstractmethod
+    def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
+        """This process's sums over the step batch's micro-batches, without gradients; see
+        :meth:`Objective.evaluation_sums`. A float64 zero where it has none.
+        """
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """A context in which the weights are the evaluated ones: their average where the run says so."""
+        if not self.average.evaluated:
+            yield
+            return
+        self.before_writing()
+        with self._average_in_place():
+            yield
+
+    @abstractmethod
+    def _average_in_place(self) -> AbstractContextManager[None]:
+        """A context in which every forward pass uses the averaged weights."""
+
+    @abstractmethod
+    def zero_gradients(self) -> None:
+        """Clear all gradients."""
+
+    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all processes, in place; of those that share samples, all but one add zeros.
+        Collective.
+        """
+        if self.dims.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    @torch.no_grad()
+    def gather_samples(self, features: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
+        """Gather the features of all data-parallel processes in order. Collective.
+
+        Returns the features by name, and the index of this process's first sample.
+
+        Args:
+            features: by name, a row for each of this process's samples, equal on processes that share them; any number.
+        """
+        size, rank = self.dims.data_parallel_size, self.dims.data_parallel_rank(self.global_rank)
+        first_rows = next(iter(features.values()))
+        counted_rows = len(first_rows) if self.counts_its_samples else 0
+        counts = torch.zeros(size, dtype=torch.int64, device=first_rows.device)
+        counts[rank] = counted_rows
+        ends = self.sum_over_data(counts).cumsum(0).tolist()
+        first, even = ends[rank] - len(first_rows), ends == [ends[0] * (1 + at) for at in range(size)]
+        if even and (world := self._apart):
+            return {name: all_gather_parts(rows, world).flatten(0, 1) for name, rows in features.items()}, first
+        whole = {name: rows.new_zeros(ends[-1], *rows.shape[1:]) for name, rows in features.items()}
+        for name, rows in features.items():
+            whole[name][first : first + counted_rows] = rows[:counted_rows]
+            self.sum_over_data(whole[name])
+        return whole, first
+
+    @torch.no_grad()
+    def sum_of_own(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
+        """This process's rows of the sum of ``values`` over processes. Collective.
+
+        Args:
+            values: a row for each sample of all processes, which have equally many samples.
+            rows: those of this process.
+        """
+        world = self._apart
+        return reduce_scatter_parts(values, world) if world else self.sum_over_samples(values)[rows]
+
+    @property
+    def ring(self) -> int:
+        """Processes that :meth:`pass_on` goes round; 1 where some share samples."""
+        return self.dims.world_size if self._apart else 1
+
+    @torch.no_grad()
+    def pass_on(self, values: torch.Tensor) -> torch.Tensor:
+        """Send ``values`` to the next process; returns the previous one's, of the same shape. Collective."""
+        assert self._apart is not None
+        return pass_on(values, self._apart)()
+
+    @property
+    def _apart(self) -> dist.ProcessGroup | None:
+        """All processes, where each has samples that no other has."""
+        return dist.group.WORLD if self.dims.world_size == self.dims.data_parallel_size > 1 else None
+
+    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """All-reduce over samples. Of processes that share samples, one contributes; the others add zeros."""
+        return self.sum_over_data(values if self.counts_its_samples else torch.zeros_like(values))
+
+    @property
+    def counts_its_samples(self) -> bool:
+        """Whether this process counts its samples; exactly one of those that share them does."""
+        return True
+
+    @abstractmethod
+    def model_shards(self) -> list[LocalShard]:
+        """This rank's parts of the (master) weights, as live tensors."""
+
+    @abstractmethod
+    def optimizer_shards(self) -> list[LocalShard]:
+        """This rank's parts of the optimizer state, as live tensors."""
+
+    @abstractmethod
+    def gradient_shards(self) -> list[LocalShard]:
+        """This rank's parts of the gradients, as live tensors."""
+
+    def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
+        """Give the optimizer the (empty) state tensors that a checkpoint holds values for.
+
+        Args:
+            weights: type of every weight of the checkpoint by its name.
+        """
+        create_optimizer_state(self.objective.model, self.optimizers[0], stored, weights)
+
+    def step_metrics(self) -> dict[str, float]:
+        """Further metrics of the steps since the last row, by column. A collective call."""
+        return {}
+
+    def sampling_forward(self) -> Callable[..., Any] | None:
+        """The forward pass that generates text, run by all ranks together; None for the model's own.
+
+        It takes whole texts, as :meth:`Objective.sampling_batch` does, and returns an object with ``logits``: those of
+        the last position, or of ``logits_to_keep`` positions, 0 for all.
+        """
+        return None
+
+    def sampled(self) -> None:
+        """Called after text was generated: drops what a forward pass without a backward pass leaves in place."""
+
+    def state_entries(self) -> dict[str, Any]:
+        """Entries of this strategy in ``state.json``, equal on every rank."""
+        return dict(self.spike_guard.state())
+
+    def restore_entries(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_entries` from a checkpoint's state, which may be of another precision."""
+        self.spike_guard.restore(state.get("gradient_norms", ()))
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes this rank keeps, by what they are for; parts that are not known are left out."""
+        return {}
+
+    def shards_written(self) -> None:
+        """Update copies of the local shards after they were written into. A collective call."""
+
+    @property
+    def evaluation_follows(self) -> bool:
+        """Whether an evaluation follows the current step. A stop leaves such a step uncounted: the
+        evaluation may outlast ``launch.stop_timeout``, and a resume, which begins after the step, would never make it.
+        """
+        module = self.lightning_module
+        return module is not None and module.trainer.val_check_batch == 1
+
+    # -- what Lightning asks ------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._device
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def model_to_device(self) -> None:
+        """Parameters are created where they belong."""
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if isinstance(batch, StepBatch) and self._device.type != "cpu":
+            needed = self.needed_fields()
+            for index, micro_batch in enumerate(batch.micro_batches):
+                wanted = {name: value for name, value in micro_batch.items() if name in needed}
+                wanted |= self.objective.host_inputs(micro_batch)
+                moved = {name: to_device(value, self._device) for name, value in wanted.items()}
+                batch.micro_batches[index] = moved | self.known_on_host(micro_batch)
+        return batch
+
+    def needed_fields(self) -> tuple[str, ...]:
+        """The fields of a micro-batch that this rank computes with."""
+        return tuple(self.objective.batch_spec.fields)
+
+    def known_on_host(self, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Values of a micro-batch that stay in host memory, where a step needs them."""
+        return {}
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
+            return tensor
+        mean = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
+        op = dist.ReduceOp.SUM if mean or reduce_op == "sum" else reduce_op
+        result = tensor.to(self._device).clone()
+        dist.all_reduce(result, op=op, group=group)
+        return result / self.world_size if mean else result
+
+    def barrier(self, name: str | None = None) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send a JSON value from ``src`` to all; other types are refused, since nothing here is pickled."""
+        if self.world_size == 1:
+            return obj
+        payload = json.dumps(obj).encode() if self.global_rank == src else b""
+        size = torch.tensor([len(payload)], device=self._device)
+        dist.broadcast(size, src)
+        data = torch.zeros(int(size), dtype=torch.uint8, device=self._device)
+        if self.global_rank == src:
+            data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        dist.broadcast(data, src)
+        return json.loads(bytes(data.tolist()))
+
+    def teardown(self) -> None:
+        """Leave the model where it is: it is evaluated, sampled from or saved after the fit."""
+        assert self.accelerator is not None
+        self.accelerator.teardown()

@@ -1,0 +1,175 @@
+"""Trains one attempt of a run, inside a worker. :func:`train` is the page to read first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.balance import imbalances
+from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
+from mgpu_pipe.data.samples import Prepared
+from mgpu_pipe.errors import BadInputError, GradientSpikeError, MgpuError, print_line
+from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.system.compat.lightning_private import quiet_libraries
+from mgpu_pipe.training.attempt import Attempt, Inference
+from mgpu_pipe.training.build_attempt import (
+    BuiltModel,
+    Engine,
+    MetricsFiles,
+    build_engine,
+    build_model,
+    build_objective,
+)
+from mgpu_pipe.training.rank_memory import is_out_of_memory, out_of_memory, write_snapshot
+from mgpu_pipe.training.recorder import peak_memory_gib
+from mgpu_pipe.training.result import TrainResult, train_result
+from mgpu_pipe.training.step import NonFiniteStep
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.training.trainer import run_trainer
+
+
+def train(
+    config: RunConfig,
+    paths: RunPaths,
+    prepared: Prepared,
+    *,
+    stop_requested: Callable[[], bool] = lambda: False,
+    resume: Path | None = None,
+    inference: Inference | None = None,
+) -> TrainResult:
+    """Train from scratch, or from the step folder ``resume``, inside an initialised process group. Collective.
+
+    Args:
+        inference: needed where ``eval.tasks`` or ``trainer.sample_every_n_steps`` is set.
+
+    Raises:
+        NonFiniteError: the loss or the gradient norm is not finite; on every rank, before the update. Or what is to
+            be saved is not finite.
+        CheckpointError, CheckpointSaveError: a checkpoint cannot be read or written.
+        BadInputError: the Trainer refuses a callback or a logger.
+    """
+    quiet_libraries()
+    torch.manual_seed(config.seed)
+    torch.use_deterministic_algorithms(config.trainer.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing here reads it
+    attempt = Attempt.from_config(config, paths, prepared, resume)
+    attempt, built = build_model(attempt)
+    objective = build_objective(attempt, built.model)
+    files = MetricsFiles.from_attempt(attempt, objective)
+    try:
+        engine = build_engine(attempt, built, objective, files, stop_requested, inference)
+        trainer = fit(attempt, built, objective, engine)
+    finally:
+        files.close()
+    return summarize(attempt, built, objective, engine, trainer)
+
+
+def fit(attempt: Attempt, built: BuiltModel, objective: Objective, engine: Engine) -> pl.Trainer:
+    """Run the steps that are left; Lightning's Trainer that ran them."""
+    try:
+        return _fit(attempt, objective, engine)
+    except MisconfigurationException as error:
+        refusal = " ".join(str(error).split())
+        raise BadInputError(f"callbacks, logger: Lightning refuses this: {refusal}; change or remove it") from error
+    except NonFiniteStep as step:
+        raise engine.checkpointer.not_finite(step.what, step.step_batch) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _out_of_memory(error, attempt, built, engine) from error
+    finally:
+        if engine.profiler is not None:
+            engine.profiler.close()
+
+
+def _fit(attempt: Attempt, objective: Objective, engine: Engine) -> pl.Trainer:
+    config, prepared, plan, rank = attempt.config, attempt.prepared, attempt.plan, attempt.data_parallel_rank
+    evaluation = evaluation_step_batches(config, prepared, plan, rank, objective.samples)
+    trainer = run_trainer(
+        config,
+        attempt.paths,
+        engine.strategy,
+        engine.recorder,
+        attempt.max_steps,
+        attempt.device,
+        attempt.rank,
+        engine.profiler,
+    )
+    batches = train_step_batches(
+        config,
+        prepared,
+        plan,
+        rank,
+        start_sample=attempt.start_step * plan.global_batch_size,
+        max_steps=attempt.max_steps,
+        view=objective.samples,
+    )
+    trainer.fit(objective, batches, evaluation if prepared.validation_samples else None)
+    return trainer
+
+
+def _out_of_memory(error: BaseException, attempt: Attempt, built: BuiltModel, engine: Engine) -> MgpuError:
+    """The error of a rank that ran out of memory, with the parts of it that are known; writes CUDA's snapshot."""
+    parts: dict[str, int] = {}
+    with suppress(Exception):  # in the middle of a step an engine may not be able to tell
+        parts = engine.strategy.memory_parts()
+    if attempt.device.type == "cuda":
+        with suppress(OSError):  # a full disk takes none, and the cause is named below
+            print_line(write_snapshot(attempt.paths.profile / f"memory-rank-{attempt.rank}.json"), file=sys.stderr)
+    return out_of_memory(error, attempt.rank, attempt.config, attempt.dims, attempt.plan, built.model, parts)
+
+
+def summarize(
+    attempt: Attempt, built: BuiltModel, objective: Objective, engine: Engine, trainer: pl.Trainer
+) -> TrainResult:
+    """The result of an attempt after its last step. Collective.
+
+    Raises:
+        GradientSpikeError: ``optimizer.spike_guard`` stopped the run.
+    """
+    config, reader, recorder, checkpointer = attempt.config, attempt.reader, engine.recorder, engine.checkpointer
+    if engine.strategy.spike_guard.stopped_by is not None:
+        raise GradientSpikeError(engine.strategy.spike_guard.stopped_by, checkpointer.last_path)
+    stopped_early = recorder.stopped and recorder.step < attempt.max_steps
+    ended_by_time = stopped_early and _ended_by_time(engine.strategy, engine.stop_requested(), engine.clock.is_over())
+    if reader is not None and recorder.step == attempt.start_step:  # killed after the last save, or stopped at once
+        in_this_run = reader.folder.parent == attempt.paths.checkpoints
+        if in_this_run or attempt.start_step >= attempt.max_steps:
+            recorder.metrics.update(reader.state["metrics"])
+            checkpointer.last_path = reader.folder
+    result = train_result(
+        config,
+        attempt.prepared,
+        attempt.dims,
+        attempt.plan,
+        built.model,
+        engine.strategy,
+        recorder,
+        checkpointer,
+        attempt.precision,
+        {"parameters": built.parameters, "trained": built.trained},
+        engine.tasks,
+        ended_by_time,
+    )
+    result.loggers = trainer.loggers
+    if engine.profiler is not None:
+        samples = objective.samples(config, attempt.prepared.open(config, "train"))
+        uneven = imbalances(samples, attempt.prepared.order(config, len(samples)), attempt.plan)
+        peak = peak_memory_gib(attempt.device)
+        result.summary.update(engine.profiler.finish(config, attempt.plan, peak, uneven))
+    return result
+
+
+def _ended_by_time(strategy: EngineStrategy, stop_requested: bool, over: bool) -> bool:
+    """Whether ``trainer.max_time`` alone stopped the ranks; each knows its own reasons. A collective call."""
+    reasons = torch.tensor([stop_requested, over], dtype=torch.float64, device=strategy.root_device)
+    any_requested, any_over = strategy.sum_over_data(reasons).tolist()
+    return any_over > 0 and not any_requested

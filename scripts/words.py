@@ -1,0 +1,75 @@
+"""Counts words that the house does without: ``python -m scripts.words [room]`` lists each place, and a line a room.
+
+Names that are bound (functions, classes, parameters, variables, attributes) are compared with :data:`NAMES`, the first
+words of docstrings with :data:`OPENINGS`. A test holds the numbers at zero.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "mgpu_pipe"
+NAMES = frozenset(
+    {
+        *("told", "heard", "tells", "hears", "one", "own", "of", "held", "found", "given", "shown", "made", "kept"),
+        *("counted", "drawn", "asked", "met", "beside", "begun"),
+    }
+)
+"""Participles that say what happened and not what a thing is, and words that name nothing."""
+STORED = frozenset(
+    {
+        *("prepare_audio.told", "prepare_chats.shown", "prepare_chats.told", "samples.told", "mixture.told"),
+        *("preferences.told", "prepare_text.told", "listing.begun", "point.begun", "memory_use.held", "rank_times.own"),
+    }
+)
+"""Fields whose names stand in the files of runs, by ``file.field``."""
+OPENINGS = re.compile(r"(As above|Of |What |Whether what|See the module|Likewise|The same)")
+
+
+def places(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and word of every banned name and opening in a file."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for name in _bound(node):
+            if name.strip("_") in NAMES and f"{file.stem}.{name}" not in STORED:
+                yield getattr(node, "lineno", 1), name
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            if OPENINGS.match(text):
+                yield getattr(node, "lineno", 1), f'"{text.splitlines()[0][:60]}"'
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def room_of(file: Path) -> str:
+    """The room of a file: its first folder below the package."""
+    parts = file.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "."
+
+
+def main(rooms: list[str]) -> None:
+    """Print the places in ``rooms``, or in all, then the number of each room."""
+    numbers = Counter[str]()
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for line, word in places(file):
+            numbers[room_of(file)] += 1
+            if room_of(file) in rooms:
+                print(f"{file.relative_to(PACKAGE.parent)}:{line}: {word}")
+    for room, number in numbers.most_common():
+        print(f"{number:5} {room}")
+    print(f"{numbers.total():5} in all")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,156 @@
+"""Sound files of the formats that people bring: whole, cut, of a pipe, spoiled. Oracle: Python's wave, libsndfile."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import wave
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.data.audio.decode_audio import decode
+from mgpu_pipe.data.bad_samples import BadSampleError
+from mgpu_pipe.data.prepare import prepare
+from tests.support.fuzzing import changed
+from tests.support.needs import need_speech
+from tests.support.sounds import tones
+
+HELLO = Path("/usr/share/asterisk/sounds/en_US_f_Allison/hello-world.wav")
+RATE = 8000
+FORMATS = (
+    *(("WAV", part) for part in ("PCM_16", "PCM_24", "FLOAT", "ULAW", "IMA_ADPCM", "MS_ADPCM", "GSM610", "G721_32")),
+    *(("AIFF", "PCM_16"), ("AU", "PCM_16"), ("AU", "G721_32"), ("CAF", "PCM_16"), ("CAF", "ALAC_16")),
+    *(("RF64", "PCM_16"), ("W64", "PCM_16"), ("W64", "GSM610"), ("WAVEX", "FLOAT"), ("NIST", "PCM_16")),
+    *(("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("OGG", "OPUS")),
+)
+
+
+def spoken() -> NDArray[np.float32]:
+    """A recording that a person spoke; 1.4 s at :data:`RATE`."""
+    need_speech()
+    if not HELLO.is_file():
+        pytest.skip("a person's recording comes with Debian: apt-get install asterisk-core-sounds-en-wav")
+    with wave.open(str(HELLO)) as file:
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+
+
+def stored(values: NDArray[np.float32], form: str, part: str) -> bytes:
+    import soundfile
+
+    content = io.BytesIO()
+    soundfile.write(content, values, RATE, format=form, subtype=part)
+    return content.getvalue()
+
+
+def fault(raw: bytes) -> str:
+    with pytest.raises(BadSampleError) as found:
+        decode(raw, RATE, 30)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(("form", "part"), FORMATS)
+def test_each_format_is_read_whole_and_refused_where_it_is_cut(form: str, part: str) -> None:
+    values = spoken()
+    raw = stored(values, form, part)
+    heard = decode(raw, RATE, 30)
+    assert len(values) <= len(heard) < len(values) + 640, "codecs of blocks fill the last one up"
+    if part != "OPUS":  # which keeps no phases
+        assert np.corrcoef(values, heard[: len(values)])[0, 1] > 0.95
+    for size in (len(raw) // 2, 9 * len(raw) // 10, len(raw) - 8):
+        said = fault(raw[:size])
+        assert said == "is cut short" or (form == "FLAC" and "lost sync" in said), (size, said)
+
+
+def test_an_ogg_file_that_is_cut_between_two_pages_is_refused() -> None:
+    raw = stored(np.tile(spoken(), 6), "OGG", "VORBIS")
+    pages = [at for at in range(len(raw)) if raw[at : at + 4] == b"OggS"]
+    assert len(pages) > 4
+    assert fault(raw[: pages[-1]]) == "is cut short"
+    assert len(decode(raw + raw, RATE, 30)) >= len(decode(raw, RATE, 30)), "one stream after another"
+
+
+@pytest.mark.parametrize("size", [0, 0x7FFFF000, 0x80000000, 0xFFFFFFFF])
+def test_a_wav_file_of_a_pipe_is_read_to_its_end(size: int) -> None:
+    """sox, arecord, ffmpeg and others state such sizes, for they cannot go back."""
+    values = spoken()
+    for part in ("PCM_16", "GSM610"):
+        raw = bytearray(stored(values, "WAV", part))
+        at = raw.index(b"data")
+        whole = decode(bytes(raw), RATE, 30)
+        for total in (size, min(size + at, 0xFFFFFFFF)):
+            raw[4:8], raw[at + 4 : at + 8] = total.to_bytes(4, "little"), size.to_bytes(4, "little")
+            if total == 0 or total >= 0x7FFFF000:
+                assert np.array_equal(decode(bytes(raw), RATE, 30), whole), (part, hex(total))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sox", "{}", "-t", "wav", "-"),
+        ("sox", "{}", "-t", "aiff", "-"),
+        *(("ffmpeg", "-v", "error", "-i", "{}", "-f", form, "-") for form in ("wav", "flac", "ogg", "mp3", "au")),
+    ],
+)
+def test_what_programs_write_to_a_pipe_is_read(command: tuple[str, ...]) -> None:
+    values = spoken()
+    if which(command[0]) is None:
+        pytest.skip(f"it writes to the pipe: apt-get install {command[0]}")
+    filled = [str(HELLO) if word == "{}" else word for word in command]
+    raw = subprocess.run(filled, stdout=subprocess.PIPE, check=True).stdout
+    heard = decode(raw, RATE, 30)
+    assert len(values) <= len(heard) < len(values) + 1600
+
+
+def test_channels_that_are_opposites_are_no_silence() -> None:
+    """As a cable with one pole turned round gives them."""
+    values = spoken()
+    for right in (-values, -0.7 * values):
+        both = np.stack([values, right], 1)
+        heard = decode(stored(both, "WAV", "FLOAT"), RATE, 30)
+        assert np.corrcoef(values, heard)[0, 1] > 0.99 and np.abs(heard).max() > 0.8 * np.abs(values).max()
+    other = tones("ab", 1)[: len(values)]
+    apart = np.stack([values[: len(other)], other], 1)
+    assert np.allclose(decode(stored(apart, "WAV", "FLOAT"), RATE, 30), apart.mean(1), atol=1e-6), "others are averaged"
+
+
+def test_files_of_rare_formats_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    values = spoken()
+    for form, part in (("XI", "DPCM_16"), ("IRCAM", "PCM_16"), ("MAT4", "PCM_16"), ("PAF", "PCM_16")):
+        assert fault(stored(values, form, part)).startswith("is no sound that can be read (no WAV, FLAC"), form
+    assert fault(b"fLaC".ljust(500)).startswith("is no sound that can be read (")
+    assert capfd.readouterr().err == ""
+
+
+def list_of_spoiled(folder: Path, number: int) -> Path:
+    files = [stored(np.tile(spoken(), 2), form, part) for form, part in FORMATS] + [HELLO.read_bytes()]
+    lines = ["path,text"]
+    for index in range(number):
+        (folder / f"{index}").write_bytes(changed(files, index))
+        lines.append(f"{index},hello world")
+    (folder / "list.csv").write_text("\n".join(lines) + "\n")
+    return folder / "list.csv"
+
+
+def read_spoiled(folder: Path, number: int) -> Any:
+    given = (f"data.paths=[{list_of_spoiled(folder, number)}]", f"data.cache_dir={folder / 'cache'}")
+    usual = ("objective=ctc", "data=audio_list", "model=wav2vec2_tiny", "data.on_bad_sample=skip")
+    return prepare(compose([*usual, *given])[0])
+
+
+def test_spoiled_recordings_never_end_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prepared = read_spoiled(tmp_path, 300)
+    assert 100 < prepared.bad_samples < 250
+    assert prepared.train_samples + prepared.held_out_samples + prepared.bad_samples == 300
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_ten_thousand_spoiled_recordings_never_end_a_run(tmp_path: Path) -> None:
+    prepared = read_spoiled(tmp_path, 10_000)
+    assert prepared.train_samples + prepared.held_out_samples + prepared.bad_samples == 10_000

@@ -1,0 +1,186 @@
+"""Picture and video files as phones, scanners and old recorders write them, and spoiled ones, which never end a run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mgpu_pipe.data.bad_samples import BadSampleError
+from mgpu_pipe.data.images.decode_image import decode
+from mgpu_pipe.data.images.videos import ClipFacts, frames_of, look
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.inference.visual_prompts import _decode_file
+from tests.data.image.test_pictures import configured
+from tests.objectives.test_videos import chats
+from tests.objectives.test_vision_language import said
+from tests.support.fuzzing import changed
+from tests.support.needs import need_pyav
+from tests.support.pictures import noise, stored
+from tests.support.videos import frames_of as drawn
+
+TIFFS = ("raw", "tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")
+CODECS = {
+    "a.mp4": ("mpeg4", "yuv420p"),
+    "b.avi": ("mjpeg", "yuvj420p"),
+    "c.mkv": ("ffv1", "bgr0"),
+    "d.mov": ("libx264", "yuv420p"),
+    "e.ts": ("libx264", "yuv420p"),
+    "f.webm": ("libvpx", "yuv420p"),
+}
+
+
+def pixels(image: Image.Image) -> np.ndarray:
+    return np.asarray(image).astype(int)
+
+
+def film(path: Path, codec: str, form: str, title: str = "") -> bytes:
+    """Five small frames in a file of this program's libraries."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        container.metadata["title"] = title
+        stream: Any = container.add_stream(codec, rate=10)
+        stream.width, stream.height, stream.pix_fmt = 24, 20, form
+        for frame in drawn(5):
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("tag", [256, 257, 258, 262, 273])
+def test_a_tiff_without_its_sizes_is_a_bad_sample(tag: int, capfd: pytest.CaptureFixture[str]) -> None:
+    for packed in TIFFS:
+        raw = bytearray(stored(noise(1), "TIFF", compression=packed))
+        at = raw.index(tag.to_bytes(2, "little"), int.from_bytes(raw[4:8], "little"))
+        raw[at : at + 2] = (tag + 1000).to_bytes(2, "little")
+        try:
+            decode(bytes(raw), 3)
+        except BadSampleError as error:
+            assert str(error).startswith(("cannot be read (", "is no picture of a known format")), packed
+        else:
+            assert tag in (258, 262), packed
+    assert capfd.readouterr().err == ""
+
+
+def test_what_libtiff_says_is_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
+    raw = bytearray(stored(noise(1, 24), "TIFF", compression="tiff_adobe_deflate"))
+    raw[8:80] = bytes(72)
+    with pytest.raises(BadSampleError, match=r"cannot be read \(ZIPDecode: "):
+        decode(bytes(raw), 3)
+    raw = bytearray(stored(noise(1), "TIFF"))
+    at = raw.index(b"\x15\x01\x03\0", int.from_bytes(raw[4:8], "little"))  # samples a pixel
+    raw[at + 8] = 24
+    with pytest.raises(BadSampleError):
+        decode(bytes(raw), 3)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "exif",
+    [
+        b"Exif\0\0",
+        b"Exif\0\0II*\0\xff\xff\xff\xff",
+        b"Exif\0\0II*\0\x08\0\0\0\xff\xff",
+        b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x02ab\0\0\0\0\0\0",
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x05\0\x01\0\0\0\0\0\0\0\0\0\0\0",
+        b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x02\0\0\0\x06\0\x03\0\0\0\0\0",
+    ],
+)
+def test_odd_exif_leaves_the_picture_as_it_lies(exif: bytes, tmp_path: Path) -> None:
+    """In training, and as a picture of a prompt."""
+    wide = noise(1).resize((12, 6))
+    raw = stored(wide, "JPEG", exif=exif)
+    assert {decode(raw, 3).size} <= {(12, 6), (6, 12)}
+    (tmp_path / "odd.jpg").write_bytes(raw)
+    assert (pixels(_decode_file("--image", tmp_path / "odd.jpg", 3)) == pixels(decode(raw, 3))).all()
+
+
+def test_the_first_frame_of_a_phones_jpeg_is_the_picture() -> None:
+    content = io.BytesIO()
+    noise(1).save(content, "MPO", save_all=True, append_images=[noise(2, 4)])
+    with Image.open(io.BytesIO(content.getvalue())) as image:
+        assert (image.format, image.n_frames) == ("MPO", 2)  # type: ignore[attr-defined]
+    assert (pixels(decode(content.getvalue(), 3)) == pixels(decode(stored(noise(1), "JPEG"), 3))).all()
+
+
+def test_a_recorders_latin_title_is_no_fault(tmp_path: Path) -> None:
+    need_pyav()
+    raw = film(tmp_path / "plain.avi", "mjpeg", "yuvj420p", "Cafe in Muenchen")
+    assert raw.count(b"Cafe in Mue") == 1
+    (tmp_path / "latin.avi").write_bytes(raw.replace(b"Cafe in Mue", b"Caf\xe9 in M\xfce"))
+    facts = look(tmp_path / "latin.avi")
+    assert facts == look(tmp_path / "plain.avi") and isinstance(facts, ClipFacts) and facts.frames == 5
+    assert len(frames_of(tmp_path / "latin.avi", None, [0, 4], 3)) == 2
+
+
+def test_a_video_of_an_unknown_codec_is_named(tmp_path: Path) -> None:
+    need_pyav()
+    raw = film(tmp_path / "plain.avi", "mjpeg", "yuvj420p")
+    (tmp_path / "odd.avi").write_bytes(raw.replace(b"MJPG", b"ZzQ9"))
+    assert look(tmp_path / "odd.avi") == "has a codec that cannot be decoded here"
+
+
+def spoiled_pictures(folder: Path, number: int) -> Any:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    files = [stored(noise(1, 24), form) for form in ("PNG", "JPEG", "WEBP", "BMP", "GIF", "PPM")]
+    files += [stored(noise(1, 24), "TIFF", compression=packed) for packed in TIFFS]
+    files += [stored(noise(2, 24), "JPEG", exif=exif), stored(noise(3, 24), "JPEG", progressive=True)]
+    (folder / "whole.png").write_bytes(stored(noise(1)))
+    for index in range(number):
+        (folder / f"{index}").write_bytes(changed(files, index))
+    (folder / "list.csv").write_text("image,label\nwhole.png,a\n" + "".join(f"{n},b\n" for n in range(number)))
+    skip = ("data.on_bad_sample=skip", "data.validation_fraction=0", "data.num_workers=0")
+    config = configured(folder, f"data.paths=[{folder}/list.csv]", *skip, source="image_list")
+    found: Any = prepare(config)
+    every = np.arange(found.train_samples)
+    for part in np.array_split(every, -(-len(every) // 256)):
+        assert len(found.open(config, "train").batch(part, part)["pixel_values"]) == len(part)
+    return found
+
+
+def test_spoiled_pictures_never_end_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = spoiled_pictures(tmp_path, 250)
+    assert 90 < found.bad_samples < 220 and found.train_samples + found.bad_samples == 251
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.exhaustive
+def test_ten_thousand_spoiled_pictures_never_end_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = spoiled_pictures(tmp_path, 10_000)
+    assert found.train_samples + found.bad_samples == 10_001
+    assert capfd.readouterr().err == ""
+
+
+def spoiled_videos(folder: Path, number: int) -> Any:
+    need_pyav()
+    files = [film(folder / name, *codec) for name, codec in CODECS.items()]
+    names = [f"{index}" for index in range(number)]
+    for index, name in enumerate(names):
+        (folder / name).write_bytes(changed(files, index))
+    rows = [{"messages": said("<video>?"), "video": name} for name in (*CODECS, *names)]
+    skip = ("data.on_bad_sample=skip", "data.max_frames=4", "data.tokenize_workers=1")
+    config = chats(folder, *skip, rows=rows)
+    found: Any = prepare(config)
+    every = np.arange(found.train_samples)
+    for part in np.array_split(every, -(-len(every) // 64)):
+        found.open(config, "train").batch(part, part)
+    assert found.train_samples + found.bad_samples + found.too_long_samples == number + len(CODECS)
+    return found
+
+
+def test_spoiled_videos_never_end_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = spoiled_videos(tmp_path, 40)
+    assert 5 < found.bad_samples < 36
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.exhaustive
+def test_ten_thousand_spoiled_videos_never_end_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spoiled_videos(tmp_path, 10_000)
+    assert capfd.readouterr().err == ""

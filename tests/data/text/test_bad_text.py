@@ -1,0 +1,167 @@
+"""Documents that cannot be used: ``data.on_bad_sample`` leaves them out and counts them, or stops the run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.samples import Prepared
+from mgpu_pipe.data.sources.document_sources import check_sources
+from mgpu_pipe.errors import BadInputError
+from tests.data.support import config
+from tests.data.text.test_too_long import row_of, trained_tokens, words
+
+SOURCES = ("jsonl", "chat_jsonl", "preferences_jsonl", "pairs_jsonl", "labelled_jsonl")
+BAD_ROWS = (b"{broken", b'{"text": "caf\xe9"}', b'{"other": 1}', b"[1]")
+"""Lines that no source can use."""
+
+
+def prepared(run: RunConfig) -> Prepared:
+    check_sources(run)
+    return prepare(run)
+
+
+def configured(tmp_path: Path, source: str, contents: dict[str, bytes], **data: Any) -> RunConfig:
+    paths = []
+    for name, content in contents.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+        paths.append(str(tmp_path / name))
+    if source in ("chat_jsonl", "preferences_jsonl"):
+        data["chat_template"] = "chatml"
+    return config(tmp_path, source=source, paths=paths, validation_fraction=0.0, seq_len=64, **data)
+
+
+def lines(source: str) -> list[bytes]:
+    return [json.dumps(row_of(source, number, number + 3)).encode() for number in range(6)]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_rows_that_cannot_be_used_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str
+) -> None:
+    good = lines(source)
+    mixed = b"\n".join([BAD_ROWS[0], *good[:3], *BAD_ROWS[1:], *good[3:]])
+    contents = {"empty.jsonl": b"", "mixed.jsonl": mixed, "all_bad.jsonl": BAD_ROWS[0]}
+    run = configured(tmp_path, source, contents, on_bad_sample="skip")
+    with caplog.at_level(logging.WARNING):
+        found = prepared(run)
+    assert found.bad_samples == 6
+    (line,) = (record.getMessage() for record in caplog.records if "left out" in record.getMessage())
+    assert line.startswith("6 of the ")
+    assert "empty.jsonl is empty; " in line and "mixed.jsonl:1 is " in line and line.endswith("; and 1 more")
+    assert read_prepared(json.loads(json.dumps(found.as_dict()))) == found
+    assert (6, "left out") in found.amounts()
+    whole = configured(tmp_path, source, {"good.jsonl": b"\n".join(good)}, tokenizer=str(found.tokenizer_folder))
+    alone = prepared(whole)
+    assert alone.bad_samples == 0 and alone.train_samples == found.train_samples
+    assert trained_tokens(alone, whole) == trained_tokens(found, run)
+    # Also where the tokens are in the cache already.
+    strict = replace(run, data=replace(run.data, on_bad_sample="stop"))
+    for refuse in (check_sources, prepare):
+        with pytest.raises(BadInputError, match=r"; data\.on_bad_sample=skip leaves it out$") as error:
+            refuse(strict)
+        assert "empty.jsonl: is empty" in str(error.value)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_default_names_the_row_and_the_key(tmp_path: Path, source: str) -> None:
+    run = configured(tmp_path, source, {"rows.jsonl": b"\n".join([*lines(source), BAD_ROWS[2]])})
+    with pytest.raises(BadInputError, match=r"rows\.jsonl:7: .*; data\.on_bad_sample=skip leaves it out$"):
+        prepared(run)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_corpus_without_a_usable_row_is_refused(tmp_path: Path, source: str) -> None:
+    run = configured(tmp_path, source, {"rows.jsonl": b"\n".join(BAD_ROWS), "e.jsonl": b""}, on_bad_sample="skip")
+    with pytest.raises(BadInputError, match=r"rows\.jsonl:1: is "):
+        check_sources(run)
+    with pytest.raises(BadInputError):
+        prepare(run)
+
+
+def test_text_files_that_are_empty_or_undecodable(tmp_path: Path) -> None:
+    contents = {"a.txt": words(30).encode(), "b.txt": b"", "c.txt": b"caf\xe9", "d.txt": words(20, 1).encode()}
+    contents |= {"e.gz": b"no gzip", "f.txt": b"\x7fELF\x02\x01\x01\xff" + bytes(60)}
+    run = configured(tmp_path, "text_files", contents, on_bad_sample="skip")
+    found = prepared(run)
+    assert (found.bad_samples, found.amounts()[0]) == (4, (2, "documents"))
+    for name in ("b.txt", "c.txt", "e.gz", "f.txt"):
+        strict = configured(tmp_path, "text_files", {"a.txt": contents["a.txt"], name: contents[name]})
+        with pytest.raises(BadInputError, match=rf"{name}:.*; data\.on_bad_sample=skip leaves it out$"):
+            prepared(strict)
+
+
+def test_rows_of_tables_after_a_broken_one(tmp_path: Path) -> None:
+    table = b'text,n\nfirst words,1\ncaf\xe9,2\n"a" b,3\nmore words,4,5\nlast words,6\n'
+    run = configured(tmp_path, "jsonl", {"rows.csv": table}, on_bad_sample="skip")
+    found = prepared(run)
+    assert (found.bad_samples, found.amounts()[0]) == (3, (2, "documents"))
+
+
+def test_texts_of_parquet_files(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    wrong = pyarrow.array([b"caf\xe9 au lait"], pyarrow.binary()).view(pyarrow.string())
+    column = pyarrow.chunked_array([pyarrow.array(["one text", None, "two texts"]), wrong])
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "rows.parquet")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1" + bytes(40))
+    paths = [str(tmp_path / name) for name in ("rows.parquet", "broken.parquet")]
+    for source in ("parquet", "jsonl"):
+        run = config(tmp_path, source=source, paths=paths, on_bad_sample="skip", validation_fraction=0.0)
+        found = prepared(run)
+        assert (found.bad_samples, found.amounts()[0]) == (3, (2, "documents"))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_conversations_that_the_template_refuses(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mgpu_pipe.data.text import encode_source
+
+    monkeypatch.setattr(encode_source, "_POOL_FROM_CHARACTERS", 100)
+    template = tmp_path / "strict.jinja"
+    template.write_text(
+        "{% if messages[0].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
+        "{% for message in messages %}[{{ message.role }}]{{ message.content }}[end]{% endfor %}"
+    )
+    rows = [json.loads(line) for line in lines("chat_jsonl")]
+    rows[0]["messages"][0]["content"] = rows[4]["messages"][0]["content"] = "no"
+    content = b"\n".join(json.dumps(row).encode() for row in rows)
+    run = configured(tmp_path, "chat_jsonl", {"rows.jsonl": content}, on_bad_sample="skip", tokenize_workers=workers)
+    run.data.chat_template = str(template)
+    found = prepared(run)
+    assert (found.bad_samples, found.amounts()[0]) == (2, (4, "documents"))
+
+
+def test_documents_of_a_plug_in(tmp_path: Path) -> None:
+    from mgpu_pipe.data.sources.plug_in import plug_in_source
+
+    def given(run: RunConfig) -> list[object]:
+        return [3, "a text", "half of a pair: \ud800", "another"]
+
+    source = plug_in_source(config(tmp_path, source="mine", on_bad_sample="skip"), given)
+    assert [document.fault is None for document in source.documents()] == [False, True, False, True]
+    with pytest.raises(BadInputError, match=r"document 0 is int.*; data\.on_bad_sample=skip leaves it out$"):
+        plug_in_source(config(tmp_path, source="mine"), given)
+
+
+def test_what_is_left_out_of_a_mixture_is_added_up(tmp_path: Path) -> None:
+    from mgpu_pipe.data.sources.mixture_keys import MixtureConfig, MixtureSource
+
+    run = configured(tmp_path, "jsonl", {"rows.jsonl": b"\n".join([*lines("jsonl"), *BAD_ROWS]), "t.txt": b"caf\xe9"})
+    (tmp_path / "whole.txt").write_text(words(40))
+    texts = MixtureSource(source="text_files", paths=[str(tmp_path / "t.txt"), str(tmp_path / "whole.txt")])
+    mixed = MixtureConfig(**{**vars(run.data), "source": "mixture", "paths": [], "on_bad_sample": "skip"})
+    mixed.sources = {"a": MixtureSource(source="jsonl", paths=run.data.paths[:1]), "b": texts}
+    found = prepare(replace(run, data=mixed))
+    assert found.bad_samples == 5 and (5, "left out") in found.amounts()
+    samples = found.open(replace(run, data=mixed), "train")
+    assert len(samples) == found.train_samples and samples.valid_units(np.arange(2), np.arange(2)) > 0

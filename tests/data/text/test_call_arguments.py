@@ -1,0 +1,84 @@
+"""Arguments of tool calls, as objects or as JSON strings, under templates that take one of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.data.text.chat import ChatTemplate
+from tests.support.real_folders import need_chat_templates
+
+ARGUMENTS = {"city": "Zürich", "days": 3}
+WRITTEN = json.dumps(ARGUMENTS, ensure_ascii=False)
+QWEN25 = """{{- '{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}{{- call.arguments | tojson }}{{- '}' }}"""
+DEEPSEEK = "{{- call['name'] + '\\n' + '```json' + '\\n' + call['arguments'] + '\\n' + '```' }}"
+ITEMS = "{%- for key, value in call.arguments.items() %}{{ key }}={{ value }};{% endfor %}"
+TEMPLATE = (
+    "{%% for message in messages %%}<{{ message.role }}>{{ message.content or '' }}"
+    "{%% for call in message.tool_calls or [] %%}{%% set call = call.function or call %%}%s{%% endfor %%}"
+    "<end>\n{%% endfor %%}{%% if add_generation_prompt %%}<assistant>{%% endif %%}"
+)
+
+
+def row(arguments: object, wrapped: bool = True, content: str | None = None) -> str:
+    function: dict[str, Any] = {"name": "weather", "arguments": arguments}
+    call = {"id": "call00001", "type": "function", "function": function} if wrapped else function
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "sun", "name": "weather", "tool_call_id": "call00001"},
+        {"role": "assistant", "content": "Sun."},
+    ]
+    return json.dumps({"messages": messages})
+
+
+def rendered(template: ChatTemplate, arguments: object, wrapped: bool = True) -> tuple[str, list[str]]:
+    text, spans = template.conversation(row(arguments, wrapped), "f:1", "messages")
+    return text, [text[start:end] for start, end in spans]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize(
+    ("write", "expected", "empty"),
+    [
+        (QWEN25, f'{{"name": "weather", "arguments": {WRITTEN}}}', '{"name": "weather", "arguments": {}}'),
+        (DEEPSEEK, f"weather\n```json\n{WRITTEN}\n```", "weather\n```json\n{}\n```"),
+        (ITEMS, "city=Zürich;days=3;", ""),
+    ],
+    ids=["qwen2.5", "deepseek", "items"],
+)
+def test_either_form_of_arguments_is_written_as_the_template_wants_it(
+    write: str, expected: str, empty: str, wrapped: bool
+) -> None:
+    template = ChatTemplate(TEMPLATE % write, {"eos_token": "<end>"}, ("<end>",))
+    for arguments in (ARGUMENTS, WRITTEN):
+        text, said = rendered(template, arguments, wrapped)
+        assert f"<assistant>{expected}<end>" in text and said[0] == f"{expected}<end>"
+    assert f"<assistant>{empty}<end>" in rendered(template, {}, wrapped)[0]
+
+
+def test_a_template_that_takes_both_is_given_what_the_row_holds() -> None:
+    both = "{{ call.arguments if call.arguments is string else call.arguments | tojson }}"
+    template = ChatTemplate(TEMPLATE % both)
+    spaced = WRITTEN.replace(", ", " ,")
+    assert spaced in rendered(template, spaced)[0] and WRITTEN in rendered(template, ARGUMENTS)[0]
+
+
+def test_published_templates_write_either_form_alike() -> None:
+    """Of all that write calls, those that take objects alone, strings alone, and both."""
+    forms: dict[str, list[str]] = {}
+    for file in sorted(need_chat_templates().glob("*.jinja")):
+        source = file.read_text(encoding="utf-8")
+        dated = file.stem == "gptoss"  # asks for the date, which is not given
+        if "tool_calls" in source and not dated and not file.stem.endswith("_training"):
+            template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+            content = None if file.stem.startswith("deepseek") else ""  # others fail without a text
+            both = (row(arguments, content=content) for arguments in (ARGUMENTS, WRITTEN))
+            messages = [json.loads(line)["messages"] for line in both]
+            texts = [template.render(one) for one in messages]
+            assert texts[0] == texts[1] and "Zürich" in texts[0] and "\\" not in texts[0], file.stem
+            forms.setdefault(str(template.arguments), []).append(file.stem)
+    assert {"qwen2_5", "llama3_1", "glm4moe"} <= {*forms["object"]}
+    assert {"deepseekv3"} <= {*forms["string"]} and {"qwen3"} <= {*forms["None"]}

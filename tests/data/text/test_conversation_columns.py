@@ -1,0 +1,189 @@
+"""Columns next to messages: read, named once, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.data.sources.document_sources import check_sources
+from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.conversations import calls_of, messages_of, tools_of
+from mgpu_pipe.data.text.preference_rows import preference_of
+from mgpu_pipe.data.text.preferences import prepare_preferences
+from mgpu_pipe.data.text.prepare_text import prepare
+from mgpu_pipe.errors import BadInputError, DataError
+from tests.data.support import config, write_jsonl
+from tests.data.text.test_chat_templates import TOOLS, template_of
+
+ASKED, SAID = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"conversations": SHAREGPT, "system": "Be brief."}, [SYSTEM, ASKED, SAID]),
+        ({"messages": [ASKED, SAID], "system": "Be brief."}, [SYSTEM, ASKED, SAID]),
+        ({"messages": [SYSTEM, ASKED, SAID], "system": "Be brief."}, [SYSTEM, ASKED, SAID]),
+        ({"messages": [ASKED, SAID], "system": None}, [ASKED, SAID]),
+        ({"conversations": SHAREGPT, "system": ""}, [ASKED, SAID]),
+        ({"prompt": "a?", "completion": "b", "system": "Be brief."}, [SYSTEM, ASKED, SAID]),
+        ({"instruction": "a?", "output": "b", "system": "Be brief."}, [SYSTEM, ASKED, SAID]),
+        (
+            {"instruction": "a?", "output": "b", "history": [["c?", "d"], ["e?", "f"]]},
+            [
+                {"role": "user", "content": "c?"},
+                {"role": "assistant", "content": "d"},
+                {"role": "user", "content": "e?"},
+                {"role": "assistant", "content": "f"},
+                ASKED,
+                SAID,
+            ],
+        ),
+        ({"instruction": "a?", "output": "b", "history": [], "input": None}, [ASKED, SAID]),
+        ({"instruction": "a?", "output": "b", "history": [ASKED, SAID]}, [ASKED, SAID, ASKED, SAID]),
+        (
+            {"conversations": [SHAREGPT[0], {"from": "function_call", "value": '{"name": "add", "arguments": {}}'}]},
+            [ASKED, {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {}}]}],
+        ),
+        (
+            {"messages": [ASKED, {**SAID, "tool_calls": '[{"name": "add", "arguments": {}}]'}]},
+            [ASKED, {**SAID, "tool_calls": [{"name": "add", "arguments": {}}]}],
+        ),
+        ({"messages": [ASKED, {**SAID, "tool_calls": ""}]}, [ASKED, SAID]),
+    ],
+)
+def test_known_columns_become_messages(row: dict[str, Any], expected: list[dict[str, Any]]) -> None:
+    assert messages_of(row, "x.jsonl:1", "messages") == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"messages": [ASKED, SAID], "system": 3}, "column 'system' holds int, not a string"),
+        ({"messages": [ASKED, SAID], "system": ["a"]}, "column 'system' holds list, not a string"),
+        ({"messages": [SYSTEM, ASKED, SAID], "system": "Be long."}, "are different system messages"),
+        ({"instruction": "a", "output": "b", "history": "c"}, "column 'history' must be a list of pairs"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, "column 'history' must be a list of pairs"),
+        ({"instruction": "a", "output": "b", "input": 3}, "column 'input' holds int, not a string"),
+        ({"messages": [ASKED, {**SAID, "tool_calls": "add"}]}, "tool_calls of message 2 must be a list of objects"),
+        (
+            {"messages": [ASKED, {**SAID, "tool_calls": [{"x": 1}]}]},
+            "tool_calls of message 2 must be a list of objects",
+        ),
+        ({"conversations": [{"from": "function_call", "value": "add"}]}, "tool_calls of message 1 must be a list"),
+        ({"messages": [ASKED, SAID], "tools": 3}, "column 'tools' must be a list of objects"),
+        ({"messages": [ASKED, SAID], "tools": "add"}, "column 'tools' must be a list of objects"),
+        ({"messages": [ASKED, SAID], "tools": ["add"]}, "column 'tools' must be a list of objects"),
+    ],
+)
+def test_wrong_kinds_are_refused_in_one_line(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadInputError) as refused:
+        template_of("qwen3").conversation(json.dumps(row), "x.jsonl:1", "messages")
+    assert told in str(refused.value) and str(refused.value).startswith("x.jsonl:1: ")
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])], json.dumps(TOOLS[0])])
+def test_tools_that_are_written_as_json_are_read(tools: object) -> None:
+    rows = [json.dumps({"messages": [ASKED, SAID], "tools": value}) for value in (TOOLS, tools)]
+    texts = [template_of("qwen3").conversation(row, "x:1", "messages")[0] for row in rows]
+    assert texts[0] == texts[1] and json.dumps(TOOLS[0]) in texts[0]
+    assert [tools_of({"tools": none}, "x:1") for none in (None, "", [], "[]", "null", {})] == [None] * 6
+
+
+def test_unused_columns_are_named_once(tmp_path: Path) -> None:
+    rows = [{"messages": [ASKED, SAID], "id": number, "system": "", "tools": None} for number in range(3)]
+    rows.append({"instruction": "a?", "output": "b", "text": "whole", "history": None})
+    path = str(write_jsonl(tmp_path / "chat.jsonl", rows))
+    run = config(tmp_path, source="chat_jsonl", paths=[path], chat_template="chatml", validation_fraction=0.0)
+    run.model.config = {"vocab_size": 400}
+    assert prepare(run).told == f"columns that are not used: id, text (first: id at {path}:1)"
+    nested = [{"log": {"chat": [ASKED, SAID]}}]
+    run.data.paths, run.data.messages_column = [str(write_jsonl(tmp_path / "nested.jsonl", nested))], "log.chat"
+    assert prepare(run).told == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"system": "Be brief.", "question": "a?"}, [SYSTEM, ASKED]),
+        ({"system": "Be brief.", "prompt": "a?"}, [SYSTEM, ASKED]),
+        ({"system": None, "prompt": [SYSTEM, ASKED]}, [SYSTEM, ASKED]),
+        ({"instruction": "a?", "input": ""}, [ASKED]),
+        ({"instruction": "a?", "history": [["c?", "d"]]}, [*messages_of({"messages": [ASKED, SAID]}, "", "messages")]),
+        ({"conversations": SHAREGPT[:1]}, [ASKED]),
+    ],
+)
+def test_published_preferences_keep_their_columns(row: dict[str, Any], prompt: list[dict[str, Any]]) -> None:
+    if "history" in row:
+        prompt = [{"role": "user", "content": "c?"}, {"role": "assistant", "content": "d"}, ASKED]
+    for chosen, rejected in (("b", "c"), ([SAID], [{**SAID, "content": "c"}]), ({"from": "gpt", "value": "b"}, "c")):
+        both = preference_of({**row, "chosen": chosen, "rejected": rejected}, "x:1", "messages")
+        for messages, text in zip(both, "bc", strict=True):
+            shown = [{name: message[name] for name in ("role", "content")} for message in messages]
+            assert shown == [*prompt, {"role": "assistant", "content": text}]
+            assert [message.get("train", True) for message in messages] == [*[False] * len(prompt), True]
+
+
+def test_the_system_column_stands_before_whole_conversations() -> None:
+    sides = {side: [ASKED, {**SAID, "content": side}] for side in ("chosen", "rejected")}
+    row = json.dumps({"system": "Be brief.", "tools": json.dumps(TOOLS), **sides})
+    for rendered in template_of("qwen3").preference(row, "x:1", "messages"):
+        assert (
+            rendered.text.startswith("<|im_start|>system\nBe brief.\n\n# Tools")
+            and json.dumps(TOOLS[0]) in rendered.text
+        )
+
+
+@pytest.mark.parametrize("column", ["messages", "chosen"])
+def test_a_pair_without_a_prompt_is_not_told_to_take_the_answer_for_one(column: str, tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "pairs.jsonl", [{"chosen": "b", "rejected": "c", "score": 1}]))
+    run = config(tmp_path, source="preferences_jsonl", paths=[path], chat_template="plain", messages_column=column)
+    for refuse in (check_sources, prepare_preferences):
+        with pytest.raises(BadInputError) as refused:
+            refuse(run)
+        said = str(refused.value)
+        if column == "chosen":
+            assert said == "data.messages_column=chosen: holds an answer; name the column of the prompt"
+        else:
+            assert "pairs.jsonl:1: has no prompt" in said and "chosen" not in said.split("its column: ")[-1]
+
+
+def test_a_role_that_nobody_knows_is_noted() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    template.conversation(
+        json.dumps({"messages": [ASKED, {"role": "Assistant", "content": "x"}, SAID]}), "x:1", "messages"
+    )
+    assert "message 2 has the role 'Assistant'" in template.first_odd
+
+
+@pytest.mark.parametrize("arguments", [[1], 3, "no JSON", "[1]", True])
+def test_arguments_that_are_no_object_are_refused(arguments: object) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    with pytest.raises(DataError, match="row 1: the arguments of 'add' in message 2 must be an object"):
+        calls_of([call], 2, "row 1")
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}', "{}", "", None])
+def test_arguments_that_are_an_object_are_taken(arguments: object) -> None:
+    assert calls_of([{"name": "add", "arguments": arguments}], 2, "row 1") is not None
+
+
+def test_a_prompt_next_to_whole_conversations_is_one_of_their_messages() -> None:
+    asked = {"role": "user", "content": "How many?"}
+    row = {side: [asked, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    for prompt in ("How many? ", [asked], row["chosen"]):
+        assert preference_of({**row, "prompt": prompt}, "row 1", "messages")[0][0]["content"] == "How many?"
+    for prompt in ("How much?", [{"role": "user", "content": "How much?"}]):
+        with pytest.raises(DataError, match=r"row 1: no message of chosen is column 'prompt' \('How much\?'\)"):
+            preference_of({**row, "prompt": prompt}, "row 1", "messages")
+
+
+def test_the_columns_of_a_missing_prompt_are_named_once() -> None:
+    with pytest.raises(DataError, match=r"has no prompt \(no column messages, prompt, conversations, ") as error:
+        preference_of({"chosen": "a", "rejected": "b"}, "row 1", "messages")
+    assert str(error.value).count("messages") == 1

