@@ -1,4 +1,4 @@
-"""Draws the rooms of mgpu_pipe from their imports: ``python -m scripts.house`` prints what docs/architecture.md shows.
+"""Draws the rooms of mgpu_pipe from their imports: ``python -m scripts.house`` prints what docs/explanation/architecture.md shows.
 
 A room is a folder or file of the package. Imports inside functions count, those for type checkers alone do not. An
 arrow that follows from others is left out.

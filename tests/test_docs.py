@@ -29,20 +29,20 @@ WITH_COMMANDS = [page for page in PAGES if any(b.commands or b.shown for b in bl
 LONG = tuple(
     f"docs/{page}.md"
     for page in (
-        "tasks/strategies",
-        "tasks/adapters",
-        "tasks/distillation",
-        "tasks/recipes",
-        "tasks/hub",
-        "tasks/python",
-        "tasks/nodes",
-        "tasks/steadier",
-        "tasks/sweeps",
-        "tasks/doctor",
-        "tasks/images",
-        "tasks/vision_language",
-        "tasks/parameter_groups",
-        "tasks/speech",
+        "guides/strategies",
+        "guides/adapters",
+        "guides/distillation",
+        "reference/recipes",
+        "guides/hub",
+        "guides/python",
+        "guides/nodes",
+        "guides/steadier",
+        "guides/sweeps",
+        "guides/doctor",
+        "guides/images",
+        "guides/vision_language",
+        "guides/parameter_groups",
+        "guides/speech",
         "reference/checkpoint_format",
     )
 )
@@ -85,7 +85,7 @@ def test_the_site_builds_and_has_every_key_and_verb(tmp_path: Path) -> None:
 def test_pages_are_short_and_their_blocks_are_known() -> None:
     for page in PAGES:
         text = (REPOSITORY / page).read_text(encoding="utf-8")
-        assert page == "docs/families.md" or len(text.splitlines()) <= 150, page
+        assert page == "docs/reference/families.md" or len(text.splitlines()) <= 150, page
         for block in blocks(REPOSITORY / page):
             assert block.language != "bash" or block.word in ("", ELSEWHERE), f"{page}: {block.word}"
 
@@ -98,11 +98,11 @@ def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> No
     shutil.copytree(corpus, tmp_path / "corpus" / "part")
     rows = (json.dumps({"text": f"document number {n}, of a few words"}) for n in range(300))
     (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
-    if page in ("docs/tasks/images.md", "docs/tasks/vision_language.md", "docs/tasks/parameter_groups.md"):
+    if page in ("docs/guides/images.md", "docs/guides/vision_language.md", "docs/guides/parameter_groups.md"):
         need_digits()
-    if page in ("docs/tasks/images.md", "docs/tasks/vision_language.md", "docs/tasks/videos.md"):
+    if page in ("docs/guides/images.md", "docs/guides/vision_language.md", "docs/guides/videos.md"):
         folder_of_classes(tmp_path / "pets")
-    if page == "docs/tasks/speech.md":
+    if page == "docs/guides/speech.md":
         need_speech("espeak-ng")
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     known = environment(cache)
@@ -114,7 +114,7 @@ def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> No
 @contextmanager
 def hub_of(page: str, folder: Path) -> Iterator[dict[str, str]]:
     """What points to a Hub of the tests' own, with the repositories that the page names."""
-    if page != "docs/tasks/hub.md":
+    if page != "docs/guides/hub.md":
         yield {}
         return
     from mgpu_pipe.models.build import build_meta, materialise
@@ -151,7 +151,7 @@ def try_commands(page: str, tmp_path: Path, known: Mapping[str, str]) -> None:
 
 
 def test_the_messages_that_troubleshooting_quotes_are_those_of_the_program() -> None:
-    page = (REPOSITORY / "docs" / "tasks" / "troubleshooting.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
     terms = re.findall(r"^(`.*)\n: ", page, re.MULTILINE)
     quoted = [message for term in terms for message in re.findall(r"`([^`]+)`", term)]
     assert len(quoted) > 10

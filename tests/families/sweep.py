@@ -58,7 +58,7 @@ STRATEGIES = {
     "pp": (2, ["strategy=pp", "strategy.pp=2", "data.micro_batch_size=1"]),
 }
 """Processes, and what is typed for them."""
-PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
 AXES = {"single": "one process", "tp": "tp=2", "pp": "pp=2", "compile": "compiled"}
 BAD = ("wrong", "crash")
 NEAR = 30.0

@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
         (["export", "run", "--out", "run"], "--out=run: exists and is no model folder; choose another folder"),
         (["export", "nothing", "--out", "new"], "nothing: no such folder"),
         (["export", "run", "--out", "new", "--device", "cpu"], "unrecognized arguments: --device cpu"),
-        (["import", "--from", "nothing.ckpt", "--out", "new", "model=llama_tiny"], "--from=nothing.ckpt: no such file or folder"),
+        (
+            ["import", "--from", "nothing.ckpt", "--out", "new", "model=llama_tiny"],
+            "--from=nothing.ckpt: no such file or folder",
+        ),
         (["import", "--from", "file.ckpt", "--out", "there", "model=llama_tiny"], "--out=there: exists already"),
         (["generate", "run", "--prompt", "x", "--device", "cuda"], "--device=cuda: torch can use no GPU here"),
         (["generate", "run", "--prompt", "x", "--device", "tpu"], "--device=tpu: no such device; use auto, cpu, cuda"),

@@ -66,7 +66,7 @@ def test_the_tiny_models_are_the_promised_families() -> None:
 AS_OTHERS = (
     *("clip_tiny", "llava_tiny", "paligemma_tiny", "qwen25_vl_tiny", "smolvlm_tiny", "vit_bert_tiny", "wav2vec2_tiny"),
 )
-"""Commands of docs/tasks/images.md and speech.md train them, or tests/objectives; ``make test`` tries the others."""
+"""Commands of docs/guides/images.md and speech.md train them, or tests/objectives; ``make test`` tries the others."""
 
 
 @pytest.mark.parametrize("model", sampled([(name,) for name in TINY], lambda name: name not in AS_OTHERS))

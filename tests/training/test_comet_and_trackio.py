@@ -1,4 +1,4 @@
-"""Runs in Comet and Trackio, set up as docs/tasks/logging.md says. Oracles: what the packages wrote, where they are
+"""Runs in Comet and Trackio, set up as docs/guides/logging.md says. Oracles: what the packages wrote, where they are
 installed; else what a stand-in for them was given."""
 
 from __future__ import annotations
