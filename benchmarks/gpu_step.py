@@ -64,8 +64,21 @@ OURS = {
     "mgpu_pipe, packed documents": PACKED,
     "mgpu_pipe, packed, fsdp of one": (*PACKED, "strategy=fsdp"),
     "mgpu_pipe, packed, micro-batches of 4": (*PACKED, "data.micro_batch_size=4"),
+    "mgpu_pipe, packed, micro-batches of 4, FlashAttention 3": (
+        *PACKED,
+        "data.micro_batch_size=4",
+        "model.flash_attention=fa3",
+    ),
     "mgpu_pipe, packed, fp8": (*PACKED, "precision=fp8"),
     "mgpu_pipe, packed, 3B": (*PACKED, *THREE_BILLION),
+    "mgpu_pipe, LoRA of 8B": (*WHOLE, "model=llama3_8b", "peft=lora", "data.micro_batch_size=1"),
+    "mgpu_pipe, LoRA of 8B, Liger": (
+        *WHOLE,
+        "model=llama3_8b",
+        "peft=lora",
+        "data.micro_batch_size=1",
+        "model.kernels=liger",
+    ),
 }
 PEERS = ("Hugging Face Trainer", "Trainer, compiled", "Trainer, Liger", "compiled torch loop")
 

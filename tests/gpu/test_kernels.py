@@ -100,6 +100,23 @@ def test_a_mask_is_made_on_gpus_in_fp32_alone(device: torch.device, monkeypatch:
     assert any("flash" in event.key for event in profile.key_averages())
 
 
+@pytest.mark.parametrize(("size", "causal"), [(64, True), (128, True), (128, False)])
+def test_flash_attention_3_is_that_of_each_document_alone(device: torch.device, size: int, causal: bool) -> None:
+    if device.type == "cpu":
+        found, expected = attended(device, torch.bfloat16, size, causal)
+    else:
+        pytest.importorskip("flash_attn_interface", reason="FlashAttention 3: pip install flash-attn-3")
+        packed_attention.use_flash_attention_3()
+        try:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                found, expected = attended(device, torch.bfloat16, size, causal)
+        finally:
+            torch.nn.attention.restore_flash_attention_impl()
+        assert any("sm90" in event.key.lower() for event in profile.key_averages())
+    for mine, wanted in zip(found, expected, strict=True):
+        assert error(mine, wanted) < BOUNDS[torch.bfloat16]
+
+
 def test_starts_of_documents() -> None:
     starts = packed_attention.document_starts(positions())
     assert starts.shape == (1, 1, 2, 17)

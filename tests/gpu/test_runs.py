@@ -33,6 +33,7 @@ SHORT = {
     "bf16, zero3": ("precision=bf16", "strategy=zero3"),
     "bf16, unpacked": ("precision=bf16", "data.packing=none"),
     "bf16, liger": ("precision=bf16", "model.kernels=liger"),
+    "bf16, FlashAttention 3": ("precision=bf16", "model.flash_attention=fa3"),
     "fp16, fsdp": ("precision=fp16", "strategy=fsdp"),
     "fp8": ("precision=fp8",),
 }
@@ -42,10 +43,16 @@ ON_GPUS_ALONE = {
     "fp8": "precision.name=fp8: float8 needs a GPU",
     "liger": LIGER,
     "bf16, liger": LIGER,
+    "bf16, FlashAttention 3": "model.flash_attention=fa3: the package flash-attn-3 is not installed",
 }
 """What is refused on the CPU, and how."""
-NEEDS = {"liger": "liger_kernel", "bf16, liger": "liger_kernel", "fp8": "torchao"}
-"""Packages, on a GPU."""
+NEEDS = {
+    "liger": ("liger_kernel", "liger-kernel"),
+    "bf16, liger": ("liger_kernel", "liger-kernel"),
+    "bf16, FlashAttention 3": ("flash_attn_interface", "flash-attn-3"),
+    "fp8": ("torchao", "torchao"),
+}
+"""Modules that runs on a GPU need, and their packages."""
 REPEATED = {
     "fp32": ("precision=fp32",),
     "bf16, compiled": ("precision=bf16", "model.compile=true"),
@@ -58,8 +65,8 @@ REPEATED = {
 def needs(name: str) -> None:
     """Skip a run on a GPU without its package."""
     if name in NEEDS:
-        package = NEEDS[name].replace("_", "-")
-        pytest.importorskip(NEEDS[name], reason=f"{name}: pip install {package}")
+        module, package = NEEDS[name]
+        pytest.importorskip(module, reason=f"{name}: pip install {package}")
 
 
 @pytest.mark.parametrize("name", sampled(STRATEGIES, "fsdp", "fsdp, offloaded"))
