@@ -41,9 +41,9 @@ from benchmarks.processes import run_group
 from benchmarks.support import KEEPING, finish
 from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
+from mgpu_pipe.objectives.sample_group import ProcessSamples
 from mgpu_pipe.parallel.device_memory import AllocationWatch
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.strategy import EngineStrategy
 
 SAMPLES, WIDTH, WORLDS, REPEATS = 2048, 512, (2, 4, 8), 9
 SCALE, BIAS, OPEN_CLIP = 1 / 0.07, -1.0, "open_clip_torch==3.3.0"
@@ -69,18 +69,11 @@ class Towers(torch.nn.Module):
         return SimpleNamespace(image_embeds=pixel_values, text_embeds=input_ids)
 
 
-class World:
-    """What an objective asks of a strategy, by the strategies' own code."""
-
-    counts_its_samples = True
-    gather_samples = EngineStrategy.gather_samples
-    sum_of_own = EngineStrategy.sum_of_own
-    ring, pass_on = EngineStrategy.ring, EngineStrategy.pass_on
-    sum_over_data = EngineStrategy.sum_over_data
-    _apart = EngineStrategy._apart
+class World(ProcessSamples):
+    """All processes, each with samples that no other has."""
 
     def __init__(self) -> None:
-        self.global_rank, self.dims = dist.get_rank(), ParallelDims(dp_replicate=dist.get_world_size())
+        self.dims = ParallelDims(dp_replicate=dist.get_world_size())
 
 
 class _GatherGradients(collectives._AllGather):

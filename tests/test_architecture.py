@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.training.strategy import EngineStrategy
 from scripts.house import PACKAGE, circle, drawn, module_graph, room_graph
 from scripts.words import places
 
@@ -56,3 +60,8 @@ def test_the_wheel_holds_every_package() -> None:
     assert listed is not None
     there = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("mgpu_pipe/**/*.py")}
     assert set(re.findall(r'"([^"]+)"', listed[1])) - {"mgpu_pipe.conf"} == there
+
+
+@pytest.mark.parametrize("base", [EngineStrategy, Objective])
+def test_a_base_class_of_plug_ins_asks_for_at_most_eight_methods(base: type) -> None:
+    assert 0 < len(base.__abstractmethods__) <= 8  # type: ignore[attr-defined]

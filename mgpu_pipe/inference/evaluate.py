@@ -16,7 +16,8 @@ from mgpu_pipe.data.text.prepared_rows import RowEncoder
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, special_tokens
 from mgpu_pipe.errors import ModelFolderError
-from mgpu_pipe.objectives.base import Objective, SingleProcess
+from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.sample_group import SingleProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

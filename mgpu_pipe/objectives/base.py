@@ -22,6 +22,8 @@ from mgpu_pipe.models.kernels.packed_attention import document_starts
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION
 from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.objectives.packed_text import STARTS, forward_kwargs, packed_text, random_packed_text, wants_starts
+from mgpu_pipe.objectives.sample_group import Batch as Batch
+from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -57,47 +59,6 @@ class StepResult:
         return cls(math.nan, math.nan, stop=True, abandoned=True)
 
 
-class SampleGroup(Protocol):
-    """Processes that share the samples of a step."""
-
-    def gather_samples(self, features: Batch) -> tuple[Batch, int]:
-        """Features of all processes' samples in order, and the index of this process's first. Collective."""
-
-    def sum_of_own(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Reduce-scatter of ``values``, one row per sample of all processes: the sum's ``rows`` of this process.
-
-        Collective. All processes have equally many samples.
-        """
-
-    @property
-    def ring(self) -> int:
-        """Number of processes that :meth:`pass_on` cycles through; 1 where some share samples."""
-
-    def pass_on(self, values: torch.Tensor) -> torch.Tensor:
-        """Sends ``values`` to the next process and returns those of the previous one, same shape. Collective."""
-
-    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce over samples. Of processes that share samples, one contributes and the others add zero."""
-
-
-class SingleProcess:
-    """:class:`SampleGroup` of one process, which has all samples."""
-
-    ring = 1
-
-    def gather_samples(self, features: Batch) -> tuple[Batch, int]:
-        return dict(features), 0
-
-    def sum_of_own(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
-        return values[rows]
-
-    def pass_on(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
-        return values
-
-
 class StepStrategy(SampleGroup, Protocol):
     """Methods of the strategy plugin that an objective calls."""
 
@@ -124,7 +85,6 @@ class Reference:
     """Sum of an additive auxiliary loss over samples. It is averaged over the step's samples, outside the loss."""
 
 
-Batch = dict[str, torch.Tensor]
 Forward = Callable[..., Any]
 LearningRate = Callable[[int], float]
 """Factor of the peak learning rate at a zero-based optimizer step."""

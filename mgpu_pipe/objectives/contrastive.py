@@ -14,9 +14,10 @@ from mgpu_pipe.architectures.pictures import READ_WHOLE
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, SampleGroup
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
+from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures, caches_features
 from mgpu_pipe.parallel.random_streams import step_seed
 

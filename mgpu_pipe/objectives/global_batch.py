@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from mgpu_pipe.objectives.base import LearningRate, Objective, SampleGroup
+from mgpu_pipe.objectives.base import LearningRate, Objective
+from mgpu_pipe.objectives.sample_group import SampleGroup
 
 Features = dict[str, torch.Tensor]
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from typing_extensions import Self
+from typing_extensions import Unpack
 
 from mgpu_pipe.architectures.formulas.layer_split import layer_costs
 from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.checkpoint.live_state import gradient_shards, model_shards, optimizer_shards, restore_numbers
-from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.checkpoint.live_state import restore_numbers
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
@@ -33,8 +31,8 @@ from mgpu_pipe.system.compat.lightning_private import after_closure
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.parallel_model import ParallelModel
 from mgpu_pipe.training.step import NonFiniteStep
-from mgpu_pipe.training.step_gradients import MicroBatchStop, StepVotes
-from mgpu_pipe.training.strategy import EngineStrategy, Materialise
+from mgpu_pipe.training.step_gradients import StepVotes
+from mgpu_pipe.training.strategy import EngineOptions, EngineStrategy
 
 
 class MeshStrategy(EngineStrategy):
@@ -47,10 +45,7 @@ class MeshStrategy(EngineStrategy):
         dims: the sizes of every axis.
         device: this process's device.
         options: how the model is split over them.
-        max_norm: largest global gradient norm, or None.
-        materialise: fills the parameters and buffers of a model that was built on the meta device, in place.
-        dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
-        stop_requested: whether this process was told to stop.
+        engine_options: see :class:`~mgpu_pipe.training.strategy.EngineOptions`.
     """
 
     strategy_name = "mgpu_mesh"
@@ -60,43 +55,16 @@ class MeshStrategy(EngineStrategy):
         dims: ParallelDims,
         device: torch.device,
         options: ParallelOptions | None = None,
-        *,
-        max_norm: float | None = None,
-        materialise: Materialise | None = None,
-        dropout_seed: int | None = None,
-        stop_requested: Callable[[], bool] = lambda: False,
+        **engine_options: Unpack[EngineOptions],
     ) -> None:
-        super().__init__(dims, device)
+        super().__init__(dims, device, **engine_options)
         self._options = options or ParallelOptions()
-        self._max_norm = max_norm
-        self._materialise = materialise
-        self._dropout_seed = dropout_seed
-        self.micro_batch_stop = MicroBatchStop(stop_requested)
         self._split: ParallelModel | None = None
-        self._memory: dict[str, int] = {}
         self._loss_scale = LossScale() if self._options.precision == "fp16" else None
 
     @classmethod
-    def from_config(
-        cls,
-        config: RunConfig,
-        dims: ParallelDims,
-        device: torch.device,
-        *,
-        materialise: Materialise | None,
-        dropout_seed: int | None,
-        stop_requested: Callable[[], bool],
-    ) -> Self:
-        """Build the strategy of a run; a plug-in's subclass reads its own keys here."""
-        return cls(
-            dims,
-            device,
-            split_options(config, dims),
-            max_norm=config.trainer.gradient_clip_val,
-            materialise=materialise,
-            dropout_seed=dropout_seed,
-            stop_requested=stop_requested,
-        )
+    def run_options(cls, config: RunConfig, dims: ParallelDims) -> dict[str, Any]:
+        return {"options": split_options(config, dims)}
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -224,13 +192,6 @@ class MeshStrategy(EngineStrategy):
             optimizer.step()
         return result
 
-    @contextmanager
-    def _average_in_place(self) -> Iterator[None]:
-        self.split.settle()
-        with self.average.in_place(self.optimizers[0]):
-            yield
-            self.split.settle()
-
     def zero_gradients(self) -> None:
         self.split.step_gradients.zero()
 
@@ -285,29 +246,14 @@ class MeshStrategy(EngineStrategy):
 
         return forward
 
-    def sampled(self) -> None:
+    def settle(self) -> None:
         self.split.settle()
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    def model_shards(self) -> list[LocalShard]:
-        """This rank's parts of the weights, as live tensors."""
-        self.split.settle()
-        return model_shards(self.objective.model)
-
-    def optimizer_shards(self) -> list[LocalShard]:
-        """This rank's parts of the optimizer state, as live tensors."""
-        self.split.settle()
-        return optimizer_shards(self.objective.model, self.optimizers[0])
-
     def shards_written(self) -> None:
         for optimizer in self.optimizers:
             restore_numbers(optimizer)
-
-    def gradient_shards(self) -> list[LocalShard]:
-        """This rank's parts of the gradients, as live tensors."""
-        self.split.settle()
-        return gradient_shards(self.objective.model)
 
     def state_entries(self) -> dict[str, Any]:
         """Entries of this strategy in ``state.json``, equal on every rank."""

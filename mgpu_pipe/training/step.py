@@ -5,8 +5,9 @@ The update follows in the engine's ``optimizer_step``, after Lightning's hooks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ class NonFiniteStep(Exception):
         self.what, self.step_batch = what, step_batch
 
 
-class StepEngine(Protocol):
+class StepEngine(ABC):
     """The parts of a step that differ between engines. All ranks call every method alike.
 
     Attributes:
@@ -41,27 +42,40 @@ class StepEngine(Protocol):
 
     @property
     def evaluation_follows(self) -> bool:
-        """Whether an evaluation follows this step before a stop could end the run."""
+        """Whether an evaluation follows the current step. A stop leaves such a step uncounted: the
+        evaluation may outlast ``launch.stop_timeout``, and a resume, which begins after the step, would never make it.
+        """
+        return False
 
+    @abstractmethod
     def begin_step(self, step_batch: StepBatch) -> Sequence[Any]:
         """Clear the gradients and seed dropout; this rank's parts of the micro-batches."""
 
+    @abstractmethod
     def forward_backward(self, parts: Sequence[Any], step_batch: StepBatch) -> torch.Tensor | None:
         """Forward and backward of all parts; this rank's sum of losses, float64. None where a stop left the step."""
 
+    @abstractmethod
     def reduce_gradients(
         self, loss_sum: torch.Tensor, votes: StepVotes, step_batch: StepBatch
     ) -> tuple[float, float, StepVotes]:
         """Reduce the gradients; the global loss, the gradient norm and the votes of all ranks. Collective."""
 
     def unscale(self, gradient_norm: float, step_batch: StepBatch) -> tuple[float, bool]:
-        """Take a loss scale out of the gradients; their norm, and whether an update may follow."""
+        """Take a loss scale out of the gradients; their norm, and whether an update may follow. Default: no scale."""
+        return gradient_norm, True
 
-    def drop_gradients(self) -> None:
-        """Leave weights and optimizer state as they are in this step's update."""
-
+    @abstractmethod
     def clip(self, gradient_norm: float) -> None:
         """Clip the gradients to ``trainer.gradient_clip_val``, if it is set."""
+
+    def drop_gradients(self) -> None:
+        """Leave weights and optimizer state as they are in this step's update. Default: no gradient is left."""
+        self.zero_gradients()
+
+    @abstractmethod
+    def zero_gradients(self) -> None:
+        """Clear all gradients."""
 
 
 def run_step(engine: StepEngine, step_batch: StepBatch) -> StepResult:

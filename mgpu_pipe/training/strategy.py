@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,18 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.live_state import create_optimizer_state
+from mgpu_pipe.checkpoint.live_state import create_optimizer_state, gradient_shards, model_shards, optimizer_shards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective, StepResult
+from mgpu_pipe.objectives.sample_group import ProcessSamples
 from mgpu_pipe.optim.gradients import SpikeGuard
 from mgpu_pipe.optim.moving_average import WeightAverage
-from mgpu_pipe.parallel.context.ring import pass_on
 from mgpu_pipe.parallel.device_memory import to_device
-from mgpu_pipe.parallel.tensor.collectives import all_gather_parts, reduce_scatter_parts
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.step import run_step
-from mgpu_pipe.training.step_gradients import MicroBatchStop, StepVotes
+from mgpu_pipe.training.step import StepEngine, run_step
+from mgpu_pipe.training.step_gradients import MicroBatchStop
 
 
 class ExistingWorld(ClusterEnvironment):
@@ -73,23 +72,52 @@ StoredState = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of every optimizer tensor of a checkpoint, by its name ``<parameter>/<state key>``."""
 
 
-class EngineStrategy(ParallelStrategy):
+class EngineOptions(TypedDict, total=False):
+    """Keyword arguments of every engine's constructor."""
+
+    max_norm: float | None
+    """Largest global gradient norm, or None."""
+    materialise: Materialise | None
+    """Fills the parameters and buffers of a model that was built on the meta device, in place; None for a model whose
+    weights were loaded."""
+    dropout_seed: int | None
+    """The run's seed, where the model drops anything out; None leaves the generators alone."""
+    stop_requested: Callable[[], bool]
+    """Whether this process was asked to stop."""
+
+
+class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
     """Base of the strategies that run whole optimizer steps; the process group exists already when one is made.
 
-    A subclass splits the model (:meth:`parallelise`), runs steps and evaluation, and shows its part of the state as
-    local shards in the coordinates of the unsharded model.
+    A subclass splits the model (:meth:`parallelise`), runs the parts of a step (:class:`.step.StepEngine`) and an
+    evaluation (:meth:`run_evaluation`). Its part of the state are local shards in the coordinates of the unsharded
+    model. All ranks make one alike, a collective call.
 
     Args:
         dims: the sizes of every axis.
         device: this process's device.
+        max_norm, materialise, dropout_seed, stop_requested: see :class:`EngineOptions`.
     """
 
-    micro_batch_stop: MicroBatchStop
-
-    def __init__(self, dims: ParallelDims, device: torch.device) -> None:
+    def __init__(
+        self,
+        dims: ParallelDims,
+        device: torch.device,
+        *,
+        max_norm: float | None = None,
+        materialise: Materialise | None = None,
+        dropout_seed: int | None = None,
+        stop_requested: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(cluster_environment=ExistingWorld())
         self.dims = dims
         self._device = device
+        self._max_norm = max_norm
+        self._materialise = materialise
+        self._dropout_seed = dropout_seed
+        self._memory: dict[str, int] = {}
+        """Bytes measured in the first step, by what they are for."""
+        self.micro_batch_stop = MicroBatchStop(stop_requested)
         self.average = WeightAverage()
         """Average of the weights, kept in the optimizer's state; set by whoever makes the strategy."""
         self.save_due: Callable[[], bool] = lambda: False
@@ -102,7 +130,6 @@ class EngineStrategy(ParallelStrategy):
         """Guard against spikes of the gradient norm; set by whoever makes the strategy."""
 
     @classmethod
-    @abstractmethod
     def from_config(
         cls,
         config: RunConfig,
@@ -113,14 +140,21 @@ class EngineStrategy(ParallelStrategy):
         dropout_seed: int | None,
         stop_requested: Callable[[], bool],
     ) -> Self:
-        """Build the strategy of a run; a subclass reads its own keys here.
+        """Build the strategy of a run; a subclass may read its own keys here. See :class:`EngineOptions`."""
+        return cls(
+            dims,
+            device,
+            max_norm=config.trainer.gradient_clip_val,
+            materialise=materialise,
+            dropout_seed=dropout_seed,
+            stop_requested=stop_requested,
+            **cls.run_options(config, dims),
+        )
 
-        Args:
-            materialise: fills the parameters and buffers of a model that was built on the meta device, in place;
-                None for a model whose weights were loaded.
-            dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
-            stop_requested: whether this process was told to stop.
-        """
+    @classmethod
+    def run_options(cls, config: RunConfig, dims: ParallelDims) -> dict[str, Any]:
+        """Further arguments of this engine's constructor for a run."""
+        return {}
 
     # -- what training, checkpoints and verification ask --------------------------------------------------------
 
@@ -148,32 +182,6 @@ class EngineStrategy(ParallelStrategy):
         return run_step(self, step_batch)
 
     @abstractmethod
-    def begin_step(self, step_batch: StepBatch) -> Sequence[Any]:
-        """Clear the gradients and seed dropout; this rank's parts of the micro-batches."""
-
-    @abstractmethod
-    def forward_backward(self, parts: Sequence[Any], step_batch: StepBatch) -> torch.Tensor | None:
-        """Forward and backward of all parts; this rank's sum of losses, float64. None where a stop left the step."""
-
-    @abstractmethod
-    def reduce_gradients(
-        self, loss_sum: torch.Tensor, votes: StepVotes, step_batch: StepBatch
-    ) -> tuple[float, float, StepVotes]:
-        """Reduce the gradients; the global loss, the gradient norm and the votes of all ranks. Collective."""
-
-    @abstractmethod
-    def unscale(self, gradient_norm: float, step_batch: StepBatch) -> tuple[float, bool]:
-        """Take a loss scale out of the gradients; their norm, and whether an update may follow."""
-
-    @abstractmethod
-    def drop_gradients(self) -> None:
-        """Leave weights and optimizer state as they are in this step's update."""
-
-    @abstractmethod
-    def clip(self, gradient_norm: float) -> None:
-        """Clip the gradients to ``trainer.gradient_clip_val``, if it is set."""
-
-    @abstractmethod
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         """This process's sums over the step batch's micro-batches, without gradients; see
         :meth:`Objective.evaluation_sums`. A float64 zero where it has none.
@@ -189,93 +197,34 @@ class EngineStrategy(ParallelStrategy):
         with self._average_in_place():
             yield
 
-    @abstractmethod
-    def _average_in_place(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _average_in_place(self) -> Iterator[None]:
         """A context in which every forward pass uses the averaged weights."""
+        self.settle()
+        with self.average.in_place(self.optimizers[0]):
+            yield
+            self.settle()
 
-    @abstractmethod
     def zero_gradients(self) -> None:
-        """Clear all gradients."""
+        self.objective.zero_grad()
 
-    def sum_over_data(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all processes, in place; of those that share samples, all but one add zeros.
-        Collective.
-        """
-        if self.dims.world_size > 1:
-            dist.all_reduce(values)
-        return values
+    def settle(self) -> None:
+        """Drop what a forward pass without a backward pass leaves in place, e.g. gathered weights."""
 
-    @torch.no_grad()
-    def gather_samples(self, features: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int]:
-        """Gather the features of all data-parallel processes in order. Collective.
-
-        Returns the features by name, and the index of this process's first sample.
-
-        Args:
-            features: by name, a row for each of this process's samples, equal on processes that share them; any number.
-        """
-        size, rank = self.dims.data_parallel_size, self.dims.data_parallel_rank(self.global_rank)
-        first_rows = next(iter(features.values()))
-        counted_rows = len(first_rows) if self.counts_its_samples else 0
-        counts = torch.zeros(size, dtype=torch.int64, device=first_rows.device)
-        counts[rank] = counted_rows
-        ends = self.sum_over_data(counts).cumsum(0).tolist()
-        first, even = ends[rank] - len(first_rows), ends == [ends[0] * (1 + at) for at in range(size)]
-        if even and (world := self._apart):
-            return {name: all_gather_parts(rows, world).flatten(0, 1) for name, rows in features.items()}, first
-        whole = {name: rows.new_zeros(ends[-1], *rows.shape[1:]) for name, rows in features.items()}
-        for name, rows in features.items():
-            whole[name][first : first + counted_rows] = rows[:counted_rows]
-            self.sum_over_data(whole[name])
-        return whole, first
-
-    @torch.no_grad()
-    def sum_of_own(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
-        """This process's rows of the sum of ``values`` over processes. Collective.
-
-        Args:
-            values: a row for each sample of all processes, which have equally many samples.
-            rows: those of this process.
-        """
-        world = self._apart
-        return reduce_scatter_parts(values, world) if world else self.sum_over_samples(values)[rows]
-
-    @property
-    def ring(self) -> int:
-        """Processes that :meth:`pass_on` goes round; 1 where some share samples."""
-        return self.dims.world_size if self._apart else 1
-
-    @torch.no_grad()
-    def pass_on(self, values: torch.Tensor) -> torch.Tensor:
-        """Send ``values`` to the next process; returns the previous one's, of the same shape. Collective."""
-        assert self._apart is not None
-        return pass_on(values, self._apart)()
-
-    @property
-    def _apart(self) -> dist.ProcessGroup | None:
-        """All processes, where each has samples that no other has."""
-        return dist.group.WORLD if self.dims.world_size == self.dims.data_parallel_size > 1 else None
-
-    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
-        """All-reduce over samples. Of processes that share samples, one contributes; the others add zeros."""
-        return self.sum_over_data(values if self.counts_its_samples else torch.zeros_like(values))
-
-    @property
-    def counts_its_samples(self) -> bool:
-        """Whether this process counts its samples; exactly one of those that share them does."""
-        return True
-
-    @abstractmethod
     def model_shards(self) -> list[LocalShard]:
         """This rank's parts of the (master) weights, as live tensors."""
+        self.settle()
+        return model_shards(self.objective.model)
 
-    @abstractmethod
     def optimizer_shards(self) -> list[LocalShard]:
         """This rank's parts of the optimizer state, as live tensors."""
+        self.settle()
+        return optimizer_shards(self.objective.model, self.optimizers[0])
 
-    @abstractmethod
     def gradient_shards(self) -> list[LocalShard]:
         """This rank's parts of the gradients, as live tensors."""
+        self.settle()
+        return gradient_shards(self.objective.model)
 
     def create_optimizer_state(self, stored: StoredState, weights: Mapping[str, torch.dtype]) -> None:
         """Give the optimizer the (empty) state tensors that a checkpoint holds values for.
@@ -297,9 +246,6 @@ class EngineStrategy(ParallelStrategy):
         """
         return None
 
-    def sampled(self) -> None:
-        """Called after text was generated: drops what a forward pass without a backward pass leaves in place."""
-
     def state_entries(self) -> dict[str, Any]:
         """Entries of this strategy in ``state.json``, equal on every rank."""
         return dict(self.spike_guard.state())
@@ -317,9 +263,6 @@ class EngineStrategy(ParallelStrategy):
 
     @property
     def evaluation_follows(self) -> bool:
-        """Whether an evaluation follows the current step. A stop leaves such a step uncounted: the
-        evaluation may outlast ``launch.stop_timeout``, and a resume, which begins after the step, would never make it.
-        """
         module = self.lightning_module
         return module is not None and module.trainer.val_check_batch == 1
 

@@ -21,9 +21,9 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.base import SingleProcess
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
 from mgpu_pipe.objectives.contrastive_keys import measured
+from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.training.strategy import EngineStrategy
 from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare

@@ -16,9 +16,9 @@ from mgpu_pipe.checks.model import check_names
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.base import SingleProcess
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION
 from mgpu_pipe.objectives.image_classification_keys import FAMILIES
+from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, PooledFeatures
 from tests.objectives import test_contrastive, test_image_classification
 from tests.objectives.test_tower_features import _once, equal

@@ -15,7 +15,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from torch import nn
-from typing_extensions import Self
+from typing_extensions import Unpack
 
 from mgpu_pipe.checkpoint.live_state import restore_numbers
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
@@ -40,8 +40,8 @@ from mgpu_pipe.training.deepspeed.zero_build import FrozenWeights, Shards, parti
 from mgpu_pipe.training.deepspeed.zero_engine import LossModule, check_settings, prepare_deepspeed, zero_engine
 from mgpu_pipe.training.deepspeed.zero_stages import SwappedState, ZeroThreeState, ZeroTwoState
 from mgpu_pipe.training.deepspeed.zero_state import ZeroState
-from mgpu_pipe.training.step_gradients import VOTES, MicroBatchStop, StepVotes
-from mgpu_pipe.training.strategy import EngineStrategy, Materialise, StoredState
+from mgpu_pipe.training.step_gradients import VOTES, StepVotes
+from mgpu_pipe.training.strategy import EngineOptions, EngineStrategy, StoredState
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -61,14 +61,11 @@ class DeepSpeedStrategy(EngineStrategy):
         device: this process's device.
         settings: the DeepSpeed configuration (:mod:`.deepspeed_config`).
         precision: ``fp32`` or ``bf16``.
-        max_norm: largest global gradient norm, or None.
-        materialise: fills a model that was built on the meta device, in place; None for one that is filled.
         seed: keys the initial values that ZeRO-3 draws part by part, where ``materialise`` is given and not
             :class:`FolderWeights`, whose folder it reads part by part.
-        dropout_seed: the run's seed, where the model drops anything out; None leaves the generators alone.
-        stop_requested: whether this process was told to stop.
         activation_checkpointing: ``none``, ``full`` or ``selective``.
         compile_model: compile each block; ZeRO-1 and 2 only.
+        engine_options: see :class:`~mgpu_pipe.training.strategy.EngineOptions`.
     """
 
     strategy_name = "mgpu_deepspeed"
@@ -80,23 +77,16 @@ class DeepSpeedStrategy(EngineStrategy):
         settings: Mapping[str, Any],
         *,
         precision: str = "fp32",
-        max_norm: float | None = None,
-        materialise: Materialise | None = None,
         seed: int = 0,
-        dropout_seed: int | None = None,
-        stop_requested: Callable[[], bool] = lambda: False,
         activation_checkpointing: Literal["none", "full", "selective"] = "none",
         compile_model: bool = False,
+        **engine_options: Unpack[EngineOptions],
     ) -> None:
-        super().__init__(dims, device)
+        super().__init__(dims, device, **engine_options)
         self.settings = dict(settings)
         self.stage = int(self.settings["zero_optimization"]["stage"])
         self._precision = precision
-        self._max_norm = max_norm
-        self._materialise = materialise
         self._seed = seed
-        self._dropout_seed = dropout_seed
-        self.micro_batch_stop = MicroBatchStop(stop_requested)
         self._activation_checkpointing = activation_checkpointing
         self._compile_model = compile_model
         self._engine: DeepSpeedEngine | None = None
@@ -106,35 +96,19 @@ class DeepSpeedStrategy(EngineStrategy):
         self._used: dict[str, float] = {}
         self._unused: list[str] = []
         self._like: MicroBatch | None = None
-        self._memory: dict[str, int] = {}
         self._first_step: int | None = None
         self._skips = False
         """The step at hand leaves the weights as they are."""
 
     @classmethod
-    def from_config(
-        cls,
-        config: RunConfig,
-        dims: ParallelDims,
-        device: torch.device,
-        *,
-        materialise: Materialise | None,
-        dropout_seed: int | None,
-        stop_requested: Callable[[], bool],
-    ) -> Self:
-        return cls(
-            dims,
-            device,
-            deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)),
-            precision=resolve_precision(config),
-            max_norm=config.trainer.gradient_clip_val,
-            materialise=materialise,
-            seed=config.seed,
-            dropout_seed=dropout_seed,
-            stop_requested=stop_requested,
-            activation_checkpointing=config.strategy.activation_checkpointing,
-            compile_model=config.model.compile is True,
-        )
+    def run_options(cls, config: RunConfig, dims: ParallelDims) -> dict[str, Any]:
+        return {
+            "settings": deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)),
+            "precision": resolve_precision(config),
+            "seed": config.seed,
+            "activation_checkpointing": config.strategy.activation_checkpointing,
+            "compile_model": config.model.compile is True,
+        }
 
     # -- assembling ---------------------------------------------------------------------------------------------
 
@@ -295,9 +269,6 @@ class DeepSpeedStrategy(EngineStrategy):
         flags = sums[2 + VOTES :]
         self._unused = [name for name, used in zip(self._used, flags, strict=True) if not used]
         return sums[0] / step_batch.loss_divisor, sums[1] ** 0.5, StepVotes.from_sums(sums[2 : 2 + VOTES])
-
-    def unscale(self, gradient_norm: float, step_batch: StepBatch) -> tuple[float, bool]:
-        return gradient_norm, True
 
     def drop_gradients(self) -> None:
         self._skips = True
