@@ -20,10 +20,14 @@ from mgpu_pipe.config.json_schema import INTERPOLATION, json_schema
 project = "mgpu_pipe"
 html_title = "mgpu_pipe"
 html_theme = "furo"
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 nitpicky = True
+nitpick_ignore_regex = [("py:.*", ".*")]  # docstrings name classes of other packages and of other pages
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings state shapes and units
+autodoc_inherit_docstrings = False
 
 GENERATED = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 SUBCOMMANDS = {"checkpoints": ("list", "check", "compare", "prune")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -53,6 +54,21 @@ def test_the_files_that_contributors_are_sent_to_are_there() -> None:
     assert len(named) > 5
     for name in named:
         assert any((folder / name).is_file() for folder in (ROOT, ROOT / "mgpu_pipe")), name
+
+
+def test_the_functions_of_one_step_are_there() -> None:
+    page = (ROOT / "docs" / "explanation" / "one_step.md").read_text()
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", page, re.MULTILINE)
+    assert len(rows) > 30
+    for file, function in rows:
+        assert function in _functions(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))), f"{file}: {function}"
+
+
+def _functions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> set[str]:
+    """Names of the functions, and of methods as ``Class.method``."""
+    functions = {prefix + node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    classes = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    return functions.union(*(_functions(node, f"{node.name}.") for node in classes))
 
 
 def test_the_wheel_holds_every_package() -> None:

@@ -17,6 +17,9 @@ import pytest
 
 from mgpu_pipe.cli.verbs import verb_names
 from mgpu_pipe.config.json_schema import json_schema
+from mgpu_pipe.data.arrays import ArrayData
+from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.training.strategy import EngineStrategy
 from tests.support.command import REPOSITORY, environment
 from tests.support.documented import ELSEWHERE, blocks, overrides, pages, run
 from tests.support.hub import TOKEN, files_of, local_hub
@@ -57,7 +60,8 @@ def keys(properties: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def test_the_site_builds_and_has_every_key_and_verb(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_site_builds_and_has_every_key_verb_and_seam(tmp_path: Path) -> None:
     for package in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(
             package, reason="the site is built by Sphinx; on Python 3.11 or newer: pip install '.[docs]'"
@@ -80,6 +84,26 @@ def test_the_site_builds_and_has_every_key_and_verb(tmp_path: Path) -> None:
     assert len(expected) > 100 and shown >= expected, sorted(expected - shown)
     said = (tmp_path / "site" / "reference" / "verbs.html").read_text(encoding="utf-8")
     assert all(f"usage: mgpu-pipe {'[train]' if verb == 'train' else verb}" in said for verb in verb_names())
+    classes = (tmp_path / "site" / "reference" / "plugin_classes.html").read_text(encoding="utf-8")
+    for seam in (ArrayData, EngineStrategy, Objective):
+        wanted = {name for name in seam.__abstractmethods__ if not name.startswith("_")}
+        assert {name for name in wanted if f'id="{seam.__module__}.{seam.__qualname__}.{name}"' in classes} == wanted
+
+
+def test_llms_txt_links_every_page_and_no_other_file() -> None:
+    """The form: https://llmstxt.org."""
+    text = (REPOSITORY / "llms.txt").read_text(encoding="utf-8")
+    assert re.match(r"# \S+\n\n> ", text)
+    links = re.findall(r"^- \[[^]]+\]\(([^)]+)\): \S", text, re.MULTILINE)
+    assert links == [*dict.fromkeys(links)] and all((REPOSITORY / link).is_file() for link in links), links
+    assert {page for page in PAGES if page != "docs/index.md"} <= set(links)
+
+
+def test_the_links_of_every_page_lead_to_files() -> None:
+    for page in (*PAGES, "README.md", "CONTRIBUTING.md"):
+        folder = (REPOSITORY / page).parent
+        for link in re.findall(r"\]\(([^)#\s]+)[^)\s]*\)", (REPOSITORY / page).read_text(encoding="utf-8")):
+            assert "://" in link or (folder / link).exists(), f"{page}: {link}"
 
 
 def test_pages_are_short_and_their_blocks_are_known() -> None:
