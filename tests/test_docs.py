@@ -106,10 +106,13 @@ def test_the_links_of_every_page_lead_to_files() -> None:
             assert "://" in link or (folder / link).exists(), f"{page}: {link}"
 
 
-def test_pages_are_short_and_their_blocks_are_known() -> None:
+def test_pages_and_their_paragraphs_are_short_and_their_blocks_are_known() -> None:
     for page in PAGES:
         text = (REPOSITORY / page).read_text(encoding="utf-8")
         assert page == "docs/reference/families.md" or len(text.splitlines()) <= 150, page
+        for paragraph in re.split(r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)):
+            for piece in re.split(r"\n(?=- |\||: |\d\. )", paragraph):
+                assert piece.strip().count("\n") < 6, f"{page}: {piece}"
         for block in blocks(REPOSITORY / page):
             assert block.language != "bash" or block.word in ("", ELSEWHERE), f"{page}: {block.word}"
 
