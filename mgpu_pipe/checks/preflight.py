@@ -160,9 +160,10 @@ def _check_plug_ins(config: RunConfig) -> None:
     objective, engine = config.objective.name, config.strategy.engine
     if objective not in OBJECTIVES:
         from mgpu_pipe.checks.model_axes import refused_axes_errors
+        from mgpu_pipe.objectives.protocols import FeatureGatherer
         from mgpu_pipe.training.trainer import objective_class
 
-        axes = ("pp", "cp") if objective_class(objective).samples_meet else ()
+        axes = ("pp", "cp") if issubclass(objective_class(objective), FeatureGatherer) else ()
         refused = refused_axes_errors(config, ParallelDims.resolve(config.strategy, world_size(config)), axes)
         if refused:
             raise refused[0]

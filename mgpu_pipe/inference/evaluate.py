@@ -17,6 +17,7 @@ from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, special_tokens
 from mgpu_pipe.errors import ModelFolderError
 from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.protocols import FeatureGatherer, gather_features
 from mgpu_pipe.objectives.sample_group import SingleProcess
 
 if TYPE_CHECKING:
@@ -86,12 +87,12 @@ def evaluate_step_batches(objective: Objective, step_batches: Iterable[StepBatch
                     parts.append(
                         {name: value[start : start + rows_at_once].to(device) for name, value in batch.items()}
                     )
-            objective.gather_features(parts, len(parts), single_process)
+            gather_features(objective, parts, len(parts), single_process)
             for rows in parts:
                 total += objective.evaluation_sums(rows).cpu()
                 num_targets += spec.valid_targets(rows)
             samples += step_batch.num_samples
-        last_sums = objective.last_sums(single_process)
+        last_sums = objective.last_sums(single_process) if isinstance(objective, FeatureGatherer) else 0.0
         total += last_sums.cpu() if isinstance(last_sums, torch.Tensor) else last_sums
     metrics = objective.description.measured([*total.tolist(), num_targets]) if num_targets else {}
     return Evaluation(metrics, num_targets, samples)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import pytorch_lightning as pl
 import torch
@@ -20,8 +19,8 @@ from mgpu_pipe.data.step_batch import BatchSpec, StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.kernels.packed_attention import document_starts
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION
-from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.objectives.packed_text import STARTS, forward_kwargs, packed_text, random_packed_text, wants_starts
+from mgpu_pipe.objectives.protocols import FeatureGatherer
 from mgpu_pipe.objectives.sample_group import Batch as Batch
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.parallel.random_streams import step_seed
@@ -91,7 +90,8 @@ LearningRate = Callable[[int], float]
 
 
 class Objective(pl.LightningModule, ABC):
-    """Base class of objectives. A subclass defines :meth:`micro_batch_loss`.
+    """Base class of objectives. A subclass defines :meth:`micro_batch_loss`, and the methods of the protocols in
+    :mod:`mgpu_pipe.objectives.protocols` and :mod:`mgpu_pipe.parallel.parallelize` that fit it.
 
     Args:
         model: the network; its ``named_parameters()`` are the names in checkpoints.
@@ -108,9 +108,6 @@ class Objective(pl.LightningModule, ABC):
     description: ClassVar[Description] = DESCRIPTION
     num_sums: ClassVar[int] = 1
     """Length of :meth:`evaluation_sums`."""
-    samples_meet: ClassVar[bool] = False
-    """Whether a sample's loss depends on the other samples of its step; see :mod:`mgpu_pipe.objectives.global_batch`.
-    Such an objective supports neither ``pp`` nor ``cp``."""
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__()
@@ -165,38 +162,11 @@ class Objective(pl.LightningModule, ABC):
         name = type(self).__name__
         raise BadInputError(f"{name} defines no reference_loss, which verify compares with; define it")
 
-    measures_weights: ClassVar[Literal["first", "loaded"]] = "first"
-    """Weights that :meth:`first_weights` needs: the run's first ones, or those that this attempt loaded."""
-
-    def needs_first_weights(self, start: RunStart) -> bool:
-        """Whether the trainer must call :meth:`first_weights`; equal on every rank. Collective."""
-        return False
-
-    def first_weights(self, start: RunStart) -> None:
-        """Called before the first step, with the weights of :attr:`measures_weights` in the model."""
-
     def of_data(self, prepared: Prepared) -> None:
         """Called with the data before training or an evaluation. Stores what the evaluation needs of it."""
 
-    def of_run(self, start: RunStart) -> None:
-        """Called before another program evaluates a run's held-out samples. Loads what it needs of the run.
-
-        Raises:
-            BadInputError: the run's folder does not contain it.
-        """
-
     def start_step(self, step_batch: StepBatch) -> None:
         """Called before the micro-batches of a training step. Stores what their losses need of the step."""
-
-    def gather_features(
-        self, batches: Sequence[Mapping[str, torch.Tensor]], num_valid: int, world: SampleGroup
-    ) -> None:
-        """Called with all micro-batches of this process before the first loss of a step or evaluation. Collective.
-
-        Args:
-            num_valid: how many of them count. The rest only join forward passes that gather from all ranks.
-            world: the processes with the step's other samples; see :mod:`mgpu_pipe.objectives.global_batch`.
-        """
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -218,46 +188,9 @@ class Objective(pl.LightningModule, ABC):
         """Sums that evaluation adds over micro-batches: losses first, then metrics; float64, (num_sums,)."""
         return self.micro_batch_loss(batch).reshape(1)
 
-    def row_losses(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Sum of token losses of each packed row, float64, (rows,)."""
-        raise NotImplementedError(f"{type(self).__name__} scores no text")
-
-    @contextmanager
-    def by_row(self) -> Iterator[None]:
-        """Context in which an evaluation returns :meth:`row_losses` instead of its sums."""
-        self.__dict__["evaluation_sums"] = self.row_losses
-        try:
-            yield
-        finally:
-            del self.__dict__["evaluation_sums"]
-
-    def last_sums(self, world: SampleGroup) -> torch.Tensor | float:
-        """Called after the last evaluated step batch. Sums over all evaluated samples together, added to those of
-        all processes. Collective."""
-        return 0.0
-
     def findings(self, sums: Sequence[float]) -> dict[str, Any]:
         """New :attr:`evaluation_details`, from the sums over the held-out samples."""
         return {}
-
-    def share_sequences(
-        self, groups: Sequence[torch.distributed.ProcessGroup], along: torch.distributed.ProcessGroup | None
-    ) -> None:
-        """Called once before training with the groups of ranks that hold other tokens of the same sequences."""
-
-    def stage_output(
-        self, batch: Mapping[str, torch.Tensor], scale: float, compute: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        """Output of a pipeline stage without a loss: ``compute()``, perhaps with an auxiliary loss attached.
-
-        Args:
-            scale: the loss scale, which multiplies all gradients.
-        """
-        return compute()
-
-    def sampling_batch(self, *args: Any, **inputs: Any) -> dict[str, torch.Tensor]:
-        """Micro-batch of whole texts during generation, from the arguments that transformers passes to a model."""
-        raise NotImplementedError(f"{type(self).__name__} does not generate text")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return cast(torch.optim.Optimizer, self._optimizer_factory(self.model))
@@ -295,7 +228,7 @@ class Objective(pl.LightningModule, ABC):
     def on_validation_epoch_end(self) -> None:
         assert self._sums is not None
         strategy = cast(StepStrategy, self.trainer.strategy)
-        last = self.last_sums(strategy)
+        last = self.last_sums(strategy) if isinstance(self, FeatureGatherer) else 0.0
         sums = [*(strategy.sum_over_data(self._sums[:-1]) + last).tolist(), float(self._sums[-1])]
         self.evaluated, self.evaluation_details = dict(self.description.measured(sums)), self.findings(sums)
         for key, value in self.evaluated.items():

@@ -12,7 +12,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -145,6 +145,7 @@ class DPOObjective(Objective):
 
     description = DESCRIPTION
     num_sums = 8
+    measures_weights: Literal["first", "loaded"] = "first"
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: DPOConfig

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -28,8 +28,6 @@ class GlobalBatchObjective(Objective):
 
     The data's valid units are samples. Both encodings use the same random numbers, so dropout is equal in both.
     """
-
-    samples_meet: ClassVar[bool] = True
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
@@ -99,6 +97,10 @@ class GlobalBatchObjective(Objective):
         The other processes' features pass by one process at a time. None where a loss needs all of them at once.
         """
         return None
+
+    def last_sums(self, world: SampleGroup) -> torch.Tensor | float:
+        """Sums over all evaluated samples together. Default: none. Collective."""
+        return 0.0
 
     def pair_labels(self, batch: Mapping[str, torch.Tensor]) -> Features:
         """Tensors of an evaluated micro-batch that :meth:`collect_heldout` gets in addition to the features."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -255,7 +255,7 @@ class PictureObjective(Objective):
     """Base of objectives that can cache the features of a frozen vision tower."""
 
     features: TowerFeatures | None = None
-    measures_weights = "loaded"  # the tower may have learned before it was frozen
+    measures_weights: Literal["first", "loaded"] = "loaded"  # the tower may have learned before it was frozen
 
     def needs_first_weights(self, start: RunStart) -> bool:
         return self.features is not None and not self.features.load(start)
@@ -263,6 +263,9 @@ class PictureObjective(Objective):
     def first_weights(self, start: RunStart) -> None:
         if self.features is not None:
             self.features.measure(start, self.trainer.strategy, self)
+
+    def of_run(self, start: RunStart) -> None:
+        """An evaluation computes its features again."""
 
     def training_step(self, step_batch: StepBatch, batch_idx: int) -> dict[str, Any]:
         with self.features.on_split("train") if self.features else nullcontext():

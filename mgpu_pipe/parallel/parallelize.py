@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -55,11 +55,25 @@ class ParallelObjective(StageObjective, Protocol):
 
     model: Any
 
+
+@runtime_checkable
+class SequenceSharer(Protocol):
+    """Objective that reduces numbers of a sequence over the ranks that hold its tokens."""
+
     def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
-        """Receive the groups of ranks that hold other tokens of the same sequences."""
+        """Called once before training with the groups of ranks that hold other tokens of the same sequences."""
+
+
+@runtime_checkable
+class StageLoss(Protocol):
+    """Objective with an auxiliary loss in each pipeline stage."""
 
     def stage_output(self, batch: MicroBatch, scale: float, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Output of a pipeline stage before the last, with what the objective adds to it."""
+        """Output of a pipeline stage before the last: ``compute()``, perhaps with an auxiliary loss attached.
+
+        Args:
+            scale: the loss scale, which multiplies all gradients.
+        """
 
 
 @dataclass
@@ -146,7 +160,7 @@ def parallelize(
     # Context parallelism: attention over the sequence parts of several ranks.
     if dims.cp > 1:
         apply_context_parallel(model, groups["cp"], options.context_method, objective.batch_spec)
-    if dims.uses_model_axes:
+    if dims.uses_model_axes and isinstance(objective, SequenceSharer):
         # Routers see a part of the sequence, unless their experts are cut over the same ranks: then all of it.
         along = tensor if options.sequence_parallel and dims.ep > 1 else None
         objective.share_sequences([groups["cp"]] if dims.cp > 1 else [], along)
@@ -203,7 +217,9 @@ def run_stage(
 ) -> torch.Tensor:
     """Run the forward pass of a pipeline stage within the sequences of its micro-batch."""
     with in_sequences(objective.model, batch):
-        return compute() if last else objective.stage_output(batch, scale, compute)
+        if last or not isinstance(objective, StageLoss):
+            return compute()
+        return objective.stage_output(batch, scale, compute)
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from mgpu_pipe.models.model_parts import freeze_parameters
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
+from mgpu_pipe.objectives.protocols import WeightMeasurer
 from mgpu_pipe.optim.gradients import SpikeGuard
 from mgpu_pipe.optim.optimizers import optimizer_factory
 from mgpu_pipe.optim.schedules import build_schedule
@@ -229,7 +230,9 @@ def _first_weights(
     first = None
     if reader is None and initial_weights.starts_from_run(config):
         first = initial_weights.weights_reader(config)
-    measured = initial_weights.MeasuredWeights(config, first, reader, objective.measures_weights)
+    measurer = objective if isinstance(objective, WeightMeasurer) else None
+    wanted = measurer.measures_weights if measurer is not None else "first"
+    measured = initial_weights.MeasuredWeights(config, first, reader, wanted)
     start = RunStart(
         config,
         attempt.paths.root,
@@ -240,13 +243,13 @@ def _first_weights(
         attempt.precision,
         measured.digest,
     )
-    needs_first = objective.needs_first_weights(start)
+    needs_first = measurer is not None and measurer.needs_first_weights(start)
     if needs_first:
         first = measured.reader()
 
     def measure(weights: str) -> None:
-        if needs_first and objective.measures_weights == weights:
-            objective.first_weights(start)
+        if needs_first and measurer is not None and measurer.measures_weights == weights:
+            measurer.first_weights(start)
 
     return first, start, measure
 

@@ -18,6 +18,7 @@ from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.objectives.protocols import FeatureGatherer, TextGenerator, gather_features
 from mgpu_pipe.optim.gradients import LossScale, clip_gradients, scale_gradients
 from mgpu_pipe.optim.moving_average import on_local_shards
 from mgpu_pipe.optim.muon import Muon
@@ -122,7 +123,7 @@ class MeshStrategy(EngineStrategy):
             if activations is not None:
                 self._memory["activations"] = activations
             return loss_sum
-        self.objective.gather_features(parts, len(parts), self)
+        gather_features(self.objective, parts, len(parts), self)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
             if self.micro_batch_stop.should_leave(index, len(parts)):
@@ -198,13 +199,13 @@ class MeshStrategy(EngineStrategy):
     @torch.no_grad()
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         split, micro_batches = self.split, step_batch.micro_batches
-        if split.shards or self.objective.samples_meet or self.objective.gathers:
+        if split.shards or isinstance(self.objective, FeatureGatherer) or self.objective.gathers:
             micro_batches = self._as_many_as_any(micro_batches)
         if split.pipeline is not None:
             total = split.pipeline.run_evaluation([split.part_of(micro_batch) for micro_batch in micro_batches])
         else:
             parts = [split.part_of(micro_batch) for micro_batch in micro_batches]
-            self.objective.gather_features(parts, len(step_batch.micro_batches), self)
+            gather_features(self.objective, parts, len(step_batch.micro_batches), self)
             total = torch.zeros((), dtype=torch.float64, device=self._device)
             for part in parts:
                 total = total + split.evaluate(part)
@@ -238,10 +239,13 @@ class MeshStrategy(EngineStrategy):
         pipeline = self.split.pipeline
         if pipeline is None:
             return None
-        vocabulary = int(cast(Any, self.objective.model).config.get_text_config().vocab_size)
+        objective = self.objective
+        vocabulary = int(cast(Any, objective.model).config.get_text_config().vocab_size)
 
         def forward(*args: Any, logits_to_keep: int = 1, **inputs: Any) -> Any:
-            batch = self.objective.sampling_batch(*args, **inputs)
+            if not isinstance(objective, TextGenerator):
+                raise NotImplementedError(f"{type(objective).__name__} does not generate text; define sampling_batch")
+            batch = objective.sampling_batch(*args, **inputs)
             return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary, logits_to_keep))
 
         return forward

@@ -241,8 +241,8 @@ class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
     def sampling_forward(self) -> Callable[..., Any] | None:
         """The forward pass that generates text, run by all ranks together; None for the model's own.
 
-        It takes whole texts, as :meth:`Objective.sampling_batch` does, and returns an object with ``logits``: those of
-        the last position, or of ``logits_to_keep`` positions, 0 for all.
+        It takes whole texts, as :meth:`.TextGenerator.sampling_batch` does. It returns an object with ``logits``: those
+        of the last position, or of ``logits_to_keep`` positions, 0 for all.
         """
         return None
 

@@ -74,6 +74,7 @@ def _held_out(run: LoadedRun, config: RunConfig) -> int:
     from mgpu_pipe.inference.evaluate import evaluate_step_batches
     from mgpu_pipe.models.rotary import fix_rotary_length
     from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
+    from mgpu_pipe.objectives.protocols import WeightMeasurer
     from mgpu_pipe.objectives.registry import objective_class
     from mgpu_pipe.topology import BatchPlan
 
@@ -91,7 +92,7 @@ def _held_out(run: LoadedRun, config: RunConfig) -> int:
     fix_rotary_length(run.model, config.data.seq_len)
     objective = chosen.from_config(config, run.model, None, lambda step: 1.0)
     objective.of_data(prepared)
-    if run.config is not None:
+    if run.config is not None and isinstance(objective, WeightMeasurer):
         state = read_state(run.source, read_manifest(run.source), "full")
         plan, folder = BatchPlan.resolve(config.data, 1), run.source.parents[1]
         measured = partial(str, state.get(MEASURED))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +15,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.generation import Prompt, encode, generate_text
 from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.protocols import RowScorer
 from mgpu_pipe.training.strategy import EngineStrategy
 
 if TYPE_CHECKING:
@@ -158,13 +160,15 @@ class Judge:
     @torch.no_grad()
     def _row_losses(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         objective, model = self.objective, self.objective.model
+        if not isinstance(objective, RowScorer):
+            raise BadInputError(f"eval.tasks: {type(objective).__name__} scores no text; define row_losses")
         was_training = model.training
         model.eval()
         try:
             if self.strategy is None:
                 return objective.row_losses(batch)
             rows = len(batch["input_ids"])
-            with objective.by_row():
+            with _score_rows(objective):
                 return self.strategy.run_evaluation(StepBatch(0, 0, rows, [batch], rows))
         finally:
             model.train(was_training)
@@ -172,3 +176,13 @@ class Judge:
     @property
     def _device(self) -> torch.device:
         return next(self.objective.model.parameters()).device if self.strategy is None else self.strategy.root_device
+
+
+@contextmanager
+def _score_rows(objective: RowScorer) -> Iterator[None]:
+    """Context in which an evaluation returns :meth:`RowScorer.row_losses` instead of the objective's sums."""
+    objective.__dict__["evaluation_sums"] = objective.row_losses
+    try:
+        yield
+    finally:
+        del objective.__dict__["evaluation_sums"]

@@ -25,6 +25,7 @@ from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.kernels.norms import add_up_in_fp32
 from mgpu_pipe.models.weights.slices import FolderWeights
 from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.protocols import FeatureGatherer, gather_features
 from mgpu_pipe.optim.gradients import CLIP_EPSILON, squared_norm
 from mgpu_pipe.parallel.checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks
@@ -221,7 +222,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def forward_backward(self, parts: Sequence[MicroBatch], step_batch: StepBatch) -> torch.Tensor | None:
         # DeepSpeed averages gradients over the processes; the sum over all tokens is what is wanted.
         scale = self.dims.data_parallel_size / step_batch.loss_divisor
-        self.objective.gather_features(parts, len(parts), self)
+        gather_features(self.objective, parts, len(parts), self)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, part in enumerate(parts):
             if self.micro_batch_stop.should_leave(index, len(parts)):
@@ -308,7 +309,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def run_evaluation(self, step_batch: StepBatch) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         micro_batches = self._padded(step_batch.micro_batches)
-        self.objective.gather_features(micro_batches, len(step_batch.micro_batches), self)
+        gather_features(self.objective, micro_batches, len(step_batch.micro_batches), self)
         for micro_batch in micro_batches:
             total = total + self.engine(micro_batch)
         return total
@@ -318,7 +319,7 @@ class DeepSpeedStrategy(EngineStrategy):
 
         A collective call under ZeRO-3, and where the objective's losses meet or gather.
         """
-        together = self.stage == 3 or self.objective.samples_meet or self.objective.gathers
+        together = self.stage == 3 or isinstance(self.objective, FeatureGatherer) or self.objective.gathers
         if not together or self.dims.data_parallel_size == 1:
             return micro_batches
         count = torch.tensor(len(micro_batches), device=self._device)
