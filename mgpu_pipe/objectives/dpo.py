@@ -1,15 +1,13 @@
 """Direct preference optimisation: raises the chosen answer's probability over the rejected one's, against a reference.
 
-A sample is a pair, one packed row of two documents: the conversation with the chosen answer, then that with the
-rejected one. So one forward pass reads both, no rank or micro-batch splits a pair, and pairs support all that packed
-rows do. Losses as in Rafailov et al. 2023 (arXiv:2305.18290), Mitchell 2023 (label smoothing) and Azar
-et al. 2023 (arXiv:2310.12036, with means over the answers' tokens).
+Losses as in Rafailov et al. 2023 (arXiv:2305.18290), Mitchell 2023 (label smoothing) and Azar et al. 2023
+(arXiv:2310.12036, with means over the answers' tokens).
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -28,12 +26,17 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field, StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.adapters.lora import without_adapters
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
-from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.dpo_keys import DESCRIPTION, DPOConfig
 from mgpu_pipe.objectives.first_weights import SPLITS, RunStart, is_whole, write_hashes
-from mgpu_pipe.objectives.losses.loss_head import TokenLoss
-from mgpu_pipe.objectives.losses.router_balance import SummedOverRanks
-from mgpu_pipe.objectives.packed_text import packed_text
+from mgpu_pipe.objectives.preference_pairs import (
+    CHOSEN,
+    NOTHING,
+    REJECTED,
+    PairObjective,
+    documents_of_pairs,
+    plain_answer,
+    random_answers,
+)
 from mgpu_pipe.parallel.random_streams import step_seed
 from mgpu_pipe.system.local_files import replace_file
 
@@ -130,13 +133,7 @@ class PairReference:
         return table[pairs.clamp_min(0)]
 
 
-NOTHING = -1
-"""Number of a pair that counts nothing."""
-CHOSEN, REJECTED = 0, 1
-"""Columns of tensors with a value per answer."""
-
-
-class DPOObjective(Objective):
+class DPOObjective(PairObjective):
     """Preference of chosen over rejected answers under a Hugging Face causal language model.
 
     Args:
@@ -150,11 +147,9 @@ class DPOObjective(Objective):
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: DPOConfig
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
+        super().__init__(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens)
         self._keys = keys
-        self._loss = TokenLoss(model, keys.loss_chunk_tokens)
         self._reference = PairReference()
-        self._sequences: dist.ProcessGroup | None = None
 
     @classmethod
     def from_config(
@@ -164,25 +159,11 @@ class DPOObjective(Objective):
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """Packed rows of one pair each, and for the last stage: ``rejected``, 1 for tokens of the second document;
-        ``pair``, int64 (rows,), the pair's number in its set; ``reference``, float64 (rows, 2), the reference's
-        log-probabilities of the chosen and the rejected answer."""
-        packed = packed_text()
-        fields = {
-            **packed.fields,
-            "labels": replace(packed.fields["labels"], target=False),
-            "rejected": Field(stages="last"),
-            "pair": Field(sequence_dim=None, padding=NOTHING, target=True, stages="last"),
-            "reference": Field(sequence_dim=None, dtype="float64", shape=(2,), stages="last"),
-        }
-        return replace(packed, fields=fields)
-
-    def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
-        for group in groups:
-            self._sequences = group
-
-    sampling_batch = CausalLMObjective.sampling_batch
-    row_losses = CausalLMObjective.row_losses
+        """That of pairs, and ``reference``, float64 (rows, 2), the reference's log-probabilities of the chosen and the
+        rejected answer, for the last stage."""
+        pairs = super().batch_spec
+        reference = Field(sequence_dim=None, dtype="float64", shape=(2,), stages="last")
+        return replace(pairs, fields={**pairs.fields, "reference": reference})
 
     # -- the reference ------------------------------------------------------------------------------------------
 
@@ -208,13 +189,13 @@ class DPOObjective(Objective):
     # -- the loss -----------------------------------------------------------------------------------------------
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._contribute_once(self._pair_losses(batch)[0].sum())
+        return self.contribute_once(self._pair_losses(batch)[0].sum())
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         losses, rewards, said, said_before = self._pair_losses(batch)
         right = rewards[:, CHOSEN] > rewards[:, REJECTED]
         sums = [losses.sum(0, True), right.sum(0, True), rewards.sum(0), said.sum(0), said_before.sum(0)]
-        return self._contribute_once(torch.cat(sums).double())
+        return self.contribute_once(torch.cat(sums).double())
 
     def _pair_losses(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Loss of each pair, (rows,); rewards, probabilities and reference probabilities of its answers, (rows, 2).
@@ -223,88 +204,42 @@ class DPOObjective(Objective):
         """
         if self._keys.reference == "live":
             with torch.no_grad(), without_adapters(self.model):
-                reference, _ = self._answers(batch)
+                reference, _ = self.answers(batch)
         else:
             reference = batch["reference"] if "reference" in batch else self._reference.values_for(batch, "validation")
-        log_probabilities, tokens = self._answers(batch)
+        log_probabilities, tokens = self.answers(batch)
         self._reference.record(batch["pair"], log_probabilities)
         counts = batch["pair"] != NOTHING
         losses, rewards = preference_losses(log_probabilities, reference, tokens, self._keys)
         answer_values = (rewards, log_probabilities.detach().exp(), reference.exp())
         return losses.where(counts, 0.0), *[value.where(counts.unsqueeze(1), 0.0) for value in answer_values]
 
-    def _answers(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and token counts of each pair's answers; float64 (rows, 2)."""
-        labels, rejected = batch["labels"], batch["rejected"] == 1
-        token_values = -self._loss.by_token(self.model_inputs(batch), labels).double()
-        counts = (labels != IGNORE_INDEX).double()
-        sums = torch.stack(
-            [(value * side).sum(1) for value in (token_values, counts) for side in (~rejected, rejected)], dim=1
-        )
-        if self._sequences is not None:
-            sums = SummedOverRanks.apply(sums, self._sequences)
-        return sums[:, :2], sums[:, 2:]
-
-    def _contribute_once(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` on one of the ranks that share sequences, zero on the others, with the same gradient."""
-        first = self._sequences is None or self._sequences.rank() == 0
-        return value if first else value - value.detach()
-
     # -- verification -------------------------------------------------------------------------------------------
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
-        """Pairs of uneven answers after a common prompt. In every third step the last one counts nothing."""
+        """Pairs as :func:`.random_answers` makes them, with random numbers of the reference."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
-        vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-        ids = torch.randint(0, vocabulary, (samples, seq_len), generator=generator)
-        labels = torch.full_like(ids, IGNORE_INDEX)
-        positions, rejected = torch.zeros_like(ids), torch.zeros_like(ids)
+        ids = self.random_ids(generator, samples, seq_len)
         reference = -torch.rand(samples, 2, generator=generator, dtype=torch.float64)
-        for row in range(samples):
-            lengths = torch.randint(3, seq_len // 2 + 1, (2,), generator=generator).tolist()
-            prompt = int(torch.randint(1, min(lengths) - 1, (), generator=generator))
-            ids[row, lengths[0] : lengths[0] + prompt] = ids[row, :prompt]
-            start = 0
-            for side, length in enumerate([*lengths, seq_len - sum(lengths)]):
-                stop = start + length
-                positions[row, start:stop] = torch.arange(length)
-                if side <= REJECTED:
-                    labels[row, start + prompt - 1 : stop - 1] = ids[row, start + prompt : stop]
-                    rejected[row, start:stop] = side
-                    reference[row, side] -= (length - prompt) * float(torch.tensor(vocabulary).log())
-                start = stop
-        pair = torch.arange(samples)
-        if step % 3 == 2 and samples > 2:
-            pair[-1] = NOTHING
-        fields = {
-            "labels": labels,
-            "position_ids": positions,
-            "rejected": rejected,
-            "pair": pair,
-            "reference": reference,
-        }
-        return {"input_ids": ids, **fields}
+        batch = random_answers(generator, step, ids)
+        counts, rejected = batch["labels"] != IGNORE_INDEX, batch["rejected"] == 1
+        tokens = torch.stack([(counts & side).sum(1) for side in (~rejected, rejected)], dim=1)
+        vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        return {**batch, "reference": reference - tokens.double() * float(torch.tensor(vocabulary).log())}
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One answer at a time, by the formulas of the papers."""
         losses = []
-        for row in range(len(batch["pair"])):
-            if int(batch["pair"][row]) == NOTHING:
-                continue
-            starts = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()[:2]
-            ends = [starts[1], starts[1] + int(batch["rejected"][row].sum())]
+        for row, documents in documents_of_pairs(batch):
             gained = []
-            for side, (start, stop) in enumerate(zip(starts, ends, strict=True)):
-                labels = batch["labels"][row, start:stop]
-                logits = forward(input_ids=batch["input_ids"][row, None, start:stop]).logits[0].float()
-                answer = -F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+            for side, document in enumerate(documents):
+                answer, tokens = plain_answer(forward, batch, row, document)
                 before = batch["reference"][row, side].to(answer.dtype)
                 if self._keys.reference == "live":
                     with torch.no_grad(), without_adapters(model):
-                        plain = forward(input_ids=batch["input_ids"][row, None, start:stop]).logits[0].float()
-                    before = -F.cross_entropy(plain, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+                        before, _ = plain_answer(forward, batch, row, document)
                 gain = answer - before
-                gained.append(gain / int((labels != IGNORE_INDEX).sum()) if self._keys.loss == "ipo" else gain)
+                gained.append(gain / tokens if self._keys.loss == "ipo" else gain)
             losses.append(self._plain_loss(gained[CHOSEN] - gained[REJECTED]))
         return Reference(torch.stack(losses).sum())
 

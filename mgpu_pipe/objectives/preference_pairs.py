@@ -1,0 +1,130 @@
+"""Preferences: objectives over pairs of answers, one chosen and one rejected.
+
+A sample is a pair, one packed row of two documents: the conversation with the chosen answer, then that with the
+rejected one. So one forward pass reads both, no rank or micro-batch splits a pair, and pairs support all that packed
+rows do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
+from mgpu_pipe.objectives.losses.loss_head import TokenLoss
+from mgpu_pipe.objectives.losses.router_balance import SummedOverRanks
+from mgpu_pipe.objectives.packed_text import packed_text
+from mgpu_pipe.parallel.random_streams import step_seed
+
+NOTHING = -1
+"""Number of a pair that counts nothing."""
+CHOSEN, REJECTED = 0, 1
+"""Columns of tensors with a value per answer."""
+
+
+class PairObjective(Objective):
+    """Base of objectives over pairs of answers under a Hugging Face causal language model.
+
+    Args:
+        chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self._loss = TokenLoss(model, chunk_tokens)
+        self._sequences: dist.ProcessGroup | None = None
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """Packed rows of one pair each, and for the last stage: ``rejected``, 1 for tokens of the second document;
+        ``pair``, int64 (rows,), the pair's number in its set."""
+        packed = packed_text()
+        fields = {
+            **packed.fields,
+            "labels": replace(packed.fields["labels"], target=False),
+            "rejected": Field(stages="last"),
+            "pair": Field(sequence_dim=None, padding=NOTHING, target=True, stages="last"),
+        }
+        return replace(packed, fields=fields)
+
+    def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
+        for group in groups:
+            self._sequences = group
+
+    sampling_batch = CausalLMObjective.sampling_batch
+    row_losses = CausalLMObjective.row_losses
+
+    def answers(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and token counts of each pair's answers; float64 (rows, 2)."""
+        labels, rejected = batch["labels"], batch["rejected"] == 1
+        token_values = -self._loss.by_token(self.model_inputs(batch), labels).double()
+        counts = (labels != IGNORE_INDEX).double()
+        sums = torch.stack(
+            [(value * side).sum(1) for value in (token_values, counts) for side in (~rejected, rejected)], dim=1
+        )
+        if self._sequences is not None:
+            sums = SummedOverRanks.apply(sums, self._sequences)
+        return sums[:, :2], sums[:, 2:]
+
+    def contribute_once(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` on one of the ranks that share sequences, zero on the others, with the same gradient."""
+        first = self._sequences is None or self._sequences.rank() == 0
+        return value if first else value - value.detach()
+
+    def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
+        """Pairs of uneven answers after a common prompt. In every third step the last one counts nothing."""
+        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        return random_answers(generator, step, self.random_ids(generator, samples, seq_len))
+
+    def random_ids(self, generator: torch.Generator, samples: int, seq_len: int) -> torch.Tensor:
+        """Random tokens of the model's vocabulary, int64 (samples, seq_len)."""
+        vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        return torch.randint(0, vocabulary, (samples, seq_len), generator=generator)
+
+
+def random_answers(generator: torch.Generator, step: int, ids: torch.Tensor) -> Batch:
+    """Pairs of uneven answers within ``ids``, (samples, seq_len), whose prompts are made equal."""
+    samples, seq_len = ids.shape
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    positions, rejected = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row in range(samples):
+        lengths = torch.randint(3, seq_len // 2 + 1, (2,), generator=generator).tolist()
+        prompt = int(torch.randint(1, min(lengths) - 1, (), generator=generator))
+        ids[row, lengths[0] : lengths[0] + prompt] = ids[row, :prompt]
+        start = 0
+        for side, length in enumerate([*lengths, seq_len - sum(lengths)]):
+            stop = start + length
+            positions[row, start:stop] = torch.arange(length)
+            if side <= REJECTED:
+                labels[row, start + prompt - 1 : stop - 1] = ids[row, start + prompt : stop]
+                rejected[row, start:stop] = side
+            start = stop
+    pair = torch.arange(samples)
+    if step % 3 == 2 and samples > 2:
+        pair[-1] = NOTHING
+    return {"input_ids": ids, "labels": labels, "position_ids": positions, "rejected": rejected, "pair": pair}
+
+
+def documents_of_pairs(batch: Batch) -> Iterator[tuple[int, list[slice]]]:
+    """Rows of the pairs that count, each with the places of its two documents."""
+    for row in range(len(batch["pair"])):
+        if int(batch["pair"][row]) != NOTHING:
+            first, second = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()[:2]
+            yield row, [slice(first, second), slice(second, second + int(batch["rejected"][row].sum()))]
+
+
+def plain_answer(forward: Forward, batch: Batch, row: int, document: slice) -> tuple[torch.Tensor, int]:
+    """Log-probability of one answer, alone and from whole logits, and its number of tokens."""
+    labels = batch["labels"][row, document]
+    logits = forward(input_ids=batch["input_ids"][row, None, document]).logits[0].float()
+    value = -F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return value, int((labels != IGNORE_INDEX).sum())
