@@ -14,7 +14,6 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import AUDIO_SOURCES, DATA_SOURCES, IMAGE_SOURCES
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.alphabet import own_alphabet
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
@@ -184,7 +183,7 @@ def _tokenizer_is_here(config: RunConfig) -> bool:
 def _reads_text(config: RunConfig) -> bool:
     """Whether the model's tokenizer prepares the data; a plug-in's arrays and an alphabet need none."""
     source = config.data.source
-    if source in IMAGE_SOURCES or (source in AUDIO_SOURCES and config.objective.name == "ctc"):
+    if source in IMAGE_SOURCES or (source in AUDIO_SOURCES and description(config.objective.name).alphabet):
         return False
     if source in DATA_SOURCES:
         return True
@@ -271,16 +270,7 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     if peft.init_from is not None and "experts" in peft.targets:
         reason = "peft names adapters of packed experts by their order"
         errors.append(ConfigError("peft.init_from", peft.init_from, "target no experts", reason))
-    if peft.name == "qlora" and config.objective.name == "seq2seq":
-        reason = "T5 looks at the type of its weights"
-        errors.append(ConfigError("peft", "qlora", "use peft=lora", reason))
-    if config.objective.name == "sequence_classification" and not peft.train_also:
-        fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
-        errors.append(ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained"))
-    if config.objective.name == "ctc" and not peft.train_also and own_alphabet(config) is None:
-        reason = "the head of a new alphabet would stay untrained"
-        errors.append(ConfigError("peft.train_also", [], "use peft.train_also=[lm_head.*]", reason))
-    return errors
+    return [*errors, *config.objective.adapter_errors(config)]
 
 
 def check_names(config: RunConfig) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from mgpu_pipe.config import plugins
 from mgpu_pipe.errors import ConfigError
 
+DEFAULT = "causal_lm"
 TRAINING_METRICS = ("train/loss", "train/grad_norm", "lr")
 """Metrics of every logged step."""
 
@@ -71,6 +72,8 @@ class Description:
         attention: attention between tokens: causal, bidirectional, encoder and decoder, or that of the
             model's own code.
         refused_axes: axes of ``strategy`` that the objective does not support.
+        alphabet: whether its targets are characters of an alphabet, not a tokenizer's tokens.
+        other_names: other programs' names for the objective.
     """
 
     name: str
@@ -83,6 +86,8 @@ class Description:
     families: tuple[str, ...] = ()
     attention: Literal["causal", "bidirectional", "encoder_decoder", "own"] = "causal"
     refused_axes: tuple[str, ...] = ()
+    alphabet: bool = False
+    other_names: tuple[str, ...] = ()
 
     @property
     def headline(self) -> Metric:
@@ -111,7 +116,7 @@ def description(name: str) -> Description:
             fix = f"register a {Description.__module__}.Description in {group}"
             raise ConfigError("objective.name", name, fix, f"what is registered there is a {type(loaded).__name__}")
         return loaded
-    built_in = name if name in plugins.OBJECTIVES else plugins.OBJECTIVES[0]
+    built_in = name if name in plugins.OBJECTIVES else DEFAULT
     result: Description = import_module(f"mgpu_pipe.objectives.{built_in}_keys").DESCRIPTION
     return result
 

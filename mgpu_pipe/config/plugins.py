@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.moved import accept_old_modules
@@ -69,10 +70,10 @@ SAMPLES = {
     **dict.fromkeys(AUDIO_SOURCES, "speech"),
 }
 """Kind of samples of a data source; packed text for any other."""
-OBJECTIVES = (
-    *("causal_lm", "masked_lm", "sequence_classification", "seq2seq", "dpo", "distill"),
-    *("image_classification", "contrastive", "vision_language", "ctc", "speech_seq2seq"),
+OBJECTIVES = tuple(
+    sorted(path.name.removesuffix("_keys.py") for path in (Path(__file__).parents[1] / "objectives").glob("*_keys.py"))
 )
+"""Names of this project's objectives: each has ``objectives/<name>.py`` and, without torch, ``<name>_keys.py``."""
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")
 MAX_MESSAGE = 300

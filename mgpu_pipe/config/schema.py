@@ -191,6 +191,10 @@ class ObjectiveConfig:
             return [ConfigError("data.cache_features", True, "use false", f"{self.name} computes them in every step")]
         return []
 
+    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
+        """Errors of the objective with the run's adapters, which ``config.peft`` describes."""
+        return []
+
     def started_from(self, run: Path) -> Self | None:
         """These keys with the run of ``run.starts_from``; None if that run supplies the first weights instead."""
         return None

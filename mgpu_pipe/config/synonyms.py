@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mgpu_pipe.config.objective import descriptions
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
 
@@ -157,15 +158,6 @@ VALUES: dict[str, dict[str, str]] = {
         "cosine_with_warmup": "scheduler=cosine scheduler.warmup_steps=<steps>",
         "constant_with_warmup": "scheduler=constant scheduler.warmup_steps=<steps>",
     },
-    "objective": {
-        "clm": "objective=causal_lm",
-        "mlm": "objective=masked_lm",
-        "classification": "objective=sequence_classification or image_classification",
-        "clip": "objective=contrastive",
-        "asr": "objective=ctc or speech_seq2seq",
-        "summarization": "objective=seq2seq",
-        "translation": "objective=seq2seq",
-    },
     "trainer.devices": {
         "-1": "trainer.devices=auto",
         "all": "trainer.devices=auto",
@@ -222,6 +214,8 @@ def known_elsewhere(key: str, value: object = "") -> str | None:
 def value_elsewhere(key: str, value: str) -> str | None:
     """Fix for a value of another program for ``key``, or for a path; None for any other value."""
     here = VALUES.get(key, {}).get(value.lower())
+    if key == "objective" and (names := [known.name for known in descriptions() if value.lower() in known.other_names]):
+        here = f"objective={' or '.join(names)}"
     if here is None and key == "model" and ("/" in value or is_folder(Path(value))):
         here = f"model=hf model.path={value}"
     if here is None and key == "data" and Path(value).suffix in SOURCE_BY_SUFFIX:

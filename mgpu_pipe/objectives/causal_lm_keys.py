@@ -63,4 +63,5 @@ DESCRIPTION = Description(
         ),
     ),
     measured=perplexity,
+    other_names=("clm",),
 )

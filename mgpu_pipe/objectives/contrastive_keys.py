@@ -9,7 +9,7 @@ from typing import Any
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.tower_features_keys import cached_features_errors
+from mgpu_pipe.objectives.cached_features import cached_features_errors
 
 RANKS = (1, 5, 10)
 
@@ -75,4 +75,5 @@ DESCRIPTION = Description(
     samples="captioned_images",
     families=("altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip", DUAL_ENCODER),
     refused_axes=("pp", "cp", "ep"),
+    other_names=("clip",),
 )

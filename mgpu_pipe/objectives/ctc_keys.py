@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.alphabet import own_alphabet
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, error_rates
 
@@ -24,6 +26,12 @@ REFUSED = {
 class CTCConfig(TranscriptConfig):
     name: str = "ctc"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
+        if config.peft.train_also or own_alphabet(config) is not None:
+            return []
+        reason = "the head of a new alphabet would stay untrained"
+        return [ConfigError("peft.train_also", [], "use peft.train_also=[lm_head.*]", reason)]
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         return [
@@ -51,4 +59,6 @@ DESCRIPTION = Description(
     samples="speech",
     families=FAMILIES,
     refused_axes=("pp", "cp", "ep"),
+    other_names=("asr",),
+    alphabet=True,
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.tower_features_keys import cached_features_errors
+from mgpu_pipe.objectives.cached_features import cached_features_errors
 
 FAMILIES = (
     *("beit", "clip", "convnext", "convnextv2", "data2vec-vision", "dinov2", "dinov2_with_registers", "focalnet"),
@@ -52,4 +52,5 @@ DESCRIPTION = Description(
     samples="labelled_images",
     families=FAMILIES,
     refused_axes=("pp", "cp", "ep"),
+    other_names=("classification",),
 )

@@ -68,4 +68,5 @@ DESCRIPTION = Description(
     model_class="AutoModelForMaskedLM",
     attention="bidirectional",
     families=("bert",),
+    other_names=("mlm",),
 )

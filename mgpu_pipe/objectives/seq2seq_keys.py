@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing_extensions import Self
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig
+from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
 
 
 @dataclass
@@ -28,6 +29,11 @@ class Seq2SeqConfig(ObjectiveConfig):
 
     def prompts(self) -> tuple[list[str], int]:
         return self.sample_prompts, self.sample_max_new_tokens
+
+    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
+        if config.peft.name != "qlora":
+            return []
+        return [ConfigError("peft", "qlora", "use peft=lora", "T5 looks at the type of its weights")]
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:
@@ -54,4 +60,5 @@ DESCRIPTION = Description(
     model_class="AutoModelForSeq2SeqLM",
     attention="encoder_decoder",
     families=("t5",),
+    other_names=("summarization", "translation"),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import Self
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ObjectiveConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import model_types
 
@@ -33,6 +33,12 @@ class SequenceClassificationConfig(ObjectiveConfig):
 
     def prompts(self) -> tuple[list[str], int]:
         return self.sample_texts, 0
+
+    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
+        if config.peft.train_also:
+            return []
+        fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
+        return [ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained")]
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         model_type = str(fields["model_type"])
@@ -63,4 +69,5 @@ DESCRIPTION = Description(
     attention="own",
     samples="labelled_text",
     refused_axes=("pp", "cp"),
+    other_names=("classification",),
 )

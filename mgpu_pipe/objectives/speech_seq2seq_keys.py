@@ -65,4 +65,5 @@ DESCRIPTION = Description(
     samples="speech",
     families=("whisper",),
     refused_axes=("pp", "cp", "ep"),
+    other_names=("asr",),
 )

@@ -13,7 +13,7 @@ from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.tower_features_keys import cached_features_errors
+from mgpu_pipe.objectives.cached_features import cached_features_errors
 
 FAMILIES_WITH_TOWER = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
 """Families with their own vision tower."""
