@@ -79,9 +79,8 @@ def logger_errors(leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
             yield from _mlflow_errors(str(leaf.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""), key)
         elif name == "WandbLogger":
             yield from _wandb_errors(leaf, key)
-        elif name == "CometLogger" and leaf.get("online") is False:
-            fix = "leave it out, and set COMET_START_ONLINE=false for an archive in the run's folder"
-            yield ConfigError(f"{key}.online", False, fix, "Lightning then logs nothing to Comet")
+        elif name == "CometLogger":
+            yield from _comet_errors(leaf, key)
 
 
 def _mlflow_errors(uri: str, key: str) -> Iterator[ConfigError]:
@@ -107,12 +106,33 @@ def _wandb_errors(leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
 def _has_wandb_settings() -> bool:
     """Whether wandb's files hold a key of ``wandb login`` or the settings of ``wandb offline``."""
     places = (os.environ.get("NETRC") or "~/.netrc", "~/_netrc", "~/.config/wandb/settings", "wandb/settings")
-    return any(_mentions(Path(place).expanduser()) for place in places)
+    return any(_mentions(place, ("wandb", "offline", "disabled")) for place in places)
 
 
-def _mentions(file: Path) -> bool:
+def _comet_errors(leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
+    """An error if Comet logs nothing, or has no key for its service."""
+    if leaf.get("online") is False:
+        fix = "leave it out, and set COMET_START_ONLINE=false for an archive in the run's folder"
+        yield ConfigError(f"{key}.online", False, fix, "Lightning then logs nothing to Comet")
+        return
+    offline = os.environ.get("COMET_START_ONLINE", "").lower() in ("false", "0")
+    if offline or leaf.get("api_key") or os.environ.get("COMET_API_KEY") or _has_comet_key():
+        return
+    fix = "set COMET_API_KEY, run comet login, or set COMET_START_ONLINE=false"
+    yield ConfigError(f"{key}._target_", leaf["_target_"], fix, "Comet has no key for its service")
+
+
+def _has_comet_key() -> bool:
+    """Whether a configuration file of Comet holds the key of ``comet login``."""
+    named = os.environ.get("COMET_CONFIG") or "~"
+    places = (named, str(Path(named) / ".comet.config"), ".comet.config", "~/.comet.config", ".env")
+    return any(_mentions(place, ("api_key", "COMET_API_KEY")) for place in places)
+
+
+def _mentions(place: str, words: tuple[str, ...]) -> bool:
+    """Whether the file holds one of the words."""
     try:
-        text = file.read_text(encoding="utf-8", errors="replace")
+        text = Path(place).expanduser().read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
-    return "wandb" in text or "offline" in text or "disabled" in text
+    return any(word in text for word in words)

@@ -149,17 +149,21 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_tokenizer_size(config: RunConfig) -> None:
-    """Refuse a model vocabulary smaller than the data's tokenizer.
+    """Refuse a model vocabulary smaller than the data's tokenizer or alphabet.
 
     :func:`check_model_folder` compares the vocabulary of a folder without overrides.
     """
     from mgpu_pipe.data.model_field import model_vocab_size
-    from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size
+    from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size, transcripts_vocab_size
 
-    if config.data.source not in DATA_SOURCES or config.data.source in AUDIO_SOURCES or not _reads_text(config):
+    model, template, spoken = config.model, config.data.chat_template, config.data.source in AUDIO_SOURCES
+    if spoken and config.objective.name == "ctc":
+        _check_alphabet(config)
+    if config.data.source not in DATA_SOURCES or not _reads_text(config):
         return
-    model, template = config.model, config.data.chat_template
-    if model.path is None and config.data.tokenizer == "auto":
+    if model.path is None and config.data.tokenizer == "auto" and spoken:
+        transcripts_vocab_size(config)
+    elif model.path is None and config.data.tokenizer == "auto":
         special: Sequence[str] = ()
         if template is not None:
             from mgpu_pipe.data.text.chat_templates import SPECIAL
@@ -172,6 +176,21 @@ def check_tokenizer_size(config: RunConfig) -> None:
             raise ConfigError(
                 "model.config.vocab_size", size, f"use at least {ids}", f"the tokenizer has {ids} entries"
             )
+
+
+def _check_alphabet(config: RunConfig) -> None:
+    """Refuse an alphabet that cannot be read, or has more characters than the folder's model has outputs."""
+    from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
+    from mgpu_pipe.data.model_field import model_vocab_size
+
+    folder = named_alphabet(config)
+    if folder is None:
+        return
+    characters = Alphabet.from_folder(folder).size
+    size = None if config.model.path is None else model_vocab_size(config.model)
+    if size is not None and characters > size:
+        fix = f"use at least {characters}, or the model's own alphabet"
+        raise ConfigError("model.config.vocab_size", size, fix, f"the alphabet of {folder} has {characters} entries")
 
 
 def _tokenizer_is_here(config: RunConfig) -> bool:

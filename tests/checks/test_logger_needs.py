@@ -12,6 +12,8 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
 
+COMET = ("COMET_API_KEY", "COMET_CONFIG", "COMET_START_ONLINE")
+
 
 def all_errors(config: RunConfig) -> list[BadInputError]:
     return [*value_errors(config), *relation_errors(config)]
@@ -26,7 +28,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
         find_spec = staticmethod(lambda name: name if name in names else None)
 
     monkeypatch.setattr(logger_needs, "PathFinder", Finder)
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "NETRC"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "NETRC", *COMET):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -57,6 +59,28 @@ def test_wandb_needs_a_key_or_to_be_offline(
         with monkeypatch.context() as here:
             here.setenv(name, value)
             assert said("logger=wandb") == []
+
+
+def test_comet_needs_a_key_or_to_be_offline(
+    installed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed.add("comet_ml")
+    comet = ("logger=none", "+logger.comet._target_=pytorch_lightning.loggers.CometLogger")
+    (message,) = said(*comet)
+    assert (
+        "Comet has no key for its service; set COMET_API_KEY, run comet login, or set COMET_START_ONLINE=fa" in message
+    )
+    for name, value in (("COMET_API_KEY", "x"), ("COMET_START_ONLINE", "false")):
+        with monkeypatch.context() as here:
+            here.setenv(name, value)
+            assert said(*comet) == []
+    (tmp_path / "there").mkdir()
+    for file in (tmp_path / ".comet.config", tmp_path / "there" / ".comet.config"):
+        monkeypatch.setenv("COMET_CONFIG", str(tmp_path / "there"))
+        file.write_text("[comet]\napi_key = x\n")
+        assert said(*comet) == []
+        file.unlink()
+    assert len(said(*comet)) == 1
 
 
 def test_mlflow_needs_a_database_or_a_server(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

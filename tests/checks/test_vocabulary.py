@@ -8,9 +8,11 @@ import pytest
 
 from mgpu_pipe.checks.model import check_tokenizer_size
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.data.audio.alphabet import Alphabet
+from mgpu_pipe.data.audio.transcript_tokens import words_of
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 from mgpu_pipe.data.text.tokenizer_train import write_number_tokenizer
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import ConfigError, ModelFolderError
 
 SMALL = "model.config.vocab_size=10"
 
@@ -51,3 +53,45 @@ def test_check_takes_vocabularies_that_fit(overrides: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     write_number_tokenizer(300, tmp_path)
     check_tokenizer_size(compose(["model=llama_tiny", *overrides.split()])[0])
+
+
+WHISPER = ("model=whisper_tiny", "objective=speech_seq2seq", "data=audio_list")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        ("model.config.vocab_size=257", "model.config.vocab_size=257: a byte-level tokenizer needs 256 bytes and the"),
+        ("~model.config.vocab_size", "model.config.vocab_size=null: data.tokenizer=auto makes"),
+        (f"data.tokenizer=. {SMALL}", f"{SMALL}: the tokenizer has 300 entries; use at least 300"),
+    ],
+)
+def test_check_refuses_vocabularies_too_small_for_transcripts(
+    overrides: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_number_tokenizer(300, tmp_path)
+    config, _ = compose([*WHISPER, *overrides.split()])
+    for refuse in (lambda: words_of(config, [], None, tmp_path), lambda: check_tokenizer_size(config)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError) as refused:
+            refuse()
+        assert str(refused.value).startswith(error)
+    check_tokenizer_size(compose(WHISPER)[0])
+
+
+def test_check_reads_the_alphabet_of_recordings(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder, letters in ((model, "ab"), (other, "abcdef")):
+        folder.mkdir()
+        Alphabet.from_texts(letters).write(folder, 8000, normalise=True)
+    (model / "config.json").write_text('{"model_type": "wav2vec2", "vocab_size": 5}')
+    given = ("objective=ctc", "data=audio_list", "model=hf", f"model.path={model}")
+    check_tokenizer_size(compose(given)[0])
+    wider = compose([*given, f"data.tokenizer={other}"])[0]
+    with pytest.raises(
+        ConfigError, match=r"vocab_size=5: the alphabet of .*other has 9 entries; use at least 9, or the"
+    ):
+        check_tokenizer_size(wider)
+    (other / "vocab.json").write_text('{"a": 0}')
+    with pytest.raises(ModelFolderError, match=r"vocab\.json: is no vocabulary of characters"):
+        check_tokenizer_size(wider)

@@ -20,6 +20,13 @@ STRANGE = "\ufffd"
 """Printed for a character without a number."""
 
 
+def named_alphabet(config: RunConfig) -> Path | None:
+    """The folder of ``data.tokenizer``, else the model's where it has an alphabet; None: the data gives a new one."""
+    if config.data.tokenizer != "auto":
+        return local_folder(config.data.tokenizer, "data.tokenizer")
+    return own_alphabet(config)
+
+
 def own_alphabet(config: RunConfig) -> Path | None:
     """The model's folder, if it has an alphabet; else None."""
     folder = None if config.model.path is None else local_folder(config.model.path)

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.family import Frames
-from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.alphabet import Alphabet, own_alphabet
+from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
 from mgpu_pipe.data.audio.listen import Sound, frames_of, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
@@ -270,12 +269,10 @@ def _note_of_strange(known: PreparedSpeech) -> str:
 
 def _alphabet(config: RunConfig, folder: Path) -> tuple[Alphabet, bool]:
     """The configured alphabet, else the model's, else a new one of all training characters; and whether it is new."""
-    if config.data.tokenizer != "auto":
-        return Alphabet.from_folder(local_folder(config.data.tokenizer, "data.tokenizer")), config.model.path is None
-    saved = own_alphabet(config)
-    if saved is not None:
-        return Alphabet.from_folder(saved), False
-    return Alphabet.from_texts(transcripts(folder)[0]), True
+    named = named_alphabet(config)
+    if named is None:
+        return Alphabet.from_texts(transcripts(folder)[0]), True
+    return Alphabet.from_folder(named), config.model.path is None
 
 
 def _alphabet_folder(alphabet: Alphabet, sound: Sound, cache: Path) -> Path:

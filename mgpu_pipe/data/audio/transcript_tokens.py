@@ -13,11 +13,11 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.alphabet import PREPROCESSOR, STRANGE
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.cache import build_once, digest_of, write_json
-from mgpu_pipe.data.model_field import model_field, model_vocab_size
+from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, FILES, TOKENIZER, existing_file, json_file, special_tokens
 from mgpu_pipe.data.text.tokenizer_train import END_OF_TEXT, train_bpe
-from mgpu_pipe.data.text.vocabulary_size import BYTE_LEVEL_MINIMUM
+from mgpu_pipe.data.text.vocabulary_size import transcripts_vocab_size
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,13 +134,7 @@ def words_of(config: RunConfig, texts: Iterable[str], window: LogMel, cache: Pat
 
 
 def _trained(config: RunConfig, texts: list[str], window: LogMel, cache: Path) -> Path:
-    size = model_vocab_size(config.model)
-    if size is None:
-        fix, reason = "set it, or data.tokenizer", "data.tokenizer=auto makes a tokenizer of the model's size"
-        raise ConfigError("model.config.vocab_size", None, fix, reason)
-    if size <= BYTE_LEVEL_MINIMUM:
-        reason = "a byte-level tokenizer needs 256 bytes and the tokens that begin and end a transcript"
-        raise ConfigError("model.config.vocab_size", size, f"use at least {BYTE_LEVEL_MINIMUM + 1}", reason)
+    size = transcripts_vocab_size(config)
     folder = cache / "words" / digest_of(_FORMAT, "trained", texts, size, window.settings())
 
     def train(out: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.data import files
-from mgpu_pipe.data.bad_samples import BadSampleError
+from mgpu_pipe.data.bad_samples import OR_SKIP, BadSampleError
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.tables import Keep, fault_of, file_named, is_embedded, looked_at, row_lines
@@ -115,7 +115,7 @@ def rows_of(
             check(row)
         except DataError as error:
             if not skips:
-                raise
+                raise DataError(f"{error}{OR_SKIP}") from error
             first = first or error
             if faults is not None:
                 faults.append((origin, fault_of(error, origin)))

@@ -229,7 +229,8 @@ class ChatSource:
             bad += [*too_long(pixels.grid, pictures), *self._uneven(visuals, pictures)]
             for path, fact in zip(stored.paths, stored.facts, strict=True):
                 bad += [] if all(pixels.grid.places(fact.height, fact.width)) else [(path, TOO_LONG)]
-        report_bad_samples(bad, data.on_bad_sample)
+        kind = ("a picture or video", "pictures and videos") if self.clips else ("a picture", "pictures")
+        report_bad_samples(bad, data.on_bad_sample, kind)
         pictures_of = self.pictures
         if misplaced:  # an unusable picture leaves the conversation out
             pictures_of = [(len(visuals),) if at in misplaced else numbers for at, numbers in enumerate(self.pictures)]

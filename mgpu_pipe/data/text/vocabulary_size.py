@@ -21,10 +21,7 @@ def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
     Raises:
         ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.
     """
-    size = model_vocab_size(config.model)
-    if size is None:
-        reason = "data.tokenizer=auto makes a tokenizer of the model's size"
-        raise ConfigError("model.config.vocab_size", None, "set it, or data.tokenizer", reason)
+    size = _model_size(config)
     if config.data.source == "synthetic":
         least, reason = 2, ""
     else:
@@ -34,3 +31,24 @@ def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
     if size < least:
         raise ConfigError("model.config.vocab_size", size, f"use at least {least}", reason)
     return size - config.objective.reserved_ids()
+
+
+def transcripts_vocab_size(config: RunConfig) -> int:
+    """Vocabulary size of the tokenizer that ``data.tokenizer=auto`` trains of transcripts for a new model.
+
+    Raises:
+        ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.
+    """
+    size = _model_size(config)
+    if size <= BYTE_LEVEL_MINIMUM:
+        reason = "a byte-level tokenizer needs 256 bytes and the tokens that begin and end a transcript"
+        raise ConfigError("model.config.vocab_size", size, f"use at least {BYTE_LEVEL_MINIMUM + 1}", reason)
+    return size
+
+
+def _model_size(config: RunConfig) -> int:
+    size = model_vocab_size(config.model)
+    if size is None:
+        reason = "data.tokenizer=auto makes a tokenizer of the model's size"
+        raise ConfigError("model.config.vocab_size", None, "set it, or data.tokenizer", reason)
+    return size

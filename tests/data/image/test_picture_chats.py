@@ -105,7 +105,7 @@ def test_broken_rows_and_missing_files_are_left_out_and_named(tmp_path: Path, ca
     lines = caplog.text
     for number, (reason, row) in enumerate([*BROKEN.items(), *(("there is no file", row) for row in MISSING)], 1):
         (tmp_path / "one.jsonl").write_text(json.dumps(whole[0]) + "\n" + json.dumps(row))
-        with pytest.raises(DataError, match=re.escape(reason)):
+        with pytest.raises(DataError, match=f"{re.escape(reason)}.*; data.on_bad_sample=skip leaves it out"):
             list(rows_of(stop, tmp_path / "one.jsonl"))
         assert number > 5 or f"chats.jsonl:{number} " in lines, "five are named"
     (tmp_path / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in BROKEN.values()))
@@ -116,13 +116,14 @@ def test_broken_rows_and_missing_files_are_left_out_and_named(tmp_path: Path, ca
     assert (again.train_samples, again.bad_samples) == (3, left - 1), "it has come back"
 
 
-def test_a_missing_video_is_left_out(tmp_path: Path) -> None:
+def test_a_missing_video_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     need_pyav()
     rows = [{"messages": said("<video>?"), "video": name} for name in ("gone.mp4", "walk")]
     config = video_chats(tmp_path, "data.on_bad_sample=skip", rows=rows)
     preflight(config)
     found: Any = prepare(config)
     assert (found.train_samples, found.bad_samples) == (1, 1)
+    assert "1 of the pictures and videos are left out: " in caplog.text
 
 
 def test_folders_of_frames_have_a_rate_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
