@@ -40,8 +40,8 @@ test-fast: $(DEVELOPMENT)
 	$(PYTEST) -m "not slow and not exhaustive"
 
 lint: $(DEVELOPMENT)
-	$(BIN)/ruff check mgpu_pipe tests benchmarks examples docs
-	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks examples docs
+	$(BIN)/ruff check mgpu_pipe tests benchmarks examples docs setup.py
+	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks examples docs setup.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -64,7 +64,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 # torch first and pinned: then nothing else pulls another build of it.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("mgpu_pipe needs Python 3.10 to 3.13") if not (3, 10) <= sys.version_info < (3, 14) else None'
 	@echo "installing torch and what else is needed into $(VENV); this takes some minutes, once"
 	$(PYTHON) -m venv $(VENV)

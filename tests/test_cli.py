@@ -512,10 +512,10 @@ def test_a_plug_in_brings_configurations_and_names(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_the_conf_tree_and_the_licence_and_runs_from_any_folder(tmp_path: Path):
+def test_the_wheel_carries_every_package_the_conf_tree_and_the_licence_and_runs_from_any_folder(tmp_path: Path):
     sources = tmp_path / "sources"
     sources.mkdir()
-    for name in ("mgpu_pipe", "conf", "pyproject.toml", "LICENSE"):
+    for name in ("mgpu_pipe", "conf", "pyproject.toml", "setup.py", "LICENSE"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(sources)], check=True)
     (sources / "README.md").write_text("x")
     program = "import setuptools.build_meta as b, sys; print(b.build_wheel(sys.argv[1]))"
@@ -523,12 +523,14 @@ def test_the_wheel_carries_the_conf_tree_and_the_licence_and_runs_from_any_folde
     wheel = subprocess.run(build, cwd=sources, capture_output=True, text=True, check=True).stdout.split()[-1]
     with zipfile.ZipFile(tmp_path / wheel) as archive:
         shipped = {name for name in archive.namelist() if name.startswith("mgpu_pipe/conf/")}
+        code = {name for name in archive.namelist() if name.endswith(".py")}
         archive.extractall(tmp_path / "installed")
     (metadata,) = (tmp_path / "installed").glob("mgpu_pipe-*.dist-info/METADATA")
     assert {"License-Expression: Apache-2.0 AND MIT", "License-File: LICENSE"} <= set(metadata.read_text().splitlines())
     text = (metadata.parent / "licenses" / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
     assert shipped == {f"mgpu_pipe/conf/{file.relative_to(ROOT / 'conf')}" for file in (ROOT / "conf").rglob("*.yaml")}
+    assert code == {str(file.relative_to(ROOT)) for file in (ROOT / "mgpu_pipe").rglob("*.py")}
     page = {file.name for file in (ROOT / "mgpu_pipe/report/static").iterdir()}
     assert {file.name for file in (tmp_path / "installed/mgpu_pipe/report/static").iterdir()} == page
     elsewhere = tmp_path / "elsewhere"

@@ -71,7 +71,7 @@ def test_the_refusal_that_the_readme_shows() -> None:
 
 def test_make_train_runs_the_quickstart(tmp_path: Path, cache: Path) -> None:
     """``make train`` in a copy of the tree, with this environment in the place of the one it would install."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "setup.py", "constraints.txt"):
         shutil.copy(REPOSITORY / name, tmp_path)
     tools = tmp_path / ".venv" / "bin"
     tools.mkdir(parents=True)
