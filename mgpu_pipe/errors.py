@@ -161,8 +161,8 @@ class NonFiniteError(MgpuError):
     def __init__(
         self, what: str, step: int, first_sample: int, last_sample: int, last_good: Path | None, updated: bool = False
     ) -> None:
-        done = "no checkpoint is written of it" if updated else "the update was not applied"
-        good = f"the last good checkpoint is {last_good}" if last_good else "there is no good checkpoint before it"
+        done = "it has no checkpoint" if updated else "the update was not applied"
+        good = f"the last good checkpoint is {last_good}" if last_good else "no good checkpoint precedes it"
         super().__init__(
             f"{what} is not finite {'after' if updated else 'at'} step {step} (samples {first_sample} to "
             f"{last_sample}): {done} and {good}; lower optimizer.lr, set trainer.gradient_clip_val, or look at those "
@@ -179,8 +179,8 @@ class GradientSpikeError(MgpuError):
     """
 
     def __init__(self, what: object, saved: Path | None) -> None:
-        good = f"the step before it is saved in {saved}" if saved else "nothing was saved"
-        fix = "look at its samples, or go on with checkpoint.resume=auto optimizer.spike_guard.action=skip"
+        good = f"the step before it is saved in {saved}" if saved else "no checkpoint holds the step before it"
+        fix = "check its samples, or resume with checkpoint.resume=auto optimizer.spike_guard.action=skip"
         super().__init__(f"{what}: its update was not applied and {good}; {fix}")
 
 

@@ -47,7 +47,7 @@ def missing_compiler(key: str, value: object, who: str) -> Iterator[ConfigError]
         who: who compiles what, as a clause.
     """
     wanted = os.environ.get("CXX")
-    there = f"CXX={wanted} is not there" if wanted else "there is no C++ compiler"
+    there = f"CXX={wanted} does not exist" if wanted else "this machine has no C++ compiler"
     fix = "install one (Debian and Ubuntu: apt-get install g++), or set CXX"
     yield ConfigError(key, value, fix, f"{who}, and {there}")
 
@@ -84,7 +84,7 @@ def _fp8_errors(config: RunConfig) -> list[BadInputError]:
         return []
     capability = gpu_capability() if device_type(config) == "cuda" else None
     if capability is None or capability < FP8_CAPABILITY:
-        has = "there is none" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        has = "this machine has no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
         reason = f"float8 needs a GPU of compute capability 8.9 or higher, and {has}"
         return [ConfigError("precision.name", "fp8", "use precision=bf16", reason)]
     if config.model.compile is False:

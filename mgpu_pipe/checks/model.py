@@ -230,7 +230,7 @@ def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
         reason = str(error).removeprefix(f"{file}: ").removesuffix(REPLACE)
         raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json", reason) from error
     if not ids:
-        raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json", "holds no vocabulary")
+        raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json", "it has no vocabulary")
     settings = file.with_name(CONFIG)
     made_for = json_file(settings).get(MODEL_VOCABULARY) if is_file(settings) else None
     return max(ids) + 1, made_for if isinstance(made_for, int) else None
@@ -261,7 +261,7 @@ def check_attention(config: RunConfig) -> None:
     elif objective.samples == "picture_chats" and resolve_packing(config) != "none":
         text = {"model_type": "llama", **(fields.get("text_config") or {})}
         if flash or document_isolation(text["model_type"], text) not in ("positions", "axes"):
-            reason = f"attention{' of ' + text['model_type'] if not flash else ''} does not tell conversations apart"
+            reason = f"attention{' of ' + text['model_type'] if not flash else ''} does not separate conversations"
             raise ConfigError(
                 "data.packing", config.data.packing, "use none, or model.attn_implementation=auto", reason
             )

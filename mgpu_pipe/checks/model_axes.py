@@ -322,7 +322,7 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
                 "model.attn_implementation",
                 "flash_attention_2",
                 "use auto or sdpa",
-                "it lays rows end to end, which the routers' balance loss cannot tell apart where "
+                "it lays rows end to end, which the routers' balance loss cannot separate where "
                 "sequence parallelism and expert parallelism share the ranks",
             )
         )

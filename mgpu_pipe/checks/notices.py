@@ -34,7 +34,7 @@ def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     if config.optimizer.ema.evaluate and config.optimizer.ema.decay is None:
         unused.append(("optimizer.ema.evaluate", "optimizer.ema.decay=null keeps no average"))
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
-        unused.append(("run.root", "run.dir says where the run is"))
+        unused.append(("run.root", "run.dir names the folder"))
     if config.strategy.engine in ENGINES:  # a plug-in's engine may read any key
         unused += _strategy(config)
     return unused
@@ -111,12 +111,12 @@ def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.precision.fp8_recipe != DEFAULT.precision.fp8_recipe and config.precision.name != "fp8":
-        yield "precision.fp8_recipe", f"the run computes in {resolve_precision(config)}; it is for precision=fp8"
+        yield "precision.fp8_recipe", f"the run computes in {resolve_precision(config)}; only precision=fp8 reads it"
     if not config.precision.tf32 or uses_tf32(config):
         return
     precision = resolve_precision(config)
     if precision != "fp32":
-        yield "precision.tf32", f"the run computes in {precision}; TF32 is for precision=fp32"
+        yield "precision.tf32", f"the run computes in {precision}; TF32 works with precision=fp32 only"
     else:
         yield "precision.tf32", "TF32 is a mode of CUDA GPUs of compute capability 8.0 and higher"
 
@@ -132,7 +132,7 @@ def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:
     checkpoint, default = config.checkpoint, DEFAULT.checkpoint
     for key in ("when_busy", "on_save_error"):
         if not checkpoint.saves_on_the_way() and getattr(checkpoint, key) != getattr(default, key):
-            yield f"checkpoint.{key}", "without checkpoint.every_n_steps nothing is saved beside training"
+            yield f"checkpoint.{key}", "without checkpoint.every_n_steps the run saves at its end only"
     if checkpoint.frozen_weights == "leave_out":
         if not config.model.freeze and config.peft.name == "none":
             yield "checkpoint.frozen_weights", "model.freeze=[] freezes no weights"
@@ -153,7 +153,9 @@ class Notice:
 def notices(config: RunConfig) -> list[Notice]:
     notices = [Notice(key, f"does nothing here: {why}") for key, why in unused_options(config)]
     if config.data.packing == "auto" and resolve_packing(config) == "none" and config.data.tokens():
-        text = "auto is none: nothing is known to keep documents of one row apart in this model; each has a row, padded"
+        text = (
+            "auto means none: this model is not known to separate documents of one row; each document has a padded row"
+        )
         notices.append(Notice("data.packing", text))
     if config.run.starts_from is not None:
         text = (
@@ -167,7 +169,7 @@ def notices(config: RunConfig) -> list[Notice]:
         text = f"this CPU emulates {emulated}: correct, and several times slower than fp32"
         notices.append(Notice("precision.name", text))
     if not config.checkpoint.save_last and not config.checkpoint.saves_on_the_way():
-        notices.append(Notice("checkpoint", "nothing is saved unless a signal stops the run"))
+        notices.append(Notice("checkpoint", "this run saves a checkpoint only when a signal stops it"))
         if config.objective.prompts()[0] and config.trainer.sample_every_n_steps is None:
             notices.append(Notice("objective.sample_prompts", "no samples: they come from a saved checkpoint"))
     if joined() and config.launch.max_restarts:

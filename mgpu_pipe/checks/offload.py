@@ -102,7 +102,7 @@ def _compiler_errors() -> Iterator[BadInputError]:
         yield from missing_compiler(key, value, COMPILES)
     yield from missing_headers(key, value, COMPILES)
     if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
-        yield ConfigError(key, value, "install it: pip install ninja", f"{COMPILES}, and there is no ninja")
+        yield ConfigError(key, value, "install it: pip install ninja", f"{COMPILES}, and ninja is not installed")
     if cxx is not None and not _has_libaio(cxx):
         fix = "install libaio (Debian and Ubuntu: apt-get install libaio-dev; Fedora: libaio-devel)"
         yield ConfigError(key, value, fix, "DeepSpeed reads and writes through libaio, which is not here")

@@ -97,7 +97,7 @@ def _picture_errors(fields: Mapping[str, Any], stages: int, by_hand: Sequence[in
         cut = [num_deepstack, *(rest // others + (index < rest % others) for index in range(others))]
         fix = f"give the first at least {num_deepstack}, e.g. {LAYERS_KEY}=[{','.join(map(str, cut))}]"
     layers_value = ",".join(map(str, by_hand)) if by_hand else "auto"
-    reason = f"pictures are added behind the first {num_deepstack} layers, and the first stage would have {first}"
+    reason = f"pictures enter after each of the first {num_deepstack} layers, and the first stage has only {first}"
     return [ConfigError(LAYERS_KEY, layers_value, fix, reason)]
 
 

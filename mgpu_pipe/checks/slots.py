@@ -78,7 +78,7 @@ def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
     for name, leaf in config.callbacks.items():
         if isinstance(leaf, Mapping) and EARLY_STOPPING in inherited_names(str(leaf.get(TARGET)), CALLBACKS):
             fix = f"set e.g. trainer.val_every_n_steps={max(1, (last or 100) // 10)}, or leave callbacks.{name} out"
-            reason = f"callbacks.{name} looks at evaluations, and there is none before the end"
+            reason = f"callbacks.{name} reads evaluations, and none runs before the end"
             yield ConfigError("trainer.val_every_n_steps", every, fix, reason)
 
 

@@ -153,7 +153,7 @@ def _model_choice(config: RunConfig) -> list[ConfigError]:
     model = config.model
     if model.type is None and model.path is None:
         fix = "give a model folder or a name on the Hub (<org>/<name>), or choose another option (mgpu-pipe ls model)"
-        return [ConfigError("model.path", None, fix, "there is no model")]
+        return [ConfigError("model.path", None, fix, "no model is chosen")]
     if model.type is not None and model.path is not None:
         fix = "use model=hf with model.path, or leave model.path out"
         return [ConfigError("model.path", model.path, fix, f"model.type={model.type} is set too")]
@@ -231,14 +231,14 @@ def _sample_errors(config: RunConfig) -> list[ConfigError]:
     if every is None or config.objective.prompts()[0]:
         return []
     fix = "set objective.sample_prompts (sample_texts for a classifier), or use null"
-    return [ConfigError("trainer.sample_every_n_steps", every, fix, "there is no prompt to continue")]
+    return [ConfigError("trainer.sample_every_n_steps", every, fix, "the objective has no prompt to continue")]
 
 
 def _held_out_errors(config: RunConfig) -> list[ConfigError]:
     data, errors = config.data, []
     held_out = data.validation_fraction > 0 or bool(data.validation_paths)
     if config.trainer.val_every_n_steps is not None and not held_out:
-        fix, reason = "hold something out (data.validation_fraction), or use null", "nothing is held out"
+        fix, reason = "hold something out (data.validation_fraction), or use null", "no data is held out"
         errors.append(ConfigError("trainer.val_every_n_steps", config.trainer.val_every_n_steps, fix, reason))
     if config.checkpoint.keep_best and not held_out and config.checkpoint.best_metric.startswith("val/"):
         fix = "hold something out (data.validation_fraction), or use 0"

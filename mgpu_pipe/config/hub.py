@@ -207,7 +207,7 @@ def matching(name: HubName, key: str) -> list[str]:
     matches = sorted(file for file in files if file == name.files or pattern.fullmatch(file))
     if not matches:
         examples = ", ".join(files[:LISTED]) + (f" and {len(files) - LISTED} more" if len(files) > LISTED else "")
-        raise ConfigError(key, name, f"give a file or a glob of what is there: {examples}", "matches no file")
+        raise ConfigError(key, name, f"give one of its files or a glob: {examples}", "matches no file")
     return matches
 
 
@@ -312,7 +312,7 @@ def refusal(name: HubName, error: Exception) -> tuple[str, str]:
         if isinstance(cause_, errors.RevisionNotFoundError):
             return "give a branch, tag or commit that it has", f"{name.repository} has no revision {name.revision}"
         if isinstance(cause_, errors.LocalTokenNotFoundError):
-            return log_in, f"there is no token for {constants.ENDPOINT}"
+            return log_in, f"this machine has no token for {constants.ENDPOINT}"
         if isinstance(cause_, errors.RepositoryNotFoundError):
             path = "no such path here, and " if name.kind == "model" and name.revision is None else ""
             fix = f"correct the name; if it is private, {log_in}"
@@ -320,7 +320,7 @@ def refusal(name: HubName, error: Exception) -> tuple[str, str]:
         if status in (401, 403):
             return f"{log_in} with a token that may", f"{constants.ENDPOINT} refuses this account ({status})"
         if status is not None:
-            fix = "try again later; HF_HUB_OFFLINE=1 goes on with what the cache holds"
+            fix = "try again later; HF_HUB_OFFLINE=1 uses the cache alone"
             return fix, f"{constants.ENDPOINT} answers with an error ({status})"
         if isinstance(cause_, errors.HFValidationError):
             return "correct the name", _first_line(cause_)
@@ -330,7 +330,7 @@ def refusal(name: HubName, error: Exception) -> tuple[str, str]:
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.RevisionResolutionError)) or not isinstance(
         error, OSError
     ):
-        fix = "look at the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 goes on with what the cache holds"
+        fix = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses the cache alone"
         broken = any(type(cause_).__name__ in ("RemoteProtocolError", "ReadError") for cause_ in causes)
         noun = "broke the transfer off" if broken else "cannot be reached"
         return fix, f"{constants.ENDPOINT} {noun} ({_first_line(causes[-1])})"

@@ -234,7 +234,7 @@ def path_advice(word: str) -> str | None:
         return f"a configuration is chosen by its name:{place} the word is {group}={path.stem}"
     if is_file(RunPaths(path).config):
         again = f"--config-path {word} run.dir={word} checkpoint.resume=auto"
-        return f"is a run; go on with it by mgpu-pipe {again}, or say what to do with it, e.g. mgpu-pipe eval {word}"
+        return f"is a run; resume it by mgpu-pipe {again}, or use a command, e.g. mgpu-pipe eval {word}"
     if exists(path):
         return f"is a path; give it to a key, e.g. model=hf model.path={word} or 'data.paths=[\"{word}\"]'"
     return None

@@ -43,9 +43,9 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_visual_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a verb that takes pictures and videos."""
-    image_help = "a picture, for models that see; repeatable; <image> in the text says where, else it stands in front"
+    image_help = "a picture, for models that see; repeatable; <image> in the text marks its place, else it comes first"
     parser.add_argument("--image", action="append", type=Path, default=[], metavar="FILE", help=image_help)
-    video_help = "a video, a file or a folder of frames, likewise; <video> in the text says where"
+    video_help = "a video, a file or a folder of frames, likewise; <video> in the text marks its place"
     parser.add_argument("--video", action="append", type=Path, default=[], metavar="FILE", help=video_help)
 
 
@@ -99,7 +99,7 @@ def find_inputs(arguments: argparse.Namespace) -> Path:
     for option, what in (("image", "picture"), ("video", "video")):
         for file in getattr(arguments, option, ()):
             if not exists(file.expanduser()):
-                raise BadInputError(f"--{option}={file}: there is no such file or folder; give another {what}")
+                raise BadInputError(f"--{option}={file}: no such file or folder; give another {what}")
     return folder
 
 

@@ -56,7 +56,7 @@ class LoadedRun:
         from mgpu_pipe.inference.generation import load_tokenizer
 
         if self.tokenizer_folder is None:
-            raise BadInputError(f"{self.source}: no tokenizer beside it; give the run's folder, which keeps one")
+            raise BadInputError(f"{self.source}: no tokenizer next to it; give the run's folder, which keeps one")
         return load_tokenizer(self.tokenizer_folder)
 
     def chat(self) -> ChatTemplate | None:

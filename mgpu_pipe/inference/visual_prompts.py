@@ -141,14 +141,14 @@ def _video(file: Path, pixels: GridPixels, data: PictureChatConfig) -> Picture:
         frames = [frame for frame in sorted(file.iterdir()) if frame.suffix.lower() in SUFFIXES and is_file(frame)]
         total = len(frames)
         if total < 2:
-            raise BadInputError(f"{option}: {ONE if total else 'holds no pictures'}; give another video")
+            raise BadInputError(f"{option}: {ONE if total else 'it has no pictures'}; give another video")
         facts: ClipFacts | str = ClipFacts(total, 0, 0, data.frames_per_second)
     else:
         try:
             pyav()
         except ConfigError as error:
             raise BadInputError(f"{option}: {error.reason}; {error.fix}") from error
-        facts = look(file) if is_file(file) else "there is no such file or folder"
+        facts = look(file) if is_file(file) else "no such file or folder"
         if isinstance(facts, str):
             raise BadInputError(f"{option}: {facts}; give another video")
     assert isinstance(facts, ClipFacts)

@@ -163,7 +163,7 @@ def _stopped_rank_failure(paths: RunPaths, rank: int, waited: Failure) -> Failur
     """Failure of a stopped rank that the others waited for."""
     message = (
         f"the process was stopped (SIGSTOP, or a debugger) and the other ranks waited for it in vain; rank "
-        f"{waited.rank} said: {waited.message.splitlines()[0][:200]}"
+        f"{waited.rank} reports: {waited.message.splitlines()[0][:200]}"
     )
     return Failure(
         rank=rank,
@@ -184,7 +184,7 @@ def _silent_ranks_failure(paths: RunPaths, ranks: Sequence[int], waited: Failure
     more = f" and {len(ranks) - MAX_NAMED_RANKS} more" if len(ranks) > MAX_NAMED_RANKS else ""
     message = (
         f"the others waited in vain for rank{'s' * (len(ranks) > 1)} {where}{more} to join a collective; rank "
-        f"{waited.rank} said: {waited.message.splitlines()[0][:200]}"
+        f"{waited.rank} reports: {waited.message.splitlines()[0][:200]}"
     )
     return Failure(
         rank=ranks[0],

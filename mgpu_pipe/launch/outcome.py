@@ -74,7 +74,7 @@ def print_before(
 
 
 def print_complete(paths: RunPaths) -> None:
-    print_line(f"this run is complete; raise trainer.{limit_reached(paths)} to go on", file=sys.stderr)
+    print_line(f"this run is complete; raise trainer.{limit_reached(paths)} to continue", file=sys.stderr)
     print_line(f"run: {paths.root}", flush=True)
 
 

@@ -24,7 +24,7 @@ def settled(config: RunConfig) -> RunConfig:
         return config
     if config.strategy.name == "single":
         return replace(config, trainer=replace(config.trainer, devices=1))
-    reason = "this machine does not tell what the nodes have"
+    reason = "this machine does not know the GPUs of the nodes"
     raise ConfigError("trainer.devices", "auto", "give the number of processes a node", reason)
 
 
@@ -35,7 +35,7 @@ def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) ->
         ConfigError: the run has no folder known to all processes.
     """
     if config.run.dir is None:
-        fix = "give a folder that all nodes see; a restart goes on in it"
+        fix = "give a folder that all nodes see; a restart resumes in it"
         raise ConfigError("run.dir", None, fix, "every process is started by this very line")
     words = [*without(command_line.alone, *REPLACED_KEYS, "trainer.devices", "run.dir", "checkpoint.resume")]
     words += [f"trainer.devices={devices_per_node(config)}", f"run.dir={hydra_quoted(config.run.dir)}"]

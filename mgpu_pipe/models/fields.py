@@ -303,7 +303,7 @@ def _check_sizes(fields: Mapping[str, Any], model: ModelConfig) -> list[BadInput
         if abs(value) > most:
             fix, reason = f"use at most {most:,}", "no model is that large"
         elif value < 0 and last in NOT_NEGATIVE:
-            fix, reason = "use at least 0", "there are no fewer than none"
+            fix, reason = "use at least 0", "the number is below 0"
         elif value < 1 and last in AT_LEAST_ONE and name in model.config:
             fix, reason = "use at least 1", "a model has some"
         else:

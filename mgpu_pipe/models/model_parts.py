@@ -111,5 +111,5 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             named[name].requires_grad_(False)
         frozen += matched
     if patterns and not any(parameter.requires_grad for parameter in named.values()):
-        raise ConfigError("model.freeze", list(patterns), "leave some parameters out", "nothing is left to train")
+        raise ConfigError("model.freeze", list(patterns), "leave some parameters out", "no parameter is left to train")
     return frozen

@@ -168,7 +168,7 @@ def _resume_fault(make: Make, unsharded: _Run) -> str | None:
     try:
         rest = _run(make, half.values, range(STEPS // 2, STEPS), state=state)
     except FAULTS:
-        return "it cannot go on from its saved state"
+        return "it cannot resume from its saved state"
     if not _close(unsharded, rest.values):
         return "it keeps state outside of its parameters' state, which no checkpoint holds"
     return None

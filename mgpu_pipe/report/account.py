@@ -94,7 +94,7 @@ def explain_end(view: RunView) -> dict[str, str] | None:
     total = f" of {view.total_steps:,}" if view.total_steps else ""
     position = f"step {view.steps:,}{total}" if view.steps else "no logged step"
     if view.status == "finished":
-        text = f"trainer.max_time={limit} ended it after {position}; a larger one goes on from there."
+        text = f"trainer.max_time={limit} ended it after {position}; a larger one resumes it."
         return {"text": text, "command": ""}
     if view.status == "running":
         when = f", written {_last_change(view.paths.metrics)}" if view.steps else ""
@@ -107,7 +107,7 @@ def explain_end(view: RunView) -> dict[str, str] | None:
     complete = [saved.step for saved in view.checkpoints if saved.whole]
     if not complete:
         return {"text": f"{reason} No checkpoint was saved.", "command": ""}
-    text = f"{reason} Its newest checkpoint is of step {max(complete):,}; this goes on from there:"
+    text = f"{reason} Its newest checkpoint is of step {max(complete):,}; this resumes it:"
     return {"text": text, "command": line_for(view.overrides, view.paths.root.absolute())}
 
 

@@ -179,7 +179,7 @@ def _millions(count: int) -> str:
 
 def _adapters(peft: PeftConfig) -> str:
     also = f"; trained besides: {', '.join(peft.train_also)}" if peft.train_also else ""
-    return f"{peft.name}, rank {peft.r}, scaled by {peft.scale:.3g}, beside {', '.join(peft.targets)}{also}"
+    return f"{peft.name}, rank {peft.r}, scaled by {peft.scale:.3g}, next to {', '.join(peft.targets)}{also}"
 
 
 def _parts(config: RunConfig) -> str:
@@ -284,7 +284,7 @@ def _steps(config: RunConfig, prepared: Prepared | None) -> str:
     every = trainer.val_every_n_steps
     evaluated = "evaluated at the end" if every is None else f"evaluated every {every} steps"
     if prepared and not prepared.validation_samples:
-        evaluated = "not evaluated: nothing is held out"
+        evaluated = "not evaluated: no data is held out"
     seen = steps * a_step * (config.data.tokens() or 1)
     return f"{steps:,} ({seen:,} {'tokens' if config.data.tokens() else 'samples'}{epochs}), {evaluated}"
 

@@ -319,7 +319,7 @@ def _hide_secrets(view: RunView) -> None:
 
 def _not_a_run(folder: Path) -> str:
     if not is_folder(folder):
-        return f"{folder}: there is no such folder; give a run's folder, such as outputs/<name>/<date>_<time>-<hash>"
+        return f"{folder}: no such folder; give a run's folder, such as outputs/<name>/<date>_<time>-<hash>"
     if is_file(folder / "manifest.json"):
         return f"{folder}: this is a checkpoint; give its run's folder, {folder.parent.parent}"
     inside = find_runs(folder)

@@ -82,7 +82,7 @@ def newest_run(root: Path, *, saved: bool = False) -> Path:
         if not saved or layout.committed(RunPaths(folder).checkpoints):
             return folder
     what = "no run with a checkpoint" if saved else "no run"
-    raise RunFolderError(f"{root}: holds {what}; train one, give a run's folder, or say where by {ROOT_KEY}=<folder>")
+    raise RunFolderError(f"{root}: holds {what}; train one, give a run's folder, or set {ROOT_KEY}=<folder>")
 
 
 def named_or_newest(folder: Path | None, root: Path | None, *, saved: bool = False) -> Path:

@@ -305,7 +305,7 @@ def _best(store: Store, runs: Sequence[Point]) -> list[dict[str, str]]:
     return [
         {
             "figure": trial.text(),
-            "alike": "the noise of the seeds does not tell it from the first" if trial.alike else "",
+            "alike": "the noise of the seeds does not separate it from the first" if trial.alike else "",
             "run": f"run {trial.first.number}",
             "settings": " ".join(map(redact_override, trial.first.overrides)),
             "command": repeat_line(store, trial.first),

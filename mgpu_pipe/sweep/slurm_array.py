@@ -94,7 +94,7 @@ def _submit_left(store: Store, command: Sequence[str], numbers: Collection[int])
     left = [point for point in points if point.status in RESUMABLE]
     if not left:
         print_line(
-            f"nothing is left to run: {sum(point.status == FINISHED for point in points)} of {len(points)} finished"
+            f"no point is left to run: {sum(point.status == FINISHED for point in points)} of {len(points)} finished"
         )
         return EXIT_OK
     new = {point.number: list(point.overrides) for point in left if not point.folder}
@@ -118,7 +118,7 @@ def _errors(config: RunConfig) -> Iterator[BadInputError]:
     if sweep.pruner != "none":
         yield ConfigError("sweep.pruner", sweep.pruner, "leave it out, or use hydra/launcher=basic", why)
     if sweep.parallel != 1:
-        fix = "leave it out; launch.array_limit says how many jobs run at the same time"
+        fix = "leave it out; launch.array_limit sets how many jobs run at the same time"
         yield ConfigError("sweep.parallel", sweep.parallel, fix)
 
 

@@ -151,7 +151,7 @@ def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:
         yield ConfigError("sweep.space", "{...}", fix, "a grid has no ranges; its values are lists")
     if sweep.pruner == "none":
         if sweep.rungs:
-            yield ConfigError("sweep.rungs", sweep.rungs, "choose sweep.pruner=asha or median", "nothing is pruned")
+            yield ConfigError("sweep.rungs", sweep.rungs, "choose sweep.pruner=asha or median", "no point is pruned")
         return
     if beyond := [rung for rung in sweep.rungs if not 0 < rung < (steps or 0)]:
         fix = f"give steps from 1 to {(steps or 1) - 1}, below trainer.max_steps={steps}"
@@ -231,7 +231,7 @@ def _check_metric(config: RunConfig, metric: str) -> None:
         raise ConfigError("sweep.metric", metric, choose_from(metric, known), "no run logs it")
     if metric.startswith("val/") and not (config.data.validation_fraction > 0 or config.data.validation_paths):
         fix = "use train/loss, or hold data out with data.validation_fraction"
-        raise ConfigError("sweep.metric", metric, fix, "nothing is held out, so that it is never measured")
+        raise ConfigError("sweep.metric", metric, fix, "no data is held out, so no run measures it")
 
 
 def _by_hydra(parsed: Namespace, store: Store) -> int:

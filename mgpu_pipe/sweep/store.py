@@ -245,7 +245,7 @@ def find(root: Path, name: str) -> Store:
     if not is_file(folder / SPEC_FILE):
         there = ", ".join(path.name for path in _folders(root)[-5:])
         fix = f"use one of {there}" if there else "none has been run yet"
-        raise BadInputError(f"{name}: no such sweep below {root}; {fix} (run.root=<folder> says where)")
+        raise BadInputError(f"{name}: no such sweep below {root}; {fix} (run.root=<folder> sets the place)")
     return Store(folder.absolute())
 
 

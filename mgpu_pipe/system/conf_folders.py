@@ -24,7 +24,7 @@ def conf_dir() -> Path:
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / f"{CONFIG_NAME}.yaml").is_file():
             return folder
-    raise BadInputError(f"no conf/{CONFIG_NAME}.yaml beside {package}: install mgpu_pipe again")
+    raise BadInputError(f"no conf/{CONFIG_NAME}.yaml next to {package}: install mgpu_pipe again")
 
 
 def own_conf() -> Path | None:

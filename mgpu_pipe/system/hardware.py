@@ -27,7 +27,7 @@ def _nvml() -> tuple[Any, str]:
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return None, "there is no NVIDIA driver"
+        return None, "this machine has no NVIDIA driver"
     error = nvml.nvmlInit_v2()
     return (None, f"the NVIDIA driver does not answer (NVML error {error})") if error else (nvml, "")
 
@@ -102,12 +102,12 @@ def why_no_flash_attention_3() -> str:
     torch = PathFinder.find_spec("torch")
     folders = [] if torch is None else torch.submodule_search_locations or []
     if not any((Path(folder) / "nn" / "attention" / "_fa3.py").exists() for folder in folders):
-        return "the installed torch cannot be told to use it; it needs a newer one"
+        return "the installed torch has no setting for it; it needs a newer torch"
     if PathFinder.find_spec("flash_attn_interface") is None:
         return "the package flash-attn-3 is not installed"
     capability = gpu_capability()
     if capability is None or capability[0] != 9:
-        has = "there is none" if capability is None else f"this one has {capability[0]}.{capability[1]}"
+        has = "this machine has no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
         return f"it needs a GPU of compute capability 9.0, and {has}"
     return ""
 

@@ -199,9 +199,9 @@ def _kept_runs(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise BadInputError(f"{path}: cannot be read ({error}); remove it, and the loggers begin new runs") from error
+        raise BadInputError(f"{path}: cannot be read ({error}); remove it, and the loggers start new runs") from error
     if not isinstance(content, dict) or not all(isinstance(value, dict) for value in content.values()):
-        raise BadInputError(f"{path}: holds no runs of loggers; remove it, and the loggers begin new runs")
+        raise BadInputError(f"{path}: holds no runs of loggers; remove it, and the loggers start new runs")
     return content
 
 

@@ -298,7 +298,7 @@ class Checkpointer:
             _warn(f"old checkpoints could not be deleted: {error}; delete them by hand")
 
     def _warn_of(self, error: CheckpointSaveError) -> None:
-        _warn(f"WARNING: {error}; {self._last_good()}; training goes on (checkpoint.on_save_error=continue)")
+        _warn(f"WARNING: {error}; {self._last_good()}; training continues (checkpoint.on_save_error=continue)")
 
     def _was_reported(self, error: Exception) -> bool:
         """Whether the user was already warned of this error."""
@@ -310,7 +310,7 @@ class Checkpointer:
             return
         if not isinstance(error, CheckpointSaveError):
             raise error
-        fix = "free space or lower checkpoint.keep_last, and go on with checkpoint.resume=auto"
+        fix = "free space or lower checkpoint.keep_last, and resume with checkpoint.resume=auto"
         if not self._paths.root.is_dir():
             fix = "the run's folder was moved or deleted"
         raise CheckpointSaveError(f"{error}; {self._last_good()}; {fix}") from error
@@ -320,7 +320,7 @@ class Checkpointer:
             good = newest_valid(self._paths.checkpoints, "fallback", "size")
         except OSError as error:  # the disk that failed the save may not be there at all
             return f"which one is the last good one cannot be read ({error})"
-        return f"the last good one is {good.path}" if good is not None else "there is none before it"
+        return f"the last good one is {good.path}" if good is not None else "no good one precedes it"
 
     def _best_steps(self, newest: int) -> list[int]:
         """The ``keep_best`` committed steps with the best ``best_metric``, of those up to ``newest``.

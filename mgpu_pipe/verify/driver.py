@@ -30,7 +30,7 @@ from mgpu_pipe.verify.verify_worker import COMPARISON
 WORKER = "mgpu_pipe.verify.verify_worker"
 STOP_TIMEOUT_S = 5.0
 """Short, because a verification saves nothing."""
-STOPPED = "stopped by a signal before the verification was through; there is no certificate"
+STOPPED = "stopped by a signal before the verification ended; no certificate is written"
 CONFIGURED = "configured.yaml"
 """Certified configuration; ``config.yaml`` is that of the small run, which the workers read."""
 

@@ -36,8 +36,8 @@ REASONS = {
     "objective.loss_chunk_tokens": "so that the loss is computed in several chunks",
     "strategy.offload": "on CPU processes everything is in host memory already",
     "strategy.bucket_mib": "so that there are several gradient buckets",
-    "model.attn_implementation": "there is no such kernel for CPUs",
-    "model.kernels": "there are no such kernels for CPUs",
+    "model.attn_implementation": "CPUs have no such kernel",
+    "model.kernels": "CPUs have no such kernels",
     "model.path": "the small model starts from random weights",
     "trainer.accelerator": "the topology runs as CPU processes",
 }

@@ -82,7 +82,7 @@ def notices(*words: str) -> list[str]:
 def test_why_no_gpu_can_be_used_is_said(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     unseen, broken = "the NVIDIA driver sees no device", "the NVIDIA driver does not answer (NVML error 18)"
     for driver, built, visible, why in (
-        (None, True, None, "there is no NVIDIA driver"),
+        (None, True, None, "this machine has no NVIDIA driver"),
         (None, False, None, "the installed torch is built without CUDA"),
         (Driver(()), True, None, unseen),
         (Driver((0,), error=18), True, None, broken),
@@ -94,7 +94,7 @@ def test_why_no_gpu_can_be_used_is_said(machine, monkeypatch: pytest.MonkeyPatch
         (error,) = errors("trainer.accelerator=cuda")
         fix = "use trainer.accelerator=cpu, or install torch for CUDA and give the process a GPU"
         assert error == f"trainer.accelerator=cuda: torch can use no GPU here: {why}; {fix}"
-        told = [f"runs on CPU: {why}"] if built and why != "there is no NVIDIA driver" else []
+        told = [f"runs on CPU: {why}"] if built and why != "this machine has no NVIDIA driver" else []
         assert notices() == told, "auto does not fall back to the CPU in silence"
         assert notices("trainer.accelerator=cpu") == []
 
@@ -135,7 +135,7 @@ def test_flash_attention_3_is_used_where_all_it_needs_is_there(machine, tmp_path
     machine(Driver((0,), (10, 0)))
     assert refused() == f"{asked}it needs a GPU of compute capability 9.0, and this one has 10.0; use fa2"
     machine(None)
-    assert refused() == f"{asked}it needs a GPU of compute capability 9.0, and there is none; use fa2"
+    assert refused() == f"{asked}it needs a GPU of compute capability 9.0, and this machine has no GPU; use fa2"
 
 
 def test_interfaces_that_do_not_exist_are_refused(machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_what_is_missing_is_named(missing: str, said: str, tmp_path: Path, monke
     ("there", "said"),
     [
         ("compiler", "Python's headers (Python.h) are not here; install them (Debian and Ubuntu: apt-get install"),
-        ("headers", "there is no C++ compiler; install one (Debian and Ubuntu: apt-get install g++)"),
+        ("headers", "this machine has no C++ compiler; install one (Debian and Ubuntu: apt-get install g++)"),
     ],
 )
 def test_what_torch_compile_lacks_is_named(there: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

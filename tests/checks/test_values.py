@@ -52,7 +52,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["data.source=stdlib_txt"], "did you mean stdlib_text?"),
         (["objective.name=causl_lm"], "did you mean causal_lm?"),
         (["run.name=a/b"], "use a plain name"),
-        (["model=hf"], "model.path=null: there is no model"),
+        (["model=hf"], "model.path=null: no model is chosen"),
         (["model.path=."], "model.path=.: model.type=llama is set too"),
         (["model.type=lama"], "did you mean llama?"),
         (["model.config.num_hiden_layers=3"], "did you mean model.config.num_hidden_layers?"),
@@ -70,8 +70,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         ),
         (["data=jsonl"], "data.paths=[]: data.source=jsonl reads files"),
         (["data=text_files", "data.paths=[/nothing/*.txt]"], "data.paths=/nothing/*.txt: matches no file"),
-        (["trainer.val_every_n_steps=5", "data.validation_fraction=0"], "nothing is held out"),
-        (["trainer.sample_every_n_steps=5"], "there is no prompt to continue"),
+        (["trainer.val_every_n_steps=5", "data.validation_fraction=0"], "no data is held out"),
+        (["trainer.sample_every_n_steps=5"], "the objective has no prompt to continue"),
         (["trainer.sample_every_n_steps=0", "objective.sample_prompts=[a]"], "use a number of at least 1"),
         (["trainer.devices=2"], "trainer.devices=2: strategy=single is one process; use 1, or strategy=ddp"),
         (["strategy=ddp", "trainer.devices=3"], "data.global_batch_size=32: not divisible by the 3"),
@@ -334,7 +334,7 @@ def test_a_pattern_that_freezes_nothing_is_refused_by_check():
     (message,) = messages("model=llama_tiny", "model.freeze=[model.embed_token.*]")
     assert message.startswith("model.freeze=model.embed_token.*: matches no parameter of the model; did you mean ")
     (message,) = messages("model=llama_tiny", "model.freeze=['*']")
-    assert "nothing is left to train" in message
+    assert "no parameter is left to train" in message
     preflight(compose([CPU, "model=llama_tiny", "model.freeze=['model.embed_tokens.*']"])[0])
 
 

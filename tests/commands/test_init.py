@@ -23,7 +23,7 @@ SHORT = ["trainer.max_steps=2", "data.seq_len=32", "data.validation_max_samples=
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "my_project"]) == 0
-    assert "go on: cd my_project && mgpu-pipe experiment=first" in capsys.readouterr().out
+    assert "next: cd my_project && mgpu-pipe experiment=first" in capsys.readouterr().out
     return tmp_path / "my_project"
 
 
@@ -67,8 +67,8 @@ def test_every_command_of_its_readme_runs(project: Path, cache: Path, tmp_path: 
     ("words", "said"),
     [
         (["My-Project"], "use small letters, digits and _"),
-        (["full"], "full: something is there"),
-        (["file"], "file: something is there"),
+        (["full"], "full: the folder is not empty"),
+        (["file"], "file: the folder is not empty"),
         (["file/below"], "cannot be written"),
         ([], "the following arguments are required: FOLDER"),
     ],

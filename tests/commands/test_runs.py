@@ -158,7 +158,7 @@ def test_a_living_run_and_a_link_are_not_deleted(root: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--delete"], "--delete: say which"),
+        (["--delete"], "--delete: name the runs"),
         (["--yes"], "--yes: only works with --delete"),
         (["outputs"], "outputs: not a run's folder; mgpu-pipe runs run.root=outputs lists those below it"),
         (["--older", "7"], "7: use an age such as 30m"),
@@ -169,7 +169,7 @@ def test_a_living_run_and_a_link_are_not_deleted(root: Path, capsys: pytest.Capt
             "optimizer.lrr: no column, and no key of these runs; did you mean optimizer.lr?",
         ),
         (["--where", "lr"], "--where lr: give a key and its value"),
-        (["--where", "name=x"], "name: several keys; say which: model.name, run.name, strategy.name"),
+        (["--where", "name=x"], "name: several keys end so; give one of model.name, run.name, strategy.name"),
         (["outputs/alpha/a1", "run.root=outputs"], "leave out it or the folders"),
         (["--delete", "--json", "--name", "x"], "leave out it or --delete"),
     ],

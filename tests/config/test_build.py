@@ -46,7 +46,7 @@ def test_what_is_no_subclass_is_refused_without_being_called(target: str, base: 
 
 def test_a_module_that_is_not_there_is_not_suggested():
     (message,) = words({"_target_": "nope.Nope"}, OPTIMIZER_BASE)
-    assert message == "slot._target_=nope.Nope: there is no module nope; correct the dotted path"
+    assert message == "slot._target_=nope.Nope: no module nope; correct the dotted path"
 
 
 @pytest.mark.parametrize("target", DANGEROUS)

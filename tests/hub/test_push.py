@@ -69,7 +69,7 @@ def test_from_the_hub_and_back(place: Place, model: Path, texts: Path) -> None:
 
 def test_every_refusal_of_a_push_is_one_line_before_the_export(place: Place, model: Path) -> None:
     words = ("export", str(model), "--out", "out", "--push")
-    assert "there is no token" in place.refused(*words, "acme/new")
+    assert "this machine has no token" in place.refused(*words, "acme/new")
     assert "refuses this account (401); log in" in place.refused(*words, "acme/new", token="hf_other")
     assert "give <org>/<name>" in place.refused(*words, "new", token=TOKEN)
     assert "give <org>/<name>" in place.refused(*words, "acme/new@v1", token=TOKEN)

@@ -78,10 +78,12 @@ def test_an_abort_by_nccls_watchdog_is_a_hang(paths: RunPaths) -> None:
         log.write('Current thread 0x7e (most recent call first):\n  File "a.py", line 3 in f\n')
     ends = [Exit(0, -6, 1.0), Exit(1, -9, 2.0), Exit(2, -6, 1.1)]
     message = first_failure(paths, ends, 1, frozenset({1})).message
-    assert message.startswith("the others waited in vain for rank 1 (at a.py:3, f) to join a collective; rank 0 said: ")
+    assert message.startswith(
+        "the others waited in vain for rank 1 (at a.py:3, f) to join a collective; rank 0 reports: "
+    )
     assert message.endswith("waited for the others in ALLREDUCE number 12, by NCCL, for 600 s in vain")
     everywhere = first_failure(paths, [ends[0], ends[2]], 1, frozenset())
-    assert (everywhere.rank, everywhere.message) == (0, message.partition("said: ")[2]), "all waited"
+    assert (everywhere.rank, everywhere.message) == (0, message.partition("reports: ")[2]), "all waited"
 
 
 def test_on_a_full_disk_the_error_goes_through_the_pipe(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

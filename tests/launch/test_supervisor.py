@@ -128,7 +128,7 @@ def test_a_stopped_rank_is_named_and_not_the_one_that_waited_for_it(run: Path) -
     out, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 1
     assert "rank 1 failed first: the process was stopped (SIGSTOP, or a debugger)" in out
-    assert "rank 0 said: [gloo] Timed out waiting" in out
+    assert "rank 0 reports: [gloo] Timed out waiting" in out
     assert not any(map(alive, pids))
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_hangs_is_named_and_where_it_does(run: Path) -> None:
     assert code == 1
     assert line.startswith("error: rank 1 failed first: the others waited in vain for rank 1 (at ")
     assert "stand_in.py:" in line and ", main) to join a collective; rank " in line
-    assert "said: [gloo] Timed out waiting 4000ms" in line and "rank-1.log)" in line
+    assert "reports: [gloo] Timed out waiting 4000ms" in line and "rank-1.log)" in line
 
 
 def test_a_rank_that_is_stopped_and_cannot_save_is_named(run: Path) -> None:

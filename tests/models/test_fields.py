@@ -49,7 +49,7 @@ def test_every_causal_language_model_has_readable_fields() -> None:
         ({"num_attention_heads": 8, "num_key_value_heads": 3}, "divisor of 8"),
         ({"hidden_size": 100, "num_attention_heads": 8, "num_key_value_heads": 8}, "use 96"),
         ({"hidden_size": 100, "head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 8}, "use 96"),
-        ({"num_hidden_layers": -1}, "there are no fewer than none; use at least 0"),
+        ({"num_hidden_layers": -1}, "the number is below 0; use at least 0"),
         ({"rope_parameters": {"rope_thta": 1e4}}, "did you mean rope_theta?"),
         ({"dtype": "bfloat16"}, "precision=bf16"),
         ({"attn_implementation": "eager"}, "model.attn_implementation"),

@@ -182,8 +182,8 @@ def test_pictures_that_the_model_does_not_take_are_refused(overrides: tuple[str,
         ((QWEN25, "data.image_size=8"), "data.image_size=8: the model takes pictures in sizes of their own"),
         (
             (QWEN3, "strategy=pp", "trainer.devices=2", "strategy.pipeline.layers=[1,2]"),
-            "strategy.pipeline.layers=1,2: pictures are added behind the first 2 layers, and the first stage would "
-            "have 1; give the first at least 2, e.g. strategy.pipeline.layers=[2,1]",
+            "strategy.pipeline.layers=1,2: pictures enter after each of the first 2 layers, and the first stage "
+            "has only 1; give the first at least 2, e.g. strategy.pipeline.layers=[2,1]",
         ),
         pytest.param(
             (QWEN3, "strategy=pp", "trainer.devices=3"),

@@ -354,7 +354,7 @@ def test_generate_and_chat_are_shown_videos_and_an_export_says_how_they_are_prep
     monkeypatch.setattr("sys.stdin", io.StringIO(talk))
     assert main(["chat", str(tmp_path / "run"), *told]) == 0
     spoken = capsys.readouterr()
-    assert spoken.out.startswith(answer) and "gone.mkv: there is no such file or folder" in spoken.err
+    assert spoken.out.startswith(answer) and "gone.mkv: no such file or folder" in spoken.err
     assert main(["generate", str(tmp_path / "run"), *told, "--prompt", "<video>", "--image", str(still)]) == 2
     assert "the prompt has 1 places for 0 videos" in capsys.readouterr().err
     # transformers' own model writes the same, making its positions itself.

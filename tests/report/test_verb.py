@@ -74,7 +74,7 @@ def test_what_is_no_run_is_refused_with_what_to_give_instead(make_run: MakeRun) 
     (step / "config.yaml").write_text("")
     Path("empty").mkdir()
     for argument, told in (
-        ("nowhere", "there is no such folder"),
+        ("nowhere", "no such folder"),
         ("empty", "has no config.yaml"),
         (str(step), f"give its run's folder, {run.root}"),
         ("outputs", "it holds 1; give one of them, such as outputs/quickstart/"),

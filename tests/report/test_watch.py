@@ -86,4 +86,4 @@ def test_a_run_that_is_gone_is_told(make_run: MakeRun, serve: Serve) -> None:
     server = serve(run)
     run.root.rename(run.root.parent / "moved")
     status, _, text = get(server)
-    assert (status, "there is no such folder" in text) == (500, True)
+    assert (status, "no such folder" in text) == (500, True)

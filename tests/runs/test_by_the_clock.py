@@ -50,7 +50,7 @@ def test_a_run_whose_time_is_up_has_finished_and_goes_on_with_more(cache: Path, 
     assert state["trained_s"] > 0.5, "each process has its clock, and the first whose time is up ends the run"
     again = ("checkpoint.resume=auto",)
     done = run_program([*words, *two, limit, *again], tmp_path, environment(cache), 300)
-    assert done.returncode == 0 and "this run is complete; raise trainer.max_time to go on" in done.stderr
+    assert done.returncode == 0 and "this run is complete; raise trainer.max_time to continue" in done.stderr
     last = ended["step"] + 2
     mgpu(cache, tmp_path, *WORDS, "scheduler=constant", f"trainer.max_steps={last}", "trainer.max_time=null", *again)
     assert (summary(folder)["status"], summary(folder)["step"]) == ("finished", last)

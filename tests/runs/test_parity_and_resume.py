@@ -178,7 +178,7 @@ def test_a_nan_stops_the_run_before_the_update(cache: Path, corpus: Path, tmp_pa
         ),
         code=1,
     )
-    assert "is not finite at step" in out and "samples" in out and "there is no good checkpoint before it" in out
+    assert "is not finite at step" in out and "samples" in out and "no good checkpoint precedes it" in out
     assert out.count("is not finite") == 1, "a NaN is not tried again"
     assert os.listdir(tmp_path / "outputs" / "run")
 

@@ -77,7 +77,7 @@ def test_a_member_that_is_queued_again_leaves_the_others_alone(cluster: Cluster,
         assert column(Path(mine["folder"]), "train/loss") == column(Path(local["folder"]), "train/loss")
     assert [point["attempts"] for point in points(cache, shared)] == [1, 2]
     assert "repeat it: mgpu-pipe submit " in mgpu(cache, shared, "sweeps", "best", "tried")
-    assert "nothing is left to run: 2 of 2 finished" in mgpu(cache, shared, "sweeps", "resume", "tried")
+    assert "no point is left to run: 2 of 2 finished" in mgpu(cache, shared, "sweeps", "resume", "tried")
     cluster.until(cluster.nothing_left, "the end of all processes")
 
 
@@ -107,10 +107,10 @@ def test_what_is_refused_leaves_nothing(cluster: Cluster, cache: Path, shared: P
             [devices, "strategy=ddp", "trainer.num_nodes=1,2"],
             "point 2 (trainer.num_nodes=2) cannot run: it asks the cluster for",
         ),
-        ([devices, "seed=1,2", "launch.partition=nowhere"], "error: launch.partition=nowhere: SLURM says: "),
+        ([devices, "seed=1,2", "launch.partition=nowhere"], "error: launch.partition=nowhere: SLURM answers: "),
         ([devices, "seed=1,2", "launch=local"], "error: launch.type=local: hydra/launcher=slurm submits jobs; "),
         ([devices, "optimizer.lr=interval(1e-4,1e-3)", "sweep.search=random"], "error: sweep.search=random: "),
-        (["seed=1,2", "strategy=ddp", "trainer.accelerator=cuda"], "trainer.devices=auto: this machine does not tell"),
+        (["seed=1,2", "strategy=ddp", "trainer.accelerator=cuda"], "trainer.devices=auto: this machine does not know"),
     ):
         assert said in mgpu(cache, shared, *ARRAY, *words, code=2)
         assert not list((shared / "outputs").glob("*/*")), words

@@ -208,8 +208,8 @@ def test_containers() -> None:
         (["launch.partition='a\nb'"], "launch.partition", "one line"),
         (["launch.setup=['a\nb']"], "launch.setup", "one line"),
         (["launch.sbatch=['x']"], "launch.sbatch", "write an option"),
-        (["launch.sbatch=['--nodes=2']"], "launch.sbatch", "say it by trainer.num_nodes"),
-        (["launch.sbatch=['-t10']"], "launch.sbatch", "say it by launch.time"),
+        (["launch.sbatch=['--nodes=2']"], "launch.sbatch", "use trainer.num_nodes"),
+        (["launch.sbatch=['-t10']"], "launch.sbatch", "use launch.time"),
         (["launch.sbatch=['--output=log']"], "launch.sbatch", "leave it out"),
         (["launch.time=12h"], "launch.time", "hours:minutes"),
         (["launch.time=0:01:00"], "launch.time", "more than 120 s"),
@@ -240,7 +240,7 @@ def test_submit_wants_a_scheduler_and_one_run() -> None:
 def test_without_sbatch_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     config = configured(f"run.root={tmp_path}/runs")
-    with pytest.raises(ConfigError, match=r"launch.type=slurm: there is no sbatch on this machine"):
+    with pytest.raises(ConfigError, match=r"launch.type=slurm: this machine has no sbatch"):
         slurm.submit(config, CommandLine([], []))
     assert not (tmp_path / "runs").exists()
 
@@ -270,7 +270,7 @@ def test_workers_must_be_counted_before_the_job_has_nodes() -> None:
     assert devices("strategy=ddp", "launch.gpus=4") == 4
     assert devices("strategy=single", "launch.gpus=4") == 1
     assert devices("strategy=ddp", "trainer.accelerator=cpu") == 1
-    with pytest.raises(ConfigError, match=r"trainer.devices=auto: this machine does not tell"):
+    with pytest.raises(ConfigError, match=r"trainer.devices=auto: this machine does not know"):
         devices("strategy=ddp")
 
 
@@ -366,4 +366,4 @@ def test_the_script_queues_the_job_again_without_bad_nodes(tmp_path: Path, refus
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked == ["requeue 12", *([] if refused else [f"update JobId=12 ExcNodeList=n1,n2,{exclude}"])]
     assert not (tmp_path / "ran").exists()
-    assert ("error: SLURM does not requeue this job; go on with: sbatch" in done.stderr) == refused
+    assert ("error: SLURM does not requeue this job; resume with: sbatch" in done.stderr) == refused

@@ -46,11 +46,11 @@ def test_two_nodes_train_what_one_machine_trains(cluster: Cluster, cache: Path, 
 
 def test_refusals_of_slurm_name_the_key_and_leave_nothing(cluster: Cluster, cache: Path, shared: Path) -> None:
     for word, said in (
-        ("launch.partition=nowhere", "error: launch.partition=nowhere: SLURM says: "),
-        ("launch.gpus=3", "error: launch.gpus=3: SLURM says: "),
-        ("trainer.num_nodes=4", "error: trainer.num_nodes=4: SLURM says: "),
-        ("launch.time=3-00:00:00", "error: launch.time=3-00:00:00: SLURM says: "),
-        ("launch.constraint=fast", "error: launch.constraint=fast: SLURM says: "),
+        ("launch.partition=nowhere", "error: launch.partition=nowhere: SLURM answers: "),
+        ("launch.gpus=3", "error: launch.gpus=3: SLURM answers: "),
+        ("trainer.num_nodes=4", "error: trainer.num_nodes=4: SLURM answers: "),
+        ("launch.time=3-00:00:00", "error: launch.time=3-00:00:00: SLURM answers: "),
+        ("launch.constraint=fast", "error: launch.constraint=fast: SLURM answers: "),
     ):
         out = mgpu(cache, shared, "submit", *FSDP, "trainer.devices=1", word, code=2)
         errors = [line for line in out.splitlines() if line.startswith("error: ")]

@@ -136,7 +136,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys
     (tmp_path / "twice.csv").write_text("optimizer.lr,optimizer.lr\n1,2\n")
     (tmp_path / "seeds.csv").write_text("seed\n3\n")
     refused = {
-        "sweep.rungs=[3]": "nothing is pruned",
+        "sweep.rungs=[3]": "no point is pruned",
         "sweep.rungs=[3,9] trainer.max_steps=9 sweep.pruner=asha": "give steps from 1 to 8",
         f"sweep.points={tmp_path}/twice.csv": "optimizer.lr heads two",
         f"sweep.points={tmp_path}/seeds.csv": "the points have values of it already",
@@ -160,7 +160,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys
         assert told.count(fix) == 1 and "Traceback" not in told, told
     words = ["-m", "model=llama_tiny", "seed=1,2", "data.validation_fraction=0", "sweep.metric=val/loss"]
     assert fails(tmp_path, *words) == 2
-    assert "nothing is held out" in capsys.readouterr().err
+    assert "no data is held out" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "seeds.csv", "torn.csv", "twice.csv"]
 
 

@@ -154,7 +154,7 @@ def test_a_resume_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch: pyt
 
 def test_a_damaged_logger_json_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "logger.json").write_text("{")
-    with pytest.raises(BadInputError, match="remove it, and the loggers begin new runs"):
+    with pytest.raises(BadInputError, match="remove it, and the loggers start new runs"):
         start_loggers(described("tensorboard", tmp_path), tmp_path, ALONE)
 
 

@@ -31,4 +31,4 @@ def check(words: list[str]) -> int:
     return composed("check", DESCRIPTION, words, job)
 
 
-VERB = Verb("say what would run, or what is wrong with it; start nothing", check, composes=True)
+VERB = Verb("print what would run, or its mistakes; start nothing", check, composes=True)

@@ -108,5 +108,5 @@ def short_run(config: RunConfig) -> RunConfig:
 
 
 VERB = Verb(
-    "say where the time of a step goes, and what would help", doctor, composes=True, first_words=lambda: [LINKS]
+    "print where the time of a step goes, and what would help", doctor, composes=True, first_words=lambda: [LINKS]
 )

@@ -88,7 +88,7 @@ def _held_out(run: LoadedRun, config: RunConfig) -> int:
     step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(config.data, 1), 0, chosen.samples)
     if not len(step_batches):
         fix = "set it above 0, or give held-out files by data.validation_paths"
-        raise ConfigError("data.validation_fraction", config.data.validation_fraction, fix, "nothing is held out")
+        raise ConfigError("data.validation_fraction", config.data.validation_fraction, fix, "no data is held out")
     fix_rotary_length(run.model, config.data.seq_len)
     objective = chosen.from_config(config, run.model, None, lambda step: 1.0)
     objective.of_data(prepared)

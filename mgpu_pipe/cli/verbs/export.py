@@ -32,7 +32,7 @@ def export(argv: Sequence[str]) -> int:
     parser = build_parser("export", "Write a Hugging Face model folder.")
     add_target_arguments(parser)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--merge", action="store_true", help="adapters are added to the weights beside them (the default)")
+    how.add_argument("--merge", action="store_true", help="add adapters to their weights (the default)")
     how.add_argument("--adapter", action="store_true", help="write the adapters alone, as the peft package reads them")
     parser.add_argument("--push", metavar="ORG/NAME", help="put it on the Hugging Face Hub, with a model card")
     parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
@@ -48,7 +48,7 @@ def _export(arguments: argparse.Namespace) -> None:
     if arguments.private and arguments.push is None:
         raise BadInputError("--private: makes no sense without --push; leave it out")
     if arguments.push is not None and arguments.adapter:
-        raise BadInputError("--push: takes whole models; use --merge in the place of --adapter")
+        raise BadInputError("--push: takes whole models only; use --merge instead of --adapter")
     target = None if arguments.push is None else push_target(arguments.push)
     model_files = find_model(folder)
     silence_transformers()
@@ -74,7 +74,7 @@ def _export(arguments: argparse.Namespace) -> None:
         loader = builder_of(run.model.config.model_type, class_of([type(run.model).__name__]))
         print_line(f'load it: transformers.{loader}.from_pretrained("{out}")')
     if run.tokenizer_folder is None and "text" in run.model.input_modalities:
-        print_line("no tokenizer was kept beside the weights; add the one it was trained with")
+        print_line("the run has no tokenizer; add the one that it was trained with")
     elif run.tokenizer_folder is not None:
         _print_ids_without_rows(run.tokenizer_folder, run.model.config)
     if target is not None:

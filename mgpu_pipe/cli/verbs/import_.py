@@ -31,7 +31,7 @@ def import_weights(argv: Sequence[str]) -> int:
         metavar="PATTERN",
         help="tensors to leave out, e.g. 'metric.*'; repeatable",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to put beside the weights")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to write next to the weights")
     parser.add_argument("--trust", action="store_true", help="run the code that a DeepSpeed folder's pickles bring")
     add_target_arguments(parser)
     _import(parser.parse_args(argv))
@@ -45,7 +45,7 @@ def _import(arguments: argparse.Namespace) -> None:
     if strange:
         raise BadInputError(f"{strange[0]}: import takes model overrides only, e.g. model=llama_tiny")
     if not arguments.overrides:
-        raise BadInputError("import: say which model it is, e.g. model=llama_tiny, or model=hf model.path=<folder>")
+        raise BadInputError("import: name the model, e.g. model=llama_tiny, or model=hf model.path=<folder>")
     if arguments.tokenizer is not None and not is_folder(arguments.tokenizer):
         raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder")
     if arguments.tokenizer is not None:

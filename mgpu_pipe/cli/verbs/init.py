@@ -19,7 +19,7 @@ README = """\
 
 ```bash
 mgpu-pipe experiment=first                  # trains; needs nothing but this folder
-mgpu-pipe check experiment=first            # says what it would do
+mgpu-pipe check experiment=first            # prints what it would do
 mgpu-pipe ls experiment                     # this folder's experiments stand beside the shipped ones
 ```
 
@@ -169,13 +169,13 @@ def init(words: list[str]) -> int:
         raise BadInputError(f"mgpu-pipe init {arguments.folder}: {fix}")
     try:
         if exists(folder) and (not is_folder(folder) or any(folder.iterdir())):
-            raise BadInputError(f"mgpu-pipe init {arguments.folder}: something is there; give a new or an empty folder")
+            raise BadInputError(f"mgpu-pipe init {arguments.folder}: the folder is not empty; give a new one")
         _write(folder, name)
     except OSError as error:
         why = error.strerror or type(error).__name__
         raise BadInputError(f"mgpu-pipe init {arguments.folder}: cannot be written ({why})") from error
     print_line(f"wrote {arguments.folder}/ ({', '.join(FILES).replace('PROJECT', name)})")
-    print_line(f"go on: cd {arguments.folder} && mgpu-pipe experiment=first")
+    print_line(f"next: cd {arguments.folder} && mgpu-pipe experiment=first")
     return EXIT_OK
 
 

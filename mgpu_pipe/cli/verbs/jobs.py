@@ -77,7 +77,7 @@ def jobs(words: list[str]) -> int:
             )
         return _list(queued(ended=arguments.all), as_json=arguments.json)
     if not arguments.run:
-        raise BadInputError(f"mgpu-pipe jobs {arguments.what}: say which run; see mgpu-pipe jobs")
+        raise BadInputError(f"mgpu-pipe jobs {arguments.what}: name a run; see mgpu-pipe jobs")
     if arguments.what == "follow":
         return _follow(arguments.run)
     for name in arguments.run:

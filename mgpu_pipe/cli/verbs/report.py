@@ -37,7 +37,7 @@ def report(argv: list[str]) -> int:
         help="a run's folder; none: the newest below run.root=<folder> (outputs/)",
     )
     parser.add_argument(
-        "--watch", action="store_true", help="serve it here, refreshed as the run goes on, until Ctrl-C"
+        "--watch", action="store_true", help="serve it here, refreshed while the run trains, until Ctrl-C"
     )
     parser.add_argument("--port", type=count, metavar="N", help=f"port of --watch; 0: a free one (default: {PORT})")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; else in RUN or run.root")

@@ -86,10 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = VerbParser(prog="mgpu-pipe runs", description=DESCRIPTION)
     parser.add_argument("run", nargs="*", type=Path, metavar="RUN", help="these folders alone")
     parser.add_argument("--name", metavar="PATTERN", help="of this run.name; * and ? stand for any text")
-    parser.add_argument("--state", choices=STATES, help="unfinished: killed, or never begun")
+    parser.add_argument("--state", choices=STATES, help="unfinished: killed, or never started")
     parser.add_argument("--strategy", metavar="NAME", help="of this strategy")
     parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="with this tag; several: with all")
-    parser.add_argument("--older", type=_seconds, metavar="AGE", help="begun longer ago: 30m, 12h, 7d or 2w")
+    parser.add_argument("--older", type=_seconds, metavar="AGE", help="started longer ago: 30m, 12h, 7d or 2w")
     parser.add_argument("--newer", type=_seconds, metavar="AGE", help="begun since")
     parser.add_argument(
         "--where",
@@ -144,7 +144,7 @@ def _check(arguments: argparse.Namespace, root: Path | None) -> None:
     if arguments.delete and not (
         arguments.run or arguments.tag or arguments.where or any(condition is not None for condition in narrow)
     ):
-        raise BadInputError("--delete: say which, by folders or by --name, --state, --tag, --older and their like")
+        raise BadInputError("--delete: name the runs, by folders or by --name, --state, --tag, --older and their like")
 
 
 def _extra_columns(runs: Sequence[Listed], words: Sequence[str]) -> dict[str, tuple[str, dict[Path, Any]]]:
@@ -159,7 +159,7 @@ def _extra_columns(runs: Sequence[Listed], words: Sequence[str]) -> dict[str, tu
     for word in words if runs else ():
         keys = [word] if word in known else sorted(key for key in known if key.endswith(f".{word}"))
         if len(keys) > 1:
-            raise BadInputError(f"{word}: several keys; say which: {', '.join(keys)}")
+            raise BadInputError(f"{word}: several keys end so; give one of {', '.join(keys)}")
         if not keys:
             raise _no_column(word, known)
         columns[word] = (keys[0], {folder: row[keys[0]] for folder, row in values.items() if keys[0] in row})

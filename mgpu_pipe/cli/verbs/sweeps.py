@@ -223,7 +223,7 @@ def _retry(store: Store, more: list[str]) -> int:
             number, status = max(unknown), {point.number: point.status for point in points}
             why = f"there are {len(points)} points"
             if number in status:
-                why = f"it is {status[number]}; retry is for {', '.join((*ENDED_BADLY, CANCELLED))}"
+                why = f"it is {status[number]}; retry takes {', '.join((*ENDED_BADLY, CANCELLED))}"
             raise BadInputError(f"mgpu-pipe sweeps retry {store.name} {number}: {why}")
         again = [point for point in again if point.number in chosen]
     for point in again:
@@ -327,9 +327,7 @@ def _enter_folder(store: Store) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise BadInputError(
-            f"{folder}: the sweep was begun in this folder ({error.strerror}); bring it back"
-        ) from error
+        raise BadInputError(f"{folder}: the sweep belongs to this folder ({error.strerror}); bring it back") from error
     allow_own_classes()
 
 

@@ -258,7 +258,7 @@ def _imported(target: str, where: str, base: str) -> type:
                 kind = "a module" if inspect.ismodule(value) else "a function" if callable(value) else "a value"
                 raise ConfigError(where, target, f"use a subclass of {base}", f"this is {kind}, not a class")
         return value
-    raise _missing(where, target, NoSuchName(f"there is no module {parts[0]}", []))
+    raise _missing(where, target, NoSuchName(f"no module {parts[0]}", []))
 
 
 def _inspected(cls: type) -> Signature | None:

@@ -79,7 +79,7 @@ def find_class(dotted: str) -> SourceClass:
             if len(parts) - length > 1:
                 return _nested(module, parts[length:])
             return _attribute(module, parts[length], 0)
-    raise NoSuchName(f"there is no module {parts[0]}", [])
+    raise NoSuchName(f"no module {parts[0]}", [])
 
 
 def is_subclass(cls: SourceClass, base: SourceClass, depth: int = 0) -> bool:
@@ -184,7 +184,7 @@ def _installed(name: str) -> ModuleSpec | None:
 def _module(name: str) -> ast.Module:
     spec = find_module(name)
     if spec is None:
-        raise NoSuchName(f"there is no module {name}", [])
+        raise NoSuchName(f"no module {name}", [])
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise Unknown(f"module {name} has no Python source")
     try:

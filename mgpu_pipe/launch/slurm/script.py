@@ -84,7 +84,7 @@ code=$?
 if [ $code -eq 75 ] || [ $code -gt 128 ]; then
     trap '' TERM  # the shell outlives its job for a moment
     if ! scontrol requeue "{job}"; then
-        echo "error: SLURM does not requeue this job; go on with: {again}" >&2
+        echo "error: SLURM does not requeue this job; resume with: {again}" >&2
     elif [ -s "$run/bad_nodes.txt" ]; then  # nodes that failed the check before the start
         nodes=$(cut -d' ' -f1 "$run/bad_nodes.txt" | paste -sd,)
         scontrol update JobId="{job}" ExcNodeList="$nodes"{exclude}

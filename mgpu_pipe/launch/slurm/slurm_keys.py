@@ -88,14 +88,14 @@ class SlurmConfig(LaunchConfig):
         for option in self.sbatch:
             name = option.partition("=")[0] if option.startswith("--") else option[:2]
             if name in KEYS:
-                errors.append(ConfigError("launch.sbatch", option, f"leave it out; say it by {KEYS[name]}"))
+                errors.append(ConfigError("launch.sbatch", option, f"leave it out; use {KEYS[name]}"))
             elif name in RESERVED:
                 fix = "leave it out"
                 errors.append(ConfigError("launch.sbatch", option, fix, "mgpu-pipe jobs finds the run by its own"))
         limit = self.limit_s()
         if limit is not None and limit <= self.warning_s:
             fix = f"use more than {self.warning_s} s, or a smaller launch.warning_s"
-            reason = "the run would be told to save as soon as it starts"
+            reason = "SLURM would warn the run as soon as it starts"
             errors.append(ConfigError("launch.time", self.time, fix, reason))
         elif self.time is not None and limit is None:
             errors.append(ConfigError("launch.time", self.time, "use [days-]hours:minutes[:seconds], such as 12:00:00"))

@@ -70,7 +70,7 @@ def settled(config: RunConfig) -> RunConfig:
         devices = launch.gpus
     else:
         fix = "give the number of processes a node"
-        raise ConfigError("trainer.devices", "auto", fix, "this machine does not tell what the job's nodes have")
+        raise ConfigError("trainer.devices", "auto", fix, "this machine does not know the GPUs of the job's nodes")
     return replace(config, trainer=replace(trainer, devices=devices))
 
 
@@ -78,7 +78,7 @@ def check_commands() -> None:
     """Check that SLURM's commands are installed."""
     if shutil.which("sbatch") is None:
         fix = "submit from a login node of the cluster, or use launch=local"
-        raise ConfigError("launch.type", "slurm", fix, "there is no sbatch on this machine")
+        raise ConfigError("launch.type", "slurm", fix, "this machine has no sbatch")
 
 
 def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) -> None:
@@ -125,7 +125,7 @@ def submit(config: RunConfig, command_line: CommandLine) -> Submitted:
         if run_folder.completed(folder, config):
             limit = run_folder.limit_reached(paths)
             value = getattr(config.trainer, limit)
-            raise ConfigError(f"trainer.{limit}", value, "raise it to go on", "this run is complete")
+            raise ConfigError(f"trainer.{limit}", value, "raise it to continue", "this run is complete")
         refuse_queued(paths.root)
         folder = record.begin(folder, config, command_line.overrides, command_line.command)
         try:
@@ -217,7 +217,7 @@ def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
             section, name = key.split(".")
             value = getattr(getattr(config, section), name)
             raise ConfigError(
-                key, _requested_gpus(config) if key == "launch.gpus" else value, fix, f"SLURM says: {reason}"
+                key, _requested_gpus(config) if key == "launch.gpus" else value, fix, f"SLURM answers: {reason}"
             )
     raise BadInputError(
         f"sbatch: {reason}; nothing was submitted (the script is read by: mgpu-pipe submit --dry-run ...)"

@@ -141,7 +141,7 @@ def _targets(model: nn.Module, keys: PeftConfig, frozen: AbstractSet[str]) -> li
             if not matched:
                 raise ConfigError("peft.targets", EXPERTS, "leave it out", "the model has no packed weights of experts")
             if keys.name == "dora":
-                raise ConfigError("peft.targets", EXPERTS, "use peft=lora", "DoRA is for single layers")
+                raise ConfigError("peft.targets", EXPERTS, "use peft=lora", "DoRA takes single layers only")
         elif pattern in parts:
             inside = [name for name in linear if any(fnmatchcase(name, of_part) for of_part in parts[pattern])]
             matched = [name for name in inside if name in in_blocks] or inside

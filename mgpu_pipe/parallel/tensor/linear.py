@@ -245,8 +245,8 @@ def cut_experts(cut: TensorCut, sequence: SequenceSplit | None, streams: RankStr
         styles = {attribute: cut.plan.get(f"{name}.{attribute}") for attribute in parameters}
         transposed = bool(getattr(experts, "is_transposed", False))
         if getattr(experts, "has_bias", False) and None in styles.values():
-            reason = f"the experts of {name} have biases, of which the plan says nothing"
-            raise cut.refusal("use strategy.ep in its place", reason)
+            reason = f"the experts of {name} have biases, which the plan does not list"
+            raise cut.refusal("use strategy.ep instead", reason)
         inputs = {
             key: blocks[key].inputs if key in blocks else int(parameter.shape[-2 if transposed else -1])
             for key, parameter in parameters.items()

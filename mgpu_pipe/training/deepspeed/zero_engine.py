@@ -63,7 +63,7 @@ def check_settings(settings: dict[str, Any]) -> None:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         key = f"strategy.deepspeed_config.zero_optimization.{name}"
-        raise ConfigError(key, first["input"], "correct it", f"DeepSpeed says: {first['msg']}") from None
+        raise ConfigError(key, first["input"], "correct it", f"DeepSpeed reports: {first['msg']}") from None
 
 
 def zero_engine(module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> DeepSpeedEngine:

@@ -86,7 +86,7 @@ def _fix_for(phase: str, config: RunConfig, dims: ParallelDims) -> str:
     if phase == DATA:
         return f"try data.num_workers={max(2 * config.data.num_workers, 1)}"
     if phase == HOST:
-        return "look at what its process does beside training"
+        return "check what else its process does"
     if dims.pp > 1:
         return "give its stage fewer layers: strategy.pipeline.layers"
     return "look at its node: other programs there, its clock, its device"
