@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.architectures.find import axes_of, stages_of
@@ -47,22 +47,8 @@ def pipeline_errors(
     if stages_of(model_type) is None:
         fix, reason = f"use 1; the axes for it are {axes_of(model_type)}", f"{model_type} cannot be cut into stages"
         errors.append(ConfigError("strategy.pp", pp, fix, reason))
-    traits = SCHEDULES[schedule]
-    alternatives = " or ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
-    if compile_model and traits.splits_backward:
-        errors.append(
-            ConfigError(
-                "model.compile",
-                True,
-                f"use false, or {SCHEDULE_KEY}={alternatives}",
-                f"{schedule} computes gradients of inputs and weights apart, which torch refuses to do with "
-                "compiled modules",
-            )
-        )
-    if checkpointing == "selective" and traits.splits_backward:
-        fix = f"use full or none, or {SCHEDULE_KEY}={alternatives}"
-        reason = f"{schedule} goes back through a block twice, which torch refuses where it is kept in part"
-        errors.append(ConfigError("strategy.activation_checkpointing", checkpointing, fix, reason))
+    if SCHEDULES[schedule].splits_backward:
+        errors += _split_backward_errors(schedule, compile_model, checkpointing)
     errors += _stages_errors(schedule, stages_per_rank)
     if not errors or errors[-1].key != "strategy.pipeline.stages_per_rank":
         stages = sum(map(len, stages_by_rank(schedule, pp, stages_per_rank)))
@@ -77,6 +63,20 @@ def pipeline_errors(
         reason = f"on {pp} ranks it does not take {num_micro_batches} micro-batches a step"
         errors.append(ConfigError(SCHEDULE_KEY, schedule, fix, reason))
     return errors
+
+
+def _split_backward_errors(schedule: str, compile_model: bool, checkpointing: str) -> Iterator[ConfigError]:
+    """Errors of a schedule that computes gradients of inputs and of weights apart."""
+    alternatives = " or ".join(name for name, other in SCHEDULES.items() if not other.splits_backward)
+    if compile_model:
+        fix = f"use false, or {SCHEDULE_KEY}={alternatives}"
+        reason = f"{schedule} computes gradients of inputs and weights apart"
+        reason += ", which torch refuses to do with compiled modules"
+        yield ConfigError("model.compile", True, fix, reason)
+    if checkpointing == "selective":
+        fix = f"use full or none, or {SCHEDULE_KEY}={alternatives}"
+        reason = f"{schedule} goes back through a block twice, which torch refuses where it is kept in part"
+        yield ConfigError("strategy.activation_checkpointing", checkpointing, fix, reason)
 
 
 def _picture_errors(fields: Mapping[str, Any], stages: int, by_hand: Sequence[int] | None) -> list[ConfigError]:

@@ -48,11 +48,9 @@ def export_folder(
     """
     import torch
 
-    from mgpu_pipe.data.text.tokenizer_folder import end_texts
-    from mgpu_pipe.inference.generation import stop_at_turns
     from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, merge_stored, write_adapter, write_model_folder
     from mgpu_pipe.inference.processor_files import write_processor
-    from mgpu_pipe.models.weights.model_files import copy_sentence_modules, write_tokenizer
+    from mgpu_pipe.models.weights.model_files import copy_sentence_modules
 
     check_target(out, force)
     with working_folder(out) as partial:
@@ -67,13 +65,7 @@ def export_folder(
                 write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
                 if stored.maker is not None:
                     copy_sentence_modules(stored.maker, partial)
-            if stored.tokenizer_folder is not None:
-                adopts = stored.adopts_special_tokens and not adapter
-                write_tokenizer(stored.tokenizer_folder, partial, adopts)
-                if stored.config is not None and stored.config.data.holds_conversations():
-                    stop_at_turns(partial)
-                if hasattr(stored.model, "logit_scale"):
-                    end_texts(partial)
+            _write_tokenizer(stored, partial, adapter)
             if not adapter:
                 write_processor(stored, partial)  # replaces files that the tokenizer's folder may bring
                 _check_loads(stored, weights_type, partial)
@@ -81,6 +73,21 @@ def export_folder(
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
     return out
+
+
+def _write_tokenizer(stored: StoredModel, folder: Path, adapter: bool) -> None:
+    """Write the model's tokenizer, if it has one, with the end tokens that generation needs."""
+    from mgpu_pipe.data.text.tokenizer_folder import end_texts
+    from mgpu_pipe.inference.generation import stop_at_turns
+    from mgpu_pipe.models.weights.model_files import write_tokenizer
+
+    if stored.tokenizer_folder is None:
+        return
+    write_tokenizer(stored.tokenizer_folder, folder, stored.adopts_special_tokens and not adapter)
+    if stored.config is not None and stored.config.data.holds_conversations():
+        stop_at_turns(folder)
+    if hasattr(stored.model, "logit_scale"):
+        end_texts(folder)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from mgpu_pipe.models.weights.model_files import GENERATION
 from mgpu_pipe.system.local_files import is_file
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -65,6 +66,27 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             loaded = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     tokenizer: PreTrainedTokenizerBase = loaded
     return tokenizer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choice of the next token, see :func:`generate_text`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of transformers' ``GenerationConfig``."""
+        if self.temperature > 0:
+            return {
+                "do_sample": True,
+                "temperature": self.temperature,
+                "top_k": self.top_k or 0,
+                "top_p": self.top_p or 1.0,
+            }
+        return {"do_sample": False}
 
 
 def generate_text(
@@ -113,43 +135,46 @@ def generate_text(
         forward = forward or partial(_encoder_decoder_forward, model)
     if temperature is None:
         temperature = 0.0 if is_encoder_decoder else 0.8
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p)
+    device, end_ids = next(model.parameters()).device, end_tokens(tokenizer, chat)
+    with _generation_mode(model, forward, device):
+        token_ids = [encode(tokenizer, prompt, chat) for prompt in prompts]
+        token_ids = token_ids if visuals is None else [visuals.expand(ids) for ids in token_ids]
+        continuations = []
+        for first in range(0, len(token_ids), batch_size):
+            batch = token_ids[first : first + batch_size]
+            continuations += _generate_batch(
+                model,
+                tokenizer,
+                batch,
+                sampling,
+                seed + first,
+                together,
+                use_cache=forward is None,
+                end_ids=end_ids,
+                is_answer=chat is not None,
+                streamer=streamer,
+                visual_inputs={} if visuals is None else visuals.inputs(batch, device),
+            )
+        lead = "" if chat is None else chat.lead()
+        return [text.removeprefix(lead) for text in continuations]
+
+
+@contextmanager
+def _generation_mode(
+    model: PreTrainedModel, forward: Callable[..., Any] | None, device: torch.device
+) -> Iterator[None]:
+    """Evaluation without gradients, by ``forward`` if given; the mode and the random state come back."""
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
-    end_ids = end_tokens(tokenizer, chat)
     try:
-        devices = [device] if device.type == "cuda" else []
         with (
             length_at_hand(model),
             torch.no_grad(),
             _forward_in_place(model, forward),
-            torch.random.fork_rng(devices=devices),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         ):
-            token_ids = [encode(tokenizer, prompt, chat) for prompt in prompts]
-            token_ids = token_ids if visuals is None else [visuals.expand(ids) for ids in token_ids]
-            continuations = [
-                _generate_batch(
-                    model,
-                    tokenizer,
-                    token_ids[first : first + batch_size],
-                    max_new_tokens,
-                    temperature,
-                    top_k,
-                    top_p,
-                    seed + first,
-                    together,
-                    use_cache=forward is None,
-                    end_ids=end_ids,
-                    is_answer=chat is not None,
-                    streamer=streamer,
-                    visual_inputs={}
-                    if visuals is None
-                    else visuals.inputs(token_ids[first : first + batch_size], device),
-                )
-                for first in range(0, len(token_ids), batch_size)
-            ]
-            lead = "" if chat is None else chat.lead()
-            return [text.removeprefix(lead) for texts in continuations for text in texts]
+            yield
     finally:
         model.train(was_training)
 
@@ -193,10 +218,7 @@ def _generate_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     token_ids: list[list[int]],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
+    sampling: Sampling,
     seed: int,
     together: bool,
     use_cache: bool,
@@ -205,7 +227,6 @@ def _generate_batch(
     streamer: BaseStreamer | None,
     visual_inputs: Mapping[str, torch.Tensor],
 ) -> list[str]:
-    from transformers import GenerationConfig
     from transformers.modeling_outputs import BaseModelOutput
 
     is_encoder_decoder, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
@@ -213,31 +234,10 @@ def _generate_batch(
         token_ids = [
             ids if ids[-1] == end else [*ids, int(end)] for ids in token_ids
         ]  # sources end like this in training
-    longest = max(map(len, token_ids))
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    room = max_new_tokens if context is None or is_encoder_decoder else min(max_new_tokens, context - longest)
-    if room < 1:
-        raise BadInputError(f"prompt of {longest} tokens: the model's context is {context}; give a shorter prompt")
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
-    settings = GenerationConfig(
-        max_new_tokens=room,
-        eos_token_id=end_ids or None,
-        pad_token_id=end if end is not None else 0,
-        use_cache=use_cache,
-        **({"decoder_start_token_id": model.config.decoder_start_token_id} if is_encoder_decoder else {}),
-        **sampling,
-    )
+    longest, filler = max(map(len, token_ids)), end if end is not None else 0
+    settings = _generation_config(model, sampling, longest, end_ids, filler, use_cache)
     torch.manual_seed(seed)
-    device = next(model.parameters()).device
-    # Pad on the left, so that the next token is last in every row.
-    padding = [longest - len(ids) for ids in token_ids]
-    filler = settings.pad_token_id
-    inputs = torch.tensor(
-        [[filler] * missing + ids for missing, ids in zip(padding, token_ids, strict=True)], device=device
-    )
-    mask = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
+    inputs, mask = _padded_left(token_ids, filler, next(model.parameters()).device)
     encoded = (
         {"encoder_outputs": BaseModelOutput(inputs[..., None].float())} if is_encoder_decoder and not use_cache else {}
     )
@@ -254,6 +254,41 @@ def _generate_batch(
         return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in output]
     new = [_cut_at_end(row[longest:], end_ids) for row in output.tolist()]
     return [_decode_answer(tokenizer, ids, row, is_answer) for ids, row in zip(token_ids, new, strict=True)]
+
+
+def _generation_config(
+    model: PreTrainedModel, sampling: Sampling, longest: int, end_ids: list[int], filler: int, use_cache: bool
+) -> GenerationConfig:
+    """Settings of a batch whose longest prompt has ``longest`` tokens.
+
+    Raises:
+        BadInputError: the prompt fills the model's context.
+    """
+    from transformers import GenerationConfig
+
+    is_encoder_decoder, room = bool(model.config.is_encoder_decoder), sampling.max_new_tokens
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and not is_encoder_decoder:
+        room = min(room, context - longest)
+    if room < 1:
+        raise BadInputError(f"prompt of {longest} tokens: the model's context is {context}; give a shorter prompt")
+    return GenerationConfig(
+        max_new_tokens=room,
+        eos_token_id=end_ids or None,
+        pad_token_id=filler,
+        use_cache=use_cache,
+        **({"decoder_start_token_id": model.config.decoder_start_token_id} if is_encoder_decoder else {}),
+        **sampling.settings(),
+    )
+
+
+def _padded_left(token_ids: list[list[int]], filler: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows whose last token is the prompt's last, and their mask; both of shape ``(prompts, longest)``."""
+    longest = max(map(len, token_ids))
+    padding = [longest - len(ids) for ids in token_ids]
+    rows = [[filler] * missing + ids for missing, ids in zip(padding, token_ids, strict=True)]
+    mask = torch.arange(longest, device=device) >= torch.tensor(padding, device=device)[:, None]
+    return torch.tensor(rows, device=device), mask
 
 
 def _cut_at_end(ids: list[int], end_ids: list[int]) -> list[int]:

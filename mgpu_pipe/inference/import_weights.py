@@ -210,14 +210,7 @@ def fill_from_external(
     from mgpu_pipe.models.weights.pretrained import drop_harmless, stored_buffers
     from mgpu_pipe.models.weights.slices import read_tensors
 
-    named, unexpected = {}, set()
-    for name, tensor in weights.items():
-        if any(fnmatchcase(name, pattern) for pattern in ignore):
-            continue
-        if name.startswith(prefix):
-            named[name.removeprefix(prefix)] = tensor
-        else:
-            unexpected.add(name)
+    named, unexpected = _without_prefix(weights, prefix, ignore)
     twin = build_meta(replace(config, freeze=[]))
     state = twin.state_dict()
     model = materialise_empty(build_meta(replace(config, freeze=[])), "cpu")
@@ -237,22 +230,33 @@ def fill_from_external(
         f"{name} {list(named[name].shape)} for {list(shapes[name])}" if name in named else name
         for name in sorted(filled["mismatched_keys"])
     ]
-    listed = [
-        f"{len(names)} {kind}: {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}"
-        for kind, names in (
-            ("missing", sorted(missing)),
-            ("unexpected", sorted(unexpected)),
-            ("of another shape", mismatched),
-        )
-        if names
-    ]
-    if listed:
+    if listed := _misfits(sorted(missing), sorted(unexpected), mismatched):
         raise BadInputError(
             f"--from={source}: the tensors do not fit the model {config.name}: {'; '.join(listed)}; "
             + _advice(list(state), list(weights), prefix)
         )
     maker = None if config.path is None else local_folder(config.path)
     return StoredModel(model.eval(), read_from(model), source, tokenizer, None, None, maker is None, maker)
+
+
+def _without_prefix(
+    weights: Mapping[str, torch.Tensor], prefix: str, ignore: Sequence[str]
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """The weights by their names after ``prefix``, and the names that lack it; ignored ones are in neither."""
+    ignored = {name for name in weights if any(fnmatchcase(name, pattern) for pattern in ignore)}
+    kept = {name: tensor for name, tensor in weights.items() if name not in ignored}
+    named = {name.removeprefix(prefix): tensor for name, tensor in kept.items() if name.startswith(prefix)}
+    return named, {name for name in kept if not name.startswith(prefix)}
+
+
+def _misfits(missing: list[str], unexpected: list[str], mismatched: list[str]) -> list[str]:
+    """Each kind of tensor that does not fit, with its first names."""
+    kinds = (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+    return [
+        f"{len(names)} {kind}: {', '.join(names[:LISTED])}{', ...' if len(names) > LISTED else ''}"
+        for kind, names in kinds
+        if names
+    ]
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:

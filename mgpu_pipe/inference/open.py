@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -210,10 +210,7 @@ def _open_checkpoint(
     source: ModelSource, config: RunConfig, frozen: Path | None, average: bool
 ) -> tuple[StoredModel, CheckpointReader]:
     """A step's weights on demand; reading a chunk checks it."""
-    import torch
-
     from mgpu_pipe.checkpoint.load import CheckpointReader
-    from mgpu_pipe.models.adapters.qlora import pack, packed_parameters, packed_weight, unpack
     from mgpu_pipe.models.build import run_model
     from mgpu_pipe.models.settings import model_settings, require_model_settings
     from mgpu_pipe.models.weights.pretrained import limit_modules, restore_buffers
@@ -231,6 +228,38 @@ def _open_checkpoint(
         model = run_model(replace(config, peft=config.peft.unquantised()))
     model = _with_buffers(model)
     restore_buffers(model, reader.state, step_folder)
+    maker = None if config.model.path is None else local_folder(config.model.path)
+    return StoredModel(
+        model,
+        _read_from_checkpoint(reader, trained, model, base, averages),
+        step_folder,
+        source.tokenizer,
+        config,
+        reader.manifest.step,
+        adopts_special_tokens=not source.names_a_model,
+        maker=maker,
+        is_trusted=source.is_trusted,
+    ), reader
+
+
+def _read_from_checkpoint(
+    reader: CheckpointReader,
+    trained: PreTrainedModel,
+    model: PreTrainedModel,
+    base: Mapping[str, torch.Tensor],
+    averages: Mapping[str, str],
+) -> ReadTensor:
+    """The function that reads a weight of ``model`` by its name, in the type it is asked for.
+
+    Args:
+        trained: the model as it was trained, with quantised weights.
+        base: frozen weights that the checkpoint leaves out.
+        averages: names of the weights' averages, which replace them.
+    """
+    import torch
+
+    from mgpu_pipe.models.adapters.qlora import pack, packed_parameters, packed_weight, unpack
+
     first = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
     stored_as = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers())
@@ -257,18 +286,7 @@ def _open_checkpoint(
             reader.read([_whole_shard(stored_as[name], tensor)], "model")
         return tensor
 
-    maker = None if config.model.path is None else local_folder(config.model.path)
-    return StoredModel(
-        model,
-        read,
-        step_folder,
-        source.tokenizer,
-        config,
-        reader.manifest.step,
-        adopts_special_tokens=not source.names_a_model,
-        maker=maker,
-        is_trusted=source.is_trusted,
-    ), reader
+    return read
 
 
 def _frozen_weights(

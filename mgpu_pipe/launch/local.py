@@ -95,15 +95,7 @@ def _run(
     threads = choose_threads(config.launch.threads_per_worker, world)
     step = resume_step(config, paths)
     first = record.next_attempt(paths)
-    plan = WorkerPlan(
-        argv=python_module(WORKER, str(paths.root)),
-        world_size=world,
-        paths=paths,
-        environment={**worker_environment(threads.per_worker), **run_environment(config)},
-        live_fd=live,
-        inherited_fds=(lock.fd,),
-    )
-    plan = replace(plan, server=fork_server.serving({**os.environ, **plan.environment}))
+    plan = _plan(config, paths, threads.per_worker, live, lock)
 
     def environment_of(attempt: int) -> Mapping[str, str]:
         """Variables of a restarted attempt."""
@@ -145,6 +137,20 @@ def _run(
     finally:
         if group is not None:
             group.kill()
+
+
+def _plan(config: RunConfig, paths: RunPaths, threads: int, live: int, lock: RunLock) -> WorkerPlan:
+    """Command, environment and descriptors of the workers."""
+    environment = {**worker_environment(threads), **run_environment(config)}
+    return WorkerPlan(
+        argv=python_module(WORKER, str(paths.root)),
+        world_size=world_size(config),
+        paths=paths,
+        environment=environment,
+        live_fd=live,
+        inherited_fds=(lock.fd,),
+        server=fork_server.serving({**os.environ, **environment}),
+    )
 
 
 def _stopping(lock: RunLock) -> None:

@@ -207,6 +207,12 @@ def _watch(
             )
         finally:
             group.kill()
+    _publish(store, node, outcome)
+    return outcome
+
+
+def _publish(store: Store, node: int, outcome: Outcome) -> None:
+    """Tell the other tasks how this node's workers ended."""
     failure = outcome.failure
     result = {
         "node": node,
@@ -220,8 +226,7 @@ def _watch(
             store.set(FAILED, str(node))
         store.set(f"{ENDED}/{node}", json.dumps(result))
     except RuntimeError:  # the first node is gone
-        return outcome
-    return outcome
+        return
 
 
 def _reason_to_end(store: Store, node: int, lock: RunLock | None) -> Callable[[], str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
@@ -96,17 +97,7 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step:
         fix = f"give {then}, or use checkpoint.init_from for the weights alone"
         errors.append(ConfigError("model.path", model, fix, f"the checkpoint {step} was trained from {then}"))
     state = read_state(step, manifest, "off")
-    if not errors and state.get("data_digest") != prepared.digest:
-        changed = [name for name, _, _ in differences(config, before, [Identity.CONTENT]) if name.startswith("data.")]
-        tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
-        changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
-        reason = f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})"
-        errors.append(ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from", reason))
-    held_out = state.get("validation_digest")
-    if not errors and held_out and prepared.validation_digest and held_out != prepared.validation_digest:
-        fix = "give the same files, or use checkpoint.init_from"
-        reason = f"the held-out data is not what {step} was evaluated on"
-        errors.append(ConfigError("data.validation_paths", config.data.validation_paths, fix, reason))
+    errors = errors or _data_errors(config, before, prepared, step, state)
     if errors:
         raise ConfigErrors(errors)
     precision = resolve_precision(config)
@@ -119,6 +110,24 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step:
         "precision.name", precision, state.get("precision", precision)
     )  # auto may have meant another precision
     return [f"resuming with {name}={now} (was {then})" for name, now, then in changes]
+
+
+def _data_errors(
+    config: RunConfig, before: RunConfig, prepared: Prepared, step: Path, state: Mapping[str, Any]
+) -> list[BadInputError]:
+    """Errors of data that is not the data of the run that saved ``step``; at most one."""
+    if state.get("data_digest") != prepared.digest:
+        changed = [name for name, _, _ in differences(config, before, [Identity.CONTENT]) if name.startswith("data.")]
+        tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
+        changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
+        reason = f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})"
+        return [ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from", reason)]
+    held_out = state.get("validation_digest")
+    if held_out and prepared.validation_digest and held_out != prepared.validation_digest:
+        fix = "give the same files, or use checkpoint.init_from"
+        reason = f"the held-out data is not what {step} was evaluated on"
+        return [ConfigError("data.validation_paths", config.data.validation_paths, fix, reason)]
+    return []
 
 
 def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -61,38 +62,51 @@ def apply_fully_shard(
     policy = _policy(mesh, precision, options)
     offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
     shards = mesh.size(mesh.ndim - 1) > 1
-    placement = _placement(mesh)
-    for module in experts:
+    if experts:
         assert expert_mesh is not None
-        fully_shard(
-            module,
-            mesh=expert_mesh,
-            shard_placement_fn=_placement(expert_mesh),
-            # Routing weights enter with the tokens and keep their precision.
-            mp_policy=replace(_policy(expert_mesh, precision, options), cast_forward_inputs=False),
-            offload_policy=offload,
-            reshard_after_forward=_reshard(FsdpUnit((module,)), options, True),
-        )
+        _shard_experts(experts, expert_mesh, precision, options, offload)
+    shard = partial(
+        fully_shard, mesh=mesh, shard_placement_fn=_placement(mesh), mp_policy=policy, offload_policy=offload
+    )
     units = sharding_units(model)
     for unit in units:
         modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+        shard(modules, reshard_after_forward=_reshard(unit, options, shards))
+    root = shard(model, reshard_after_forward=options.reshard_after_forward is True and shards)
+    _sum_gradients(root)
+    for unit in units:
+        if not unit.in_backward:
+            _sharded(unit).set_unshard_in_backward(False)
+    if mesh.device_type != "cpu":  # a collective on the CPU ends before anything else begins
+        _prefetch_forward(units, options.prefetch)
+    return root
+
+
+def _shard_experts(
+    experts: Sequence[torch.nn.Module],
+    mesh: DeviceMesh,
+    precision: str,
+    options: ShardingOptions,
+    offload: OffloadPolicy,
+) -> None:
+    """Make each module of experts a unit on ``mesh``."""
+    # Routing weights enter with the tokens and keep their precision.
+    policy = replace(_policy(mesh, precision, options), cast_forward_inputs=False)
+    for module in experts:
         fully_shard(
-            modules,
+            module,
             mesh=mesh,
-            shard_placement_fn=placement,
+            shard_placement_fn=_placement(mesh),
             mp_policy=policy,
             offload_policy=offload,
-            reshard_after_forward=_reshard(unit, options, shards),
+            reshard_after_forward=_reshard(FsdpUnit((module,)), options, True),
         )
-    root = fully_shard(
-        model,
-        mesh=mesh,
-        shard_placement_fn=placement,
-        mp_policy=policy,
-        offload_policy=offload,
-        reshard_after_forward=options.reshard_after_forward is True and shards,
-    )
-    for module in model.modules():
+
+
+def _sum_gradients(root: FSDPModule) -> None:
+    """Sum the gradients of all parameters over the processes, those without a gradient on some rank too."""
+    assert isinstance(root, torch.nn.Module)
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -100,12 +114,6 @@ def apply_fully_shard(
     # before torch 2.13 cannot, and there ranks have to use the same.
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
-    for unit in units:
-        if not unit.in_backward:
-            _sharded(unit).set_unshard_in_backward(False)
-    if mesh.device_type != "cpu":  # a collective on the CPU ends before anything else begins
-        _prefetch_forward(units, options.prefetch)
-    return root
 
 
 def _policy(mesh: DeviceMesh, precision: str, options: ShardingOptions) -> MixedPrecisionPolicy:

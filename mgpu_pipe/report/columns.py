@@ -162,16 +162,12 @@ def print_columns(
     """
     if not cells:
         return
-    rows = [
-        [[printable(line, keep="") for line in (cell.split("\n") if several_lines else [cell])] for cell in row]
-        for row in cells
-    ]
+    rows = [[_cell_lines(cell, several_lines) for cell in row] for row in cells]
     columns = [column for column in range(len(names)) if any(any(row[column]) for row in rows)]
     last = names[-1:] if below is None else below
     width = _width() if width is None else width
-    widths = {
-        column: max(len(names[column]), *(len(line) for row in rows for line in row[column])) for column in columns
-    }
+    longest = {column: max(len(line) for row in rows for line in row[column]) for column in columns}
+    widths = {column: max(len(names[column]), length) for column, length in longest.items()}
     if width is None or _total(widths.values()) <= width:
         visible, under, dropped = widths, list[int](), list[str]()
     else:
@@ -179,22 +175,28 @@ def print_columns(
         visible = {column: size for column, size in widths.items() if column not in under}
         order = [column for name in spare for column in visible if names[column] == name]
         order += [column for column in reversed(visible) if column not in order]
-        visible, dropped = _fit(
-            visible, {column for column in visible if names[column] not in numeric}, order, width, names
-        )
-    _print_line([(names[column], visible[column], names[column] in numeric) for column in visible], heading=True)
+        texts = {column for column in visible if names[column] not in numeric}
+        visible, dropped = _fit(visible, texts, order, width, names)
+    shown = [(column, size, names[column] in numeric) for column, size in visible.items()]
+    _print_line([(names[column], size, is_number) for column, size, is_number in shown], heading=True)
     for row in rows:
-        for number in range(max(len(row[column]) for column in visible)):
-            line = [
-                (row[column][number] if number < len(row[column]) else "", visible[column], names[column] in numeric)
-                for column in visible
-            ]
-            _print_line(line)
+        _print_cells(row, shown)
         for column in under:
             for text in filter(None, row[column]):
                 print_words(text, width, indent=4)
     if dropped:
         print_line(f"not shown at {width} columns: {', '.join(filter(None, dropped))}")
+
+
+def _print_cells(row: Sequence[Sequence[str]], shown: Sequence[tuple[int, int, bool]]) -> None:
+    """Print the lines of a row's visible cells: column, width, and whether it is right-aligned."""
+    for number in range(max(len(row[column]) for column, _, _ in shown)):
+        lines = {column: row[column][number] if number < len(row[column]) else "" for column, _, _ in shown}
+        _print_line([(lines[column], size, is_number) for column, size, is_number in shown])
+
+
+def _cell_lines(cell: str, several_lines: bool) -> list[str]:
+    return [printable(line, keep="") for line in (cell.split("\n") if several_lines else [cell])]
 
 
 def print_words(text: str, width: int | None, indent: int = 0) -> None:

@@ -78,15 +78,7 @@ def sweep_page(store: Store, runs: Sequence[Point], links: Sequence[str], watche
         title=f"{store.name} · sweep",
         heading=store.name,
         status=RUNNING if statuses[RUNNING] else "unfinished" if resumable else FINISHED,
-        subtitle=[
-            repeat_line(store),
-            f"{len(runs)} runs: " + ", ".join(f"{count} {status}" for status, count in statuses.most_common()),
-            "ranked by "
-            + " and ".join(
-                f"{name}, {'lower' if lower else 'higher'} is better"
-                for name, lower in zip(metrics, minimize, strict=True)
-            ),
-        ],
+        subtitle=_subtitle(store, len(runs), statuses),
         best=_best(store, runs),
         front=_front(store, front, metrics),
         tradeoff=[at[metric] for metric in metrics] if len(metrics) == 2 else None,
@@ -109,6 +101,16 @@ def sweep_page(store: Store, runs: Sequence[Point], links: Sequence[str], watche
         watched=watched,
         footer=f"Written by mgpu_pipe {__version__} from {store.folder} at {time.strftime('%Y-%m-%d %H:%M:%S')}",
     )
+
+
+def _subtitle(store: Store, runs: int, statuses: Counter[str]) -> list[str]:
+    """Lines of the command, the states of the runs and the ranking."""
+    ranking = [
+        f"{name}, {'lower' if lower else 'higher'} is better"
+        for name, lower in zip(store.spec["metrics"], store.spec["minimize"], strict=True)
+    ]
+    counts = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
+    return [repeat_line(store), f"{runs} runs: {counts}", f"ranked by {' and '.join(ranking)}"]
 
 
 class SweepPage:

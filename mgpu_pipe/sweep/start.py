@@ -83,18 +83,7 @@ def spec_of(request: SweepRequest, words: Sequence[str]) -> dict[str, object]:
         ConfigErrors: the sweep's keys are wrong.
     """
     config, settings = request.config, request.config.sweep
-    errors: list[BadInputError] = []
-    if not config.run.root.strip():
-        errors.append(ConfigError("run.root", config.run.root, "give a folder, or leave it out"))
-    if config.run.dir is not None:
-        errors.append(ConfigError("run.dir", config.run.dir, "leave it out with -m: every run has its own folder"))
-    if settings.seeds < 1:
-        errors.append(ConfigError("sweep.seeds", settings.seeds, "use a whole number of at least 1"))
-    if settings.seeds > 1 and "seed" in request.values:
-        errors.append(ConfigError("sweep.seeds", settings.seeds, "leave it out, or sweep no seed", "seeds are swept"))
-    whole = [key for key in request.values if key.startswith("sweep.") and not key.startswith(SPACE)]
-    whole += [key for key in request.values if key in ("run.root", "run.dir")]
-    errors += [ConfigError(key, "...", "give one value", "it is the whole sweep's") for key in whole]
+    errors: list[BadInputError] = [*_whole_sweep_errors(request)]
     metrics = [settings.metric] if isinstance(settings.metric, str) else list(settings.metric)
     metrics = [_usual_metric(config) if metric == "auto" else metric for metric in metrics]
     for metric in metrics:
@@ -131,6 +120,23 @@ def spec_of(request: SweepRequest, words: Sequence[str]) -> dict[str, object]:
         "rungs": [] if settings.pruner == "none" else rungs_of(config.trainer.max_steps or 0, settings.rungs),
         "parallel": settings.parallel,
     }
+
+
+def _whole_sweep_errors(request: SweepRequest) -> Iterator[BadInputError]:
+    """Errors of keys that have one value for the whole sweep."""
+    config, settings = request.config, request.config.sweep
+    if not config.run.root.strip():
+        yield ConfigError("run.root", config.run.root, "give a folder, or leave it out")
+    if config.run.dir is not None:
+        yield ConfigError("run.dir", config.run.dir, "leave it out with -m: every run has its own folder")
+    if settings.seeds < 1:
+        yield ConfigError("sweep.seeds", settings.seeds, "use a whole number of at least 1")
+    if settings.seeds > 1 and "seed" in request.values:
+        yield ConfigError("sweep.seeds", settings.seeds, "leave it out, or sweep no seed", "seeds are swept")
+    whole = [key for key in request.values if key.startswith("sweep.") and not key.startswith(SPACE)]
+    whole += [key for key in request.values if key in ("run.root", "run.dir")]
+    for key in whole:
+        yield ConfigError(key, "...", "give one value", "it is the whole sweep's")
 
 
 def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:

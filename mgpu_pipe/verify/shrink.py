@@ -12,7 +12,14 @@ from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, RunConfig, SchedulerConfig, SyntheticConfig
+from mgpu_pipe.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    RunConfig,
+    SchedulerConfig,
+    SyntheticConfig,
+    TrainerConfig,
+)
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import is_noise, resolved_fields
 from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
@@ -83,19 +90,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     small = replace(
         config,
         model=model,
-        data=replace(
-            DataConfig(**{field.name: getattr(config.data, field.name) for field in fields(DataConfig)}),
-            source="synthetic",
-            paths=[],
-            validation_paths=[],
-            chat_template=None,
-            tokenizer="auto",
-            synthetic=SyntheticConfig(),
-            seq_len=seq_len,
-            target_len="auto",
-            micro_batch_size=micro,
-            global_batch_size=micro * num_micro * dims.data_parallel_size,
-        ),
+        data=_synthetic_data(config.data, seq_len, micro, micro * num_micro * dims.data_parallel_size),
         objective=config.objective.shrunk(micro * seq_len),
         peft=_small_adapters(config.peft, int(resolved_fields(model).get("num_hidden_layers") or 1)),
         optimizer=_small_optimizer(config.optimizer, steps, int(resolved_fields(model).get("num_hidden_layers") or 1)),
@@ -103,22 +98,44 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         strategy=_sizes_filled_in(config.strategy, dims),
         precision=replace(config.precision, name=resolve_precision(config)),
         checkpoint=CheckpointConfig(save_last=False),
-        trainer=replace(
-            config.trainer,
-            accelerator="cpu",
-            devices=dims.world_size,
-            num_nodes=1,
-            max_steps=steps,
-            max_epochs=None,
-            val_every_n_steps=None,
-            sample_every_n_steps=None,
-        ),
+        trainer=_on_cpu_processes(config.trainer, dims.world_size, steps),
         eval=EvalConfig(),
         logger={},
         callbacks={},
         launch=replace(config.launch, max_restarts=0),
     )
     return Shrunk(small, _changes(config, small))
+
+
+def _synthetic_data(data: DataConfig, seq_len: int, micro_batch_size: int, global_batch_size: int) -> DataConfig:
+    """Random documents in batches of these sizes; keys of a single source go."""
+    return replace(
+        DataConfig(**{field.name: getattr(data, field.name) for field in fields(DataConfig)}),
+        source="synthetic",
+        paths=[],
+        validation_paths=[],
+        chat_template=None,
+        tokenizer="auto",
+        synthetic=SyntheticConfig(),
+        seq_len=seq_len,
+        target_len="auto",
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+    )
+
+
+def _on_cpu_processes(trainer: TrainerConfig, devices: int, steps: int) -> TrainerConfig:
+    """A few steps on CPU processes, without evaluation and samples."""
+    return replace(
+        trainer,
+        accelerator="cpu",
+        devices=devices,
+        num_nodes=1,
+        max_steps=steps,
+        max_epochs=None,
+        val_every_n_steps=None,
+        sample_every_n_steps=None,
+    )
 
 
 def _small_optimizer(optimizer: OptimizerConfig, steps: int, layers: int) -> OptimizerConfig:

@@ -84,6 +84,26 @@ def shrink_model(
         noiseless = {class_names.get(name, name): value for name, value in _dropouts(fields).items()}
         return replace(model, path=None, type=model_type, config={**source, **noiseless})
     takes = known.names | set(source)
+    wanted = _small_sizes(fields, takes, dims, seq_len, stages)
+    changed = {class_names.get(name, name): value for name, value in wanted.items() if name in takes}
+    changed.update(_small_towers(known, model_type, source, dims, seq_len, stages))
+    _fit_pictures(changed, known, stages)
+    changed = {spelled.get(name, name): value for name, value in changed.items()}
+    implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
+    return ModelConfig(
+        name=model.name,
+        type=model_type,
+        config={**source, **changed},
+        attn_implementation=implementation,
+        freeze=in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])),
+        compile=model.compile,
+    )
+
+
+def _small_sizes(
+    fields: Mapping[str, Any], takes: set[str], dims: ParallelDims, seq_len: int, stages: int
+) -> dict[str, Any]:
+    """Small values of the fields of one part of a model, by transformers' usual names."""
     wanted: dict[str, Any] = {}
     for part in (
         _attention(fields, dims),
@@ -107,14 +127,26 @@ def shrink_model(
             wanted[name] = min(fields[name], most)
     if isinstance(fields.get("projection_dim"), int):
         wanted["projection_dim"] = min(fields["projection_dim"], WIDTH)
-    changed = {class_names.get(name, name): value for name, value in wanted.items() if name in takes}
+    return wanted
+
+
+def _small_towers(
+    known: ConfigClass, model_type: str, source: Mapping[str, Any], dims: ParallelDims, seq_len: int, stages: int
+) -> dict[str, Any]:
+    """Small configurations of the parts of a model that has several, by their names."""
+    towers: dict[str, Any] = {}
     for name in TOWERS:
         part = dict(source.get(name) or {})
         tower, tower_type = part_type(model_type, name, part), part.pop("model_type", None)
         if name in known.names and config_class(tower):
             cut = stages if name == TEXT else 1
             small = shrink_model(ModelConfig(type=tower, config=part), dims, seq_len, cut).config
-            changed[name] = {**small, "model_type": tower_type} if tower_type else small
+            towers[name] = {**small, "model_type": tower_type} if tower_type else small
+    return towers
+
+
+def _fit_pictures(changed: dict[str, Any], known: ConfigClass, stages: int) -> None:
+    """Set the sizes of pictures in ``changed`` that depend on the small parts."""
     if "image_token_index" in known.names:  # so that several pictures fit into a row
         vision = changed["vision_config"]
         vision["image_size"] = min(vision["image_size"], PATCHES_IN_TEXT * vision["patch_size"])
@@ -124,16 +156,6 @@ def shrink_model(
         changed["scale_factor"] = 2
     if "video_token_id" in known.names:
         changed["vision_config"] = _native_size_tower(changed, int(changed[TEXT]["num_hidden_layers"]) // stages)
-    changed = {spelled.get(name, name): value for name, value in changed.items()}
-    implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
-    return ModelConfig(
-        name=model.name,
-        type=model_type,
-        config={**source, **changed},
-        attn_implementation=implementation,
-        freeze=in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])),
-        compile=model.compile,
-    )
 
 
 def _native_size_tower(model: Mapping[str, Any], first: int) -> dict[str, Any]:

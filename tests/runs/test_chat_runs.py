@@ -86,7 +86,7 @@ def test_a_conversation_in_a_terminal(cache: Path, answers: Path, tmp_path: Path
         ("/save talk.jsonl", "saved: talk.jsonl"),
         ("/nonsense", "no such word: /nonsense"),
         ("/save", "name a file"),
-        ("Is 3 a number? " + "word " * 4000, "/reset begins anew"),
+        ("Is 3 a number? " + "word " * 4000, "/reset clears the conversation"),
     ):
         os.write(mine, f"{line[:3000]}\n".encode())
         assert expected in until(mine, "> "), line

@@ -140,15 +140,7 @@ def axes_traffic(
         sent[FORWARD] = batches, batches * hidden
     if not first:
         sent[BACKWARD] = batches, batches * hidden
-    passes, head_bytes = batches * layers, FP32 * tokens * shape.head_dim // dims.tp
-    if dims.cp > 1 and method == "ring":
-        hops, message = passes * (dims.cp - 1), 2 * shape.key_value_heads * head_bytes
-        sent["keys and values passed"] = 2 * hops, 2 * hops * message
-        sent["their gradients passed"] = hops, hops * message
-    elif dims.cp > 1:
-        both = passes * head_bytes * (2 * shape.heads + 2 * shape.key_value_heads)
-        exchange("sequence to heads", 2 * passes, both, dims.cp)
-        exchange("heads to sequence", 2 * passes, both, dims.cp)
+    sent.update(_context_traffic(shape, dims, batches * layers, tokens, method))
     shards = dims.dp_shard * dims.cp
     if shards > 1:
         norms = layer_norm_parameters(fields)
@@ -164,3 +156,21 @@ def axes_traffic(
     sent["loss and stop flag"] = 1, all_reduced(4 * FP64, dims.world_size)
     sent["gradient norm"] = 1, all_reduced(FP64, dims.world_size)
     return sent
+
+
+def _context_traffic(shape: Shape, dims: ParallelDims, passes: int, tokens: int, method: str) -> Collectives:
+    """Collectives of context parallelism, see :func:`axes_traffic`.
+
+    Args:
+        passes: layers times micro-batches.
+        tokens: tokens of a micro-batch on a process.
+    """
+    if dims.cp == 1:
+        return {}
+    head_bytes = FP32 * tokens * shape.head_dim // dims.tp
+    if method == "ring":
+        hops, message = passes * (dims.cp - 1), 2 * shape.key_value_heads * head_bytes
+        passed = {"keys and values passed": 2 * hops, "their gradients passed": hops}
+        return {name: (calls, calls * message) for name, calls in passed.items()}
+    sent = exchanged(passes * head_bytes * (2 * shape.heads + 2 * shape.key_value_heads), dims.cp)
+    return {name: (2 * passes, sent) for name in ("sequence to heads", "heads to sequence") if passes}

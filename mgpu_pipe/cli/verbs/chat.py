@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import non_negative, positive_int, share
@@ -21,11 +22,15 @@ from mgpu_pipe.inference.model_arguments import (
 )
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mgpu_pipe.data.text.chat import ChatTemplate
     from mgpu_pipe.inference.open import LoadedRun
+    from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
 HELP = (
-    "/image FILE shows a picture with the next question, /video FILE a video, /system TEXT says how to answer, "
-    "/reset forgets what was said, /save FILE keeps it, /exit (or Ctrl-D) ends"
+    "/image FILE shows a picture with the next question, /video FILE a video, /system TEXT sets how to answer, "
+    "/reset clears the conversation, /save FILE saves it, /exit (or Ctrl-D) ends"
 )
 
 
@@ -55,7 +60,6 @@ def _chat(arguments: argparse.Namespace) -> None:
         raise BadInputError(
             f"{run.source}: was not trained on conversations, or has no chat template; use mgpu-pipe generate"
         )
-    from mgpu_pipe.inference.generation import AnswerStreamer, generate_text
     from mgpu_pipe.inference.visual_prompts import PromptVisuals, with_places
 
     images, videos = list(arguments.image), list(arguments.video)
@@ -87,28 +91,47 @@ def _chat(arguments: argparse.Namespace) -> None:
         elif word:
             new = len(images) - used[0], len(videos) - used[1]
             conversation = [*messages, {"role": "user", "content": with_places(line.strip(), *new)}]
-            try:
-                [answer] = generate_text(
-                    run.model,
-                    tokenizer,
-                    [conversation],
-                    chat=template,
-                    max_new_tokens=arguments.max_new_tokens,
-                    temperature=arguments.temperature,
-                    top_k=arguments.top_k,
-                    top_p=arguments.top_p,
-                    seed=arguments.seed + number,
-                    streamer=AnswerStreamer(tokenizer, template.lead()),
-                    visuals=PromptVisuals.from_files(run, images, videos),
-                )
-            except BadInputError as error:
-                print_line(f"{one_line(error)}; /reset begins anew", file=sys.stderr)
-            except KeyboardInterrupt:
-                print_line(file=sys.stderr)
-                print_line("(broken off: the question is forgotten)", file=sys.stderr)
-            else:
+            visuals = partial(PromptVisuals.from_files, run, images, videos)
+            answer = _answer(run, tokenizer, template, conversation, visuals, arguments, number)
+            if answer is not None:
                 messages = [*conversation, {"role": "assistant", "content": answer}]
                 used = len(images), len(videos)
+
+
+def _answer(
+    run: LoadedRun,
+    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
+    conversation: list[dict[str, Any]],
+    visuals: Callable[[], PromptVisuals | None],
+    arguments: argparse.Namespace,
+    number: int,
+) -> str | None:
+    """Print the answer to ``conversation`` while it is generated; None where it was refused or interrupted."""
+    from mgpu_pipe.inference.generation import AnswerStreamer, generate_text
+
+    try:
+        [answer] = generate_text(
+            run.model,
+            tokenizer,
+            [conversation],
+            chat=template,
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=arguments.seed + number,
+            streamer=AnswerStreamer(tokenizer, template.lead()),
+            visuals=visuals(),
+        )
+    except BadInputError as error:
+        print_line(f"{one_line(error)}; /reset clears the conversation", file=sys.stderr)
+    except KeyboardInterrupt:
+        print_line(file=sys.stderr)
+        print_line("(interrupted: the conversation goes without this question)", file=sys.stderr)
+    else:
+        return answer
+    return None
 
 
 def _with(run: LoadedRun, files: list[Path], name: str, video: bool = False) -> list[Path]:

@@ -211,17 +211,17 @@ def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
         raise KeyboardInterrupt
     if done.returncode == 0:
         return job
-    reason = said(done)
+    raise _refusal(config, said(done))
+
+
+def _refusal(config: RunConfig, reason: str) -> BadInputError:
+    """Error of a job that SLURM refuses for ``reason``; names the key where the words tell."""
     for word, (key, fix) in REFUSED.items():
         if word in reason.lower():
             section, name = key.split(".")
-            value = getattr(getattr(config, section), name)
-            raise ConfigError(
-                key, _requested_gpus(config) if key == "launch.gpus" else value, fix, f"SLURM answers: {reason}"
-            )
-    raise BadInputError(
-        f"sbatch: {reason}; nothing was submitted (the script is read by: mgpu-pipe submit --dry-run ...)"
-    )
+            value = _requested_gpus(config) if key == "launch.gpus" else getattr(getattr(config, section), name)
+            return ConfigError(key, value, fix, f"SLURM answers: {reason}")
+    return BadInputError(f"sbatch: {reason}; no job was submitted (mgpu-pipe submit --dry-run ... prints the script)")
 
 
 def cancel(job: str) -> None:

@@ -180,19 +180,7 @@ def check_peft_folder(keys: PeftConfig, model: nn.Module, adapters_alone: bool =
         raise _refused(
             keys, f"give a folder whose {ADAPTER_SETTINGS} is peft's", f"{ADAPTER_SETTINGS} is no JSON object"
         )
-    refused = fault_of(settings)
-    if refused is not None:
-        raise _refused(keys, refused.fix, refused.reason)
-    dora = bool(settings.get("use_dora"))
-    if dora != (keys.name == "dora"):
-        kind = "dora" if dora else "lora"
-        raise ConfigError("peft", keys.name, f"use peft={kind}", f"the adapter of {folder} is one of {kind}")
-    for name, theirs, usual in KEYS:
-        value = settings.get(theirs, usual)
-        if value != getattr(keys, name):
-            raise ConfigError(
-                f"peft.{name}", getattr(keys, name), f"use {value}", f"the adapter of {folder} has {value}"
-            )
+    _check_settings(keys, folder, settings)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tied = {name: others for name, others in other_names(model).items() if name in trained}
     known = set()
@@ -215,6 +203,23 @@ def check_peft_folder(keys: PeftConfig, model: nn.Module, adapters_alone: bool =
     if left:
         fix = f"use peft.targets={_listed(settings.get('target_modules'))}, or name it in peft.train_also"
         raise _refused(keys, fix, f"it holds {left[0]}, which the run does not train")
+
+
+def _check_settings(keys: PeftConfig, folder: Path, settings: Mapping[str, Any]) -> None:
+    """Check that the adapter of ``folder`` is of the kind and sizes of ``keys``."""
+    refused = fault_of(settings)
+    if refused is not None:
+        raise _refused(keys, refused.fix, refused.reason)
+    dora = bool(settings.get("use_dora"))
+    if dora != (keys.name == "dora"):
+        kind = "dora" if dora else "lora"
+        raise ConfigError("peft", keys.name, f"use peft={kind}", f"the adapter of {folder} is one of {kind}")
+    for name, theirs, usual in KEYS:
+        value = settings.get(theirs, usual)
+        if value != getattr(keys, name):
+            raise ConfigError(
+                f"peft.{name}", getattr(keys, name), f"use {value}", f"the adapter of {folder} has {value}"
+            )
 
 
 def _is_adapter(name: str) -> bool:

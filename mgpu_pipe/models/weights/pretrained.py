@@ -313,11 +313,7 @@ def check_loading(
     if theirs:
         new |= missing - theirs
         missing, unexpected = missing & theirs, unexpected - theirs
-    problems = [
-        f"{len(names)} {kind}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
-        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
-        if names
-    ]
+    problems = _misfits(missing, unexpected, mismatched)
     problems += [first_line(message) for message in info.get("error_msgs") or []]
     if problems:
         raise ModelFolderError(
@@ -331,6 +327,15 @@ def check_loading(
         print_line(f"note: model.path={folder}: has no {', '.join(sorted(new))}: newly initialised", file=sys.stderr)
     recipe = recipe_of(twin)
     return {name: draw_parameter(twin, recipe, name, seed) for name in sorted(new | adapters)}
+
+
+def _misfits(missing: set[str], unexpected: set[str], mismatched: set[str]) -> list[str]:
+    """Each kind of tensor that does not fit, with its first names."""
+    return [
+        f"{len(names)} {kind}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+        if names
+    ]
 
 
 def _head_of_other_classes(folder: Path, twin: PreTrainedModel, names: set[str]) -> set[str]:

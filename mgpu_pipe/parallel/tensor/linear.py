@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from mgpu_pipe.architectures.family import Style
 from mgpu_pipe.models.adapters.lora import is_adapter
 from mgpu_pipe.models.adapters.low_rank import A, B, LoraExperts, LoraLayer
 from mgpu_pipe.models.adapters.qlora import Nf4Experts, Nf4Layer, is_scales
@@ -238,48 +239,7 @@ def cut_experts(cut: TensorCut, sequence: SequenceSplit | None, streams: RankStr
         if alone:
             cut.left_alone |= {cut.parameters.name(p) for p in experts.parameters()}
             continue
-        named = experts.named_parameters(recurse=False)
-        parameters = {n: p for n, p in named if not is_adapter(n) and not is_scales(n)}
-        blocks = experts.blocks if isinstance(experts, Nf4Experts) else {}
-        adapted = experts.adapter_names() if isinstance(experts, LoraExperts) else {}
-        styles = {attribute: cut.plan.get(f"{name}.{attribute}") for attribute in parameters}
-        transposed = bool(getattr(experts, "is_transposed", False))
-        if getattr(experts, "has_bias", False) and None in styles.values():
-            reason = f"the experts of {name} have biases, which the plan does not list"
-            raise cut.refusal("use strategy.ep instead", reason)
-        inputs = {
-            key: blocks[key].inputs if key in blocks else int(parameter.shape[-2 if transposed else -1])
-            for key, parameter in parameters.items()
-        }
-        width = min((inputs[attribute] for attribute, style in styles.items() if style == "row"), default=0)
-        for attribute, parameter in parameters.items():
-            style, packed = styles[attribute], attribute in blocks
-            adapter = adapted.get(attribute, {})
-            if style == "row":
-                dim = parameter.dim() - (2 if transposed and not packed else 1)
-                ranges = cut.even(name, inputs[attribute])
-                if adapter:
-                    cut.parameters.cut(experts, adapter[A], 2, ranges)
-                    cut.sum_gradient(getattr(experts, adapter[B]))
-                if isinstance(experts, Nf4Experts) and packed:
-                    ranges = experts.keep_part(attribute, False, ranges)
-                cut.parameters.cut(experts, attribute, dim, ranges)
-            elif style == "once":
-                cut.sum_gradient(parameter)
-            elif style in ("column", "packed"):
-                # The width is the last dimension of a bias (experts, width), and of a matrix apart from its inputs.
-                dim = parameter.dim() - (1 if (transposed and not packed) or parameter.dim() == 2 else 2)
-                # Twice the width of the next layer means two fused matrices, also where a plan does not say so. They
-                # stand one after the other, unless their columns alternate.
-                fused = style == "packed" or parameter.shape[dim] == 2 * width
-                fused = fused and bool(getattr(experts, "is_concatenated", True))
-                ranges = cut.even(name, parameter.shape[dim], 2 if fused else 1)
-                if isinstance(experts, Nf4Experts) and packed:
-                    experts.keep_part(attribute, True, ranges)
-                cut.parameters.cut(experts, attribute, dim, ranges)
-                if adapter:
-                    cut.parameters.cut(experts, adapter[B], 1, ranges)
-                    cut.sum_gradient(getattr(experts, adapter[A]))
+        styles = _cut_expert_weights(cut, name, experts)
         block = cut.modules[name.rpartition(".")[0]]
         shared = [attribute for attribute, style in styles.items() if style == "once"]
         experts_parallel(block, getattr(block, "gate", None), experts, cut.group, sequence, shared)
@@ -287,3 +247,50 @@ def cut_experts(cut: TensorCut, sequence: SequenceSplit | None, streams: RankStr
             # Tokens are whole in the block, where its router draws, and every expert's width is cut.
             block.forward = streams.within(False, block.forward)
             experts.forward = streams.within(True, experts.forward)
+
+
+def _cut_expert_weights(cut: TensorCut, name: str, experts: nn.Module) -> dict[str, Style | None]:
+    """Cut the matrices and adapters of the experts ``name``; returns the plan's style of each parameter."""
+    named = experts.named_parameters(recurse=False)
+    parameters = {n: p for n, p in named if not is_adapter(n) and not is_scales(n)}
+    blocks = experts.blocks if isinstance(experts, Nf4Experts) else {}
+    adapted = experts.adapter_names() if isinstance(experts, LoraExperts) else {}
+    styles = {attribute: cut.plan.get(f"{name}.{attribute}") for attribute in parameters}
+    transposed = bool(getattr(experts, "is_transposed", False))
+    if getattr(experts, "has_bias", False) and None in styles.values():
+        reason = f"the experts of {name} have biases, which the plan does not list"
+        raise cut.refusal("use strategy.ep instead", reason)
+    inputs = {
+        key: blocks[key].inputs if key in blocks else int(parameter.shape[-2 if transposed else -1])
+        for key, parameter in parameters.items()
+    }
+    width = min((inputs[attribute] for attribute, style in styles.items() if style == "row"), default=0)
+    for attribute, parameter in parameters.items():
+        style, packed = styles[attribute], attribute in blocks
+        adapter = adapted.get(attribute, {})
+        if style == "row":
+            dim = parameter.dim() - (2 if transposed and not packed else 1)
+            ranges = cut.even(name, inputs[attribute])
+            if adapter:
+                cut.parameters.cut(experts, adapter[A], 2, ranges)
+                cut.sum_gradient(getattr(experts, adapter[B]))
+            if isinstance(experts, Nf4Experts) and packed:
+                ranges = experts.keep_part(attribute, False, ranges)
+            cut.parameters.cut(experts, attribute, dim, ranges)
+        elif style == "once":
+            cut.sum_gradient(parameter)
+        elif style in ("column", "packed"):
+            # The width is the last dimension of a bias (experts, width), and of a matrix apart from its inputs.
+            dim = parameter.dim() - (1 if (transposed and not packed) or parameter.dim() == 2 else 2)
+            # Twice the width of the next layer means two fused matrices, also where a plan does not say so. They
+            # stand one after the other, unless their columns alternate.
+            fused = style == "packed" or parameter.shape[dim] == 2 * width
+            fused = fused and bool(getattr(experts, "is_concatenated", True))
+            ranges = cut.even(name, parameter.shape[dim], 2 if fused else 1)
+            if isinstance(experts, Nf4Experts) and packed:
+                experts.keep_part(attribute, True, ranges)
+            cut.parameters.cut(experts, attribute, dim, ranges)
+            if adapter:
+                cut.parameters.cut(experts, adapter[B], 1, ranges)
+                cut.sum_gradient(getattr(experts, adapter[A]))
+    return styles
