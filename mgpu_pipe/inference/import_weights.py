@@ -244,9 +244,9 @@ def _without_prefix(
 ) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The weights by their names after ``prefix``, and the names that lack it; ignored ones are in neither."""
     ignored = {name for name in weights if any(fnmatchcase(name, pattern) for pattern in ignore)}
-    kept = {name: tensor for name, tensor in weights.items() if name not in ignored}
-    named = {name.removeprefix(prefix): tensor for name, tensor in kept.items() if name.startswith(prefix)}
-    return named, {name for name in kept if not name.startswith(prefix)}
+    candidates = {name: tensor for name, tensor in weights.items() if name not in ignored}
+    named = {name.removeprefix(prefix): tensor for name, tensor in candidates.items() if name.startswith(prefix)}
+    return named, {name for name in candidates if not name.startswith(prefix)}
 
 
 def _misfits(missing: list[str], unexpected: list[str], mismatched: list[str]) -> list[str]:

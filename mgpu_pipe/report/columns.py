@@ -177,10 +177,10 @@ def print_columns(
         order += [column for column in reversed(visible) if column not in order]
         texts = {column for column in visible if names[column] not in numeric}
         visible, dropped = _fit(visible, texts, order, width, names)
-    shown = [(column, size, names[column] in numeric) for column, size in visible.items()]
-    _print_line([(names[column], size, is_number) for column, size, is_number in shown], heading=True)
+    visible_columns = [(column, size, names[column] in numeric) for column, size in visible.items()]
+    _print_line([(names[column], size, is_number) for column, size, is_number in visible_columns], heading=True)
     for row in rows:
-        _print_cells(row, shown)
+        _print_cells(row, visible_columns)
         for column in under:
             for text in filter(None, row[column]):
                 print_words(text, width, indent=4)
@@ -188,11 +188,11 @@ def print_columns(
         print_line(f"not shown at {width} columns: {', '.join(filter(None, dropped))}")
 
 
-def _print_cells(row: Sequence[Sequence[str]], shown: Sequence[tuple[int, int, bool]]) -> None:
+def _print_cells(row: Sequence[Sequence[str]], visible: Sequence[tuple[int, int, bool]]) -> None:
     """Print the lines of a row's visible cells: column, width, and whether it is right-aligned."""
-    for number in range(max(len(row[column]) for column, _, _ in shown)):
-        lines = {column: row[column][number] if number < len(row[column]) else "" for column, _, _ in shown}
-        _print_line([(lines[column], size, is_number) for column, size, is_number in shown])
+    for number in range(max(len(row[column]) for column, _, _ in visible)):
+        lines = {column: row[column][number] if number < len(row[column]) else "" for column, _, _ in visible}
+        _print_line([(lines[column], size, is_number) for column, size, is_number in visible])
 
 
 def _cell_lines(cell: str, several_lines: bool) -> list[str]:

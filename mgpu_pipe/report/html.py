@@ -22,12 +22,12 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.report.account import explain_end
 from mgpu_pipe.report.charts import charts, x_axes
-from mgpu_pipe.report.comparison import comparison, samples
+from mgpu_pipe.report.compare_runs import comparison, samples
 from mgpu_pipe.report.logs import read_logs
 from mgpu_pipe.report.measurements import bars, memory_of
 from mgpu_pipe.report.measurements import memory_bands as line
+from mgpu_pipe.report.page_sections import blocks, confusion, figures, subtitle
 from mgpu_pipe.report.run_view import RunView, load_run
-from mgpu_pipe.report.sections import blocks, confusion, figures, subtitle
 from mgpu_pipe.system.local_files import is_file, replace_file
 
 MANY = 12

@@ -21,7 +21,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
 from mgpu_pipe.objectives.image_classification_keys import FAMILIES
-from mgpu_pipe.report.comparison import PNG, encoded_of
+from mgpu_pipe.report.compare_runs import PNG, encoded_of
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.strategy import EngineStrategy
 from mgpu_pipe.verify.certificate import Worst, worst_of

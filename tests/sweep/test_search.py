@@ -23,7 +23,7 @@ from mgpu_pipe.sweep import extend as extending
 from mgpu_pipe.sweep import parallel, work
 from mgpu_pipe.sweep.search import Tried, promoted, rungs_of, suggest
 from mgpu_pipe.sweep.space import ordered, parameter
-from mgpu_pipe.sweep.start import errors_by_point
+from mgpu_pipe.sweep.start_sweep import errors_by_point
 from mgpu_pipe.sweep.store import Store, create, stores
 from mgpu_pipe.sweep.work import read_points
 from tests.support.no_launch import Result, launches_by

@@ -27,7 +27,7 @@ def train(words: list[str]) -> int:
         return launched(composition, command).exit_code
 
     def sweep(parsed: Namespace) -> int:
-        from mgpu_pipe.sweep.start import start
+        from mgpu_pipe.sweep.start_sweep import start
 
         return start(parsed, words)
 
