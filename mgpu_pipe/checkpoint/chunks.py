@@ -80,7 +80,7 @@ def as_size(value: object, where: str) -> int:
     """A count, size or offset: an integer from 0 to 2**63 - 1."""
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
         text = repr(value)
-        raise CheckpointError(f"{where}: {text[:40]} is no size")
+        raise CheckpointError(f"{where}: {text[:40]} is not a size")
     return value
 
 

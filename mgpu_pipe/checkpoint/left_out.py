@@ -74,7 +74,7 @@ class LeftOut:
             )
         if weights_digest(folder, cache) != self.digest:
             raise CheckpointError(
-                f"{step}: leaves out {len(self.names)} frozen weights, and those of {folder} are others; "
+                f"{step}: leaves out {len(self.names)} frozen weights, and those of {folder} differ; "
                 f"give a copy of {self.folder} as it was"
             )
 

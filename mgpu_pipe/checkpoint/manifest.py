@@ -131,7 +131,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         raise kind(f"{where}: format version {version!r}; this program reads version {FORMAT_VERSION}")
     as_object(value, where, _KEYS[:-1])
     if not unchanged:
-        raise CheckpointError(f"{where}: was changed after it was written: its root hash differs")
+        raise CheckpointError(f"{where}: its root hash differs, so the file changed after the save")
     records = {
         _safe_name(name, where): _parse_record(record, f"{where}: files: {name}")
         for name, record in as_object(value["files"], f"{where}: files").items()
@@ -166,7 +166,7 @@ def _check_room(
 
 def _safe_name(name: str, where: str) -> str:
     if not _SAFE_NAME.fullmatch(name) or name == MANIFEST:
-        raise CheckpointError(f"{where}: lists the file {name[:80]!r}, which is no name of a file in this folder")
+        raise CheckpointError(f"{where}: lists the file {name[:80]!r}, which is not a file name in this folder")
     return name
 
 
@@ -194,7 +194,7 @@ def _parse_tensor(name: str, value: Any, records: Mapping[str, FileRecord], wher
             raise CheckpointError(f"{where}: has a slice that is not [offsets, shape, file]")
         file = as_text(parts[2], where)
         if file not in records or file in (STATE, CONFIG):
-            raise CheckpointError(f"{where}: lies in {file[:80]!r}, which is no tensor file of this checkpoint")
+            raise CheckpointError(f"{where}: lies in {file[:80]!r}, which is not a tensor file of this checkpoint")
         tensor_slices.append((TensorSlice(name, as_sizes(parts[0], where), as_sizes(parts[1], where)), file))
     fault = tiling_fault(shape, [tensor_slice for tensor_slice, _ in tensor_slices])
     if fault:

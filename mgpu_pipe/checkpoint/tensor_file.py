@@ -209,7 +209,7 @@ def _parse_entry(name: str, value: object, where: str) -> tuple[int, int, Entry]
     entry = Entry(name, dtype, as_sizes(fields["shape"], where))
     offsets = as_list(fields["data_offsets"], where)
     if len(offsets) != 2:
-        raise CheckpointError(f"{where}: data_offsets are no pair")
+        raise CheckpointError(f"{where}: data_offsets are not a pair")
     begin, end = as_size(offsets[0], where), as_size(offsets[1], where)
     if end - begin != entry.nbytes:
         raise CheckpointError(f"{where}: {end - begin} bytes for {entry.nbytes} of {dtype} {list(entry.shape)}")

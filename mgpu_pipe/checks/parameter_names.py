@@ -65,7 +65,7 @@ def name_errors(config: RunConfig) -> list[BadInputError]:
             last = pattern.rpartition(".")[2]
             if unknown is None and WORD.fullmatch(last) and last not in parameter_names:
                 fix = f"did you mean *{pattern}*?"
-                reason = f"{last} is no parameter's name"
+                reason = f"{last} is not a parameter name"
                 errors.append(ConfigError(key, pattern, fix, reason))
                 continue
         if unknown is not None:

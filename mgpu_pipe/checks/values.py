@@ -222,7 +222,7 @@ def _start_errors(config: RunConfig) -> list[ConfigError]:
     if start.init_from is None or start.resume in ("none", "auto"):
         return []
     fix = "leave one of them out"
-    reason = f"checkpoint.resume={start.resume} brings weights of its own"
+    reason = f"checkpoint.resume={start.resume} brings its weights"
     return [ConfigError("checkpoint.init_from", start.init_from, fix, reason)]
 
 

@@ -116,7 +116,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadInputError(f"{path}: not a readable configuration ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
-        raise BadInputError(f"{path}: not a configuration, for it is no mapping; give a run's config.yaml")
+        raise BadInputError(f"{path}: not a configuration, because it is not a mapping; give a run's config.yaml")
     return values, hashlib.sha256(data).hexdigest()
 
 

@@ -149,13 +149,13 @@ def check_target(out: Path, force: bool) -> None:
     """Refuse an ``out`` that must not be replaced.
 
     Raises:
-        BadInputError: it exists and is no model folder, or ``force`` is off.
+        BadInputError: it exists and is not a model folder, or ``force`` is off.
     """
     if not exists(out):
         return
     written = ("config.json", "adapter_config.json")
     if not is_folder(out) or (any(out.iterdir()) and not any(is_file(out / name) for name in written)):
-        raise BadInputError(f"--out={out}: exists and is no model folder; choose another folder")
+        raise BadInputError(f"--out={out}: exists and is not a model folder; choose another folder")
     if any(out.iterdir()) and not force:
         raise BadInputError(f"--out={out}: exists already; choose another folder, or replace it with --force")
 

@@ -151,7 +151,7 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta
     ]
     if not_tensors:
-        raise BadInputError(f"--from={file}: {not_tensors[0]!r} of its state_dict is no plain tensor")
+        raise BadInputError(f"--from={file}: {not_tensors[0]!r} of its state_dict is not a plain tensor")
     return {str(name): tensor for name, tensor in state.items()}
 
 

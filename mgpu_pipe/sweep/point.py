@@ -119,7 +119,7 @@ def as_point(record: object, where: object) -> Point:
         BadInputError: ``record`` is no point.
     """
     if not isinstance(record, dict):
-        raise BadInputError(f"{where}: a record of it is no point of a sweep; put a copy of the store in its place")
+        raise BadInputError(f"{where}: a record of it is not a point of a sweep; restore the store from a copy")
     _check(record, _POINT, ("number", "overrides"), where)
     known = {field_.name for field_ in fields(Point)}
     values = {key: value for key, value in record.items() if key in known}
@@ -138,7 +138,7 @@ def _check(record: Mapping[str, Any], kinds: Mapping[str, tuple[Test, str]], nee
 
 def _not_ours(where: object, name: str, kind: str) -> BadInputError:
     return BadInputError(
-        f"{where}: is not what a sweep writes: {json.dumps(name)} has to be {kind}; put a copy in its place; the runs "
+        f"{where}: is not what a sweep writes: {json.dumps(name)} has to be {kind}; restore it from a copy; the runs "
         "themselves lie in run.root"
     )
 

@@ -177,4 +177,4 @@ def from_record(records: list[dict[str, Any]]) -> list[Parameter]:
     try:
         return [Parameter(**{**record, "values": tuple(record["values"])}) for record in records]
     except (TypeError, KeyError) as error:
-        raise BadInputError(f"sweep.json: its space is no sweep's ({error}); put a copy in its place") from error
+        raise BadInputError(f"sweep.json: its space is not valid ({error}); restore it from a copy") from error

@@ -161,7 +161,7 @@ def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:
         return
     if beyond := [rung for rung in sweep.rungs if not 0 < rung < (steps or 0)]:
         fix = f"give steps from 1 to {(steps or 1) - 1}, below trainer.max_steps={steps}"
-        yield ConfigError("sweep.rungs", sweep.rungs, fix, f"{beyond[0]} is no step before the last")
+        yield ConfigError("sweep.rungs", sweep.rungs, fix, f"{beyond[0]} is not a step before the last")
     why = "sweep.pruner trains in parts"
     if steps is None or steps < 3:
         yield ConfigError("trainer.max_steps", steps, "give the steps of a whole run", why)

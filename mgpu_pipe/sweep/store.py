@@ -163,7 +163,7 @@ def check_name(root: Path, name: str | None) -> None:
         raise ConfigError("sweep.name", shortened(name), "shorten it", problem)
     if exists(root / SWEEPS / name):
         fix = f"continue it with mgpu-pipe sweeps resume {name}, add points with mgpu-pipe sweeps extend {name}, "
-        raise ConfigError("sweep.name", name, fix + "or choose another name", "there is such a sweep already")
+        raise ConfigError("sweep.name", name, fix + "or choose another name", "a sweep of this name exists")
 
 
 def create(
@@ -360,7 +360,7 @@ class _Database:
         except sqlite3.OperationalError as error:
             if str(error) == "interrupted":
                 raise BadInputError(
-                    f"{self._path}: reading the sweep's store has no end; put a copy in its place"
+                    f"{self._path}: reading the sweep's store has no end; restore it from a copy"
                 ) from error
             raise BadInputError(
                 f"{self._path}: the sweep's store cannot be used ({error}): another process holds it for long, or the "
@@ -368,6 +368,6 @@ class _Database:
             ) from error
         except (sqlite3.DatabaseError, ValueError) as error:
             raise BadInputError(
-                f"{self._path}: the sweep's store is damaged ({error}); put a copy in its place, or begin the sweep "
-                "anew with checkpoint.resume=auto, which finds the runs that there are"
+                f"{self._path}: the sweep's store is damaged ({error}); restore it from a copy, or start the sweep "
+                "again with checkpoint.resume=auto, which finds its runs"
             ) from error

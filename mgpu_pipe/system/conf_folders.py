@@ -45,8 +45,7 @@ def own_conf() -> Path | None:
 
 def _taken(file: Path, shipped: Path) -> BadInputError:
     return BadInputError(
-        f"{file}: has the name of the shipped {shipped}; give it another one, for a folder's own conf adds options and "
-        "replaces none"
+        f"{file}: has the name of the shipped {shipped}; give it another one: ./conf adds options and replaces none"
     )
 
 

@@ -127,13 +127,13 @@ def _rename_file(manifest: dict[str, Any], name: str) -> None:
 
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "parent folder": (lambda m: _rename_file(m, "../" + MODEL), "no name of a file in this folder"),
-    "absolute path": (lambda m: _rename_file(m, "/etc/passwd"), "no name of a file"),
-    "the folder itself": (lambda m: _rename_file(m, ".."), "no name of a file"),
-    "inner folder": (lambda m: _rename_file(m, "a/b"), "no name of a file"),
-    "zero byte": (lambda m: _rename_file(m, "a\0b"), "no name of a file"),
-    "empty name": (lambda m: _rename_file(m, ""), "no name of a file"),
-    "the manifest": (lambda m: _rename_file(m, "manifest.json"), "no name of a file"),
+    "parent folder": (lambda m: _rename_file(m, "../" + MODEL), "not a file name in this folder"),
+    "absolute path": (lambda m: _rename_file(m, "/etc/passwd"), "not a file name"),
+    "the folder itself": (lambda m: _rename_file(m, ".."), "not a file name"),
+    "inner folder": (lambda m: _rename_file(m, "a/b"), "not a file name"),
+    "zero byte": (lambda m: _rename_file(m, "a\0b"), "not a file name"),
+    "empty name": (lambda m: _rename_file(m, ""), "not a file name"),
+    "the manifest": (lambda m: _rename_file(m, "manifest.json"), "not a file name"),
     "future version": (lambda m: m.update(format_version=2), "reads version 1"),
     "true as version": (lambda m: m.update(format_version=True), "reads version 1"),
     "text as version": (lambda m: m.update(format_version="1"), "reads version 1"),
@@ -148,8 +148,8 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "other dims": (lambda m: _tensor(m).update(shape=[33, 1]), "dimensions"),
     "no boxes": (lambda m: _tensor(m).update(boxes=[]), "0 slices"),
     "overlap": (lambda m: _tensor(m)["boxes"].append([[1], [3], MODEL]), "overlap"),
-    "unknown file": (lambda m: _tensor(m)["boxes"][0].__setitem__(2, "model-00009.safetensors"), "no tensor file"),
-    "state as weights": (lambda m: _tensor(m)["boxes"][0].__setitem__(2, "state.json"), "no tensor file"),
+    "unknown file": (lambda m: _tensor(m)["boxes"][0].__setitem__(2, "model-00009.safetensors"), "not a tensor file"),
+    "state as weights": (lambda m: _tensor(m)["boxes"][0].__setitem__(2, "state.json"), "not a tensor file"),
     "unknown dtype": (lambda m: _tensor(m).update(dtype="F33"), "unknown dtype"),
     "other dtype": (lambda m: _tensor(m).update(dtype="I32"), "the manifest says I32"),
     "tensor not there": (

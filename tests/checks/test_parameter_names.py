@@ -54,7 +54,7 @@ def test_no_name_of_a_model_is_refused(name: str) -> None:
         ("peft=lora peft.train_also=[*nomr*]", "peft.train_also=*nomr*: matches no parameter of the model"),
         ("model.freeze=[nosuch]", "model.freeze=nosuch: matches no parameter of the model; use patterns of parameter"),
         ("model.freeze=[model.embed_token.*]", "did you mean model.embed_tokens.*?"),
-        ("model.freeze=[embed_tokens]", "embed_tokens is no parameter's name; did you mean *embed_tokens*?"),
+        ("model.freeze=[embed_tokens]", "embed_tokens is not a parameter name; did you mean *embed_tokens*?"),
         ("optimizer.groups.a.parameters=[nosuch.*]", "optimizer.groups.a.parameters=nosuch.*: matches no parameter"),
     ],
 )

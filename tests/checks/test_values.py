@@ -104,7 +104,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["optimizer=sgd", "optimizer._target_=torch.optim.Rprop", "optimizer.weight_decay=0.1"], "no weight decay"),
         (["optimizer=sgd", "optimizer._target_=torch.optim.LBFGS"], "evaluates the loss itself, several times a step"),
         (["data.paths=[corpus.txt]"], "data.source=stdlib_text reads no files; use data=text_files"),
-        (["checkpoint.init_from=/tmp", "checkpoint.resume=/tmp"], "checkpoint.resume=/tmp brings weights of its own"),
+        (["checkpoint.init_from=/tmp", "checkpoint.resume=/tmp"], "checkpoint.resume=/tmp brings its weights"),
         (["strategy=zero3", "objective.router_aux_loss=0.1"], "objective.router_aux_loss=0.1: the llama family has no"),
         (["strategy=zero2", "strategy.sequence_parallel=true"], "strategy.sequence_parallel=true: strategy.engine="),
         (

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ("words", "said"),
     [
         (["export", "run", "--out", "there"], "--out=there: exists already; choose another folder, or replace it with"),
-        (["export", "run", "--out", "run"], "--out=run: exists and is no model folder; choose another folder"),
+        (["export", "run", "--out", "run"], "--out=run: exists and is not a model folder; choose another folder"),
         (["export", "nothing", "--out", "new"], "nothing: no such folder"),
         (["export", "run", "--out", "new", "--device", "cpu"], "unrecognized arguments: --device cpu"),
         (

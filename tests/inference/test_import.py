@@ -133,7 +133,7 @@ def test_a_file_that_brings_code_is_refused_also_with_trust(tmp_path: Path, caps
     [
         (lambda path: path.write_bytes(b"no checkpoint"), "last.ckpt: "),
         (lambda path: path.write_bytes(b"\x80\x02."), "cannot be read as a torch checkpoint"),
-        (lambda path: torch.save({"state_dict": {"a": 3}}, path), "'a' of its state_dict is no plain tensor"),
+        (lambda path: torch.save({"state_dict": {"a": 3}}, path), "'a' of its state_dict is not a plain tensor"),
         (lambda path: torch.save([1], path), "holds no state_dict"),
         (lambda path: path.mkdir(), "neither a Lightning or torch file nor a DeepSpeed folder"),
         (lambda path: (path.mkdir(), (path / "config.json").touch()), "use model=hf model.path="),

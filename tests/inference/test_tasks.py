@@ -181,9 +181,9 @@ def test_wrong_tasks_are_refused_in_one_line(place: Path) -> None:
     )
     for keys, told in (
         ("kind: choice", "eval.tasks.wrong.paths=[]: there is nothing to measure; give files or globs"),
-        (f"kind: choice, paths: [{place}/bad.jsonl]", "bad.jsonl:1: is no question with two choices or more"),
+        (f"kind: choice, paths: [{place}/bad.jsonl]", "bad.jsonl:1: is not a question with two choices or more"),
         (f"kind: choice, paths: [{place}/far.jsonl]", "far.jsonl:1: answer is 2; use the place of the right choice"),
-        (f"paths: [{place}/asks.jsonl]", "asks.jsonl:1: the last message is no answer of the assistant's"),
+        (f"paths: [{place}/asks.jsonl]", "asks.jsonl:1: the last message is not an answer of the assistant"),
         (f"paths: [{place}/answers.jsonl], pattern: '('", "eval.tasks.wrong.pattern=(: no regular expression"),
         (f"kind: perplexity, pattern: x, paths: [{place}/long.txt]", "leave it out, or use kind=answers"),
         (f"paths: [{place}/answers.jsonl], source: rule_chat", "give paths or source, not both"),

@@ -98,5 +98,5 @@ def test_a_guard_that_another_user_made_is_refused(kind: str, tmp_path: Path) ->
 
 def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mgpu-zero-a").symlink_to(tmp_path.parent)
-    with pytest.raises(BadInputError, match=r"mgpu-zero-a: is not this user's own folder"):
+    with pytest.raises(BadInputError, match=r"mgpu-zero-a: is not a folder of this user"):
         claim(tmp_path, "a")

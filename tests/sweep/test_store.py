@@ -340,5 +340,5 @@ def test_a_store_that_holds_a_program_is_refused(name: str, tmp_path: Path) -> N
 def test_reading_a_store_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = create(tmp_path, "tried", asked(), POINTS * 100)
     monkeypatch.setattr(stores, "MAX_INSTRUCTIONS", 1 << 12)
-    with pytest.raises(BadInputError, match=r"points\.sqlite: reading the sweep's store has no end; put a copy"):
+    with pytest.raises(BadInputError, match=r"points\.sqlite: reading the sweep's store has no end; restore it"):
         store.points()

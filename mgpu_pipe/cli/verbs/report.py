@@ -82,7 +82,9 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunFolderError(f"{folder}: cannot be made ({error.strerror}); choose another place with --out") from error
+        raise RunFolderError(
+            f"{folder}: cannot be written ({error.strerror}); choose another place with --out"
+        ) from error
 
 
 VERB = Verb("rebuild a run's report, or compare runs", report)

@@ -236,7 +236,7 @@ def _retry(store: Store, more: list[str]) -> int:
 
 
 def _no_number(word: str) -> int:
-    raise BadInputError(f"mgpu-pipe sweeps retry: {word} is no point's number; see mgpu-pipe sweeps show")
+    raise BadInputError(f"mgpu-pipe sweeps retry: {word} is not the number of a point; see mgpu-pipe sweeps show")
 
 
 def _extend(store: Store, more: list[str]) -> int:

@@ -77,7 +77,7 @@ def torn_override(words: Sequence[str], known: Callable[[str], bool]) -> BadInpu
         rest = words[at + 1] if at + 1 < len(words) else ""
         key = word.rstrip(":=").lstrip("+")
         if not word.strip("+~ "):
-            return BadInputError(f"'{word}': is no override; leave it out, or write KEY=VALUE")
+            return BadInputError(f"'{word}': is not an override; leave it out, or write KEY=VALUE")
         if word == "=":
             key, value = (words[at - 1] if at else "KEY"), rest or "VALUE"
         elif word != key and not rest and known(key):

@@ -58,7 +58,7 @@ def _question(line: str, origin: str) -> Question:
     messages = messages_of(files.json_row(line, origin), origin, "messages")
     truth = messages[-1]["content"]
     if messages[-1]["role"] != "assistant" or not truth or len(messages) < 2:
-        raise DataError(f"{origin}: the last message is no answer of the assistant's, with which to compare; add it")
+        raise DataError(f"{origin}: the last message is not an answer of the assistant; add the right answer")
     return Question(messages[:-1], truth)
 
 

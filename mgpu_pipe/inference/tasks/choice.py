@@ -49,7 +49,7 @@ def _choice(row: dict[str, Any], origin: str) -> Choice:
     listed = row.get("choices")
     choices = [choice for choice in listed if isinstance(choice, str) and choice] if isinstance(listed, list) else []
     if not isinstance(prompt, str) or len(choices) < 2 or choices != listed:
-        raise DataError(f"{origin}: is no question with two choices or more; write it like {FORM}")
+        raise DataError(f"{origin}: is not a question with two choices or more; write it like {FORM}")
     if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices):
         raise DataError(f"{origin}: answer is {answer!r}; use the place of the right choice, 0 to {len(choices) - 1}")
     for text in (prompt, *choices):

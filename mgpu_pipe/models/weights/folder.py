@@ -162,7 +162,7 @@ def refuse_many_modules(modules: int, tensors: int) -> None:
     if modules > most:
         raise ModelFolderError(
             f"the configuration describes more than {most:,} modules, the weights hold {tensors:,} tensors: they do "
-            "not belong together; look at its numbers of layers and experts"
+            "not belong together; check its numbers of layers and experts"
         )
 
 

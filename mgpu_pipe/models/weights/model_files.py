@@ -151,14 +151,14 @@ def copy_sentence_modules(maker: Path, out: Path) -> None:
         entries = json.loads((maker / MODULES).read_text(encoding="utf-8"))
         folders = [str(entry["path"]) for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ModelFolderError(f"{maker}: its {MODULES} is no list of modules; correct it, or remove it") from error
+        raise ModelFolderError(f"{maker}: its {MODULES} is not a list of modules; correct it, or remove it") from error
     for name in (MODULES, *SENTENCES):
         if (maker / name).is_file():
             shutil.copyfile(maker / name, out / name)
     for name in filter(None, folders):
         place = maker / name
         if Path(name).name != name or place.is_symlink():
-            raise ModelFolderError(f"{maker}: its {MODULES} names {name}, which is no folder in it; correct it")
+            raise ModelFolderError(f"{maker}: its {MODULES} names {name}, which is not a folder in it; correct it")
         if place.is_dir():
             (out / name).mkdir(exist_ok=True)
             for file in sorted(place.iterdir()):

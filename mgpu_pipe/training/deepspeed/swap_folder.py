@@ -46,7 +46,7 @@ def _opened(guard: Path) -> Iterator[int]:
     try:
         there = os.fstat(descriptor)
         if there.st_uid != os.getuid() or not stat.S_ISREG(there.st_mode) or there.st_nlink > 1:
-            raise BadInputError(f"{guard}: is not this user's own file; remove it, or use another disk")
+            raise BadInputError(f"{guard}: is not a file of this user; remove it, or use another disk")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -56,7 +56,7 @@ def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     there = folder.lstat()
     if there.st_uid != os.getuid() or not stat.S_ISDIR(there.st_mode):
-        raise BadInputError(f"{folder}: is not this user's own folder; remove it, or use another disk")
+        raise BadInputError(f"{folder}: is not a folder of this user; remove it, or use another disk")
 
 
 def _is_held(folder: Path) -> bool:
