@@ -278,7 +278,10 @@ def test_what_ended_badly_and_what_was_cancelled_is_run_by_retry_alone(
     assert cli.main(["sweeps", "retry", "s"]) == 1
     assert [point.attempts for point in store.points()] == [2, 3, 1, 1]
     assert store.points()[added.number - 1].status == "finished"
-    for number, told in (("3", "retry s 3: it is finished; retry takes failed"), ("x", "no point's number")):
+    for number, told in (
+        ("3", "retry s 3: it is finished; retry takes failed"),
+        ("x", "x is not the number of a point"),
+    ):
         assert cli.main(["sweeps", "retry", "s", number]) == 2 and told in capsys.readouterr().err
 
 

@@ -91,9 +91,7 @@ class SlurmConfig(LaunchConfig):
                 errors.append(ConfigError("launch.sbatch", option, f"leave it out; use {KEYS[name]}"))
             elif name in RESERVED:
                 fix = "leave it out"
-                errors.append(
-                    ConfigError("launch.sbatch", option, fix, "mgpu-pipe jobs finds the run by it")
-                )
+                errors.append(ConfigError("launch.sbatch", option, fix, "mgpu-pipe jobs finds the run by it"))
         limit = self.limit_s()
         if limit is not None and limit <= self.warning_s:
             fix = f"use more than {self.warning_s} s, or a smaller launch.warning_s"
