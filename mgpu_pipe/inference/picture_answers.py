@@ -69,14 +69,8 @@ def answer_samples(
             logits = output.logits
             predicted = logits.argmax(-1).cpu()
             for row, index in enumerate(indices.tolist()):
-                labels = batch["labels"][row]
-                answered = labels != IGNORE_INDEX
                 question = text(samples.prompt_tokens(index)).removeprefix(before).removesuffix(after).strip()
-                turns = np.flatnonzero(np.diff(np.flatnonzero(answered)) > 1) + 1
-                right, answer = (
-                    " ".join(text(turn) for turn in np.split(ids[answered].numpy(), turns))
-                    for ids in (labels, predicted[row])
-                )
+                right, answer = _answer_texts(batch["labels"][row], predicted[row], text)
                 results.append((question, right, answer, index))
     finally:
         model.train(was_training)
@@ -89,6 +83,21 @@ def answer_samples(
         }
         for question, right, answer, index in results[:SHOWN]
     ]
+
+
+def _answer_texts(labels: torch.Tensor, predicted: torch.Tensor, text: Callable[[Any], str]) -> tuple[str, str]:
+    """The right and the predicted answer of a row, turn by turn.
+
+    Args:
+        labels, predicted: token ids, shape ``(seq_len,)``.
+        text: decodes token ids.
+    """
+    answered = labels != IGNORE_INDEX
+    turns = np.flatnonzero(np.diff(np.flatnonzero(answered)) > 1) + 1
+    right, answer = (
+        " ".join(text(turn) for turn in np.split(ids[answered].numpy(), turns)) for ids in (labels, predicted)
+    )
+    return right, answer
 
 
 def _template_affixes(chat: ChatTemplate | None, plain: Callable[[str], str]) -> tuple[str, str]:

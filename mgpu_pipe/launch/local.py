@@ -111,14 +111,7 @@ def _run(
         environment = describe_environment(
             command_line.command, threads, world, command_line.local_options, plan.environment
         )
-        prepared = prepare_data(config)
-        announce_resume(config, prepared, paths, step)
-        with run_folder.writing_to(paths.root):
-            record.record_launch(paths, config, command_line.overrides, environment, prepared)
-            record.keep_attempt_config(paths, first)
-            write_engine_settings(paths, config)
-            history.begin(paths, first, step, restarts_without_progress(config), launched=launched)
-        finish.print_before(config, prepared, environment)
+        _prepare_attempt(config, paths, command_line, environment, first, step, launched)
         if plan.server:
             plan.server.wait()
         group = group or group_of()
@@ -137,6 +130,26 @@ def _run(
     finally:
         if group is not None:
             group.kill()
+
+
+def _prepare_attempt(
+    config: RunConfig,
+    paths: RunPaths,
+    command_line: CommandLine,
+    environment: Mapping[str, object],
+    attempt: int,
+    step: Path | None,
+    launched: float,
+) -> None:
+    """Prepare the data, check the resume from ``step``, and write the run folder's files before the first step."""
+    prepared = prepare_data(config)
+    announce_resume(config, prepared, paths, step)
+    with run_folder.writing_to(paths.root):
+        record.record_launch(paths, config, command_line.overrides, environment, prepared)
+        record.keep_attempt_config(paths, attempt)
+        write_engine_settings(paths, config)
+        history.begin(paths, attempt, step, restarts_without_progress(config), launched=launched)
+    finish.print_before(config, prepared, environment)
 
 
 def _plan(config: RunConfig, paths: RunPaths, threads: int, live: int, lock: RunLock) -> WorkerPlan:

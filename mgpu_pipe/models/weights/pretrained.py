@@ -39,7 +39,7 @@ from mgpu_pipe.models.weights.folder import (
 from mgpu_pipe.system.compat.transformers_private import attention_of, drop_ignored_keys
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 SCALARS = ("masked_bias", "scale_attn")
@@ -222,18 +222,7 @@ def load_pretrained(
     stored = copy.deepcopy(config)
     if rows is not None:
         stored.vocab_size = rows
-    result: Any = type(meta).from_pretrained(
-        str(folder),
-        config=stored,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        dtype=torch.float32,
-        attn_implementation=attention_of(meta.config),
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    loaded, info = result
+    loaded, info = _load(meta, folder, stored)
     scalars_to_vectors(loaded)
     if rows is not None and seed is not None:
         add_rows(loaded, meta, seed)
@@ -245,6 +234,23 @@ def load_pretrained(
     freeze_parameters(loaded, model.freeze)
     trained: PreTrainedModel = loaded.to(device).train()
     return trained
+
+
+def _load(meta: PreTrainedModel, folder: Path, config: PretrainedConfig) -> tuple[Any, dict[str, Any]]:
+    """Model of the class of ``meta`` with the weights of ``folder``, and transformers' account of the loading."""
+    result: Any = type(meta).from_pretrained(
+        str(folder),
+        config=config,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        attn_implementation=attention_of(meta.config),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    loaded, info = result
+    return loaded, info
 
 
 @contextmanager
