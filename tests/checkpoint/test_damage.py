@@ -139,7 +139,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "text as version": (lambda m: m.update(format_version="1"), "reads version 1"),
     "no state": (lambda m: m["files"].pop("state.json"), "lists no state.json"),
     "unknown key": (lambda m: m.update(extra=1), "has the keys"),
-    "negative size": (lambda m: m["files"][MODEL].update(size=-1), "no size"),
+    "negative size": (lambda m: m["files"][MODEL].update(size=-1), "not a size"),
     "size in gigabytes": (lambda m: m["files"][MODEL].update(size=8 << 30), "chunk hashes for 8589934592 bytes"),
     "other size": (lambda m: m["files"]["state.json"].update(size=3), "the manifest says 3"),
     "no hashes": (lambda m: m["files"][MODEL].update(sha256=[]), "0 chunk hashes"),
