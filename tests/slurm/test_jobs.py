@@ -73,7 +73,7 @@ def test_jobs_are_listed_followed_queued_again_and_cancelled(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cancel"], "say which run"),
+        (["cancel"], "name a run"),
         (["requeue", "nowhere"], "nowhere: no folder or job that SLURM knows"),
         (["list", "a"], "lists all"),
         ([], "squeue: is not on this machine"),
