@@ -36,6 +36,7 @@ NAMES = (
     "fine_tuning_memory",
     "checkpoint_save",
     "thread_waits",
+    "plan_accuracy",
 )
 
 for name in NAMES:

@@ -1,0 +1,1 @@
+"""Memory, step time and cost of a run, predicted before it starts; without torch."""

@@ -1,0 +1,177 @@
+"""Hardware profiles: a YAML file of a kind of GPU, its links and its network, with its source.
+
+Shipped profiles stand in ``profiles/``; a path ending in ``.yaml`` names one of the user's. Constants of the formulas
+(see :class:`mgpu_pipe.planning.work.Constants`) that a profile leaves out have their priors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mgpu_pipe.config.suggest import choose_from, nearest
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.planning.work import Constants, Hardware, constant_names
+
+FOLDER = Path(__file__).parent / "profiles"
+NETWORKS = "networks"
+GIGA, TERA, GIB = 1e9, 1e12, 1 << 30
+TEXTS = ("name", "description", "source", "network")
+LARGEST = 1e6
+"""No figure of a profile, in its unit, is above this."""
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """Figures of one GPU, or one CPU process, and of its node."""
+
+    name: str
+    description: str
+    source: str
+    memory_gib: float
+    bf16_tflops: float
+    """Dense, with fp32 accumulation; of a CPU, fp32."""
+    memory_gb_s: float
+    multiprocessors: float
+    link_gb_s: float
+    """GB/s that a GPU sends to others of its node, in one direction."""
+    network: str
+    """A name of ``profiles/networks.yaml``."""
+    gpus_per_node: float
+    host_memory_gib: float
+    """Main memory of a node."""
+    float8_tflops: float = 0.0
+    """0 without float8 units."""
+    network_gb_s: float = 0.0
+    """GB/s that a node sends; 0 is that of ``network``."""
+    watts: float = 0.0
+    """Power of a GPU under load; 0 is unknown."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Constants that were fitted to measured runs."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The figures in bytes and FLOPs a second."""
+        return Hardware(
+            peak=self.bf16_tflops * TERA,
+            float8_peak=(self.float8_tflops or self.bf16_tflops) * TERA,
+            bandwidth=self.memory_gb_s * GIGA,
+            multiprocessors=self.multiprocessors,
+            link=self.link_gb_s * GIGA,
+            network=(self.network_gb_s or networks()[self.network]) * GIGA,
+            gpus_per_node=self.gpus_per_node,
+        )
+
+    @property
+    def fitted(self) -> Constants:
+        """The constants, the prior's where the profile has none."""
+        return replace(Constants(), **self.constants)
+
+
+def profile_names() -> list[str]:
+    """Names of the shipped profiles."""
+    return sorted(file.stem for file in FOLDER.glob("*.yaml") if file.stem != NETWORKS)
+
+
+@lru_cache(maxsize=1)
+def networks() -> dict[str, float]:
+    """GB/s that a node sends, by the network's name."""
+    content: dict[str, float] = yaml.safe_load((FOLDER / f"{NETWORKS}.yaml").read_text(encoding="utf-8"))
+    return content
+
+
+def load_profile(name: str, network: str | None = None, key: str = "plan.hardware") -> HardwareProfile:
+    """A shipped profile by its name, or one of the user's by its path.
+
+    Args:
+        network: another network than the profile's.
+
+    Raises:
+        ConfigError: no such profile, or one with nonsense.
+    """
+    is_path = name.endswith((".yaml", ".yml"))
+    if not is_path and name not in profile_names():
+        plain = re.sub(r"[^a-z0-9]", "", name.lower())
+        close = nearest(plain, profile_names())
+        fix = choose_from(close or name, profile_names()) if close != name else ""
+        raise ConfigError(key, name, f"{fix}, or give the path of a profile of yours, <file>.yaml", "no such hardware")
+    file = Path(name).expanduser() if is_path else FOLDER / f"{name}.yaml"
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(key, name, "check the path", "there is no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(key, name, "correct the file", f"is no YAML: {error}") from None
+    profile = _read(content, name, key)
+    if network is not None:
+        if network not in networks():
+            raise ConfigError("plan.network", network, choose_from(network, networks()), "no such network")
+        profile = replace(profile, network=network, network_gb_s=0.0)
+    return profile
+
+
+def _read(content: Any, name: str, key: str) -> HardwareProfile:
+    """The profile of a file's content.
+
+    Raises:
+        ConfigError: unknown or missing keys, no positive number, or figures that contradict each other.
+    """
+
+    def refuse(reason: str, fix: str) -> ConfigError:
+        return ConfigError(key, name, fix, reason)
+
+    if not isinstance(content, dict):
+        raise refuse("the profile has no keys", "write it like mgpu_pipe/planning/profiles/h100.yaml")
+    known = {entry.name: entry for entry in fields(HardwareProfile) if entry.name != "name"}
+    for word in content:
+        if word not in known:
+            raise refuse(f"{word} is no key of a profile", choose_from(str(word), known))
+    for word, entry in known.items():
+        required = entry.default is MISSING and entry.default_factory is MISSING
+        if required and content.get(word) is None and not (word == "network" and "network_gb_s" in content):
+            raise refuse(f"{word} is missing", f"add {word}")
+    values: dict[str, Any] = {"network": "", **content}
+    for word, value in values.items():
+        if word in TEXTS:
+            if not isinstance(value, str):
+                raise refuse(f"{word}={value!r} is no text", "write a text")
+        elif word != "constants":
+            values[word] = _positive(word, value, refuse)
+    values["constants"] = _constants(values.get("constants") or {}, refuse)
+    profile = HardwareProfile(name=Path(name).stem, **values)
+    if not profile.network_gb_s and profile.network not in networks():
+        raise refuse(f"network={profile.network} is unknown", choose_from(profile.network, networks()))
+    if profile.gpus_per_node % 1 or profile.multiprocessors % 1:
+        raise refuse("gpus_per_node and multiprocessors are counts", "write whole numbers")
+    if 0 < profile.float8_tflops < profile.bf16_tflops:
+        raise refuse("float8_tflops is below bf16_tflops", "leave it out if there are no float8 units")
+    return profile
+
+
+def _positive(word: str, value: Any, refuse: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 < value <= LARGEST:
+        raise refuse(f"{word}={value!r} is no number above 0 and up to {LARGEST:g}", "write the data sheet's figure")
+    return float(value)
+
+
+def _constants(content: Any, refuse: Any) -> dict[str, float]:
+    if not isinstance(content, dict):
+        raise refuse(
+            "constants is no mapping", f"write lines of <constant>: <number>, of {', '.join(constant_names())}"
+        )
+    for word in content:
+        if word not in constant_names():
+            raise refuse(f"constants.{word} is no constant", choose_from(str(word), constant_names()))
+    return {word: _positive(f"constants.{word}", value, refuse) for word, value in content.items()}

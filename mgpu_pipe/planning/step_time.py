@@ -1,0 +1,304 @@
+"""Seconds of an optimizer step, by the work of one rank of the slowest pipeline stage.
+
+Matrix products go by their shapes, attention by its kernel, elementwise work by its bytes. A pipeline fills and drains
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Collectives are rings (see
+:mod:`mgpu_pipe.architectures.formulas.traffic`), whose ranks share the network of their node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work
+
+TILE_ROWS, TILE_COLUMNS = 128, 256
+"""Rows and columns that one multiprocessor computes of a product (cuBLAS's largest tiles on A100 and H100)."""
+ALIGNMENT = 64
+"""Multiple to which tensor cores pad a product's dimensions."""
+MESSAGE_BYTES = 2
+"""Bytes of an activation that is sent."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by what they are for; those after ``compute`` are what computation does not hide."""
+
+    compute: Numbers
+    """Products, attention, elementwise work and launches of all micro-batches, recomputation included."""
+    tensor_parallel: Numbers
+    context_parallel: Numbers
+    expert_parallel: Numbers
+    gathers: Numbers
+    """Weights gathered and gradients reduce-scattered by FSDP or ZeRO-3."""
+    bubble: Numbers
+    """Pipeline fill and drain."""
+    point_to_point: Numbers
+    reduction: Numbers
+    """Gradients reduced among replicas, and weights gathered by ZeRO-1 and 2."""
+    optimizer: Numbers
+    overhead: Numbers
+    """Constant times and stragglers."""
+
+    @property
+    def total(self) -> Numbers:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of a micro-batch in one layer and pass."""
+
+    compute: Numbers
+    tensor: Numbers
+    context: Numbers
+    experts: Numbers
+    exposed: Numbers
+    """What gathers and reduce-scatters add."""
+
+    @property
+    def total(self) -> Numbers:
+        return self.compute + self.tensor + self.context + self.experts + self.exposed
+
+
+def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
+    """Predict a step's seconds, by part; arrays broadcast."""
+    forward = _forward(work, hardware, constants)
+    backward = _backward(work, hardware, constants)
+    head = _head_seconds(work, hardware, constants)
+    layer = forward.total + backward.total
+    on_rank, layers = _slowest_stage(work, layer, head)
+    each = work.micro_batches
+    message = MESSAGE_BYTES * work.tokens * work.width / work.tp
+    stride = work.world / work.pp
+    speed = _bandwidth(work.pp, stride, hardware, constants)
+    hop = np.where(
+        work.pp > 1, 2 * work.stages_per_rank * (message / speed + _latency(2, stride, hardware, constants)), 0
+    )
+    stage = (work.layers * layer + head) / work.pp
+    fill = constants.bubble * (work.pp - 1) / work.stages_per_rank * (stage + hop)
+    head_share = on_rank - layers * layer
+    parts = {
+        "compute": each * (layers * (forward.compute + backward.compute) + head_share),
+        "tensor_parallel": each * layers * (forward.tensor + backward.tensor),
+        "context_parallel": each * layers * (forward.context + backward.context),
+        "expert_parallel": each * layers * (forward.experts + backward.experts),
+        "gathers": each * layers * (forward.exposed + backward.exposed),
+        "bubble": fill,
+        "point_to_point": each * hop,
+        "reduction": _reduction(work, hardware, constants),
+        "optimizer": _optimizer(work, hardware, constants),
+    }
+    known = sum(parts.values()) + each * constants.micro_batch
+    nodes = np.maximum(1, work.world / hardware.gpus_per_node)
+    total = known * (1 + constants.stragglers * np.log2(nodes)) + constants.step
+    return StepTime(**parts, overhead=total - sum(parts.values()))
+
+
+def _slowest_stage(work: Work, layer: Numbers, head: Numbers) -> tuple[Numbers, Numbers]:
+    """Seconds of a micro-batch on the rank that takes longest, and its layers."""
+    even = np.ceil(work.layers / work.pp)
+    last = np.clip(np.floor(((work.layers * layer + head) / work.pp - head) / layer), 1, work.layers - work.pp + 1)
+    others = np.ceil((work.layers - last) / np.maximum(1, work.pp - 1))
+    is_cut = (work.pp > 1) & (np.asarray(work.is_balanced) > 0)
+    last, others = np.where(is_cut, last, work.layers / work.pp), np.where(is_cut, others, even)
+    last = np.where(work.pp > 1, last, work.layers)
+    longest = np.maximum(last * layer + head, np.where(work.pp > 1, others * layer, 0))
+    return longest, np.where(longest > last * layer + head, others, last)
+
+
+def _gemm(
+    rows: Numbers, columns: Numbers, inner: Numbers, hardware: Hardware, constants: Constants, peak: Numbers
+) -> Numbers:
+    """Seconds of a product of (rows, inner) and (inner, columns)."""
+    tiles = np.ceil(rows / TILE_ROWS) * np.ceil(columns / TILE_COLUMNS)
+    waves = tiles / hardware.multiprocessors
+    quantised = 1 + constants.wave * (np.ceil(waves) / waves - 1)
+    padded = np.ceil(inner / ALIGNMENT) * ALIGNMENT / inner * (1 + constants.short / inner)
+    moved = MESSAGE_BYTES * (rows * inner + inner * columns + rows * columns)
+    flops = 2 * rows * columns * inner
+    return flops / (peak * constants.gemm) * quantised * padded + moved / (hardware.bandwidth * constants.memory)
+
+
+def _products(work: Work) -> list[tuple[Numbers, Numbers, Numbers]]:
+    """(rows, columns, inner dimension) of a layer's products on a rank."""
+    queries = work.head_dim * work.heads / work.tp
+    keys = work.head_dim * np.maximum(1, work.key_value_heads / work.tp)
+    routed, inner = work.tokens * work.chosen, work.inner / np.where(work.ep > 1, 1, work.tp)
+    routed = routed / np.where(work.ep > 1, work.tp, 1)
+    return [
+        (work.tokens, queries + 2 * keys, work.width),
+        (work.tokens, work.width, queries),
+        (routed, (1 + work.gated) * inner, work.width),
+        (routed, work.width, inner),
+    ]
+
+
+def _product_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers]:
+    """Seconds of a layer's products, forward and backward."""
+    eight = np.asarray(work.float8) > 0
+    peak = np.where(eight, hardware.float8_peak * constants.float8, hardware.peak)
+    forward: Numbers = 0.0
+    backward: Numbers = 0.0
+    for rows, columns, inner in _products(work):
+        forward = forward + _gemm(rows, columns, inner, hardware, constants, peak)
+        backward = backward + _gemm(rows, inner, columns, hardware, constants, peak)
+        backward = backward + _gemm(inner, columns, rows, hardware, constants, peak)
+    return forward, backward
+
+
+def _attention_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers]:
+    """Seconds of a layer's attention, forward and backward."""
+    heads = work.heads / work.tp
+    is_fused = np.asarray(work.flash) > 0
+    products = 4 * work.tokens * work.head_dim * heads / (hardware.peak * constants.attention)
+    fused = products * (work.context + constants.short_attention) / 2
+    whole = products * work.sequence
+    moved = work.tokens * work.sequence * heads * constants.score_bytes / (hardware.bandwidth * constants.memory)
+    misaligned = np.where(work.head_dim % 8 == 0, 1, constants.misaligned)
+    forward = np.where(is_fused, fused, whole + moved) * misaligned
+    backward = np.where(is_fused, constants.attention_backward * fused, 2 * (whole + moved)) * misaligned
+    return forward, backward
+
+
+def _elementwise_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of a layer's norms, activations and sums in a forward pass; a backward pass takes twice."""
+    shared = constants.shared_bytes / np.where(np.asarray(work.sequence_parallel) > 0, work.tp, 1)
+    inner = constants.split_bytes / work.tp * work.chosen * (1 + work.gated) * work.inner / (4 * work.width)
+    return work.tokens * work.width * (shared + inner) / (hardware.bandwidth * constants.memory)
+
+
+def _bandwidth(ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
+    """Bytes a second of a ring whose ranks are ``stride`` ranks apart; groups of a node share its network."""
+    inside = hardware.link * constants.link
+    sharing = np.minimum(stride, hardware.gpus_per_node)
+    between = np.minimum(inside, hardware.network * constants.network / sharing)
+    return np.where(ranks * stride <= hardware.gpus_per_node, inside, between)
+
+
+def _latency(ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of a collective without bytes."""
+    each = np.where(ranks * stride <= hardware.gpus_per_node, constants.link_latency, constants.network_latency)
+    return each * np.log2(np.maximum(ranks, 1))
+
+
+def _collective(size: Numbers, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of an all-gather, reduce-scatter or all-to-all of ``size`` bytes; an all-reduce takes twice."""
+    sent = size * (ranks - 1) / ranks
+    seconds = sent / _bandwidth(ranks, stride, hardware, constants) + _latency(ranks, stride, hardware, constants)
+    return np.where(ranks > 1, seconds, 0)
+
+
+def _tensor_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of two all-reduces, or gathers and reduce-scatters of the sequence, of a layer and pass."""
+    size = MESSAGE_BYTES * work.tokens * work.width
+    return 4 * _collective(size, work.tp, 1, hardware, constants)
+
+
+def _context_seconds(work: Work, attention: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds that passing keys and values round adds to a layer's attention."""
+    size = MESSAGE_BYTES * 2 * work.tokens * work.head_dim * work.key_value_heads / work.tp
+    sent = np.where(work.cp > 1, (work.cp - 1) * size / _bandwidth(work.cp, work.tp, hardware, constants), 0)
+    return _exposed(attention, sent, constants)
+
+
+def _expert_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of dispatching tokens to experts and of their return, in a pass."""
+    size = MESSAGE_BYTES * work.tokens * work.width * work.chosen / work.tp
+    return 2 * _collective(size, work.ep, 1, hardware, constants)
+
+
+def _exposed(compute: Numbers, sent: Numbers, constants: Constants) -> Numbers:
+    """Seconds that communication beside computation adds to it."""
+    return np.maximum(compute, sent) + constants.overlap_loss * np.minimum(compute, sent) - compute
+
+
+def _gather_seconds(work: Work, size: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds in which FSDP moves a layer of ``size`` bytes a parameter; 0 for other ZeRO stages."""
+    dense = work.attention_parameters + np.where(work.experts > 0, 0, work.expert_parameters)
+    experts = np.where(work.experts > 0, work.experts * work.expert_parameters / work.ep, 0)
+    shards = work.dp_shard * work.cp
+    inner = np.maximum(1, work.ep / work.tp)
+    seconds = _collective(size * dense / work.tp, shards, work.tp, hardware, constants)
+    expert_tp = np.where(work.ep > 1, 1, work.tp)
+    seconds = seconds + _collective(
+        size * experts / expert_tp, np.maximum(1, shards / inner), work.tp * inner, hardware, constants
+    )
+    return np.where((np.asarray(work.zero) > 2) & (shards > 1), seconds, 0)
+
+
+def _forward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
+    """Seconds of a layer's forward pass."""
+    attention = _attention_seconds(work, hardware, constants)[0]
+    busy = _product_seconds(work, hardware, constants)[0] + attention + _elementwise_seconds(work, hardware, constants)
+    gathers = _gather_seconds(work, work.weight_bytes, hardware, constants)
+    return _layer_pass(work, busy, attention, 1, 1, gathers, hardware, constants)
+
+
+def _backward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
+    """Seconds of a layer's backward pass, with what it computes again."""
+    again, products = _product_seconds(work, hardware, constants)
+    attention_again, attention = _attention_seconds(work, hardware, constants)
+    elementwise = _elementwise_seconds(work, hardware, constants)
+    busy = products + attention + 2 * elementwise
+    busy = busy + work.recompute_products * again + work.recompute_attention * attention_again
+    busy = busy + work.recompute_elementwise * elementwise
+    gathers = _gather_seconds(work, work.weight_bytes + work.gradient_bytes, hardware, constants)
+    attention = attention + work.recompute_attention * attention_again
+    launches, passes = 2 + work.recompute_products, 1 + work.recompute_products
+    return _layer_pass(work, busy, attention, launches, passes, gathers, hardware, constants)
+
+
+def _layer_pass(
+    work: Work,
+    busy: Numbers,
+    attention: Numbers,
+    launches: Numbers,
+    passes: Numbers,
+    gathers: Numbers,
+    hardware: Hardware,
+    constants: Constants,
+) -> _Pass:
+    """A pass of ``busy`` seconds of computation and ``passes`` times its collectives."""
+    compute = (busy**4 + (launches * constants.launch) ** 4) ** 0.25  # the longer one; both where they are alike
+    tensor = passes * _tensor_seconds(work, hardware, constants)
+    context = passes * _context_seconds(work, attention / passes, hardware, constants)
+    experts = passes * _expert_seconds(work, hardware, constants)
+    exposed = _exposed(compute + tensor + context + experts, gathers, constants)
+    return _Pass(compute, tensor, context, experts, exposed)
+
+
+def _head_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of a micro-batch's logits and loss, forward and backward."""
+    columns, rows = work.vocabulary / work.tp, work.tokens
+    shapes = ((rows, columns, work.width), (rows, work.width, columns), (work.width, columns, rows))
+    products = sum(_gemm(*shape, hardware, constants, hardware.peak) for shape in shapes)
+    return products + rows * columns * constants.logit_bytes / (hardware.bandwidth * constants.memory)
+
+
+def rank_parameters(work: Work) -> Numbers:
+    """Parameters of a rank's part of the model, before ``dp_shard`` shards it."""
+    dense = work.attention_parameters + np.where(work.experts > 0, 0, work.expert_parameters)
+    experts = np.where(work.experts > 0, work.experts * work.expert_parameters, 0)
+    tables = work.vocabulary * work.width * np.where(np.asarray(work.pp) > 1, 1, 2 - work.tied)
+    return work.layers / work.pp * (dense / work.tp + experts / np.maximum(work.tp, work.ep)) + tables / work.tp
+
+
+def _reduction(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of the data-parallel collectives at a step's end."""
+    parameters, zero = rank_parameters(work), np.asarray(work.zero)
+    shards = work.dp_shard * work.cp
+    stride = work.tp * np.where(zero > 2, shards, 1)
+    ranks = work.dp_replicate * np.where(zero > 2, 1, shards)
+    each = np.where(zero > 2, parameters / shards, parameters)
+    reduced = _collective(each * work.gradient_bytes, ranks, stride, hardware, constants)
+    gathered = _collective(each * work.weight_bytes, ranks, stride, hardware, constants)
+    is_partial = (zero > 0) & (zero < 3)
+    return constants.reduction * np.where(is_partial, reduced + gathered, 2 * reduced)
+
+
+def _optimizer(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of the update."""
+    shards = np.where(np.asarray(work.zero) > 0, work.dp_shard * work.cp, 1)
+    return rank_parameters(work) / shards * constants.optimizer_bytes / (hardware.bandwidth * constants.memory)
