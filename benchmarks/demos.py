@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.support import finish
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.data.sources.demo.rules import overlap
+from mgpu_pipe.data.text.rules import overlap
 from mgpu_pipe.runs.metrics_file import read_metrics
 
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"

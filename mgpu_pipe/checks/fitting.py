@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-from mgpu_pipe.config import plugins
+from mgpu_pipe.config.data_sources import all_sources, samples_of
 from mgpu_pipe.config.objective import Description, description, descriptions
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
@@ -65,9 +65,10 @@ TYPE = re.compile(r"^type: (\S+)", re.MULTILINE)
 def sample_errors(config: RunConfig) -> list[ConfigError]:
     """An error if the objective does not train on this kind of data; never for a plug-in's data."""
     source, objective = config.data.source, description(config.objective.name)
-    if source not in plugins.DATA_SOURCES or plugins.SAMPLES.get(source, "packed_text") == objective.samples:
+    samples = samples_of(source)
+    if samples in ("", objective.samples):
         return []
-    others = [f"objective={other.name}" for other in descriptions() if other.samples == plugins.SAMPLES.get(source)]
+    others = [f"objective={other.name}" for other in descriptions() if other.samples == samples]
     reason = f"objective.name={config.objective.name} trains on {objective.samples.replace('_', ' ')}"
     return [ConfigError("data.source", source, f"use {_join_options(*others, *fitting_data(objective))}", reason)]
 
@@ -91,8 +92,7 @@ def model_fix(config: RunConfig, fix: str) -> str:
 
 def fitting_data(objective: Description) -> list[str]:
     """The options of ``data`` that the objective trains on, such as ``data=digits``, ``data=image_folder``."""
-    samples = plugins.SAMPLES
-    return [f"data={name}" for name in plugins.DATA_SOURCES if samples.get(name, "packed_text") == objective.samples]
+    return [f"data={source.name}" for source in all_sources() if source.samples == objective.samples]
 
 
 def fitting_models(objective: Description) -> list[str]:

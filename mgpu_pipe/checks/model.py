@@ -9,9 +9,9 @@ from typing import Any
 from mgpu_pipe.architectures.family import FLASH
 from mgpu_pipe.architectures.find import document_isolation, family_of
 from mgpu_pipe.checks.fitting import fitting_objectives, model_fix
+from mgpu_pipe.config.data_sources import find_source, samples_of
 from mgpu_pipe.config.hub import hub_name, is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.plugins import AUDIO_SOURCES, DATA_SOURCES, IMAGE_SOURCES
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import resolve_packing
@@ -156,10 +156,11 @@ def check_tokenizer_size(config: RunConfig) -> None:
     from mgpu_pipe.data.model_field import model_vocab_size
     from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size, transcripts_vocab_size
 
-    model, template, spoken = config.model, config.data.chat_template, config.data.source in AUDIO_SOURCES
-    if spoken and config.objective.name == "ctc":
+    samples = samples_of(config.data.source)
+    model, template, spoken = config.model, config.data.chat_template, samples == "speech"
+    if spoken and description(config.objective.name).alphabet:
         _check_alphabet(config)
-    if config.data.source not in DATA_SOURCES or not _reads_text(config):
+    if not samples or not _reads_text(config):
         return
     if model.path is None and config.data.tokenizer == "auto" and spoken:
         transcripts_vocab_size(config)
@@ -201,14 +202,13 @@ def _tokenizer_is_here(config: RunConfig) -> bool:
 
 def _reads_text(config: RunConfig) -> bool:
     """Whether the model's tokenizer prepares the data; a plug-in's arrays and an alphabet need none."""
-    source = config.data.source
-    if source in IMAGE_SOURCES or (source in AUDIO_SOURCES and description(config.objective.name).alphabet):
-        return False
-    if source in DATA_SOURCES:
-        return True
+    source = find_source(config.data.source)
+    if source is not None:
+        spelled = source.samples == "speech" and description(config.objective.name).alphabet
+        return "tokenizer" in source.reads and not spelled
     from mgpu_pipe.data.arrays import array_class  # imports numpy, which other checks do without
 
-    return array_class(source) is None
+    return array_class(config.data.source) is None
 
 
 def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:

@@ -8,14 +8,8 @@ from dataclasses import dataclass, fields
 from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.start import joined
-from mgpu_pipe.config.plugins import (
-    AUDIO_SOURCES,
-    CONVERSATION_SOURCES,
-    DATA_SOURCES,
-    ENGINES,
-    IMAGE_SOURCES,
-    PAIR_SOURCES,
-)
+from mgpu_pipe.config.data_sources import find_source, unread_keys
+from mgpu_pipe.config.plugins import ENGINES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import resolve_packing
@@ -74,31 +68,15 @@ def _sizes(config: RunConfig) -> ParallelDims:
 
 
 def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
-    data = config.data
-    if data.source not in DATA_SOURCES:  # a plug-in's source may read any key
+    data, source = config.data, find_source(config.data.source)
+    if source is None:  # a plug-in's source may read any key
         return
-    for key, sources in (
-        ("text_column", ("jsonl", "parquet", "labelled_jsonl", "audio_list")),
-        ("second_text_column", ("labelled_jsonl",)),
-        ("label_column", ("labelled_jsonl", "image_list", "image_tar")),
-        ("classes", ("labelled_jsonl", *IMAGE_SOURCES)),
-        ("messages_column", CONVERSATION_SOURCES),
-        ("format", ("chat_jsonl",)),
-        ("source_column", ("pairs_jsonl",)),
-        ("target_column", ("pairs_jsonl",)),
-        ("target_len", PAIR_SOURCES),
-        ("numbers", ("number_words", "spoken_chat", "spoken_preferences", "mixture")),
-        ("synthetic", ("synthetic",)),
-    ):
-        if getattr(data, key) != getattr(DEFAULT.data, key) and data.source not in sources:
-            yield f"data.{key}", f"data.source={data.source} has none"
-    for key in ("seq_len", "tokenizer", "on_too_long") if data.source in IMAGE_SOURCES else ():
-        if getattr(data, key) != getattr(DEFAULT.data, key):
-            yield f"data.{key}", f"data.source={data.source} gives pictures"
-    if data.source in AUDIO_SOURCES and data.seq_len != DEFAULT.data.seq_len:
-        yield "data.seq_len", f"data.source={data.source} gives recordings"
-    if data.source == "labelled_jsonl" and data.packing == "best_fit":
-        yield "data.packing", "data.source=labelled_jsonl gives each sample a row of its own"
+    changed = [key.name for key in fields(DEFAULT.data) if getattr(data, key.name) != getattr(DEFAULT.data, key.name)]
+    for key in changed:
+        if key not in source.reads and key in unread_keys(source):
+            yield f"data.{key}", f"data.source={data.source} does not read it"
+    if source.samples == "labelled_text" and data.packing == "best_fit":
+        yield "data.packing", f"data.source={data.source} gives each sample a row of its own"
 
 
 def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,8 @@ from mgpu_pipe.checks.parameter_names import name_errors
 from mgpu_pipe.checks.sizes import range_errors, size_errors, update_errors
 from mgpu_pipe.checks.start import cache_errors, check_start, joined, run_folder_errors
 from mgpu_pipe.checks.values import relation_errors, value_errors
-from mgpu_pipe.config.plugins import ENGINES, FILE_SOURCES, OBJECTIVES, PICTURE_CHAT_SOURCES
+from mgpu_pipe.config.data_sources import find_source
+from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
@@ -139,20 +140,13 @@ def _first_of_each_key(errors: list[BadInputError]) -> list[BadInputError]:
 
 
 def _check_data(config: RunConfig) -> None:
-    from mgpu_pipe.data.sources.document_sources import check_sources
+    from mgpu_pipe.data.source import check_sources
 
     if sample_errors(config):  # data of another kind has its own error
         return
-    if config.data.source == "mixture":
-        from mgpu_pipe.data.sources.mixture_keys import check_mixture
-
-        check_mixture(config)
-    if config.data.source not in FILE_SOURCES or config.data.paths:
+    source = find_source(config.data.source)
+    if source is None or not source.reads_files or config.data.paths:
         check_sources(config)
-    if config.data.holds_conversations() and config.data.paths and config.data.source not in PICTURE_CHAT_SOURCES:
-        from mgpu_pipe.data.text.chat_templates import check_chat
-
-        check_chat(config)
 
 
 def _check_plug_ins(config: RunConfig) -> None:

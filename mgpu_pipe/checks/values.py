@@ -13,9 +13,9 @@ from mgpu_pipe.checks.sizes import range_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.checks.start import base_run_errors
 from mgpu_pipe.config import plugins
+from mgpu_pipe.config.data_sources import file_sources, find_source, samples_of
 from mgpu_pipe.config.eval_tasks import ranked
 from mgpu_pipe.config.hub import hub_name
-from mgpu_pipe.config.plugins import FILE_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
 from mgpu_pipe.config.suggest import choose_from
@@ -199,10 +199,12 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
 
 def _missing_paths(config: RunConfig) -> list[ConfigError]:
     data = config.data
-    if data.paths and data.source in plugins.DATA_SOURCES and data.source not in FILE_SOURCES:
-        fix = f"use data=text_files (or {', '.join(FILE_SOURCES[1:])}), or leave it out"
+    source = find_source(data.source)
+    if data.paths and source is not None and not source.reads_files:
+        others = [name for name in file_sources() if name != "text_files"]
+        fix = f"use data=text_files (or {', '.join(others)}), or leave it out"
         return [ConfigError("data.paths", ", ".join(data.paths), fix, f"data.source={data.source} reads no files")]
-    if data.source not in FILE_SOURCES or data.paths:
+    if source is None or not source.reads_files or data.paths:
         return []
     fix = "give files or globs: data.paths=['/corpus/*']"
     return [ConfigError("data.paths", "[]", fix, f"data.source={data.source} reads files")]
@@ -210,8 +212,7 @@ def _missing_paths(config: RunConfig) -> list[ConfigError]:
 
 def _balance_errors(config: RunConfig) -> list[ConfigError]:
     source = config.data.source
-    kind = plugins.SAMPLES.get(source, "packed_text") if source in plugins.DATA_SOURCES else ""
-    if config.data.balance == "none" or kind in ("", "packed_text", "picture_chats"):
+    if config.data.balance == "none" or samples_of(source) in ("", "packed_text", "picture_chats"):
         return []
     reason = f"samples of data.source={source} cost alike, or are not weighed"
     return [ConfigError("data.balance", config.data.balance, "use none", reason)]

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from mgpu_pipe.config.plugins import FILE_SOURCES
+from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.local_files import exists, is_file
@@ -107,7 +107,8 @@ def hub_names(config: RunConfig) -> Iterator[tuple[str, HubName]]:
             yield key, name
     for section, files in file_lists(data):
         for key, paths in ((f"{section}.paths", files.paths), (f"{section}.validation_paths", files.validation_paths)):
-            for path in paths if files.source in FILE_SOURCES else ():
+            source = find_source(files.source)
+            for path in paths if source and source.reads_files else ():
                 if (name := data_name(path, key)) is not None:
                     yield key, name
 
@@ -115,11 +116,7 @@ def hub_names(config: RunConfig) -> Iterator[tuple[str, HubName]]:
 def file_lists(data: DataConfig) -> Iterator[tuple[str, Any]]:
     """Sections with ``paths`` and ``validation_paths`` by key: ``data`` and each source of a mixture."""
     yield "data", data
-    yield from ((f"data.sources.{name}", source) for name, source in _mixed(data).items())
-
-
-def _mixed(data: DataConfig) -> dict[str, Any]:
-    return getattr(data, "sources", {}) if data.source == "mixture" else {}
+    yield from ((f"data.sources.{name}", source) for name, source in data.parts().items())
 
 
 def _with_files(files: T, names: dict[str, str]) -> T:
@@ -139,7 +136,7 @@ def with_names(config: RunConfig, names: dict[str, str]) -> RunConfig:
     model, data = config.model, config.data
     path = None if model.path is None else names.get(model.path, model.path)
     data = _with_files(replace(data, tokenizer=names.get(data.tokenizer, data.tokenizer)), names)
-    if mixed := _mixed(data):
+    if mixed := data.parts():
         sources: dict[str, Any] = {name: _with_files(source, names) for name, source in mixed.items()}
         data = replace(data, sources=sources)  # type: ignore[call-arg]  # a mixture's own key
     return replace(config, model=replace(model, path=path), data=data)

@@ -24,52 +24,6 @@ STRATEGY_KEYS_GROUP = "mgpu_pipe.strategy_keys"
 LAUNCH_GROUP = "mgpu_pipe.launchers"
 LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 
-PAIR_SOURCES = ("pairs_jsonl", "number_words")
-IMAGE_SOURCES = ("digits", "image_folder", "image_list", "image_tar")
-CAPTION_SOURCES = ("captioned_digits", "captioned_folder", "captions", "captioned_tar")
-PICTURE_CHAT_SOURCES = ("digit_questions", "moving_shapes", "picture_chats")
-AUDIO_SOURCES = ("spoken_digits", "audio_list")
-DATA_SOURCES = (
-    "stdlib_text",
-    "text_files",
-    "jsonl",
-    "parquet",
-    "chat_jsonl",
-    "preferences_jsonl",
-    "labelled_jsonl",
-    *PAIR_SOURCES,
-    "spoken_chat",
-    "spoken_preferences",
-    "mixture",
-    "rule_chat",
-    "rule_facts",
-    "synthetic",
-    *IMAGE_SOURCES,
-    *CAPTION_SOURCES,
-    *PICTURE_CHAT_SOURCES,
-    *AUDIO_SOURCES,
-)
-FILE_SOURCES = (
-    *("text_files", "jsonl", "parquet", "chat_jsonl", "preferences_jsonl", "labelled_jsonl", "pairs_jsonl"),
-    *IMAGE_SOURCES[1:],
-    *CAPTION_SOURCES[1:],
-    *PICTURE_CHAT_SOURCES[2:],
-    *AUDIO_SOURCES[1:],
-)
-"""Sources that read the files of data.paths."""
-PREFERENCE_SOURCES = ("preferences_jsonl", "spoken_preferences")
-CONVERSATION_SOURCES = ("chat_jsonl", *PREFERENCE_SOURCES, "spoken_chat", "rule_chat", *PICTURE_CHAT_SOURCES)
-"""Sources whose rows a chat template renders."""
-SAMPLES = {
-    "labelled_jsonl": "labelled_text",
-    **dict.fromkeys(PREFERENCE_SOURCES, "preferences"),
-    **dict.fromkeys(PAIR_SOURCES, "pairs"),
-    **dict.fromkeys(IMAGE_SOURCES, "labelled_images"),
-    **dict.fromkeys(CAPTION_SOURCES, "captioned_images"),
-    **dict.fromkeys(PICTURE_CHAT_SOURCES, "picture_chats"),
-    **dict.fromkeys(AUDIO_SOURCES, "speech"),
-}
-"""Kind of samples of a data source; packed text for any other."""
 OBJECTIVES = tuple(
     sorted(path.name.removesuffix("_keys.py") for path in (Path(__file__).parents[1] / "objectives").glob("*_keys.py"))
 )

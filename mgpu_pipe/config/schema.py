@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.group_keys import Auto, OptimizerConfig, PeftConfig, SchedulerConfig, StrategyConfig, SweepConfig
-from mgpu_pipe.config.plugins import CONVERSATION_SOURCES, PAIR_SOURCES
 from mgpu_pipe.errors import ConfigError
 
 
@@ -150,7 +150,12 @@ class DataConfig:
 
     def holds_conversations(self) -> bool:
         """Whether a chat template renders the samples."""
-        return self.source in CONVERSATION_SOURCES
+        source = find_source(self.source)
+        return source is not None and source.holds_conversations
+
+    def parts(self) -> Mapping[str, Any]:
+        """Sources that this one mixes, by name; each has ``source``, ``paths`` and ``validation_paths``."""
+        return {}
 
     def sample_text(self) -> str:
         """Description of a sample, for people."""
@@ -165,7 +170,8 @@ class DataConfig:
 
     def target_tokens(self) -> int:
         """Tokens of a padded target; 0 unless samples are pairs."""
-        if self.source not in PAIR_SOURCES:
+        source = find_source(self.source)
+        if source is None or source.documents != "pairs":
             return 0
         return self.seq_len if self.target_len == "auto" else self.target_len
 

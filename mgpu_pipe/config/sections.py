@@ -9,12 +9,13 @@ It registers that class in an entry point group, under the name that chooses its
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, cast, get_type_hints
 
 from mgpu_pipe.config import plugins
+from mgpu_pipe.config.data_sources import find_source, source_names
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description as describe
 from mgpu_pipe.config.schema import DataConfig, LaunchConfig, ObjectiveConfig
@@ -31,7 +32,7 @@ class Section:
         built_in: names that this project provides.
         code: entry point group of the plug-ins.
         keys_group: entry point group of the plug-ins' keys.
-        built_in_keys: built-in names with further keys, each with a module without torch and its class.
+        built_in_keys: imports the dataclass that a built-in name declares; None for a name that declares none.
     """
 
     base: type
@@ -39,7 +40,7 @@ class Section:
     built_in: tuple[str, ...]
     code: str
     keys_group: str
-    built_in_keys: Mapping[str, str] = field(default_factory=dict)
+    built_in_keys: Callable[[str], type | None]
 
     @property
     def name(self) -> str:
@@ -51,19 +52,15 @@ class Section:
         Raises:
             ConfigError: a package registers no such class, or cannot be imported.
         """
-        if self.base is ObjectiveConfig:
-            keys = describe(name).keys
-        elif name in self.built_in_keys:
-            module, _, cls = self.built_in_keys[name].partition(":")
-            keys = getattr(import_module(module), cls)
-        elif name in self.built_in or name not in plugins.registered(self.keys_group):
-            return self.base
-        else:
+        keys: Any = self.built_in_keys(name)
+        if keys is None:
+            if name in self.built_in or name not in plugins.registered(self.keys_group):
+                return self.base
             keys = plugins.load(self.chooser, name, self.keys_group)
         if not (isinstance(keys, type) and issubclass(keys, self.base) and "__dataclass_fields__" in vars(keys)):
             fix = f"declare them in a dataclass that is a subclass of {self.base.__module__}.{self.base.__name__}"
             raise ConfigError(self.chooser, name, fix, f"its keys, of {self.keys_group}, are no such class")
-        return keys
+        return cast(type, keys)
 
     def chosen_by(self, values: Mapping[str, Any]) -> str:
         """Name that ``values`` of the section choose, or the default."""
@@ -72,7 +69,7 @@ class Section:
 
     def all_keys(self) -> dict[str, type]:
         """Dataclass of every name that declares one."""
-        built_in = self.built_in if self.base is ObjectiveConfig else tuple(self.built_in_keys)
+        built_in = [name for name in self.built_in if self.built_in_keys(name) is not None]
         return {name: self.keys(name) for name in (*built_in, *plugins.registered(self.keys_group))}
 
     def owners(self, key: str) -> list[str]:
@@ -80,34 +77,34 @@ class Section:
         return [name for name, keys in self.all_keys().items() if key in own_keys(keys)]
 
 
-DATA = Section(
-    DataConfig,
-    "data.source",
-    plugins.DATA_SOURCES,
-    plugins.DATA_GROUP,
-    plugins.DATA_KEYS_GROUP,
-    {
-        **dict.fromkeys(plugins.IMAGE_SOURCES, "mgpu_pipe.data.images.image_keys:ImageConfig"),
-        "mixture": "mgpu_pipe.data.sources.mixture_keys:MixtureConfig",
-        **dict.fromkeys(plugins.CAPTION_SOURCES, "mgpu_pipe.data.images.image_keys:CaptionConfig"),
-        **dict.fromkeys(plugins.PICTURE_CHAT_SOURCES, "mgpu_pipe.data.images.image_keys:PictureChatConfig"),
-        "audio_list": "mgpu_pipe.data.audio.speech_keys:AudioConfig",
-        "spoken_digits": "mgpu_pipe.data.audio.speech_keys:SpokenDigitsConfig",
-    },
-)
+def _source_keys(name: str) -> type | None:
+    source = find_source(name)
+    return source.keys if source else None
+
+
+def _objective_keys(name: str) -> type | None:
+    return describe(name).keys
+
+
+def _launcher_keys(name: str) -> type | None:
+    if name != "slurm":
+        return None
+    keys: type = import_module("mgpu_pipe.launch.slurm.slurm_keys").SlurmConfig
+    return keys
+
+
+DATA = Section(DataConfig, "data.source", source_names(), plugins.DATA_GROUP, plugins.DATA_KEYS_GROUP, _source_keys)
 OBJECTIVE = Section(
-    ObjectiveConfig, "objective.name", plugins.OBJECTIVES, plugins.OBJECTIVE_GROUP, plugins.OBJECTIVE_KEYS_GROUP
+    *(ObjectiveConfig, "objective.name", plugins.OBJECTIVES),
+    *(plugins.OBJECTIVE_GROUP, plugins.OBJECTIVE_KEYS_GROUP, _objective_keys),
 )
 STRATEGY = Section(
-    StrategyConfig, "strategy.engine", plugins.ENGINES, plugins.STRATEGY_GROUP, plugins.STRATEGY_KEYS_GROUP
+    *(StrategyConfig, "strategy.engine", plugins.ENGINES),
+    *(plugins.STRATEGY_GROUP, plugins.STRATEGY_KEYS_GROUP, lambda name: None),
 )
 LAUNCH = Section(
-    LaunchConfig,
-    "launch.type",
-    plugins.LAUNCHERS,
-    plugins.LAUNCH_GROUP,
-    plugins.LAUNCH_KEYS_GROUP,
-    {"slurm": "mgpu_pipe.launch.slurm.slurm_keys:SlurmConfig"},
+    *(LaunchConfig, "launch.type", plugins.LAUNCHERS),
+    *(plugins.LAUNCH_GROUP, plugins.LAUNCH_KEYS_GROUP, _launcher_keys),
 )
 SECTIONS: dict[type, Section] = {section.base: section for section in (DATA, OBJECTIVE, STRATEGY, LAUNCH)}
 

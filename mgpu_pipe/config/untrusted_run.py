@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.config.plugins import DATA_SOURCES
+from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 
-GENERATED = ("number_words", "spoken_chat", "spoken_preferences", "rule_chat", "rule_facts", "mixture", "synthetic")
-WITHOUT_FILES = ("stdlib_text", *GENERATED, "digits")
 NOT_FOLLOWED = (
     "the cache ($MGPU_PIPE_CACHE) knows no launch of yours that made this configuration, so the files that it names "
     "are not read"
@@ -38,6 +36,7 @@ def untrusted_data(data: DataConfig, typed: Set[str]) -> DataConfig:
     Raises:
         ConfigErrors: needed files are not on the command line, or a size exceeds every evaluation.
     """
+    source = find_source(data.source)
     errors: list[BadInputError] = []
     changes: dict[str, Any] = {}
     for name, default in (
@@ -51,27 +50,28 @@ def untrusted_data(data: DataConfig, typed: Set[str]) -> DataConfig:
             changes[name] = default
     for name in ("paths", "validation_paths"):
         value, is_typed = getattr(data, name), f"data.{name}" in typed or "data" in typed
-        needed = bool(value) or (name == "paths" and data.source not in WITHOUT_FILES)
+        needed = bool(value) or (name == "paths" and (source is None or source.reads_files))
         if needed and not is_typed:
             fix = f"give data.{name}=[...] on the command line"
             errors.append(ConfigError(f"data.{name}", f"[{','.join(value)}]", fix, NOT_FOLLOWED))
     usual = type(data)()
-    is_plugin = data.source not in DATA_SOURCES or data.source == "mixture"  # any of its keys may name a file
-    for name in own_keys(type(data)) if is_plugin else ():
+    may_name_files = source is None or data.parts()
+    for name in own_keys(type(data)) if may_name_files else ():
         if (value := getattr(data, name)) != getattr(usual, name) and f"data.{name}" not in typed:
             errors.append(ConfigError(f"data.{name}", value, f"give data.{name} on the command line", NOT_FOLLOWED))
     for name, most in MAX_SIZES.items():
         if f"data.{name}" not in typed and getattr(data, name) > most:
             fix = f"give at most {most:,} on the command line"
             errors.append(ConfigError(f"data.{name}", getattr(data, name), fix))
-    for source, name, size, most in (
-        ("synthetic", "synthetic.num_documents", data.synthetic.num_documents, MAX_SYNTHETIC),
-        ("synthetic", "synthetic.mean_length", data.synthetic.mean_length, MAX_SYNTHETIC),
-        (data.source, "numbers.count", data.numbers.count, MAX_SYNTHETIC),
-        (data.source, "numbers.digits", data.numbers.digits, MAX_DIGITS),
-        (data.source, "target_len", data.target_tokens(), MAX_SIZES["seq_len"]),
+    for name, size, most in (
+        ("synthetic.num_documents", data.synthetic.num_documents, MAX_SYNTHETIC),
+        ("synthetic.mean_length", data.synthetic.mean_length, MAX_SYNTHETIC),
+        ("numbers.count", data.numbers.count, MAX_SYNTHETIC),
+        ("numbers.digits", data.numbers.digits, MAX_DIGITS),
+        ("target_len", data.target_tokens(), MAX_SIZES["seq_len"]),
     ):
-        if data.source == source and "data" not in typed and size > most:
+        is_read = source is None or name.partition(".")[0] in source.reads
+        if is_read and "data" not in typed and size > most:
             errors.append(ConfigError(f"data.{name}", size, f"give at most {most:,} on the command line"))
     if errors:
         raise ConfigErrors(errors)

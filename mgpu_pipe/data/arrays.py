@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.config.plugins import DATA_GROUP, DATA_SOURCES, load, registered
+from mgpu_pipe.config.data_sources import find_source
+from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
@@ -104,7 +105,7 @@ class PreparedArrays(Prepared):
 
 def array_class(source: str) -> type[ArrayData] | None:
     """Class that a package registers under ``source``; None where the source is of another kind."""
-    if source in DATA_SOURCES or source not in registered(DATA_GROUP):
+    if find_source(source) or source not in registered(DATA_GROUP):
         return None
     named = load("data.source", source, DATA_GROUP)
     return named if isinstance(named, type) and issubclass(named, ArrayData) else None

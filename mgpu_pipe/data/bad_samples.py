@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from mgpu_pipe.config.plugins import SAMPLES
+from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, check_readable
 from mgpu_pipe.errors import ConfigError, DataError, MgpuError, one_line
 
@@ -46,7 +46,7 @@ def check_rule(data: DataConfig) -> None:
     Raises:
         ConfigError: names the rules that it can follow.
     """
-    unable, reason = UNABLE.get(SAMPLES.get(data.source, ""), ((), ""))
+    unable, reason = UNABLE.get(samples_of(data.source), ((), ""))
     if data.on_too_long in unable:
         able = ", ".join(rule for rule in ALL_RULES if rule not in unable)
         fix = f"use auto, {able}" if able else "leave it at auto"

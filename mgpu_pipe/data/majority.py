@@ -13,7 +13,7 @@ from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.images.image_keys import ImageConfig
-from mgpu_pipe.data.sources.picture_files import FOLDERS, classes_in, digits_file, label_column_of, with_splits
+from mgpu_pipe.data.images.picture_files import FOLDERS, classes_in, digits_file, label_column_of, with_splits
 from mgpu_pipe.data.tables import entries_of, row_lines
 from mgpu_pipe.data.text.label_rows import row_of
 from mgpu_pipe.errors import BadInputError

@@ -5,40 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mgpu_pipe.config.plugins import (
-    AUDIO_SOURCES,
-    CAPTION_SOURCES,
-    IMAGE_SOURCES,
-    PAIR_SOURCES,
-    PICTURE_CHAT_SOURCES,
-    PREFERENCE_SOURCES,
-)
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
-from mgpu_pipe.data.audio import prepare_audio as speech
+from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.images import captions
-from mgpu_pipe.data.images import prepare_chats as chats
-from mgpu_pipe.data.images import prepare_images as images
+from mgpu_pipe.data.images.captions import PreparedCaptions
+from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
+from mgpu_pipe.data.images.prepare_images import PreparedImages
+from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.sources import mixture
-from mgpu_pipe.data.text import labels as labelled
-from mgpu_pipe.data.text import pairs, preferences
-from mgpu_pipe.data.text import prepare_text as text
+from mgpu_pipe.data.source import shipped_source
+from mgpu_pipe.data.text.labels import PreparedLabelled
+from mgpu_pipe.data.text.mixed_samples import PreparedMixture
+from mgpu_pipe.data.text.pairs import PreparedPairs
+from mgpu_pipe.data.text.preferences import PreparedPreferences
+from mgpu_pipe.data.text.prepare_text import PreparedData
 
 KINDS: dict[str, type[Prepared]] = {
     kind.kind: kind
     for kind in (
-        text.PreparedData,
-        arrays.PreparedArrays,
-        labelled.PreparedLabelled,
-        pairs.PreparedPairs,
-        preferences.PreparedPreferences,
-        images.PreparedImages,
-        mixture.PreparedMixture,
-        captions.PreparedCaptions,
-        chats.PreparedPictureChats,
-        speech.PreparedSpeech,
+        *(PreparedData, PreparedLabelled, PreparedPairs, PreparedPreferences, PreparedMixture),
+        *(PreparedImages, PreparedCaptions, PreparedPictureChats, PreparedSpeech, arrays.PreparedArrays),
     )
 }
 
@@ -49,27 +36,14 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     Raises:
         BadInputError: the data cannot be used.
     """
+    source = shipped_source(config.data.source)
+    if source is not None:
+        return source.prepare(config, progress)
     if arrays.array_class(config.data.source) is not None:
         return arrays.prepare_arrays(config)
-    if config.data.source == labelled.SOURCE:
-        return labelled.prepare_labelled(config, progress)
-    if config.data.source in PAIR_SOURCES:
-        return pairs.prepare_pairs(config, progress)
-    if config.data.source in PREFERENCE_SOURCES:
-        return preferences.prepare_preferences(config, progress)
-    if config.data.source in IMAGE_SOURCES:
-        return images.prepare_images(config, progress)
-    if config.data.source == mixture.SOURCE:
-        return mixture.prepare_mixture(config, progress)
-    if config.data.source in CAPTION_SOURCES:
-        return captions.prepare_captions(config, progress)
-    if config.data.source in PICTURE_CHAT_SOURCES:
-        return chats.prepare_picture_chats(config, progress)
-    if config.data.source in AUDIO_SOURCES:
-        return speech.prepare_speech(config, progress)
-    return text.prepare(config, progress)
+    return prepare_packed_text(config, progress)
 
 
 def read_prepared(value: Mapping[str, Any]) -> Prepared:
     """Reads the JSON form of :meth:`Prepared.as_dict`; without a kind, as in earlier versions, it is text."""
-    return KINDS[value.get("kind", text.PreparedData.kind)].from_dict(value)
+    return KINDS[value.get("kind", PreparedData.kind)].from_dict(value)

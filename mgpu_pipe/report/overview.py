@@ -12,10 +12,10 @@ from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
 from mgpu_pipe.architectures.formulas.layer_split import StageContent
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PeftConfig
 from mgpu_pipe.config.hydra.interpolation import written
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.plugins import DATA_SOURCES
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import resolve_packing
@@ -200,7 +200,7 @@ def _parts(config: RunConfig) -> str:
 
 def _data(config: RunConfig, prepared: Prepared | None) -> str:
     data = replace(config.data, packing=resolve_packing(config))
-    source = data.source if data.source in DATA_SOURCES else f"{data.source} (plug-in)"
+    source = data.source if find_source(data.source) else f"{data.source} (plug-in)"
     where = f" {', '.join(data.paths)}" if data.paths else ""
     if data.validation_paths:
         held_out = f"held out {', '.join(data.validation_paths)}"

@@ -11,7 +11,7 @@ from mgpu_pipe.config.hydra.compose import compose, hydra_session, preprocess
 from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.data.audio.speech_keys import SpokenDigitsConfig
 from mgpu_pipe.data.images.image_keys import CaptionConfig, PictureChatConfig
-from mgpu_pipe.data.sources.mixture_keys import MixtureConfig
+from mgpu_pipe.data.text.mixture_keys import MixtureConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
 from mgpu_pipe.system.conf_folders import conf_dir

@@ -26,11 +26,11 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.chat_rows import rows_of
 from mgpu_pipe.data.images.check_images import check_picture_chats
+from mgpu_pipe.data.images.demo_pictures import CLIPS, FRAMES, SIDE, WAYS, moving_shapes
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import sample_frames
 from mgpu_pipe.data.prepare import prepare, read_prepared
-from mgpu_pipe.data.sources.demo.demo_pictures import CLIPS, FRAMES, SIDE, WAYS, moving_shapes
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError, printable

@@ -11,8 +11,8 @@ from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare import prepare
-from mgpu_pipe.data.sources.demo.numbers import answers
 from mgpu_pipe.data.text.heldout_split import held_out
+from mgpu_pipe.data.text.numbers import answers
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigErrors
 from tests.support.command import mgpu, run_folder

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.config.hydra.compose import Composition
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.samples import Prepared, SampleSet
-    from mgpu_pipe.data.sources.mixture import PreparedMixture
+    from mgpu_pipe.data.text.mixed_samples import PreparedMixture
     from mgpu_pipe.data.text.preview import Part
 
 DESCRIPTION = (
@@ -51,7 +51,7 @@ def _show(config: RunConfig, count: int) -> None:
     import numpy as np
 
     from mgpu_pipe.config.objective import description
-    from mgpu_pipe.data.sources.mixture import PreparedMixture
+    from mgpu_pipe.data.text.mixed_samples import PreparedMixture
     from mgpu_pipe.data.text.preview import lengths_of, parts_of
     from mgpu_pipe.launch.preparing import prepare_data
     from mgpu_pipe.objectives.registry import objective_class
@@ -136,7 +136,7 @@ def _balance(config: RunConfig, prepared: Prepared, samples: SampleSet) -> list[
 
 def _sources(prepared: PreparedMixture) -> list[tuple[str, str]]:
     """Share, size and epochs of each source of a mixture."""
-    from mgpu_pipe.data.sources.mixture_keys import SLOTS
+    from mgpu_pipe.data.text.mixture_keys import SLOTS
 
     return [
         (
@@ -149,7 +149,7 @@ def _sources(prepared: PreparedMixture) -> list[tuple[str, str]]:
 
 
 def _source_suffix(prepared: Prepared, index: int) -> str:
-    from mgpu_pipe.data.sources.mixture import PreparedMixture
+    from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 
     return f", of {prepared.source_of(index)}" if isinstance(prepared, PreparedMixture) else ""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
 from mgpu_pipe.config.objective import description, descriptions
 from mgpu_pipe.config.schema import DataConfig, RunConfig
@@ -186,7 +187,7 @@ def _prepared(run: LoadedRun, config: RunConfig) -> Prepared:
     if (
         not run.is_trusted
         and tokenizer is None
-        and config.data.source != "synthetic"
+        and not makes_tokens(config.data.source)
         and config.data.tokenizer == "auto"
     ):
         raise ConfigError("data.tokenizer", "auto", "give data.tokenizer=<folder>", f"{run.source} keeps no tokenizer")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio import synthesis
 from mgpu_pipe.data.audio.decode_audio import soundfile
 from mgpu_pipe.data.audio.listen import Sound, listed
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.speech_keys import AudioConfig, SpokenDigitsConfig
 from mgpu_pipe.data.bad_samples import check_rule
-from mgpu_pipe.data.sources.demo import spoken_digits
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
 
@@ -25,9 +25,9 @@ def check_recordings(config: RunConfig) -> None:
         lambda: check_rule(data),
     ]
     if isinstance(data, SpokenDigitsConfig):
-        checks.append(lambda: spoken_digits.program(spoken_digits.ESPEAK))
+        checks.append(lambda: synthesis.program(synthesis.ESPEAK))
         if data.held_out == "synthesiser":
-            checks.append(lambda: spoken_digits.program(spoken_digits.FLITE))
+            checks.append(lambda: synthesis.program(synthesis.FLITE))
     else:
         checks.append(lambda: listed(data, data.paths, "data.paths"))
         if data.validation_paths:

@@ -15,6 +15,7 @@ from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.audio import synthesis
 from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled
 from mgpu_pipe.data.audio.log_mel import reads_spectrograms
 from mgpu_pipe.data.audio.speech_keys import AudioConfig, SpokenDigitsConfig
@@ -23,7 +24,6 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, read_part
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.sources.demo import spoken_digits
 from mgpu_pipe.data.tables import Entry, Keep, entries_of, kept_in
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.token_store import save_array
@@ -131,10 +131,10 @@ def prepare_recordings(data: AudioConfig, sound: Sound, cache: Path, progress: P
         for kind in ("heard", data.held_out):
             count = {
                 "heard": data.recordings,
-                "voices": min(spoken_digits.UNHEARD_RECORDINGS, data.recordings),
-                "synthesiser": min(spoken_digits.FLITE_RECORDINGS, data.recordings),
+                "voices": min(synthesis.UNHEARD_RECORDINGS, data.recordings),
+                "synthesiser": min(synthesis.FLITE_RECORDINGS, data.recordings),
             }[kind]
-            name = digest_of("spoken digits", _FORMAT, kind, count, sound.rate, spoken_digits.version(kind))
+            name = digest_of("spoken digits", _FORMAT, kind, count, sound.rate, synthesis.version(kind))
             build = partial(_build_spoken, kind, count, sound.rate, name, progress)
             folders.append(_built(cache, name, build))
         return folders[0], folders[1]
@@ -151,7 +151,7 @@ def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> P
 
 
 def _build_spoken(kind: str, count: int, rate: int, content: str, progress: Progress, out: Path) -> dict[str, Any]:
-    waves, texts, voices = spoken_digits.synthesised(kind, count, rate, progress)
+    waves, texts, voices = synthesis.synthesised(kind, count, rate, progress)
     stored = [np.clip(np.rint(wave * 32767), -32768, 32767).astype(np.int16) for wave in waves]
     save_array(out / WAVES, np.concatenate(stored))
     hashes = [document_hash(wave.tobytes()) for wave in stored]

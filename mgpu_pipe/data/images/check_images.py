@@ -14,11 +14,11 @@ from mgpu_pipe.data.images.chat_rows import COLUMN, QUESTIONS, SHAPES, ChatRow, 
 from mgpu_pipe.data.images.decode_image import pillow
 from mgpu_pipe.data.images.grids import chat_pixels
 from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
+from mgpu_pipe.data.images.picture_files import DIGITS, digits_file, entries, with_splits
 from mgpu_pipe.data.images.picture_tars import TARS, check_tars
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import pyav
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.sources.picture_files import DIGITS, digits_file, entries, with_splits
 from mgpu_pipe.data.text.chat_templates import check_chat
 from mgpu_pipe.data.text.conversations import is_trained
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError

@@ -23,9 +23,9 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.images.decode_image import MODES, pillow, size_of
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.picture_files import FILES
 from mgpu_pipe.data.images.pixels import Pixels, normalised, preprocessor, vision_field
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.sources.picture_files import FILES
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.errors import ConfigError
 

@@ -19,11 +19,11 @@ from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_names, class_number
 from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.picture_files import DIGITS, FOLDERS, entries, label_column_of, loose_pictures, with_splits
 from mgpu_pipe.data.images.picture_tars import TARS, tar_entries
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import prepare_digits, prepare_files
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
-from mgpu_pipe.data.sources.picture_files import DIGITS, FOLDERS, entries, label_column_of, loose_pictures, with_splits
 from mgpu_pipe.data.tables import kept_in
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.token_store import load_array

@@ -24,10 +24,10 @@ from mgpu_pipe.data.classes import in_order
 from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints
 from mgpu_pipe.data.images.decode_image import MODES, pillow
 from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.picture_files import DIGITS, FILES, digits_file, read_digits, read_picture
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.sources.picture_files import DIGITS, FILES, digits_file, read_digits, read_picture
 from mgpu_pipe.data.tables import Entry
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.token_store import load_array, save_array

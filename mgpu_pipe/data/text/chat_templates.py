@@ -8,8 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 from mgpu_pipe.architectures.pictures import BEGIN, END, PLACED, SEE_PARTS, SEE_VIDEOS
+from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.config.hub import DATA
-from mgpu_pipe.config.plugins import PICTURE_CHAT_SOURCES
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.data import files
@@ -56,7 +56,7 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
     chosen = config.data.chat_template
     if chosen is None:
         return None
-    place: tuple[str, ...] = (PLACE,) if config.data.source in PICTURE_CHAT_SOURCES else ()
+    place: tuple[str, ...] = (PLACE,) if samples_of(config.data.source) == "picture_chats" else ()
     if place:
         known = {**dict.fromkeys(SEE_VIDEOS, (PLACE, VIDEO)), **dict.fromkeys(SEE_PARTS, (PLACE, *PLACED))}
         known["qwen3_vl"] = (PLACE, VIDEO, BEGIN, END)
@@ -140,10 +140,11 @@ def check_chat(config: RunConfig, first: Sequence[tuple[str, str]] | None = None
     template = compiled(config, text, tokenizer_file.parent if tokenizer_file is not None else None)
     if first is None and config.data.paths[0].startswith(DATA):
         return  # checked after the download
+    is_preference = samples_of(config.data.source) == "preferences"
     refused: DataError | None = None
     for line, origin in first if first is not None else _first_rows(config):
         try:
-            if config.data.source == "preferences_jsonl":
+            if is_preference:
                 template.preference(line, origin, config.data.messages_column)
             else:
                 template.conversation(line, origin, config.data.messages_column, config.data.format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mgpu_pipe.config.hub import DATA
@@ -11,18 +12,20 @@ from mgpu_pipe.data.bad_samples import OR_SKIP
 from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.fingerprint import check_readable
 from mgpu_pipe.data.parquet import is_parquet
-from mgpu_pipe.data.sources.text_files import NESTED
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
-from mgpu_pipe.data.text.conversations import messages_of
-from mgpu_pipe.data.text.label_rows import row_of
-from mgpu_pipe.data.text.preference_rows import preference_of
-from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
+from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError, raised_by
 
 # Bytes that the preflight decodes at most; preparation decodes everything, also before a worker starts.
 _CHECKED_BYTES = 32 << 20
 
 
-def check_files(data: DataConfig, patterns: list[str], key: str) -> None:
+CheckFile = Callable[[DataConfig, Path, bool], None]
+"""Checks a file; False where it is too large to be read as a whole."""
+CheckRow = Callable[[DataConfig, str, str], object]
+"""Checks a row: its line of JSON and its origin."""
+
+
+def check_files(data: DataConfig, patterns: list[str], key: str, check_file: CheckFile) -> None:
     """Checks the files that ``patterns`` name.
 
     Raises:
@@ -35,7 +38,7 @@ def check_files(data: DataConfig, patterns: list[str], key: str) -> None:
         try:
             size = check_readable(path)
             if budget > 0:
-                _check_content(data, path, size <= budget and codec_of(path) is None)
+                check_file(data, path, size <= budget and codec_of(path) is None)
             budget -= size
             usable += 1
         except DataError as error:
@@ -47,29 +50,33 @@ def check_files(data: DataConfig, patterns: list[str], key: str) -> None:
         raise ConfigErrors(errors)
 
 
-def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
-    """Checks one file; of a file larger than the budget only the beginning.
+def check_paths(data: DataConfig, check_file: CheckFile) -> None:
+    """Checks the files of ``data.paths`` and ``data.validation_paths``; raises like :func:`check_files`."""
+    errors = raised_by(lambda: check_files(data, data.paths, "data.paths", check_file))
+    if data.validation_paths:
+        key = "data.validation_paths"
+        errors += raised_by(lambda: check_files(data, data.validation_paths, key, check_file))
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def check_first_row(data: DataConfig, path: Path, whole: bool, check_row: CheckRow, nested: bool = False) -> None:
+    """Checks that a file is UTF-8 (if ``whole``, all of it), and its first row.
 
     With ``data.on_bad_sample=skip`` one of its first rows has to be usable.
+
+    Args:
+        nested: see :func:`mgpu_pipe.data.tables.row_lines`.
     """
-    parquet, skips = is_parquet(path), data.on_bad_sample == "skip"
-    if data.source == "parquet":
-        if not parquet:
-            raise DataError(f"{path}: is not a readable Parquet file: it does not begin with PAR1; {files.REPLACE}")
-        return
-    if whole and (data.source == "text_files" or not (parquet or skips)):
+    skips = data.on_bad_sample == "skip"
+    if whole and not (is_parquet(path) or skips):
         files.decode(files.read_bytes(path), str(path))
-    if data.source == "text_files":
-        if codec_of(path) is not None:
-            line, origin, _ = next(files.read_lines(path))
-            files.whole_row(line, origin)
-        return
     first: DataError | None = None
-    for number, (line, origin, _) in enumerate(row_lines(path, nested=data.source in NESTED)):
+    for number, (line, origin, _) in enumerate(row_lines(path, nested=nested)):
         if number == LOOKED_AT:
             return
         try:
-            _check_row(data, line, origin)
+            check_row(data, line, origin)
             return
         except DataError as error:
             first = first or error
@@ -79,21 +86,10 @@ def _check_content(data: DataConfig, path: Path, whole: bool) -> None:
         raise first
 
 
-def _check_row(data: DataConfig, line: str, origin: str) -> None:
-    if data.source == "labelled_jsonl":
-        row_of(data, line, origin)
-        return
-    names = {"pairs_jsonl": ("source_column", "target_column"), **dict.fromkeys(NESTED, ("messages_column",))}.get(
-        data.source, ("text_column",)
-    )
-    row = files.json_row(line, origin, *(getattr(data, name) for name in names))
-    if data.source == "chat_jsonl":
-        messages_of(row, origin, data.messages_column, data.format)
-        return
-    if data.source == "preferences_jsonl":
-        preference_of(row, origin, data.messages_column)
-        return
-    for name in names:
-        column = getattr(data, name)
+def check_columns(data: DataConfig, line: str, origin: str, *keys: str) -> None:
+    """Checks that a row has the columns that these keys of ``data`` name."""
+    columns = {key: getattr(data, key) for key in keys}
+    row = files.json_row(line, origin, *columns.values())
+    for key, column in columns.items():
         if column not in row:
-            raise files.missing_column(origin, f"data.{name}", column, list(row))
+            raise files.missing_column(origin, f"data.{key}", column, list(row))

@@ -28,11 +28,11 @@ from mgpu_pipe.data.classes import class_names, class_number, in_order
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.samples import Split, evaluated_samples
-from mgpu_pipe.data.sources.document_sources import validation_source_config
-from mgpu_pipe.data.sources.text_files import contents_of, unusable_or_raise
+from mgpu_pipe.data.source import validation_source_config
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.encode import EncodedBatch
+from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
 from mgpu_pipe.data.text.label_rows import Row, row_of
 from mgpu_pipe.data.text.notes import Notes, notes_of, report_bad
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowEncoder

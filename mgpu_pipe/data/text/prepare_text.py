@@ -20,14 +20,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
-from mgpu_pipe.data.sources.demo.synthetic import synthetic_batches
-from mgpu_pipe.data.sources.document_sources import open_source, validation_source_config
+from mgpu_pipe.data.source import open_source, validation_source_config
 from mgpu_pipe.data.text import packing
 from mgpu_pipe.data.text import packing as unigram
 from mgpu_pipe.data.text.documents import Source
@@ -35,6 +35,7 @@ from mgpu_pipe.data.text.encode import token_dtype
 from mgpu_pipe.data.text.encode_source import encode_all
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.notes import notes_of, report_bad
+from mgpu_pipe.data.text.random_documents import synthetic_batches
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import CONVERSATIONS_FORMAT, TokenizerInfo, encoder_spec, resolve_tokenizer
 from mgpu_pipe.errors import DataError
@@ -185,7 +186,7 @@ class OpenedSource:
     @classmethod
     def from_config(cls, config: RunConfig, cache: Path, progress: Progress) -> OpenedSource:
         held_config = validation_source_config(config) if config.data.validation_paths else None
-        source = None if config.data.source == "synthetic" else open_source(config, cache, progress)
+        source = None if makes_tokens(config.data.source) else open_source(config, cache, progress)
         held_source = open_source(held_config, cache, progress, "data.validation_paths") if held_config else None
         return cls(config, source, held_config, held_source)
 

@@ -17,7 +17,7 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, no_progress, writing_to_cache
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
-from mgpu_pipe.data.sources.document_sources import open_source, validation_source_config
+from mgpu_pipe.data.source import open_source, validation_source_config
 from mgpu_pipe.data.text.encode import EncodedBatch, library_threads, token_dtype
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out, held_out_groups
 from mgpu_pipe.data.text.label_rows import Row

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.sources.mixture import PreparedMixture
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.labels import PreparedLabelled
+from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 from mgpu_pipe.data.text.packing import masked_counts
 from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
 from mgpu_pipe.data.text.preferences import PreparedPreferences

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.text.tokenizer_record import check_record
@@ -71,7 +72,7 @@ def existing_file(config: RunConfig) -> Path | None:
     file = local_folder(config.model.path) / TOKENIZER
     if is_file(file):
         return file
-    if config.data.source == "synthetic":
+    if makes_tokens(config.data.source):
         return None
     older = next((name for name in OLDER if file.with_name(name).is_file()), None)
     problem = f"the folder has no {TOKENIZER}"

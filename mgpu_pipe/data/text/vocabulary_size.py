@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import model_vocab_size
 from mgpu_pipe.errors import ConfigError
@@ -22,7 +23,7 @@ def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
         ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.
     """
     size = _model_size(config)
-    if config.data.source == "synthetic":
+    if makes_tokens(config.data.source):
         least, reason = 2, ""
     else:
         least = BYTE_LEVEL_MINIMUM + len(special)

@@ -48,7 +48,7 @@ def _lines(task: EvalTask, key: str) -> Iterator[tuple[str, str]]:
             for line, origin, _ in files.read_lines(path):
                 yield line, origin
         return
-    from mgpu_pipe.data.sources.demo.rules import held_out_conversations  # numpy
+    from mgpu_pipe.data.text.rules import held_out_conversations  # numpy
 
     for document in held_out_conversations():
         yield document.text, document.origin

@@ -20,10 +20,10 @@ from mgpu_pipe.data import fingerprint
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.cache import block_hash
 from mgpu_pipe.data.files import matching
+from mgpu_pipe.data.images import picture_files as sources
 from mgpu_pipe.data.images import scan_images as scan
 from mgpu_pipe.data.images.decode_image import decode
 from mgpu_pipe.data.prepare import prepare, read_prepared
-from mgpu_pipe.data.sources import picture_files as sources
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
 from tests.support.pictures import folder_of_classes, noise, stored, strange
 
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, mo
         ((f"data.paths=[{root}]", "model.config.num_channels=5"), "model.config.num_channels=5"),
         (
             (f"data.paths=[{root}]", "objective=causal_lm"),
-            "model=llama32_1b or model=llama3_70b) with data=stdlib_text, data=text_files,",
+            "model=llama32_1b or model=llama3_70b) with data=chat_jsonl,",
         ),
         (
             (f"data.paths=[{root}]", "objective=causal_lm"),

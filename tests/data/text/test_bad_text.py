@@ -14,7 +14,7 @@ import pytest
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.sources.document_sources import check_sources
+from mgpu_pipe.data.source import check_sources
 from mgpu_pipe.errors import BadInputError
 from tests.data.support import config
 from tests.data.text.test_too_long import row_of, trained_tokens, words
@@ -142,7 +142,7 @@ def test_conversations_that_the_template_refuses(tmp_path: Path, workers: int, m
 
 
 def test_documents_of_a_plug_in(tmp_path: Path) -> None:
-    from mgpu_pipe.data.sources.plug_in import plug_in_source
+    from mgpu_pipe.data.text.plug_in import plug_in_source
 
     def given(run: RunConfig) -> list[object]:
         return [3, "a text", "half of a pair: \ud800", "another"]
@@ -154,7 +154,7 @@ def test_documents_of_a_plug_in(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_of_a_mixture_is_added_up(tmp_path: Path) -> None:
-    from mgpu_pipe.data.sources.mixture_keys import MixtureConfig, MixtureSource
+    from mgpu_pipe.data.text.mixture_keys import MixtureConfig, MixtureSource
 
     run = configured(tmp_path, "jsonl", {"rows.jsonl": b"\n".join([*lines("jsonl"), *BAD_ROWS]), "t.txt": b"caf\xe9"})
     (tmp_path / "whole.txt").write_text(words(40))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.data.sources.document_sources import check_sources
+from mgpu_pipe.data.source import check_sources
 from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.conversations import calls_of, messages_of, tools_of
 from mgpu_pipe.data.text.preference_rows import preference_of

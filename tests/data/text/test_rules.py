@@ -12,9 +12,9 @@ import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare import prepare
-from mgpu_pipe.data.sources.demo import rules as made
-from mgpu_pipe.data.sources.demo.rules import HELD, NOUNS, TRAINED, UNITS, overlap, rule_documents, rules
+from mgpu_pipe.data.text import rules as made
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
+from mgpu_pipe.data.text.rules import HELD, NOUNS, TRAINED, UNITS, overlap, rule_documents, rules
 from mgpu_pipe.data.text.token_store import TokenStore
 
 

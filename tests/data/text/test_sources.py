@@ -21,7 +21,7 @@ import pytest
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import read_hashed, write_hashed
 from mgpu_pipe.data.fingerprint import fingerprints
-from mgpu_pipe.data.sources.document_sources import check_sources, open_source, source_names
+from mgpu_pipe.data.source import all_names, check_sources, open_source
 from mgpu_pipe.data.text.label_rows import row_of
 from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.token_store import TokenStore
@@ -324,7 +324,7 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_plug_in_brings_documents(plug_in: Path, tmp_path: Path) -> None:
     run = config(tmp_path, source="poems", validation_paths=["tulip"])
-    assert "poems" in source_names()
+    assert "poems" in all_names()
     check_sources(run)
     prepared = prepare(run)
     assert prepared.num_documents == 24

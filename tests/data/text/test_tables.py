@@ -17,7 +17,7 @@ import pytest
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.parquet import parquet_rows
-from mgpu_pipe.data.sources.document_sources import check_sources, open_source
+from mgpu_pipe.data.source import check_sources, open_source
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.label_rows import row_of
 from mgpu_pipe.errors import BadInputError, DataError

@@ -1,0 +1,373 @@
+"""Sources of conversations with pictures: reads their rows and scans what they show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.bad_samples import OR_SKIP, report_bad_samples
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
+from mgpu_pipe.data.compressed import identity_of
+from mgpu_pipe.data.fingerprint import fingerprints
+from mgpu_pipe.data.images.chat_rows import COLUMN, QUESTIONS, SHAPES, ChatRow, rows_of
+from mgpu_pipe.data.images.check_images import check_row
+from mgpu_pipe.data.images.decode_image import SUFFIXES
+from mgpu_pipe.data.images.demo_pictures import FRAMES, SECONDS, digit_questions, moving_shapes
+from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, known_shapes, shapes_in, too_long
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.picture_files import FILES, digits_file, read_digits
+from mgpu_pipe.data.images.pixels import Pixels
+from mgpu_pipe.data.images.scan_images import picture_digests, prepare_digits, prepare_files
+from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, prepare_clips
+from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, VisualInput, write_visual_index
+from mgpu_pipe.data.tables import Entry, kept_in
+from mgpu_pipe.data.text.documents import Document, Source
+from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_out_groups
+from mgpu_pipe.data.text.notes import Notes
+from mgpu_pipe.data.text.prepare_text import tokenise
+from mgpu_pipe.data.text.token_store import TokenStore, save_array
+from mgpu_pipe.data.text.tokenizer import TokenizerInfo
+from mgpu_pipe.errors import DataError
+from mgpu_pipe.system.local_files import is_file, is_folder
+
+_FORMAT = 3
+TRAINED = "no picture"
+"""Key of questions without a picture. Its hash is one of the largest, so they are trained on and not held out."""
+
+
+@dataclass(frozen=True)
+class ChatSource:
+    """Conversations of a source and their visual inputs.
+
+    Attributes:
+        plain: the configuration that reads :attr:`source`, whose messages have one form.
+        together: frames of a patch.
+        writes_times: the model reads the times of a video's pictures.
+        pictures: numbers of each conversation's visuals, in ``visuals``.
+        visuals: pictures by their index in ``entries``, video files by theirs in ``clips``.
+        entries: picture files, each once; empty for generated pictures.
+        keys: of each conversation, for the held-out split.
+        rates: frames a second that rows state for frame folders: (number in ``visuals``, rate).
+        bad: videos that cannot be used, and why.
+        skipped: rows left out, and why.
+        notes: on the rows.
+    """
+
+    plain: RunConfig
+    together: int
+    writes_times: bool
+    source: Source
+    pictures: list[tuple[int, ...]] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
+    visuals: list[VisualInput] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    clips: list[Path] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    rates: list[tuple[int, float]] = field(default_factory=list)
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    notes: Notes = field(default_factory=Notes)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, key: str, pixels: Pixels, cache: Path, progress: Progress) -> Self:
+        """Reads the rows of a run; ``key`` names the paths in errors.
+
+        Raises:
+            ConfigError, DataError: a path or row that cannot work; a video that the model is not given.
+        """
+        data = config.data
+        assert isinstance(data, PictureChatConfig)
+        plain = replace(config, data=replace(data, messages_column=COLUMN, format="messages"))
+        together, writes_times = (
+            (pixels.grid.frames, pixels.grid.has_timestamps) if isinstance(pixels, GridPixels) else (1, False)
+        )
+        if data.source in (QUESTIONS, SHAPES):
+            return cls._drawn_here(plain, together, writes_times)
+        paths = files.expand_paths(data.paths, key)
+        known = fingerprints(paths, cache, progress)
+
+        def rows(faults: list[tuple[str, str]] | None = None) -> Iterator[ChatRow]:
+            check, keep = partial(check_row, config), kept_in(cache)
+            return (row for path in paths for row in rows_of(data, path, known[path], keep, check, faults))
+
+        def documents_of() -> Iterator[Document]:
+            return (Document(row.text, row.origin, row.size, key=row.key) for row in rows())
+
+        size = sum(known[path].size for path in paths)
+        chats = cls(plain, together, writes_times, Source(data.source, "", size, documents_of, "chat"))
+        numbers, places = dict[tuple[Path, bool, float], int](), dict[Path, int]()
+        for row in rows(chats.skipped):
+            chats.notes.add_unused(row.origin, row.unused)
+            visuals = list(zip(row.pictures, row.videos, row.rates, strict=True))
+            for visual in visuals:
+                if visual not in numbers:
+                    numbers[visual] = len(numbers)
+                    chats.visuals.append(chats._visual(*visual, row.origin, places))
+                    chats.rates.extend([(numbers[visual], visual[2])] if visual[2] else [])
+            chats.pictures.append(tuple(numbers[visual] for visual in visuals))
+            chats.origins.append(row.origin)
+            chats.keys.append(row.key)
+        columns = (data.messages_column, data.image_column, data.video_column, data.format)
+        content: list[Any] = [columns, [identity_of(path, known[path]) for path in paths]]
+        # The model also decides which rows are usable.
+        content += [[Path(origin).name for origin, _ in chats.skipped]] if chats.skipped else []
+        return replace(chats, source=replace(chats.source, identity=digest_of("picture_chats", *content)))
+
+    @classmethod
+    def _drawn_here(cls, plain: RunConfig, together: int, writes_times: bool) -> Self:
+        name = plain.data.source
+        if name == QUESTIONS:
+            digits = [int(label) for label in read_digits(digits_file())[1]]
+            questions = list(digit_questions(digits))
+            visuals = [VisualInput((number,)) for number in range(len(digits))]
+        else:
+            _, questions = moving_shapes()
+            firsts = range(0, len(questions) * FRAMES, FRAMES)
+            moments = tuple(at * SECONDS for at in range(FRAMES))
+            visuals = [
+                VisualInput(tuple(range(first, first + FRAMES)), together * SECONDS, moments=moments)
+                for first in firsts
+            ]
+        documents = [
+            Document(
+                question.text,
+                f"data.source={name}: {question.pair}",
+                1,
+                key=question.pair if question.pictures else TRAINED,
+            )
+            for question in questions
+        ]
+        content = digest_of(name, [(question.text, question.pictures) for question in questions])
+        source = Source(name, content, len(questions), lambda: iter(documents), "chat")
+        origins = [document.origin for document in documents]
+        return cls(
+            plain, together, writes_times, source, [question.pictures for question in questions], origins, visuals
+        )
+
+    def _visual(self, path: Path, video: bool, rate: float, origin: str, places: dict[Path, int]) -> VisualInput:
+        """Builds the visual input of a row's file; ``rate`` is the row's, and ``places`` maps files to entries."""
+        if video and not is_folder(path):
+            self.clips.append(path)
+            return VisualInput((), 0.0, len(self.clips) - 1)
+        frames, seconds, moments = [path], PICTURE, tuple[float, ...]()
+        if video:
+            data = self.plain.data
+            assert isinstance(data, PictureChatConfig)
+            try:
+                frames = [
+                    frame for frame in sorted(path.iterdir()) if frame.suffix.lower() in SUFFIXES and is_file(frame)
+                ]
+            except OSError as error:
+                self.bad.append((str(path), f"cannot be read: {error.strerror}"))
+                return VisualInput((), 0.0)
+            if len(frames) < 2:
+                self.bad.append((str(path), ONE if frames else f"holds no pictures ({', '.join(SUFFIXES)})"))
+                return VisualInput((), 0.0)
+            facts = ClipFacts(len(frames), 0, 0, rate or data.frames_per_second)
+            seen = choose_frames(facts, data, self.together, self.writes_times)
+            frames, seconds, moments = [frames[at] for at in seen.numbers], seen.seconds, seen.moments
+        self.entries.extend(Entry(frame, "", origin) for frame in frames if frame not in places)
+        return VisualInput(tuple(places.setdefault(frame, len(places)) for frame in frames), seconds, moments=moments)
+
+    def known(
+        self, pixels: Pixels, tokenizer: TokenizerInfo, standing: list[int], cache: Path, progress: Progress
+    ) -> tuple[Path, Path, Path, Path]:
+        """Builds or finds the folders of the tokens, of the index of visuals, of the pictures and of the videos.
+
+        Args:
+            standing: placeholder tokens of pictures and videos.
+
+        Raises:
+            DataError: a picture or video that cannot be used, with ``data.on_bad_sample=stop``.
+        """
+        data = self.plain.data
+        assert isinstance(data, PictureChatConfig)
+        tokens = tokenise(self.plain, self.source, tokenizer, cache, progress)
+        return (
+            tokens,
+            *self._among(TokenStore.open(tokens)).prepare_visuals(tokens, pixels, standing, cache, progress),
+        )
+
+    def _among(self, store: TokenStore) -> Self:
+        """Keeps the conversations that the chat template takes, so that rows and visuals correspond."""
+        if store.usable is None:
+            return self
+        rows = np.flatnonzero(store.usable).tolist()
+        pictures, origins = [self.pictures[at] for at in rows], [self.origins[at] for at in rows]
+        return replace(self, pictures=pictures, origins=origins, keys=[self.keys[at] for at in rows if self.keys])
+
+    def prepare_visuals(
+        self, tokens: Path, pixels: Pixels, standing: list[int], cache: Path, progress: Progress
+    ) -> tuple[Path, Path, Path]:
+        """Builds or finds the folders of the index, the pictures and the videos, given the conversations' tokens."""
+        data = self.plain.data
+        assert isinstance(data, PictureChatConfig)
+        if self.source.name == QUESTIONS:
+            pictures = prepare_digits(cache)
+        elif self.source.name == SHAPES:
+            pictures = cache / "images" / self.source.identity
+            build_once(pictures, _build_moving)
+        else:
+            pictures = prepare_files(data, self.entries, pixels.channels, cache, progress)
+        clips = prepare_clips(data, self.clips, cache, progress)
+        stored = StoredClips(clips)
+        visuals = self._placed(pictures, stored)
+        misplaced = self._misplaced(tokens, standing)
+        bad = [*self.skipped, *self.bad, *misplaced.values()]
+        bad += [tuple(entry) for folder in (pictures, clips) for entry in (read_manifest(folder) or {})["bad"]]
+        if isinstance(pixels, GridPixels):
+            bad += [*too_long(pixels.grid, pictures), *self._uneven(visuals, pictures)]
+            for path, fact in zip(stored.paths, stored.facts, strict=True):
+                bad += [] if all(pixels.grid.places(fact.height, fact.width)) else [(path, TOO_LONG)]
+        kind = ("a picture or video", "pictures and videos") if self.clips else ("a picture", "pictures")
+        report_bad_samples(bad, data.on_bad_sample, kind)
+        pictures_of = self.pictures
+        if misplaced:  # an unusable picture leaves the conversation out
+            pictures_of = [(len(visuals),) if at in misplaced else numbers for at, numbers in enumerate(self.pictures)]
+            visuals = [*visuals, VisualInput((-1,))]
+        chosen = (data.frames_per_second, data.max_frames, self.together, self.writes_times)
+        # Only content that an older version showed differently gets a new name.
+        anew: list[Any] = [fact for fact in stored.facts if fact.moments or fact.mirrored]
+        contents = _content_of_visuals(pictures_of, visuals, pictures, stored) if self.keys else []
+        leaders = self._leaders(tokens, contents) if self.keys else None
+        anew += [["rates", self.rates]] if self.rates else []
+        anew += [["groups", leaders.tolist()]] if leaders is not None else []
+        anew += [["shown", contents]] if self.keys else []
+        # The cache keeps paths. A run identifies its data by content alone, so it resumes after files were moved.
+        content = f"{tokens.name}.shown-{digest_of(_FORMAT, _content(pictures), _content(clips), *chosen, *anew)}"
+        out = cache / "tokens" / f"{content}-{digest_of(pictures.name, clips.name)}"
+        build_once(out, partial(_write, pictures_of, visuals, leaders, content))
+        return out, pictures, clips
+
+    def _placed(self, pictures: Path, clips: StoredClips) -> list[VisualInput]:
+        """Visuals with the indices of their frames in these folders."""
+        if not self.visuals or not (self.entries or self.clips):
+            return self.visuals
+        data = self.plain.data
+        assert isinstance(data, PictureChatConfig)
+        place = _places(json.loads((pictures / FILES).read_text(encoding="utf-8"))["paths"])
+        clip = _places(clips.paths)
+        frames = [place.get(str(entry.path.absolute()), -1) for entry in self.entries]
+        placed = list[VisualInput]()
+        for visual in self.visuals:
+            at = -1 if visual.clip < 0 else clip.get(str(self.clips[visual.clip].absolute()), -1)
+            if at >= 0:
+                seen = choose_frames(clips.facts[at], data, self.together, self.writes_times)
+                placed.append(VisualInput(tuple(seen.numbers), seen.seconds, at, seen.moments))
+            else:
+                placed.append(replace(visual, frames=tuple(frames[number] for number in visual.frames), clip=-1))
+        return placed
+
+    def _uneven(self, visuals: list[VisualInput], pictures: Path) -> Iterator[tuple[str, str]]:
+        """Folders whose frames have different sizes."""
+        if not self.entries:
+            return
+        shapes = shapes_in(known_shapes(pictures))
+        for visual, placed in zip(self.visuals, visuals, strict=True):
+            sizes = {tuple(shapes[at].tolist()) for at in placed.frames if at >= 0} if visual.clip < 0 else set()
+            if len(sizes) > 1:
+                yield str(self.entries[visual.frames[0]].path.parent), "has frames of different sizes"
+
+    def _leaders(self, tokens: Path, contents: list[list[object]]) -> NDArray[np.int64] | None:
+        """Leaders of :func:`first_of_groups`; None where no conversation changes sides."""
+        fraction = 0.0 if self.plain.data.validation_paths else self.plain.data.validation_fraction
+        leaders, hashes = first_of_groups(_linked(contents), self.keys), TokenStore.open(tokens).hashes
+        if leaders is None or np.array_equal(held_out_groups(hashes, fraction, leaders), held_out(hashes, fraction)):
+            return None
+        return leaders
+
+    def _misplaced(self, tokens: Path, standing: list[int]) -> dict[int, tuple[str, str]]:
+        """Finds conversations whose picture places the chat template drops: origin and reason by number.
+
+        Raises:
+            DataError: there are some, with ``data.on_bad_sample=stop``; or every conversation with pictures is one.
+        """
+        store = TokenStore.open(tokens)
+        counts = np.array([len(numbers) for numbers in self.pictures], np.int64)
+        starts = np.concatenate([[0], np.cumsum(np.isin(store.tokens, standing))])
+        picture_tokens = starts[store.offsets[1:]] - starts[store.offsets[:-1]]
+        faults = {
+            int(at): (
+                self.origins[at],
+                f"the chat template keeps {picture_tokens[at]} of {counts[at]} places of pictures",
+            )
+            for at in np.flatnonzero(picture_tokens != counts)
+        }
+        every = len(faults) >= np.count_nonzero(counts)
+        if faults and (every or self.plain.data.on_bad_sample == "stop"):
+            origin, reason = next(iter(faults.values()))
+            raise DataError(f"{origin}: {reason}; give another one by data.chat_template{'' if every else OR_SKIP}")
+        return faults
+
+
+def _content_of_visuals(
+    conversations: list[tuple[int, ...]], visuals: list[VisualInput], pictures: Path, clips: StoredClips
+) -> list[list[object]]:
+    """Content of each conversation's visuals; an unusable visual gives its number."""
+    digests = picture_digests(pictures)
+    content = list[object]()
+    for place, thing in enumerate(visuals):
+        if thing.clip >= 0:
+            content.append(("file", clips.digests[thing.clip]))
+        elif thing.frames and min(thing.frames) >= 0:
+            content.append((thing.is_video, *(digests[at] for at in thing.frames)))
+        else:
+            content.append(place)
+    return [[content[place] for place in numbers] for numbers in conversations]
+
+
+def _linked(contents: list[list[object]]) -> list[list[object]]:
+    """Adds the frames of a folder that are also shown as pictures to ``contents``.
+
+    Other frames do not link conversations: folders may share a black one.
+    """
+    pictures = {
+        content for visuals in contents for content in visuals if isinstance(content, tuple) and content[0] is False
+    }
+    frames_of = [
+        [
+            (False, frame)
+            for content in visuals
+            if isinstance(content, tuple) and content[0] is True
+            for frame in content[1:]
+        ]
+        for visuals in contents
+    ]
+    return [[*visuals, *pictures.intersection(frames)] for visuals, frames in zip(contents, frames_of, strict=True)]
+
+
+def _write(
+    conversations: list[tuple[int, ...]],
+    visuals: list[VisualInput],
+    leaders: NDArray[np.int64] | None,
+    content: str,
+    out: Path,
+) -> dict[str, Any]:
+    if leaders is not None:
+        save_array(out / GROUPS, leaders)
+    return {**write_visual_index(out, conversations, visuals), "content": content}
+
+
+def _content(folder: Path) -> str:
+    """Digest of a cache folder's content; the name itself for generated pictures."""
+    return str((read_manifest(folder) or {}).get("content", folder.name))
+
+
+def _places(paths: list[str]) -> dict[str, int]:
+    return {path: number for number, path in enumerate(paths)}
+
+
+def _build_moving(out: Path) -> dict[str, Any]:
+    frames, _ = moving_shapes()
+    np.save(out / "pixels.npy", frames)
+    return {"pictures": len(frames), "bad": []}

@@ -1,0 +1,77 @@
+"""Prepares each kind of samples; imports what that takes when it is called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.cache import Progress
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.samples import Prepared
+
+
+def prepare_packed_text(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.text.prepare_text import prepare
+
+    return prepare(config, progress)
+
+
+def prepare_labelled_text(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.text.labels import prepare_labelled
+
+    return prepare_labelled(config, progress)
+
+
+def prepare_pairs(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.text import pairs
+
+    return pairs.prepare_pairs(config, progress)
+
+
+def prepare_preferences(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.text import preferences
+
+    return preferences.prepare_preferences(config, progress)
+
+
+def prepare_labelled_images(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.images.prepare_images import prepare_images
+
+    return prepare_images(config, progress)
+
+
+def prepare_captioned_images(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.images.captions import prepare_captions
+
+    return prepare_captions(config, progress)
+
+
+def prepare_picture_chats(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.images import prepare_chats
+
+    return prepare_chats.prepare_picture_chats(config, progress)
+
+
+def prepare_speech(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.audio import prepare_audio
+
+    return prepare_audio.prepare_speech(config, progress)
+
+
+def check_pictures(config: RunConfig) -> None:
+    from mgpu_pipe.data.images import check_images
+
+    check_images.check_pictures(config)
+
+
+def check_picture_chats(config: RunConfig) -> None:
+    from mgpu_pipe.data.images import check_images
+
+    check_images.check_picture_chats(config)
+
+
+def check_recordings(config: RunConfig) -> None:
+    from mgpu_pipe.data.audio import check_recordings
+
+    check_recordings.check_recordings(config)

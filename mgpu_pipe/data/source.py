@@ -1,0 +1,165 @@
+"""A data source: its declaration, its checks, its preparation and its documents.
+
+A shipped source is a ``SOURCE`` in a module of ``data/sources``; a plug-in is a function of an installed package:
+:mod:`mgpu_pipe.data.text.plug_in`. A source of text yields documents in a fixed order and has an identity: a hash of
+all its content.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.config.data_sources import SourceDeclaration, find_source, source_names
+from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.data.bad_samples import check_rule
+from mgpu_pipe.data.cache import Progress, no_progress
+from mgpu_pipe.data.text.documents import Source, refusing_bad
+from mgpu_pipe.data.text.plug_in import Load, plug_in_source
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.samples import Prepared
+
+
+def pass_check(config: RunConfig) -> None:
+    """Check of a source that makes its documents and needs nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource(SourceDeclaration):
+    """A shipped source. Its module imports neither torch nor numpy before a function is called.
+
+    Attributes:
+        check: preflight check of what the source reads, without tokenising it; raises what is wrong.
+        prepare: prepares the data of a run, or finds it in the cache.
+        open: opens its documents, given the cache folder, a progress callback and the key that names its paths in
+            errors; None where its samples are not made of documents.
+    """
+
+    check: Callable[[RunConfig], None] = pass_check
+    prepare: Callable[[RunConfig, Progress | None], Prepared]
+    open: Callable[[RunConfig, Path, Progress, str], Source] | None = None
+
+
+def shipped_source(name: str) -> DataSource | None:
+    """The shipped source of this name; None for a plug-in's or an unknown name."""
+    source = find_source(name)
+    assert source is None or isinstance(source, DataSource)
+    return source
+
+
+def all_names() -> list[str]:
+    """Every name that ``data.source`` takes, plug-ins last."""
+    return [*source_names(), *sorted(set(registered(DATA_GROUP)) - set(source_names()))]
+
+
+def _plug_in(name: str) -> Load:
+    """Loads the function that a package registers under ``name``.
+
+    Raises:
+        ConfigError: no such name, its package cannot be imported, or what it names is no function.
+    """
+    if name not in registered(DATA_GROUP):
+        raise _unknown(name)
+    loaded = load("data.source", name, DATA_GROUP)
+    if not callable(loaded):
+        fix = "register a function that takes the configuration and yields documents"
+        raise ConfigError("data.source", name, fix, f"the entry point names a {type(loaded).__name__}")
+    return loaded
+
+
+def _unknown(name: str) -> ConfigError:
+    names = all_names()
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(names)}"
+    return ConfigError("data.source", name, hint, "no such source")
+
+
+def validation_source_config(config: RunConfig) -> RunConfig:
+    """``config`` with the held-out files as ``data.paths``.
+
+    Raises:
+        ConfigError: the source reads no paths.
+    """
+    source = find_source(config.data.source)
+    if source is not None and not source.reads_files:
+        raise ConfigError(
+            "data.validation_paths",
+            config.data.validation_paths,
+            "use data.validation_fraction",
+            f"data.source={config.data.source} reads no paths",
+        )
+    return replace(config, data=replace(config.data, paths=config.data.validation_paths))
+
+
+def check_sources(config: RunConfig) -> None:
+    """Preflight checks of the data, without tokenising it: quick, and without torch.
+
+    Checks that paths match, files are readable, nonempty and UTF-8 (the first 32 MiB), first rows have their column,
+    and numbers are in range. Collects all errors.
+
+    Raises:
+        ConfigErrors: the errors found, as ConfigError and DataError.
+    """
+    data, source = config.data, shipped_source(config.data.source)
+    checks: list[Callable[[], object]] = [lambda: _check_numbers(data), lambda: check_rule(data)]
+    checks.append((lambda: source.check(config)) if source else lambda: _plug_in(data.source))
+    if data.validation_paths:
+        checks.append(lambda: validation_source_config(config))
+    errors: list[BadInputError] = []
+    for check in checks:
+        try:
+            check()
+        except ConfigErrors as several:
+            errors += several.errors
+        except BadInputError as error:
+            errors.append(error)
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def _check_numbers(data: DataConfig) -> None:
+    errors: list[BadInputError] = []
+    if not 0 <= data.validation_fraction < 1:
+        errors.append(
+            ConfigError("data.validation_fraction", data.validation_fraction, "use a share of at least 0 and below 1")
+        )
+    if data.seq_len < 2:
+        errors.append(ConfigError("data.seq_len", data.seq_len, "use at least 2: a token and the one that follows"))
+    if data.validation_max_samples is not None and data.validation_max_samples < 1:
+        errors.append(
+            ConfigError(
+                "data.validation_max_samples",
+                data.validation_max_samples,
+                "use at least 1, or null for all; data.validation_fraction=0 holds out none",
+            )
+        )
+    if data.tokenize_workers != "auto" and data.tokenize_workers < 1:
+        errors.append(ConfigError("data.tokenize_workers", data.tokenize_workers, "use at least 1, or auto"))
+    if data.num_workers < 0:
+        errors.append(ConfigError("data.num_workers", data.num_workers, "use 0 or more"))
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress, key: str = "data.paths") -> Source:
+    """Opens the source that ``config.data`` names and hashes its content; ``key`` names its paths in errors.
+
+    With ``data.on_bad_sample=stop`` a document that cannot be used raises a DataError when it is reached.
+
+    Raises:
+        ConfigError: an unknown source, or paths that match nothing.
+        DataError: a file that is missing, empty or unreadable, with ``data.on_bad_sample=stop``.
+    """
+    shipped = shipped_source(config.data.source)
+    if shipped is None:
+        source = plug_in_source(config, _plug_in(config.data.source))
+    else:
+        assert shipped.open is not None, f"{shipped.name} has no documents"
+        source = shipped.open(config, cache, progress, key)
+    return source if config.data.on_bad_sample == "skip" else refusing_bad(source)

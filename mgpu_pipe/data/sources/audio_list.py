@@ -1,0 +1,17 @@
+"""``data=audio_list``: tables with the path of a recording and what is said in it."""
+
+from __future__ import annotations
+
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.kinds import check_recordings, prepare_speech
+from mgpu_pipe.data.source import DataSource
+
+SOURCE = DataSource(
+    name="audio_list",
+    samples="speech",
+    keys=AudioConfig,
+    reads=("text_column", "tokenizer", "on_too_long"),
+    reads_files=True,
+    check=check_recordings,
+    prepare=prepare_speech,
+)

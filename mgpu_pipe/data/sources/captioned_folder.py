@@ -1,0 +1,18 @@
+"""``data=captioned_folder``: a folder with a folder of pictures for each class, of which captions are made."""
+
+from __future__ import annotations
+
+from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.data.images.image_keys import CaptionConfig
+from mgpu_pipe.data.kinds import check_pictures, prepare_captioned_images
+from mgpu_pipe.data.source import DataSource
+
+SOURCE = DataSource(
+    name="captioned_folder",
+    samples="captioned_images",
+    keys=CaptionConfig,
+    reads=TEXT_KEYS,
+    reads_files=True,
+    check=check_pictures,
+    prepare=prepare_captioned_images,
+)

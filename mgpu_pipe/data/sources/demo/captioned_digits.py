@@ -1,0 +1,17 @@
+"""``data=captioned_digits``: scikit-learn's handwritten digits with written captions."""
+
+from __future__ import annotations
+
+from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.data.images.image_keys import CaptionConfig
+from mgpu_pipe.data.kinds import check_pictures, prepare_captioned_images
+from mgpu_pipe.data.source import DataSource
+
+SOURCE = DataSource(
+    name="captioned_digits",
+    samples="captioned_images",
+    keys=CaptionConfig,
+    reads=TEXT_KEYS,
+    check=check_pictures,
+    prepare=prepare_captioned_images,
+)

@@ -1,0 +1,18 @@
+"""``data=digit_questions``: scikit-learn's handwritten digits with written questions and answers."""
+
+from __future__ import annotations
+
+from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
+from mgpu_pipe.data.source import DataSource
+
+SOURCE = DataSource(
+    name="digit_questions",
+    samples="picture_chats",
+    documents="chat",
+    keys=PictureChatConfig,
+    reads=(*TEXT_KEYS, "messages_column"),
+    check=check_picture_chats,
+    prepare=prepare_picture_chats,
+)

@@ -1,0 +1,36 @@
+"""``data=number_words``: numbers in digits and in English words, both ways, made by a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.cache import Progress, digest_of
+from mgpu_pipe.data.kinds import prepare_pairs
+from mgpu_pipe.data.source import DataSource
+from mgpu_pipe.data.text.documents import Document, Source
+
+
+def open_numbers(config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
+    shape = config.data.numbers
+
+    def documents() -> Iterator[Document]:
+        from mgpu_pipe.data.text.numbers import number_pairs  # imports numpy, which check does not load
+
+        for digits, source, target in number_pairs(shape):
+            yield Document(source, f"data.source={SOURCE.name}: {digits}", 1, target, digits)
+
+    return Source(SOURCE.name, digest_of(SOURCE.name, asdict(shape)), 2 * shape.count, documents, "pairs")
+
+
+SOURCE = DataSource(
+    name="number_words",
+    samples="pairs",
+    documents="pairs",
+    reads=(*TEXT_KEYS, "numbers", "target_len"),
+    prepare=prepare_pairs,
+    open=open_numbers,
+)

@@ -1,0 +1,20 @@
+"""``data=rule_facts``: the facts of ``rule_chat`` as plain sentences, and its questions without answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.kinds import prepare_packed_text
+from mgpu_pipe.data.source import DataSource
+from mgpu_pipe.data.text.documents import Source
+
+
+def open_rules(config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
+    from mgpu_pipe.data.text import rules  # imports numpy, which check does not load
+
+    return Source(SOURCE.name, rules.IDENTITY[SOURCE.name], 0, lambda: rules.rule_documents(SOURCE.name))
+
+
+SOURCE = DataSource(name="rule_facts", open=open_rules, prepare=prepare_packed_text)

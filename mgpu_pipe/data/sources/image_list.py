@@ -1,0 +1,17 @@
+"""``data=image_list``: tables with the path of a picture and its class."""
+
+from __future__ import annotations
+
+from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
+from mgpu_pipe.data.source import DataSource
+
+SOURCE = DataSource(
+    name="image_list",
+    samples="labelled_images",
+    keys=ImageConfig,
+    reads=("classes", "label_column"),
+    reads_files=True,
+    check=check_pictures,
+    prepare=prepare_labelled_images,
+)

@@ -1,0 +1,24 @@
+"""``data=stdlib_text``: documentation and source text of the running Python's standard library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.kinds import prepare_packed_text
+from mgpu_pipe.data.source import DataSource
+from mgpu_pipe.data.sources.text_files import FORMAT
+from mgpu_pipe.data.text.documents import Source
+
+
+def check_library(config: RunConfig) -> None:
+    files.check_stdlib()
+
+
+def open_library(config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
+    return FORMAT.open_files(config.data, files.stdlib_files(), cache, progress)
+
+
+SOURCE = DataSource(name="stdlib_text", check=check_library, open=open_library, prepare=prepare_packed_text)
