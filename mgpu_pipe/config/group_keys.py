@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from mgpu_pipe.config.identity import CONTENT, FIXED
+
 
 @dataclass
 class ParameterGroup:
@@ -43,7 +45,7 @@ class SpikeGuardConfig:
 
 @dataclass
 class OptimizerConfig:
-    _target_: str = "torch.optim.AdamW"
+    _target_: str = field(default="torch.optim.AdamW", metadata=FIXED)
     """Any subclass of torch.optim.Optimizer."""
     lr: float = field(default=3e-4, metadata={"above": 0})
     """Peak learning rate."""
@@ -110,7 +112,7 @@ class PeftConfig:
     """Patterns of parameter names (*, ?, [...]), or parts of the model, that are trained as they are, such as
     *norm.weight or projector."""
 
-    init_from: str | None = None
+    init_from: str | None = field(default=None, metadata=CONTENT)
     """A folder of the peft package, or of export --adapter, whose adapters the run starts from."""
 
     @property

@@ -1,14 +1,4 @@
-"""Identity of a run: one table of every key, for ``checkpoint.resume=auto`` and for the checks of a resume.
-
-========  =======================  ===========================================================
-identity  in the mathematics hash  a resume with another value
-========  =======================  ===========================================================
-FIXED     yes                      is refused
-CONTENT   yes                      compares what the key leads to: the data's digest, the model
-NOTICE    yes                      uses the new value and prints a notice
-RECORDED  no                       uses the new value and prints a notice
-FREE      no                       uses the new value silently
-========  =======================  ===========================================================
+"""Hash and comparison of runs by the identities that the fields of their keys state (:mod:`mgpu_pipe.config.identity`).
 
 ``auto`` finds a run by everything that decides its numbers; a new learning rate needs the run's name.
 ``scheduler.total_steps=null`` is one value, whatever ``trainer.max_steps`` is.
@@ -16,120 +6,58 @@ FREE      no                       uses the new value silently
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import replace
-from enum import Enum
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
+from mgpu_pipe.config.identity import HASHED, Identity, stated_identity
 from mgpu_pipe.config.moved import with_first_classes
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.sections import hints
+from mgpu_pipe.config.sections import SECTIONS, hints
 
 HASH_LENGTH = 16
 Difference = tuple[str, object, object]
 """Key, new value, old value."""
 
 
-class Identity(Enum):
-    """Role of a key in the identity of a run; the module's table explains each."""
+def _stated(keys: type, prefix: str = "") -> Iterator[tuple[str, Identity]]:
+    """Yields each key of a dataclass that states an identity, and that identity."""
+    for key in fields(keys):
+        identity, hint = stated_identity(key.metadata), hints(keys)[key.name]
+        if identity is not None:
+            yield f"{prefix}{key.name}", identity
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield from _stated(hint, f"{prefix}{key.name}.")
 
-    FIXED = "fixed"
-    CONTENT = "content"
-    NOTICE = "told"
-    RECORDED = "noted"
-    FREE = "free"
 
+@functools.lru_cache(maxsize=None)
+def identities(*sections: type) -> dict[str, Identity]:
+    """Stated identities by key or section; the longest prefix of a key decides.
 
-HASHED = (Identity.FIXED, Identity.CONTENT, Identity.NOTICE)
-
-IDENTITIES: dict[str, Identity] = {
-    "seed": Identity.FIXED,
-    "run": Identity.FREE,
-    "model.name": Identity.FREE,
-    "model.type": Identity.FIXED,
-    "model.path": Identity.CONTENT,
-    "model.config": Identity.FIXED,
-    "model.attn_implementation": Identity.RECORDED,
-    "model.flash_attention": Identity.RECORDED,
-    "model.freeze": Identity.NOTICE,
-    "model.compile": Identity.FREE,
-    "model.kernels": Identity.RECORDED,
-    "data.source": Identity.FIXED,
-    "data.paths": Identity.CONTENT,
-    "data.text_column": Identity.CONTENT,
-    "data.second_text_column": Identity.CONTENT,
-    "data.label_column": Identity.CONTENT,
-    "data.classes": Identity.CONTENT,
-    "data.messages_column": Identity.CONTENT,
-    "data.format": Identity.CONTENT,
-    "data.source_column": Identity.CONTENT,
-    "data.target_column": Identity.CONTENT,
-    "data.chat_template": Identity.CONTENT,
-    "data.synthetic": Identity.CONTENT,
-    "data.numbers": Identity.CONTENT,
-    "data.tokenizer": Identity.CONTENT,
-    "data.seq_len": Identity.FIXED,
-    "data.target_len": Identity.FIXED,
-    "data.on_too_long": Identity.CONTENT,
-    "data.on_bad_sample": Identity.CONTENT,
-    "data.packing": Identity.FIXED,
-    "data.global_batch_size": Identity.FIXED,
-    "data.micro_batch_size": Identity.FREE,
-    "data.balance": Identity.FREE,
-    "data.validation_fraction": Identity.CONTENT,
-    "data.validation_paths": Identity.CONTENT,
-    "data.validation_max_samples": Identity.RECORDED,
-    "data.num_workers": Identity.FREE,
-    "data.tokenize_workers": Identity.FREE,
-    "data.cache_dir": Identity.FREE,
-    "objective.name": Identity.FIXED,
-    "objective.loss_chunk_tokens": Identity.FREE,
-    "objective.sample_prompts": Identity.FREE,
-    "objective.sample_texts": Identity.FREE,
-    "objective.sample_max_new_tokens": Identity.FREE,
-    "optimizer": Identity.NOTICE,
-    "optimizer._target_": Identity.FIXED,
-    "scheduler": Identity.NOTICE,
-    "peft": Identity.FIXED,
-    "peft.init_from": Identity.CONTENT,
-    "strategy": Identity.FREE,
-    "precision": Identity.RECORDED,
-    "checkpoint": Identity.FREE,
-    "checkpoint.init_from": Identity.CONTENT,
-    "trainer": Identity.FREE,
-    "trainer.gradient_clip_val": Identity.NOTICE,
-    "trainer.deterministic": Identity.RECORDED,
-    "eval": Identity.FREE,
-    "logger": Identity.FREE,
-    "callbacks": Identity.FREE,
-    "launch": Identity.FREE,
-    "sweep": Identity.FREE,
-}
-"""Identity by key or section; the longest matching prefix decides. Every key of the schema has an entry."""
-PLUGIN_KEYS = {
-    "data": Identity.CONTENT,
-    "objective": Identity.FIXED,
-    "strategy": Identity.FREE,
-    "launch": Identity.FREE,
-}
-"""Identity of the keys that a plug-in or an objective declares."""
+    Args:
+        sections: dataclasses of sections, whose further keys are among them.
+    """
+    table = dict(_stated(RunConfig))
+    for keys in sections:
+        name = next(section.name for base, section in SECTIONS.items() if issubclass(keys, base))
+        table.update(_stated(keys, f"{name}."))
+    return table
 
 
 def identity_of(key: str) -> Identity:
-    """Identity of a key of the schema, or of a key below it."""
-    section, _, name = key.partition(".")
-    if (
-        section in PLUGIN_KEYS
-        and key not in IDENTITIES
-        and name.partition(".")[0] not in hints(hints(RunConfig)[section])
-    ):
-        return PLUGIN_KEYS[section]
-    while key not in IDENTITIES:
+    """Identity of a key of the schema, of an installed package, or of a key below one."""
+    return _nearest(key, identities(*(keys for section in SECTIONS.values() for keys in section.all_keys().values())))
+
+
+def _nearest(key: str, table: Mapping[str, Identity]) -> Identity:
+    while key not in table:
         key = key.rpartition(".")[0]
-    return IDENTITIES[key]
+        assert key, "a field of the schema states no identity"
+    return table[key]
 
 
 def mathematics_hash(config: RunConfig, length: int = HASH_LENGTH) -> str:
@@ -148,23 +76,23 @@ def mathematics_hash(config: RunConfig, length: int = HASH_LENGTH) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
-def differences(new: RunConfig, old: RunConfig, identities: Iterable[Identity] = HASHED) -> list[Difference]:
+def differences(new: RunConfig, old: RunConfig, wanted: Container[Identity] = HASHED) -> list[Difference]:
     """Keys of these identities whose values differ, in the schema's order."""
-    wanted = tuple(identities)
     return list(unequal("", _part(new, wanted), _part(old, wanted)))
 
 
-def _part(config: RunConfig, identities: Iterable[Identity]) -> dict[str, Any]:
+def _part(config: RunConfig, wanted: Container[Identity]) -> dict[str, Any]:
     """Values of the keys of these identities, by key; a free-form mapping is one value."""
-    wanted = tuple(identities)
+    classes: list[type] = [type(getattr(config, section.name)) for section in SECTIONS.values()]
+    table = identities(*classes)
 
     def walk(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, value in tree.items():
             key = f"{prefix}{name}"
-            if isinstance(value, dict) and (key not in IDENTITIES or _has_entries_below(key)):
+            if isinstance(value, dict) and (key not in table or any(other.startswith(f"{key}.") for other in table)):
                 values.update(walk(value, f"{key}."))
-            elif identity_of(key) in wanted:
+            elif _nearest(key, table) in wanted:
                 values[key] = value
         return values
 
@@ -172,10 +100,6 @@ def _part(config: RunConfig, identities: Iterable[Identity]) -> dict[str, Any]:
     if values.get("data.packing") == "best_fit":  # auto means best_fit wherever best_fit is allowed
         values["data.packing"] = "auto"
     return values
-
-
-def _has_entries_below(key: str) -> bool:
-    return any(other.startswith(f"{key}.") for other in IDENTITIES)
 
 
 def unequal(key: str, new: object, old: object) -> Iterable[Difference]:

@@ -17,6 +17,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.group_keys import Auto, OptimizerConfig, PeftConfig, SchedulerConfig, StrategyConfig, SweepConfig
+from mgpu_pipe.config.identity import CONTENT, FIXED, FREE, NOTICE, RECORDED
 from mgpu_pipe.errors import ConfigError
 
 
@@ -37,27 +38,29 @@ class RunOptions:
 
 @dataclass
 class ModelConfig:
-    name: str = "custom"
+    name: str = field(default="custom", metadata=FREE)
     """Display name in tables and reports."""
-    type: str | None = None
+    type: str | None = field(default=None, metadata=FIXED)
     """Hugging Face model_type (llama, gpt2, qwen3, mixtral, ...) of a model that starts from random weights."""
-    path: str | None = None
+    path: str | None = field(default=None, metadata=CONTENT)
     """Hugging Face model to fine-tune (config.json, safetensors weights, tokenizer): a local folder, or its name on the
     Hub, <org>/<name>[@revision]; a run keeps the commit."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict, metadata=FIXED)
     """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
-    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = field(
+        default="auto", metadata=RECORDED
+    )
     """Attention kernel; auto is sdpa, and on GPUs torch's flash attention of packed documents."""
-    flash_attention: Literal["fa2", "fa3"] = "fa2"
+    flash_attention: Literal["fa2", "fa3"] = field(default="fa2", metadata=RECORDED)
     """Kernels of torch's flash attention on GPUs: its own, or FlashAttention 3 of the package flash-attn-3, on GPUs of
     compute capability 9.0."""
-    freeze: list[str] = field(default_factory=list)
+    freeze: list[str] = field(default_factory=list, metadata=NOTICE)
     """Patterns of parameter names (*, ?, [...]), or parts of the model (vision, audio, projector, language), that are
     not trained; each has to match some."""
-    compile: bool | Auto = "auto"
+    compile: bool | Auto = field(default="auto", metadata=FREE)
     """Compile each block of the model with torch.compile, which needs a C++ compiler on CPU; auto compiles on GPUs,
     from 100M parameters on."""
-    kernels: Literal["auto", "torch", "liger"] = "auto"
+    kernels: Literal["auto", "torch", "liger"] = field(default="auto", metadata=RECORDED)
     """Norms, rotary embeddings and gated feed-forward layers: torch's, or the Triton kernels of the package
     liger-kernel on GPUs; auto takes the latter where it is installed, knows the model and blocks are not compiled."""
 
@@ -82,70 +85,72 @@ class NumbersConfig:
 
 @dataclass
 class DataConfig:
-    source: str = "stdlib_text"
+    source: str = field(default="stdlib_text", metadata=FIXED)
     """An option of conf/data (mgpu-pipe ls data), or a name that a plug-in registers."""
-    paths: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list, metadata=CONTENT)
     """Files or globs (text_files, parquet, and all sources named jsonl); also of a data set on the Hub,
     hf://datasets/<org>/<name>[@revision]/<file or glob>."""
-    text_column: str = "text"
+    text_column: str = field(default="text", metadata=CONTENT)
     """Name of the text field (jsonl, parquet, labelled_jsonl); meta.text, here and where other fields are named, is the
     field text of the object meta too."""
-    second_text_column: str | None = None
+    second_text_column: str | None = field(default=None, metadata=CONTENT)
     """Name of the second text's field, where a sample is a pair (labelled_jsonl)."""
-    label_column: str = "label"
+    label_column: str = field(default="label", metadata=CONTENT)
     """Name of the field with the class, a text or a whole number (labelled_jsonl)."""
-    classes: list[str] = field(default_factory=list)
+    classes: list[str] = field(default_factory=list, metadata=CONTENT)
     """Names of the classes, in the order of their numbers; empty: the model folder's, else all that there are
     (labelled_jsonl)."""
-    messages_column: str = "messages"
+    messages_column: str = field(default="messages", metadata=CONTENT)
     """Name of the list of {role, content} messages (chat_jsonl; of the prompt: preferences_jsonl)."""
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = "auto"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = field(
+        default="auto", metadata=CONTENT
+    )
     """How a line holds its conversation (chat_jsonl); auto goes by its columns."""
-    source_column: str = "source"
+    source_column: str = field(default="source", metadata=CONTENT)
     """Name of the text that is given to the model (pairs_jsonl)."""
-    target_column: str = "target"
+    target_column: str = field(default="target", metadata=CONTENT)
     """Name of the text that the model is to answer with (pairs_jsonl)."""
-    chat_template: str | None = None
+    chat_template: str | None = field(default=None, metadata=CONTENT)
     """A Jinja file, or a name: chatml, llama3, qwen3, gemma3, mistral, paligemma, phi4, deepseek, plain; null is the
     tokenizer's own (chat_jsonl, preferences_jsonl)."""
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig, metadata=CONTENT)
     """Shape of the random documents of data=synthetic."""
-    numbers: NumbersConfig = field(default_factory=NumbersConfig)
+    numbers: NumbersConfig = field(default_factory=NumbersConfig, metadata=CONTENT)
     """Numbers of data=number_words, spoken_chat and spoken_preferences."""
-    tokenizer: str = "auto"
+    tokenizer: str = field(default="auto", metadata=CONTENT)
     """Tokenizer folder, tokenizer.json or name on the Hub; auto: the model's, else a BPE trained once on this data."""
-    seq_len: int = field(default=256, metadata={"at_least": 1})
+    seq_len: int = field(default=256, metadata={**FIXED, "at_least": 1})
     """Tokens a sample; of pairs, tokens a source; of preferences, tokens of both conversations."""
-    target_len: int | Auto = field(default="auto", metadata={"at_least": 1})
+    target_len: int | Auto = field(default="auto", metadata={**FIXED, "at_least": 1})
     """Tokens a target, of pairs; auto is data.seq_len."""
-    on_too_long: Literal["auto", "refuse", "drop", "truncate", "split"] = "auto"
+    on_too_long: Literal["auto", "refuse", "drop", "truncate", "split"] = field(default="auto", metadata=CONTENT)
     """Treatment of a text, conversation or caption longer than data.seq_len (target: data.target_len; recording:
     data.max_seconds): refuse the data, drop and count it, truncate its end, or split it into several samples. auto
     splits text without roles, truncates captions and drops samples that have an answer."""
-    on_bad_sample: Literal["stop", "skip"] = "stop"
+    on_bad_sample: Literal["stop", "skip"] = field(default="stop", metadata=CONTENT)
     """A file, document, picture or recording that cannot be read: stop before training, or log, count and skip it."""
-    packing: Literal["auto", "best_fit", "none"] = "auto"
+    packing: Literal["auto", "best_fit", "none"] = field(default="auto", metadata=FIXED)
     """best_fit packs whole documents into samples; none pads each document to a sample; auto is best_fit where the
     model's family keeps documents apart, else none."""
-    global_batch_size: int = field(default=32, metadata={"at_least": 1})
+    global_batch_size: int = field(default=32, metadata={**FIXED, "at_least": 1})
     """Samples an optimizer step, over all processes; fixes the mathematics."""
-    micro_batch_size: int | Auto = field(default="auto", metadata={"at_least": 1})
+    micro_batch_size: int | Auto = field(default="auto", metadata={**FREE, "at_least": 1})
     """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8, and, with
     pp, leaves each stage two micro-batches."""
-    balance: Literal["none", "cost"] = "none"
+    balance: Literal["none", "cost"] = field(default="none", metadata=FREE)
     """How the samples of a step are dealt to processes and micro-batches: none, in their order; cost, so that each has
     as much attention to compute (packed text)."""
-    validation_fraction: float = field(default=0.05, metadata={"at_least": 0, "below": 1})
+    validation_fraction: float = field(default=0.05, metadata={**CONTENT, "at_least": 0, "below": 1})
     """Share of the documents that is held out; 0 holds out none."""
-    validation_paths: list[str] = field(default_factory=list)
+    validation_paths: list[str] = field(default_factory=list, metadata=CONTENT)
     """Files or globs to evaluate on, instead of a share of the documents."""
-    validation_max_samples: int | None = field(default=256, metadata={"at_least": 1})
+    validation_max_samples: int | None = field(default=256, metadata={**RECORDED, "at_least": 1})
     """At most this many held-out samples an evaluation; null takes all."""
-    num_workers: int = field(default=0, metadata={"at_least": 0})
+    num_workers: int = field(default=0, metadata={**FREE, "at_least": 0})
     """Loader processes a rank; 0 loads in the training process, which is fastest for text."""
-    tokenize_workers: int | Auto = field(default="auto", metadata={"at_least": 1})
+    tokenize_workers: int | Auto = field(default="auto", metadata={**FREE, "at_least": 1})
     """Processes that tokenise; auto uses one a core."""
-    cache_dir: str | None = None
+    cache_dir: str | None = field(default=None, metadata=FREE)
     """Where tokenised data is kept; null: $MGPU_PIPE_CACHE, else mgpu_pipe in the user's cache folder."""
 
     def holds_conversations(self) -> bool:
@@ -180,7 +185,7 @@ class DataConfig:
 class ObjectiveConfig:
     """Keys of every objective; each objective has a subclass (:mod:`mgpu_pipe.config.objective`)."""
 
-    name: str = "causal_lm"
+    name: str = field(default="causal_lm", metadata=FIXED)
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     def shrunk(self, tokens: int) -> Self:
@@ -272,7 +277,7 @@ class CheckpointConfig:
     resume: str = "none"
     """none, auto (resume run.dir, else the latest run of run.name with the same model, data, objective, optimizer,
     scheduler and seed), or a run or step folder."""
-    init_from: str | None = None
+    init_from: str | None = field(default=None, metadata=CONTENT)
     """Run, step or Hugging Face folder to load the weights from, without optimizer state."""
     verify: Literal["full", "size", "off"] = "full"
     """Check on loading: chunk hashes, file sizes, or nothing."""
@@ -313,9 +318,9 @@ class TrainerConfig:
     """Continue the objective's prompts every so many steps, for samples.jsonl and the report; null: at the end only."""
     log_every_n_steps: int = field(default=1, metadata={"at_least": 1})
     """Write a row of metrics every so many steps."""
-    gradient_clip_val: float | None = field(default=1.0, metadata={"above": 0, "or": ", or null not to clip"})
+    gradient_clip_val: float | None = field(default=1.0, metadata={**NOTICE, "above": 0, "or": ", or null not to clip"})
     """Largest global gradient norm; null does not clip."""
-    deterministic: bool = False
+    deterministic: bool = field(default=False, metadata=RECORDED)
     """Use deterministic algorithms only; slower on CUDA, makes runs bit-equal there."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """Progress on stderr; auto: a bar on a terminal, plain lines elsewhere."""
@@ -347,23 +352,23 @@ class LaunchConfig:
 class RunConfig:
     """A whole run: composed once, validated, frozen to <run>/config.yaml, read by every worker."""
 
-    seed: int = field(default=1234, metadata={"at_least": 0, "at_most": 2**63 - 1})
+    seed: int = field(default=1234, metadata={**FIXED, "at_least": 0, "at_most": 2**63 - 1})
     """Seeds weights, data order and sampling."""
-    run: RunOptions = field(default_factory=RunOptions)
+    run: RunOptions = field(default_factory=RunOptions, metadata=FREE)
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    objective: ObjectiveConfig = field(default_factory=causal_lm)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    peft: PeftConfig = field(default_factory=PeftConfig)
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    logger: dict[str, Any] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig, metadata=CONTENT)
+    objective: ObjectiveConfig = field(default_factory=causal_lm, metadata=FIXED)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=NOTICE)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig, metadata=NOTICE)
+    peft: PeftConfig = field(default_factory=PeftConfig, metadata=FIXED)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig, metadata=FREE)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig, metadata=RECORDED)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=FREE)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig, metadata=FREE)
+    eval: EvalConfig = field(default_factory=EvalConfig, metadata=FREE)
+    logger: dict[str, Any] = field(default_factory=dict, metadata=FREE)
     """Lightning loggers by name, each a leaf with a _target_."""
-    callbacks: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict, metadata=FREE)
     """Lightning callbacks by name, each a leaf with a _target_."""
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    sweep: SweepConfig = field(default_factory=SweepConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig, metadata=FREE)
+    sweep: SweepConfig = field(default_factory=SweepConfig, metadata=FREE)

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checkpoint.selection import resolve_source
+from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
@@ -43,11 +44,11 @@ class DistillConfig(ObjectiveConfig):
     """Both models' logits are divided by it in the divergence, which is multiplied by its square."""
     teacher_weight: float = field(default=0.5, metadata={"at_least": 0, "at_most": 1})
     """Share of the divergence in the loss; the rest is the labels' cross-entropy."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
     """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
-    sample_prompts: list[str] = field(default_factory=list)
+    sample_prompts: list[str] = field(default_factory=list, metadata=FREE)
     """Prompts continued after training and shown with the result."""
-    sample_max_new_tokens: int = field(default=64, metadata={"at_least": 1})
+    sample_max_new_tokens: int = field(default=64, metadata={**FREE, "at_least": 1})
     """Tokens a sample continues for."""
 
     def shrunk(self, tokens: int) -> Self:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
@@ -29,11 +30,11 @@ class DPOConfig(ObjectiveConfig):
     without its adapters (peft=lora), a forward pass more."""
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "below": 0.5})
     """Share of the pairs that are taken to be the wrong way round, below 0.5 (loss=sigmoid)."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
     """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
-    sample_prompts: list[str] = field(default_factory=list)
+    sample_prompts: list[str] = field(default_factory=list, metadata=FREE)
     """Questions that are answered after training and shown with the result."""
-    sample_max_new_tokens: int = field(default=64, metadata={"at_least": 1})
+    sample_max_new_tokens: int = field(default=64, metadata={**FREE, "at_least": 1})
     """Most tokens of such an answer."""
 
     def shrunk(self, tokens: int) -> Self:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import existing_file, made_here, mask_token_id
@@ -23,7 +24,7 @@ class MaskedLMConfig(ObjectiveConfig):
     mask_token_id: int | Auto = field(default="auto", metadata={"at_least": 0})
     """What stands for a hidden token; auto: the tokenizer's mask token, or, where it has none, the last id of a new
     model's vocabulary, which the tokenizer may not use then."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
     """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
 
     def shrunk(self, tokens: int) -> Self:

@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -25,7 +26,7 @@ class SequenceClassificationConfig(ObjectiveConfig):
     name: str = "sequence_classification"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
-    sample_texts: list[str] = field(default_factory=list)
+    sample_texts: list[str] = field(default_factory=list, metadata=FREE)
     """Texts whose class is told after training and shown with the result."""
 
     def shrunk(self, tokens: int) -> Self:

@@ -8,6 +8,7 @@ from typing import Any
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto
 from mgpu_pipe.errors import ConfigError
@@ -22,7 +23,7 @@ HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 class SpeechSeq2SeqConfig(TranscriptConfig):
     name: str = "speech_seq2seq"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
     """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
     max_new_tokens: int = field(default=64, metadata={"at_least": 1})
     """Most tokens that an evaluation writes for a recording; it stops where all recordings have ended."""

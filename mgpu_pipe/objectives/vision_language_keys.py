@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.pictures import PACK_ROWS, READ_QUESTIONS_WHOLE, SEE_PARTS
+from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.model_field import model_field
@@ -25,7 +26,7 @@ TOWERS = ("clip_vision_model", "siglip_vision_model")
 class VisionLanguageConfig(ObjectiveConfig):
     name: str = "vision_language"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
     """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
 
     def shrunk(self, tokens: int) -> Self:

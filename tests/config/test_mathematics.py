@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
 
 from mgpu_pipe.config.convert import schema_keys
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.run_identity import IDENTITIES, Identity, differences, identity_of, mathematics_hash
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.identity import FREE
+from mgpu_pipe.config.run_identity import Identity, differences, identities, identity_of, mathematics_hash
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.sections import hints
 
 MIXED = ("model", "data", "objective")
-"""Sections with keys of several kinds and no kind of their own: a new key has to be decided upon."""
+"""Sections whose keys each state an identity: a new key has to be decided upon."""
 
 
 def test_every_key_of_the_schema_has_a_kind() -> None:
     for key, hint in schema_keys():
         if not (isinstance(hint, type) and is_dataclass(hint)):
-            assert isinstance(identity_of(key), Identity), (
-                f"decide in mgpu_pipe/config/run_identity.py what {key} is to a run"
-            )
-    assert not [key for key in MIXED if key in IDENTITIES]
-    known = {key for key, _ in schema_keys()}
-    assert set(IDENTITIES) <= known, "an entry for a key that is gone"
+            assert isinstance(identity_of(key), Identity), f"state what {key} is to a run in the metadata of its field"
+    stated = identities()
+    for section in MIXED:
+        unstated = [f"{section}.{key.name}" for key in fields(hints(RunConfig)[section])]
+        assert not [key for key in unstated if key not in stated], f"{section}: state what these keys are to a run"
+
+
+def test_the_field_of_an_installed_key_states_its_identity() -> None:
+    @dataclass
+    class Keys(DataConfig):
+        folder: str = ""
+        threads: int = field(default=1, metadata=FREE)
+
+    plain = RunConfig()
+    other, faster = replace(plain, data=Keys(folder="a")), replace(plain, data=Keys(threads=2))
+    assert mathematics_hash(faster) == mathematics_hash(replace(plain, data=Keys())) != mathematics_hash(other)
 
 
 def changed(key: str, value: object) -> RunConfig:
