@@ -199,7 +199,7 @@ def print_traceback() -> None:
     print_text(concealed(traceback.format_exc()), end="", file=sys.stderr)
 
 
-def raised_by(check: Callable[[], None]) -> list[BadInputError]:
+def raised_by(check: Callable[[], object]) -> list[BadInputError]:
     """The errors that ``check`` raises, as a list."""
     try:
         check()

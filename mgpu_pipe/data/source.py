@@ -8,7 +8,7 @@ all its content.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,11 +39,14 @@ class DataSource(SourceDeclaration):
         prepare: prepares the data of a run, or finds it in the cache.
         open: opens its documents, given the cache folder, a progress callback and the key that names its paths in
             errors; None where its samples are not made of documents.
+        labels: yields the class of each training sample, before preparation; None where there is none, or finding it
+            takes long.
     """
 
     check: Callable[[RunConfig], None] = pass_check
     prepare: Callable[[RunConfig, Progress | None], Prepared]
     open: Callable[[RunConfig, Path, Progress, str], Source] | None = None
+    labels: Callable[[DataConfig], Iterator[str]] | None = None
 
 
 def shipped_source(name: str) -> DataSource | None:

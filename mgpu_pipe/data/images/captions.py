@@ -22,6 +22,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.images.image_keys import CaptionConfig
+from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.images.prepare_images import PreparedImages, add_figures, scan_images
 from mgpu_pipe.data.images.scan_images import LabelledImages
 from mgpu_pipe.data.model_field import model_field
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.array_samples import ArraySamples
 
 TABLE, LENGTHS = "captions.npy", "lengths.npy"
-LIST, TAR = "captions", "captioned_tar"
 _FORMAT = 1
 _AT_ONCE = 1024
 """Captions encoded at once."""
@@ -135,7 +135,7 @@ class CaptionedImages(LabelledImages):
 
 def ways_to_say(data: CaptionConfig) -> list[str]:
     """Templates of captions; a list's or a tar file's captions are used unchanged."""
-    return ["{}"] if data.source in (LIST, TAR) else data.captions
+    return ["{}"] if layout_of(data) in ("list", "tar") else data.captions
 
 
 def prepare_captions(config: RunConfig, progress: Progress | None = None) -> PreparedCaptions:
@@ -156,7 +156,7 @@ def prepare_captions(config: RunConfig, progress: Progress | None = None) -> Pre
         def documents() -> Iterator[Document]:
             return (Document(text, str(scan.folder), 1) for text in first)
 
-        source = Source(LIST, digest_of(LIST, first), len(first), documents)
+        source = Source("captions", digest_of("captions", first), len(first), documents)
         tokenizer = resolve_tokenizer(config, [(config, source)], cache, report)
         tables = {folder: _table(config, each, tokenizer, cache) for folder, each in texts.items()}
     known = PreparedCaptions(

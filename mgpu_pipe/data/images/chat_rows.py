@@ -33,7 +33,6 @@ from mgpu_pipe.data.text.conversations import (
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.local_files import is_file, is_folder
 
-QUESTIONS, SHAPES = "digit_questions", "moving_shapes"
 """Sources that need no files."""
 COLUMN = "messages"
 """Column of :attr:`ChatRow.text` that holds the messages."""

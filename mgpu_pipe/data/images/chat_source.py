@@ -19,15 +19,15 @@ from mgpu_pipe.data.bad_samples import OR_SKIP, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.compressed import identity_of
 from mgpu_pipe.data.fingerprint import fingerprints
-from mgpu_pipe.data.images.chat_rows import COLUMN, QUESTIONS, SHAPES, ChatRow, rows_of
+from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, rows_of
 from mgpu_pipe.data.images.check_images import check_row
 from mgpu_pipe.data.images.decode_image import SUFFIXES
-from mgpu_pipe.data.images.demo_pictures import FRAMES, SECONDS, digit_questions, moving_shapes
 from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, known_shapes, shapes_in, too_long
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.picture_files import FILES, digits_file, read_digits
+from mgpu_pipe.data.images.picture_files import FILES
+from mgpu_pipe.data.images.picture_source import DrawnChats, drawn_chats
 from mgpu_pipe.data.images.pixels import Pixels
-from mgpu_pipe.data.images.scan_images import picture_digests, prepare_digits, prepare_files
+from mgpu_pipe.data.images.scan_images import picture_digests, prepare_files
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, prepare_clips
 from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, VisualInput, write_visual_index
 from mgpu_pipe.data.tables import Entry, kept_in
@@ -91,8 +91,9 @@ class ChatSource:
         together, writes_times = (
             (pixels.grid.frames, pixels.grid.has_timestamps) if isinstance(pixels, GridPixels) else (1, False)
         )
-        if data.source in (QUESTIONS, SHAPES):
-            return cls._drawn_here(plain, together, writes_times)
+        drawn = drawn_chats(data)
+        if drawn is not None:
+            return cls._drawn_here(plain, together, writes_times, drawn)
         paths = files.expand_paths(data.paths, key)
         known = fingerprints(paths, cache, progress)
 
@@ -124,20 +125,9 @@ class ChatSource:
         return replace(chats, source=replace(chats.source, identity=digest_of("picture_chats", *content)))
 
     @classmethod
-    def _drawn_here(cls, plain: RunConfig, together: int, writes_times: bool) -> Self:
+    def _drawn_here(cls, plain: RunConfig, together: int, writes_times: bool, drawn: DrawnChats) -> Self:
         name = plain.data.source
-        if name == QUESTIONS:
-            digits = [int(label) for label in read_digits(digits_file())[1]]
-            questions = list(digit_questions(digits))
-            visuals = [VisualInput((number,)) for number in range(len(digits))]
-        else:
-            _, questions = moving_shapes()
-            firsts = range(0, len(questions) * FRAMES, FRAMES)
-            moments = tuple(at * SECONDS for at in range(FRAMES))
-            visuals = [
-                VisualInput(tuple(range(first, first + FRAMES)), together * SECONDS, moments=moments)
-                for first in firsts
-            ]
+        questions, visuals = drawn.questions(together)
         documents = [
             Document(
                 question.text,
@@ -212,11 +202,9 @@ class ChatSource:
         """Builds or finds the folders of the index, the pictures and the videos, given the conversations' tokens."""
         data = self.plain.data
         assert isinstance(data, PictureChatConfig)
-        if self.source.name == QUESTIONS:
-            pictures = prepare_digits(cache)
-        elif self.source.name == SHAPES:
-            pictures = cache / "images" / self.source.identity
-            build_once(pictures, _build_moving)
+        drawn = drawn_chats(data)
+        if drawn is not None:
+            pictures = drawn.build_pictures(cache, self.source.identity)
         else:
             pictures = prepare_files(data, self.entries, pixels.channels, cache, progress)
         clips = prepare_clips(data, self.clips, cache, progress)
@@ -365,9 +353,3 @@ def _content(folder: Path) -> str:
 
 def _places(paths: list[str]) -> dict[str, int]:
     return {path: number for number, path in enumerate(paths)}
-
-
-def _build_moving(out: Path) -> dict[str, Any]:
-    frames, _ = moving_shapes()
-    np.save(out / "pixels.npy", frames)
-    return {"pictures": len(frames), "bad": []}

@@ -10,12 +10,13 @@ from functools import partial
 from mgpu_pipe.architectures.pictures import READ_QUESTIONS_WHOLE, SEE_VIDEOS
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import check_rule
-from mgpu_pipe.data.images.chat_rows import COLUMN, QUESTIONS, SHAPES, ChatRow, first_rows
+from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, first_rows
 from mgpu_pipe.data.images.decode_image import pillow
 from mgpu_pipe.data.images.grids import chat_pixels
 from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
-from mgpu_pipe.data.images.picture_files import DIGITS, digits_file, entries, with_splits
-from mgpu_pipe.data.images.picture_tars import TARS, check_tars
+from mgpu_pipe.data.images.picture_files import digits_file, entries, with_splits
+from mgpu_pipe.data.images.picture_source import layout_of
+from mgpu_pipe.data.images.picture_tars import check_tars
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import pyav
 from mgpu_pipe.data.model_field import model_field
@@ -37,10 +38,11 @@ def check_pictures(config: RunConfig) -> None:
         *(pillow, lambda: Pixels.from_config(data, config.model)),
         lambda: check_rule(data),
     ]
-    if data.source in DIGITS:
+    layout = layout_of(data)
+    if layout == "digits":
         checks.append(digits_file)
     else:
-        looked: Callable[[list[str], str], object] = partial(check_tars if data.source in TARS else entries, data)
+        looked: Callable[[list[str], str], object] = partial(check_tars if layout == "tar" else entries, data)
         try:
             paths, held_out = with_splits(data)
         except ConfigError as error:
@@ -67,11 +69,7 @@ def check_picture_chats(config: RunConfig) -> None:
         check_chat(plain, [(row.text, row.origin) for row in looked])
 
     checks: list[Callable[[], object]] = [*(pillow, lambda: chat_pixels(data, config.model)), lambda: check_rule(data)]
-    if data.source == QUESTIONS:
-        checks.append(digits_file)
-    elif data.source == SHAPES:
-        checks.append(lambda: sees_videos(config, f"data.source={SHAPES}"))
-    elif data.paths:
+    if data.paths:
         checks.append(lambda: rows(data.paths, "data.paths"))
         if data.validation_paths:
             checks.append(lambda: rows(data.validation_paths, "data.validation_paths"))

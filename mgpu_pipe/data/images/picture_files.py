@@ -17,11 +17,10 @@ from mgpu_pipe.data.files import files_below, is_no_data
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, read_part
 from mgpu_pipe.data.images.decode_image import SUFFIXES, decode
 from mgpu_pipe.data.images.image_keys import CaptionConfig, ImageConfig
+from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.tables import CAPTION, Entry, Keep, entries_of
 from mgpu_pipe.errors import ConfigError, DataError
 
-DIGITS = ("digits", "captioned_digits")
-FOLDERS = ("image_folder", "captioned_folder")
 TRAIN, HELD_OUT = "train", ("validation", "test")
 SPLITS = {
     TRAIN: ("train", "training"),
@@ -47,7 +46,7 @@ def entries(data: DataConfig, patterns: list[str], key: str, keep: Keep | None =
         DataError: a list that cannot be read, lacks a column, or names a file that is not there.
     """
     assert isinstance(data, ImageConfig)
-    if data.source in FOLDERS:
+    if layout_of(data) == "folder":
         return [entry for pattern in patterns for entry in _in_folder(pattern, key)]
     named = ("image_column", *label_column_of(data))
     paths = files.expand_paths(patterns, key)
@@ -101,7 +100,7 @@ def with_splits(data: ImageConfig) -> tuple[list[str], list[str]]:
     trained, held_out = list[str](), list[str]()
     for key, patterns in (("data.paths", data.paths), ("data.validation_paths", data.validation_paths)):
         for pattern in patterns:
-            splits = _splits_in(pattern, key) if data.source in FOLDERS else {}
+            splits = _splits_in(pattern, key) if layout_of(data) == "folder" else {}
             first_held = next((splits[kind] for kind in HELD_OUT if kind in splits), None)
             if key == "data.paths":
                 trained.append(splits.get(TRAIN, pattern))
@@ -146,7 +145,7 @@ def digits_file() -> Path:
         if (Path(folder) / DIGITS_FILE).is_file():
             return Path(folder) / DIGITS_FILE
     fix = "install it: pip install 'mgpu_pipe[image]'"
-    raise ConfigError("data.source", DIGITS[0], fix, "the digits come with scikit-learn, which is not installed")
+    raise ConfigError("data.source", "digits", fix, "the digits come with scikit-learn, which is not installed")
 
 
 def read_digits(path: Path) -> tuple[NDArray[np.uint8], list[str]]:

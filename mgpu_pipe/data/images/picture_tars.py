@@ -29,7 +29,6 @@ from mgpu_pipe.data.tables import Entry, Part, fault_of, labels_of
 from mgpu_pipe.data.tar_members import BadTarError, tar_members
 from mgpu_pipe.errors import DataError
 
-TARS = ("image_tar", "captioned_tar")
 TOLD = {"label_column": "cls", "caption_column": "txt"}
 """Suffix of the member that holds a column's value."""
 INDEX = "index.json"

@@ -19,8 +19,9 @@ from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_names, class_number
 from mgpu_pipe.data.images.image_keys import ImageConfig
-from mgpu_pipe.data.images.picture_files import DIGITS, FOLDERS, entries, label_column_of, loose_pictures, with_splits
-from mgpu_pipe.data.images.picture_tars import TARS, tar_entries
+from mgpu_pipe.data.images.picture_files import entries, label_column_of, loose_pictures, with_splits
+from mgpu_pipe.data.images.picture_source import layout_of
+from mgpu_pipe.data.images.picture_tars import tar_entries
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import prepare_digits, prepare_files
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
@@ -186,7 +187,7 @@ def scan_images(config: RunConfig, progress: Progress | None) -> ImageScan:
             held_folder = _known(data, held_out, "data.validation_paths", pixels.channels, cache, report)
     if (paths, held_out) != (data.paths, data.validation_paths):
         _log.warning("the pictures in %s are trained on, those in %s held out", _listed(paths), _listed(held_out))
-    for folder_of_classes in (*paths, *held_out) if data.source in FOLDERS else ():
+    for folder_of_classes in (*paths, *held_out) if layout_of(data) == "folder" else ():
         if loose := loose_pictures(folder_of_classes):
             told_loose = "%d pictures in no folder of a class are left out: %s"
             _log.warning(told_loose, len(loose), _listed(loose))
@@ -235,9 +236,10 @@ def _names(folder: Path) -> list[str]:
 
 def _known(data: ImageConfig, patterns: list[str], key: str, channels: int, cache: Path, progress: Progress) -> Path:
     """Builds or finds the cache folder of the pictures that ``patterns`` name."""
-    if data.source in DIGITS:
+    layout = layout_of(data)
+    if layout == "digits":
         return prepare_digits(cache)
-    if data.source in TARS:
+    if layout == "tar":
         listed = tar_entries(data, patterns, key, label_column_of(data), cache, progress)
     else:
         listed = entries(data, patterns, key, kept_in(cache))

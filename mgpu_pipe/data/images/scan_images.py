@@ -24,7 +24,7 @@ from mgpu_pipe.data.classes import in_order
 from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints
 from mgpu_pipe.data.images.decode_image import MODES, pillow
 from mgpu_pipe.data.images.image_keys import ImageConfig
-from mgpu_pipe.data.images.picture_files import DIGITS, FILES, digits_file, read_digits, read_picture
+from mgpu_pipe.data.images.picture_files import FILES, digits_file, read_digits, read_picture
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.samples import Split
@@ -114,7 +114,7 @@ _POOL_FROM = 2048
 def prepare_digits(cache: Path) -> Path:
     """Builds or finds the cache folder of scikit-learn's digits."""
     file = digits_file()
-    content = digest_of(DIGITS[0], hash_blocks(file))
+    content = digest_of("digits", hash_blocks(file))
     folder = cache / "images" / content
     build_once(folder, partial(_build_digits, file, content))
     return folder

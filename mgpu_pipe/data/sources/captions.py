@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.data.images.image_keys import CaptionConfig
+from mgpu_pipe.data.images.picture_source import PictureSource
 from mgpu_pipe.data.kinds import check_pictures, prepare_captioned_images
-from mgpu_pipe.data.source import DataSource
 
-SOURCE = DataSource(
+SOURCE = PictureSource(
     name="captions",
+    layout="list",
     samples="captioned_images",
     keys=CaptionConfig,
     reads=TEXT_KEYS,

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from mgpu_pipe.data.images.image_keys import ImageConfig
-from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
-from mgpu_pipe.data.source import DataSource
+from collections.abc import Iterator
+from pathlib import Path
 
-SOURCE = DataSource(
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.picture_source import PictureSource
+from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
+
+
+def labels(data: DataConfig) -> Iterator[str]:
+    from mgpu_pipe.data.images.picture_files import classes_in, with_splits
+
+    assert isinstance(data, ImageConfig)
+    for root in with_splits(data)[0]:
+        for name, paths in classes_in(Path(root).expanduser()).items():
+            yield from [name] * len(paths)
+
+
+SOURCE = PictureSource(
     name="image_folder",
+    layout="folder",
     samples="labelled_images",
     keys=ImageConfig,
     reads=("classes",),
     reads_files=True,
     check=check_pictures,
     prepare=prepare_labelled_images,
+    labels=labels,
 )

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from mgpu_pipe.data.images.image_keys import ImageConfig
-from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
-from mgpu_pipe.data.source import DataSource
+from collections.abc import Iterator
 
-SOURCE = DataSource(
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.picture_source import PictureSource
+from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
+from mgpu_pipe.data.tables import entries_of
+
+
+def labels(data: DataConfig) -> Iterator[str]:
+    for path in files.expand_paths(data.paths, "data.paths"):
+        for entry in entries_of(path, data, "data.paths", "image_column", "label_column", "class"):
+            yield entry.label
+
+
+SOURCE = PictureSource(
     name="image_list",
+    layout="list",
     samples="labelled_images",
     keys=ImageConfig,
     reads=("classes", "label_column"),
     reads_files=True,
     check=check_pictures,
     prepare=prepare_labelled_images,
+    labels=labels,
 )

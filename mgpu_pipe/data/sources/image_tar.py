@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.picture_source import PictureSource
 from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
-from mgpu_pipe.data.source import DataSource
 
-SOURCE = DataSource(
+SOURCE = PictureSource(
     name="image_tar",
+    layout="tar",
     samples="labelled_images",
     keys=ImageConfig,
     reads=("classes", "label_column"),

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.data import files
 from mgpu_pipe.data.kinds import prepare_labelled_text
 from mgpu_pipe.data.source import DataSource
+from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.file_check import check_first_row, check_paths
 from mgpu_pipe.data.text.label_rows import row_of
 
 
 def check_labelled(config: RunConfig) -> None:
     check_paths(config.data, partial(check_first_row, check_row=row_of))
+
+
+def labels(data: DataConfig) -> Iterator[str]:
+    for path in files.expand_paths(data.paths, "data.paths"):
+        yield from (row_of(data, line, origin).label for line, origin, _ in row_lines(path))
 
 
 SOURCE = DataSource(
@@ -23,4 +31,5 @@ SOURCE = DataSource(
     reads_files=True,
     check=check_labelled,
     prepare=prepare_labelled_text,
+    labels=labels,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.picture_source import PictureChatSource
 from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
-from mgpu_pipe.data.source import DataSource
 
-SOURCE = DataSource(
+SOURCE = PictureChatSource(
     name="picture_chats",
     samples="picture_chats",
     documents="chat",

@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
-from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
-from mgpu_pipe.data.source import DataSource
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-SOURCE = DataSource(
+from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.picture_source import DrawnChats, PictureChatSource
+from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
+from mgpu_pipe.errors import ConfigErrors, raised_by
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.images.demo_pictures import Question
+    from mgpu_pipe.data.images.visual_inputs import VisualInput
+
+
+def ask_about_digits(together: int) -> tuple[list[Question], list[VisualInput]]:
+    from mgpu_pipe.data.images.demo_pictures import digit_questions
+    from mgpu_pipe.data.images.picture_files import digits_file, read_digits
+    from mgpu_pipe.data.images.visual_inputs import VisualInput
+
+    digits = [int(label) for label in read_digits(digits_file())[1]]
+    return list(digit_questions(digits)), [VisualInput((number,)) for number in range(len(digits))]
+
+
+def build_digits(cache: Path, identity: str) -> Path:
+    from mgpu_pipe.data.images.scan_images import prepare_digits
+
+    return prepare_digits(cache)
+
+
+def check_digits(config: RunConfig) -> None:
+    from mgpu_pipe.data.images.picture_files import digits_file
+
+    errors = [*raised_by(lambda: check_picture_chats(config)), *raised_by(digits_file)]
+    if errors:
+        raise ConfigErrors(errors)
+
+
+SOURCE = PictureChatSource(
     name="digit_questions",
     samples="picture_chats",
     documents="chat",
     keys=PictureChatConfig,
     reads=(*TEXT_KEYS, "messages_column"),
-    check=check_picture_chats,
+    check=check_digits,
     prepare=prepare_picture_chats,
+    drawn=DrawnChats(ask_about_digits, build_digits),
 )

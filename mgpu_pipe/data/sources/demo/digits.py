@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from mgpu_pipe.data.images.image_keys import ImageConfig
-from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
-from mgpu_pipe.data.source import DataSource
+import gzip
+from collections.abc import Iterator
 
-SOURCE = DataSource(
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.picture_source import PictureSource
+from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
+
+
+def labels(data: DataConfig) -> Iterator[str]:
+    from mgpu_pipe.data.images.picture_files import digits_file
+
+    with gzip.open(digits_file(), "rt", encoding="ascii") as file:
+        yield from (str(int(float(line.rpartition(",")[2]))) for line in file)
+
+
+SOURCE = PictureSource(
     name="digits",
+    layout="digits",
     samples="labelled_images",
     keys=ImageConfig,
     reads=("classes",),
     check=check_pictures,
     prepare=prepare_labelled_images,
+    labels=labels,
 )

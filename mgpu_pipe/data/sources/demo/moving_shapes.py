@@ -2,17 +2,68 @@
 
 from __future__ import annotations
 
-from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
-from mgpu_pipe.data.source import DataSource
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-SOURCE = DataSource(
+from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.cache import build_once
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.picture_source import DrawnChats, PictureChatSource
+from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
+from mgpu_pipe.errors import ConfigErrors, raised_by
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.images.demo_pictures import Question
+    from mgpu_pipe.data.images.visual_inputs import VisualInput
+
+
+def ask_about_shapes(together: int) -> tuple[list[Question], list[VisualInput]]:
+    from mgpu_pipe.data.images.demo_pictures import FRAMES, SECONDS, moving_shapes
+    from mgpu_pipe.data.images.visual_inputs import VisualInput
+
+    _, questions = moving_shapes()
+    moments = tuple(number * SECONDS for number in range(FRAMES))
+    firsts = range(0, len(questions) * FRAMES, FRAMES)
+    visuals = [
+        VisualInput(tuple(range(first, first + FRAMES)), together * SECONDS, moments=moments) for first in firsts
+    ]
+    return questions, visuals
+
+
+def build_frames(cache: Path, identity: str) -> Path:
+    folder = cache / "images" / identity
+    build_once(folder, _write_frames)
+    return folder
+
+
+def _write_frames(out: Path) -> dict[str, Any]:
+    import numpy as np
+
+    from mgpu_pipe.data.images.demo_pictures import moving_shapes
+
+    frames, _ = moving_shapes()
+    np.save(out / "pixels.npy", frames)
+    return {"pictures": len(frames), "bad": []}
+
+
+def check_model(config: RunConfig) -> None:
+    """Checks that the model takes videos."""
+    from mgpu_pipe.data.images.check_images import sees_videos
+
+    sees = raised_by(lambda: sees_videos(config, f"data.source={SOURCE.name}"))
+    errors = [*raised_by(lambda: check_picture_chats(config)), *sees]
+    if errors:
+        raise ConfigErrors(errors)
+
+
+SOURCE = PictureChatSource(
     name="moving_shapes",
     samples="picture_chats",
     documents="chat",
     keys=PictureChatConfig,
     reads=(*TEXT_KEYS, "messages_column"),
-    check=check_picture_chats,
+    check=check_model,
     prepare=prepare_picture_chats,
+    drawn=DrawnChats(ask_about_shapes, build_frames),
 )

@@ -1,0 +1,59 @@
+"""Shipped sources of pictures, and of conversations about pictures. Imports no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data.source import DataSource, shipped_source
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.images.demo_pictures import Question
+    from mgpu_pipe.data.images.visual_inputs import VisualInput
+
+Layout = Literal["digits", "folder", "list", "tar"]
+"""Where pictures are: scikit-learn's digits, a folder of each class, files that a table names, or tar files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureSource(DataSource):
+    """A shipped source of pictures with classes or captions."""
+
+    layout: Layout
+
+
+def layout_of(data: DataConfig) -> Layout:
+    """Where the pictures of ``data.source`` are."""
+    source = shipped_source(data.source)
+    assert isinstance(source, PictureSource)
+    return source.layout
+
+
+@dataclass(frozen=True)
+class DrawnChats:
+    """Conversations about pictures that rules make.
+
+    Attributes:
+        questions: makes the questions and their visual inputs, given the frames of a patch.
+        build_pictures: builds or finds the folder of pictures, given the cache folder and the source's identity.
+    """
+
+    questions: Callable[[int], tuple[list[Question], list[VisualInput]]]
+    build_pictures: Callable[[Path, str], Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureChatSource(DataSource):
+    """A shipped source of conversations with pictures; ``drawn`` is None where files hold them."""
+
+    drawn: DrawnChats | None = None
+
+
+def drawn_chats(data: DataConfig) -> DrawnChats | None:
+    """The drawn conversations of ``data.source``; None where files hold them."""
+    source = shipped_source(data.source)
+    assert isinstance(source, PictureChatSource)
+    return source.drawn
