@@ -68,8 +68,8 @@ def _errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _can_be_mixed(source: DataSource) -> bool:
-    """Whether the source's documents become packed text."""
-    return source.samples == "packed_text" and source.open is not None
+    """Whether the source has documents of packed text, and no keys that a part of a mixture lacks."""
+    return source.samples == "packed_text" and source.open is not None and source.keys is None
 
 
 def _below(where: str, error: BadInputError) -> BadInputError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mgpu_pipe.config.hub import DATA
@@ -26,15 +26,20 @@ CheckRow = Callable[[DataConfig, str, str], object]
 
 
 def check_files(data: DataConfig, patterns: list[str], key: str, check_file: CheckFile) -> None:
-    """Checks the files that ``patterns`` name.
+    """Checks the files that ``patterns`` name; raises like :func:`check_listed`."""
+    here = [pattern for pattern in patterns if not pattern.startswith(DATA)]  # others are checked after the download
+    check_listed(data, files.expand_paths(here, key) if here or not patterns else (), check_file)
+
+
+def check_listed(data: DataConfig, paths: Iterable[Path], check_file: CheckFile) -> None:
+    """Checks files.
 
     Raises:
         ConfigErrors: those of the files; with ``data.on_bad_sample=skip`` only where no file can be used.
     """
     budget, usable, skips = _CHECKED_BYTES, 0, data.on_bad_sample == "skip"
     errors: list[BadInputError] = []
-    here = [pattern for pattern in patterns if not pattern.startswith(DATA)]  # others are checked after the download
-    for path in files.expand_paths(here, key) if here or not patterns else ():
+    for path in paths:
         try:
             size = check_readable(path)
             if budget > 0:
