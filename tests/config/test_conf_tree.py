@@ -78,6 +78,7 @@ NEEDS_MORE = {
     ("experiment", "wav2vec2_spoken_digits"),  # needs espeak-ng
     ("experiment", "wav2vec2_base_finetune"),
     ("data", "audio_list"),
+    ("data", "git_files"),
     ("data", "image_folder"),
     ("data", "image_list"),
     ("data", "image_tar"),

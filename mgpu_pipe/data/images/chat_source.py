@@ -25,7 +25,7 @@ from mgpu_pipe.data.images.decode_image import SUFFIXES
 from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, known_shapes, shapes_in, too_long
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.picture_files import FILES
-from mgpu_pipe.data.images.picture_source import DrawnChats, drawn_chats
+from mgpu_pipe.data.images.picture_source import ChatRules, chat_rules
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import picture_digests, prepare_files
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, prepare_clips
@@ -91,9 +91,9 @@ class ChatSource:
         together, writes_times = (
             (pixels.grid.frames, pixels.grid.has_timestamps) if isinstance(pixels, GridPixels) else (1, False)
         )
-        drawn = drawn_chats(data)
-        if drawn is not None:
-            return cls._drawn_here(plain, together, writes_times, drawn)
+        rules = chat_rules(data)
+        if rules is not None:
+            return cls._from_rules(plain, together, writes_times, rules)
         paths = files.expand_paths(data.paths, key)
         known = fingerprints(paths, cache, progress)
 
@@ -125,9 +125,9 @@ class ChatSource:
         return replace(chats, source=replace(chats.source, identity=digest_of("picture_chats", *content)))
 
     @classmethod
-    def _drawn_here(cls, plain: RunConfig, together: int, writes_times: bool, drawn: DrawnChats) -> Self:
+    def _from_rules(cls, plain: RunConfig, together: int, writes_times: bool, rules: ChatRules) -> Self:
         name = plain.data.source
-        questions, visuals = drawn.questions(together)
+        questions, visuals = rules.questions(together)
         documents = [
             Document(
                 question.text,
@@ -202,9 +202,9 @@ class ChatSource:
         """Builds or finds the folders of the index, the pictures and the videos, given the conversations' tokens."""
         data = self.plain.data
         assert isinstance(data, PictureChatConfig)
-        drawn = drawn_chats(data)
-        if drawn is not None:
-            pictures = drawn.build_pictures(cache, self.source.identity)
+        rules = chat_rules(data)
+        if rules is not None:
+            pictures = rules.build_pictures(cache, self.source.identity)
         else:
             pictures = prepare_files(data, self.entries, pixels.channels, cache, progress)
         clips = prepare_clips(data, self.clips, cache, progress)

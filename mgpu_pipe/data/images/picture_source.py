@@ -33,7 +33,7 @@ def layout_of(data: DataConfig) -> Layout:
 
 
 @dataclass(frozen=True)
-class DrawnChats:
+class ChatRules:
     """Conversations about pictures that rules make.
 
     Attributes:
@@ -47,13 +47,13 @@ class DrawnChats:
 
 @dataclass(frozen=True, kw_only=True)
 class PictureChatSource(DataSource):
-    """A shipped source of conversations with pictures; ``drawn`` is None where files hold them."""
+    """A shipped source of conversations with pictures; ``rules`` is None where files hold them."""
 
-    drawn: DrawnChats | None = None
+    rules: ChatRules | None = None
 
 
-def drawn_chats(data: DataConfig) -> DrawnChats | None:
-    """The drawn conversations of ``data.source``; None where files hold them."""
+def chat_rules(data: DataConfig) -> ChatRules | None:
+    """The rules of the conversations of ``data.source``; None where files hold them."""
     source = shipped_source(data.source)
     assert isinstance(source, PictureChatSource)
-    return source.drawn
+    return source.rules

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.picture_source import DrawnChats, PictureChatSource
+from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
 from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
 from mgpu_pipe.errors import ConfigErrors, raised_by
 
@@ -48,5 +48,5 @@ SOURCE = PictureChatSource(
     reads=(*TEXT_KEYS, "messages_column"),
     check=check_digits,
     prepare=prepare_picture_chats,
-    drawn=DrawnChats(ask_about_digits, build_digits),
+    rules=ChatRules(ask_about_digits, build_digits),
 )

@@ -9,7 +9,7 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.picture_source import DrawnChats, PictureChatSource
+from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
 from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
 from mgpu_pipe.errors import ConfigErrors, raised_by
 
@@ -65,5 +65,5 @@ SOURCE = PictureChatSource(
     reads=(*TEXT_KEYS, "messages_column"),
     check=check_model,
     prepare=prepare_picture_chats,
-    drawn=DrawnChats(ask_about_shapes, build_frames),
+    rules=ChatRules(ask_about_shapes, build_frames),
 )
