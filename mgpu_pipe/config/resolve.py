@@ -61,5 +61,25 @@ def uses_tf32(config: RunConfig) -> bool:
     return config.precision.tf32 and fits
 
 
+COMPILED_FROM = 100_000_000
+"""Parameters from which ``model.compile=auto`` compiles: small models are trained before compiling has paid."""
+
+
+def prefers_compiled(config: RunConfig, device: str, parameters: int) -> bool:
+    """Whether ``model.compile`` compiles the blocks of a model with this many parameters, where ``auto`` can.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+    """
+    wanted, strategy = config.model.compile, config.strategy
+    if wanted != "auto":
+        return wanted
+    if device != "cuda" or config.model.kernels == "liger":  # used instead of compiling
+        return False
+    by_hooks = strategy.engine == "deepspeed" and strategy.deepspeed.stage == 3  # weights come and go inside a block
+    # Float8 pays off in compiled blocks alone.
+    return (parameters >= COMPILED_FROM or resolve_precision(config) == "fp8") and not by_hooks
+
+
 def _is_ampere() -> bool:
     return (gpu_capability() or AMPERE) >= AMPERE

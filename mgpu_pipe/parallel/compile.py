@@ -10,30 +10,18 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.config.resolve import resolve_precision
+from mgpu_pipe.config.resolve import prefers_compiled
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.kernels.layers import gpu_kernels_compile
 from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 from mgpu_pipe.system.compat.torch_private import compiled
 
-AUTO_FROM = 100_000_000
-"""Parameters from which ``model.compile=auto`` compiles: small models are trained before compiling has paid."""
-
 
 def compiles(config: RunConfig, device: torch.device, parameters: int) -> bool:
     """Whether ``model.compile`` compiles a model with this many parameters on ``device``."""
-    wanted = config.model.compile
-    if wanted != "auto":
-        return wanted
-    if config.model.kernels == "liger":  # used instead of compiling
-        return False
-    if device.type != "cuda" or not gpu_kernels_compile():
-        return False
-    strategy = config.strategy
-    by_hooks = strategy.engine == "deepspeed" and strategy.deepspeed.stage == 3  # weights come and go inside a block
-    large = parameters >= AUTO_FROM or resolve_precision(config) == "fp8"  # float8 pays off in compiled blocks alone
-    return large and not by_hooks and not splits_backward(strategy)
+    wanted = prefers_compiled(config, device.type, parameters)
+    return wanted and (config.model.compile is True or (gpu_kernels_compile() and not splits_backward(config.strategy)))
 
 
 def compile_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.architectures.formulas.kept_memory import chunk_rows
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.objectives.losses.cross_entropy import chunk_rows, linear_cross_entropy, logits_cross_entropy
+from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy, logits_cross_entropy
 
 
 def make(rows: int = 37, width: int = 16, vocabulary: int = 101, dtype: torch.dtype = torch.float32):

@@ -21,6 +21,12 @@ SPLIT_BYTES, SHARED_BYTES = 24, 10
 splits, and those that only sequence parallelism splits (Korthikanti et al. 2022, arXiv:2205.05198,
 equations 2 and 4)."""
 
+AUTO_CHUNK_BYTES = 64 << 20
+AUTO_CHUNK_BYTES_GPU = 256 << 20
+"""Larger on GPUs, whose matrix products reach full speed at about a thousand rows."""
+GPU_TILE = 128
+"""Multiple of rows in which GPUs compute matrix products."""
+
 
 def optimizer_bytes(optimizer: OptimizerConfig) -> int:
     """Bytes of optimizer state per trained parameter, with its moving average."""
@@ -81,6 +87,20 @@ def activation_share(total: float, norms: float, tp: int = 1, cp: int = 1, seque
 def norm_bytes(tokens: int, width: int) -> int:
     """Bytes of fp32 activations of a layer's two norms: input, normalised and weighted values, root mean square."""
     return 2 * (3 * width + 1) * FP32 * tokens
+
+
+def chunk_rows(setting: int | str, vocabulary: int, rows: int, gpu_item: int | None = None) -> int:
+    """Rows of logits that exist at once; 0 means all, ``auto`` as many as fit in 64 MiB of float32 logits.
+
+    Args:
+        gpu_item: bytes of a logit on a GPU, where ``auto`` means 256 MiB; None on the CPU.
+    """
+    if setting != "auto":
+        return min(int(setting), rows) if setting else rows
+    if gpu_item is None:
+        return max(1, min(rows, AUTO_CHUNK_BYTES // (4 * vocabulary)))
+    fitting = AUTO_CHUNK_BYTES_GPU // (gpu_item * vocabulary)
+    return max(1, min(rows, fitting - fitting % GPU_TILE if fitting > GPU_TILE else fitting))
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.architectures.formulas.kept_memory import chunk_rows
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.kernels.softmax import add_product_, fuses, gradient_, normaliser_and_target
 from mgpu_pipe.parallel.tensor.collectives import all_gather_parts
 from mgpu_pipe.parallel.tensor.heads import VocabularyShard
-
-AUTO_CHUNK_BYTES = 64 << 20
-AUTO_CHUNK_BYTES_GPU = 256 << 20
-"""Larger on GPUs, whose matrix products reach full speed at about a thousand rows."""
-GPU_TILE = 128
-"""Multiple of rows in which GPUs compute matrix products."""
 
 Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
 
@@ -39,20 +34,6 @@ class SummedLoss(ChunkFunction, Protocol):
 
     def total(self) -> torch.Tensor:
         """Sum of the losses, a float64 scalar."""
-
-
-def chunk_rows(setting: int | str, vocabulary: int, rows: int, gpu_item: int | None = None) -> int:
-    """Rows of logits that exist at once; 0 means all, ``auto`` as many as fit in 64 MiB of float32 logits.
-
-    Args:
-        gpu_item: bytes of a logit on a GPU, where ``auto`` means 256 MiB; None on the CPU.
-    """
-    if setting != "auto":
-        return min(int(setting), rows) if setting else rows
-    if gpu_item is None:
-        return max(1, min(rows, AUTO_CHUNK_BYTES // (4 * vocabulary)))
-    fitting = AUTO_CHUNK_BYTES_GPU // (gpu_item * vocabulary)
-    return max(1, min(rows, fitting - fitting % GPU_TILE if fitting > GPU_TILE else fitting))
 
 
 def rows_per_chunk(
@@ -217,7 +198,7 @@ def linear_cross_entropy(
         hidden: ``(..., width)``.
         weight: ``(vocabulary, width)``, or this rank's rows of it; bias of that length, or None.
         labels: ``(...)`` int64 in the whole vocabulary; ``IGNORE_INDEX`` rows do not count.
-        chunk_tokens: rows of logits at once; see :func:`mgpu_pipe.objectives.losses.cross_entropy.chunk_rows`.
+        chunk_tokens: rows of logits at once; see :func:`mgpu_pipe.architectures.formulas.kept_memory.chunk_rows`.
         shard: rows of the vocabulary in ``weight``; None for all.
 
     Returns:

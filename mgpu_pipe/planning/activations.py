@@ -1,0 +1,116 @@
+"""Bytes of activations of a decoder: of a block by how it is recomputed, around the blocks, and in the loss.
+
+Of a token and block, in the compute type, the backward pass needs: the inputs of both norms and their results, which
+enter matrix products; queries, keys, values and the attention's result; gate, up-projection and their product. A
+compiled block keeps exactly these (measured on an H100: 37.7 widths of bytes where the formula has 37.1); where
+products are in float8 it computes norms and the gate's product again. Tensor parallelism splits what has heads or the
+feed-forward width; the rest only with sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mgpu_pipe.architectures.formulas.kept_memory import FP32
+from mgpu_pipe.planning.work import Numbers, Work
+
+AROUND_BLOCKS = 5
+"""Widths in the compute type of a token outside of the blocks: the last block's result, its norm in fp32 and in the
+compute type, and the gradient that enters the last norm."""
+MICROBATCH_SCORES = 2
+"""Copies of attention scores that unfused attention keeps: the softmax and what enters the product with values."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """How blocks and loss keep activations; numbers or arrays like those of :class:`~mgpu_pipe.planning.work.Work`.
+
+    Attributes:
+        item: bytes of an activation in the compute type.
+        compiled: 1 if blocks are compiled.
+        recompute: 1 if the backward pass computes a block again.
+        products: share of a block's matrix products whose results are kept where it is recomputed, 0 to 1.
+        logit_rows: rows of logits that exist at once; 0 computes the loss from whole logits, outside of the head.
+    """
+
+    item: Numbers = 2.0
+    compiled: Numbers = 1.0
+    recompute: Numbers = 0.0
+    products: Numbers = 0.0
+    logit_rows: Numbers = 0.0
+
+
+def block_bytes(work: Work, keeps: Activations) -> Numbers:
+    """Bytes of a block that is not recomputed, for the tokens of a micro-batch on a rank."""
+    item, low = keeps.item, keeps.item < FP32
+    inner = work.chosen * work.inner
+    query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
+    attention = item * (2 * query + 2 * key_value) + FP32 * work.heads
+    attention = attention + (1 - work.flash) * MICROBATCH_SCORES * item * work.heads * work.sequence
+    # Eager norms keep their input, normalised and weighted values, of half types the first two in fp32 besides.
+    eager_norms = 2 * work.width * (item + np.where(low, 2 * FP32 + item, 2 * FP32)) + 2 * FP32
+    eager = item * (query + (3 + work.gated - 1) * inner)
+    norms = np.where(keeps.compiled, item * work.width * (4 - 2 * work.float8), eager_norms)
+    products = item * inner * (1 + work.gated)
+    feed_forward = np.where(
+        keeps.compiled, products + item * inner * (1 - work.float8), eager + item * work.gated * inner
+    )
+    routed = np.where(work.experts > 0, item * work.width * (2 * work.chosen), 0.0)
+    return work.tokens * (_on_rank(work, norms) + (attention + feed_forward + routed) / work.tp)
+
+
+def kept_bytes(work: Work, keeps: Activations) -> Numbers:
+    """Bytes of a block between its forward and its backward pass, for the tokens of a micro-batch on a rank."""
+    inner, item = work.chosen * work.inner, keeps.item
+    query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
+    products = keeps.products * (query + 2 * key_value + (1 + work.gated) * inner)
+    attention = np.where(keeps.products, item * query + FP32 * work.heads, 0.0)
+    shared = item * work.width * _on_rank(work, 1.0) + 2 * keeps.products * item * work.width * _on_rank(work, 1.0)
+    recomputed = work.tokens * (shared + (item * products + attention) / work.tp)
+    return np.where(keeps.recompute, recomputed, block_bytes(work, keeps))
+
+
+def backward_bytes(work: Work, keeps: Activations) -> Numbers:
+    """Bytes that the backward pass of one block needs besides: the block again if recomputed, and gradients."""
+    again = np.where(keeps.recompute, block_bytes(work, keeps), 0.0)
+    gradients = keeps.item * (2 * work.width + (1 + work.gated) * work.chosen * work.inner / work.tp)
+    whole = np.where((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.width, 0.0)
+    return again + work.tokens * (gradients + whole)
+
+
+def around_bytes(work: Work, keeps: Activations) -> Numbers:
+    """Bytes outside of the blocks of the last stage, for the tokens of a micro-batch on a rank."""
+    return AROUND_BLOCKS * keeps.item * work.tokens * work.width * _on_rank(work, 1.0)
+
+
+def message_bytes(work: Work, keeps: Activations) -> Numbers:
+    """Bytes of the hidden states that a pipeline stage keeps for a micro-batch: its result, or what it received."""
+    return np.where(work.pp > 1, keeps.item * work.tokens * work.width * _on_rank(work, 1.0), 0.0)
+
+
+def loss_bytes(work: Work, keeps: Activations, head: Numbers) -> Numbers:
+    """Bytes of the loss on the last stage at its end: logits, or a chunk of them, and the head's gradient.
+
+    Over several chunks the gradient of the head's matrix is summed in fp32, until the backward pass scales and rounds
+    it; a single chunk has logits in fp32, their gradient in the compute type, and the matrix's gradient. Whole
+    logits exist in the compute type, as fp32, as their log-softmax and as its gradient, which eager code rounds beside
+    it; over a split vocabulary their exponentials exist too.
+
+    Args:
+        head: trained parameters of the head's matrix on a rank.
+    """
+    a_row = work.vocabulary / work.tp
+    chunk = np.minimum(keeps.logit_rows, work.tokens) * a_row * 2 * keeps.item + head * (2 * FP32 + keeps.item)
+    halves = keeps.item * (keeps.item < FP32) * (2 - keeps.compiled)
+    whole = work.tokens * a_row * (halves + FP32 * np.where(work.tp > 1, 4, 3)) + head * keeps.item
+    gathered = np.where((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.tokens * work.width, 0.0)
+    alone = work.tokens * a_row * (FP32 + keeps.item * (keeps.item < FP32)) + head * keeps.item
+    in_head = np.where(keeps.logit_rows < work.tokens, chunk, alone)
+    return np.where(keeps.logit_rows, in_head, whole) + gathered
+
+
+def _on_rank(work: Work, size: Numbers) -> Numbers:
+    """The part of what only sequence parallelism splits."""
+    return size / np.where(work.sequence_parallel, work.tp, 1.0)

@@ -1,0 +1,273 @@
+"""Memory of a run's worst rank, from its configuration, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mgpu_pipe.architectures.find import family_of
+from mgpu_pipe.architectures.formulas.flops import Shape
+from mgpu_pipe.architectures.formulas.kept_memory import FP32, HALF, chunk_rows, optimizer_bytes, sharded_stage
+from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
+from mgpu_pipe.architectures.formulas.parameters import (
+    embedding_parameters,
+    final_norm_parameters,
+    has_exact_sizes,
+    head_parameters,
+    layer_norm_parameters,
+    layer_parameters,
+)
+from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision, world_size
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.planning.activations import Activations
+from mgpu_pipe.planning.memory_terms import (
+    MOVING,
+    OUTSIDE,
+    SCHEDULES,
+    Overheads,
+    Place,
+    State,
+    memory_terms,
+    passes_in_flight,
+)
+from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters
+from mgpu_pipe.planning.work import Work
+from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
+
+MIB = 1 << 20
+MANY = 1 << 40
+"""More tokens than any micro-batch has."""
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Fields without which nothing can be said."""
+DECODES = ("causal_lm", "distill", "dpo", "vision_language")
+"""Objectives of a decoder with a loss over its vocabulary."""
+UNKNOWN_FAMILY = 0.3
+"""Uncertainty of the state of a family whose parameters are estimated."""
+SPREADS: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(MOVING, (0.85, 1.2)),
+    "second gradients": (0.0, 1.0),
+    "communication": (0.5, 2.0),
+    "context": (0.6, 2.0),
+    "fragmentation": (0.0, 3.0),
+    "other models": (0.8, 1.3),
+}
+"""Low and high figure of a term over its likely one; terms that are not here are exact."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Predicted memory of the rank that needs most.
+
+    Attributes:
+        rank: its place in the pipeline.
+        terms: likely bytes by term.
+        low: bytes that it needs at least.
+        high: bytes that it hardly exceeds.
+        assumes: what was assumed, in words; empty where the model's shapes are known.
+    """
+
+    rank: int
+    terms: Mapping[str, int]
+    low: int
+    high: int
+    assumes: str = ""
+
+    @property
+    def likely(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of tensors alone, which torch counts as allocated."""
+        return sum(size for name, size in self.terms.items() if name not in OUTSIDE)
+
+
+def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> MemoryPlan | None:
+    """Memory of a run's worst rank; None for a model or an objective whose shapes are not known.
+
+    Raises:
+        ConfigError: a world or a batch that its strategy does not allow.
+    """
+    fields = resolved_fields(config.model)
+    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    known = all(isinstance(fields.get(name), int) for name in NEEDED)
+    if not known or not config.data.tokens() or config.objective.name not in DECODES:
+        return None
+    work = _work(config, fields, dims, plan)
+    state, keeps = state_of(config, fields, dims), activations_of(config, fields, dims)
+    place = _places(config, fields, dims, plan)
+    terms = memory_terms(work, state, keeps, place, overheads or overheads_of(config))
+    ranks = np.arange(dims.pp)
+    by_term = {name: np.broadcast_to(np.asarray(size, dtype=float), ranks.shape) for name, size in terms.items()}
+    worst = int(np.argmax(sum(by_term.values())))
+    likely = {name: float(sizes[worst]) for name, sizes in by_term.items()}
+    spread = 0.0 if has_exact_sizes(fields) else UNKNOWN_FAMILY
+    bounds = {name: SPREADS.get(name, (1 - spread, 1 + spread)) for name in likely}
+    low, high = (sum(size * bounds[name][end] for name, size in likely.items()) for end in (0, 1))
+    assumes = "" if has_exact_sizes(fields) else f"{fields.get('model_type')}: 12 squared widths a layer"
+    terms_of_rank = {name: round(size) for name, size in likely.items() if size}
+    return MemoryPlan(worst, terms_of_rank, int(low), int(high), assumes)
+
+
+def overheads_of(config: RunConfig) -> Overheads:
+    """Memory of a run's processes beside its tensors, on GPUs or on the CPU."""
+    return Overheads() if device_type(config) == "cuda" else Overheads(group=0.0, second_gradients=0.0)
+
+
+def _work(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan) -> Work:
+    shape, sizes = Shape.from_fields(fields), family_of(fields.get("model_type") or "").sizes
+    experts = fields.get("num_experts") or 0 if sizes and sizes.expert_width else 0
+    inner = fields.get(sizes.expert_width if sizes and experts else sizes.inner if sizes else "intermediate_size")
+    return Work(
+        layers=shape.layers,
+        width=shape.width,
+        inner=inner or 4 * shape.width,
+        heads=shape.heads,
+        key_value_heads=shape.key_value_heads,
+        head_dim=shape.head_dim,
+        vocabulary=fields["vocab_size"],
+        sequence=config.data.tokens(),
+        context=config.data.tokens(),
+        gated=float(sizes is None or sizes.gated),
+        experts=experts,
+        chosen=fields.get("num_experts_per_tok") or 1 if experts else 1,
+        tied=float(bool(fields.get("tie_word_embeddings"))),
+        tp=dims.tp,
+        pp=dims.pp,
+        cp=dims.cp,
+        ep=dims.ep,
+        dp_shard=dims.dp_shard,
+        dp_replicate=dims.dp_replicate,
+        stages_per_rank=_stages(config),
+        rows=plan.micro_batch_size,
+        micro_batches=plan.num_micro_batches,
+        zero=sharded_stage(config),
+        sequence_parallel=float(config.strategy.sequence_parallel),
+        flash=float(config.model.attn_implementation != "eager"),
+        float8=float(resolve_precision(config) == "fp8"),
+    )
+
+
+def _stages(config: RunConfig) -> int:
+    chosen = config.strategy.pipeline
+    least = SCHEDULES[chosen.schedule]
+    return least if chosen.stages_per_rank == "auto" or config.strategy.pp == 1 else chosen.stages_per_rank
+
+
+def _places(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan) -> Place:
+    """Every pipeline rank's place."""
+    if dims.pp == 1:
+        return Place(np.array([fields["num_hidden_layers"]]))
+    chosen, each = config.strategy.pipeline, _stages(config)
+    cuts = stage_layers(layer_costs(fields, config.data.seq_len), dims.pp * each, chosen.layers or None)
+    v_shaped = chosen.schedule in ("zbv", "dualpipev")
+    stages = [
+        (rank, 2 * dims.pp - 1 - rank) if v_shaped else tuple(range(rank, dims.pp * each, dims.pp))
+        for rank in range(dims.pp)
+    ]
+    return Place(
+        layers=np.array([sum(len(cuts[stage]) for stage in local_stages) for local_stages in stages]),
+        passes=passes_in_flight(chosen.schedule, np.arange(float(dims.pp)), dims.pp, each, plan.num_micro_batches),
+        first=np.array([float(0 in local_stages) for local_stages in stages]),
+        last=np.array([float(dims.pp * each - 1 in local_stages) for local_stages in stages]),
+    )
+
+
+def activations_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -> Activations:
+    """How a run keeps activations.
+
+    Args:
+        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
+    """
+    precision, on_gpu = resolve_precision(config), device_type(config) == "cuda"
+    item = FP32 if precision == "fp32" else HALF
+    chunk, shard = getattr(config.objective, "loss_chunk_tokens", "auto"), -(-fields["vocab_size"] // dims.tp)
+    rows = chunk_rows(chunk, shard, MANY, item if on_gpu else None)
+    mode = config.strategy.activation_checkpointing
+    return Activations(
+        item=item,
+        compiled=float(prefers_compiled(config, device_type(config), _parameters(fields))),
+        recompute=float(mode != "none"),
+        products=float(mode == "selective"),
+        logit_rows=0 if chunk == 0 and dims.tp == 1 else rows,
+    )
+
+
+def _parameters(fields: Mapping[str, Any]) -> int:
+    blocks = sum(layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"]))
+    return blocks + embedding_parameters(fields) + head_parameters(fields)
+
+
+def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -> State:
+    """The parameters of a run's model and how its ranks keep them.
+
+    Args:
+        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
+    """
+    strategy, precision, peft = config.strategy, resolve_precision(config), config.peft
+    layers = [layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"])]
+    block = sum(layers) / max(1, len(layers))
+    shape, final_norm = Shape.from_fields(fields), final_norm_parameters(fields)
+    shares_table = bool(fields.get("tie_word_embeddings")) and dims.pp == 1
+    table, tower = embedding_parameters(fields), tower_parameters(fields)
+    shards, adapts = dims.dp_shard * dims.cp, peft.name != "none"
+    item = FP32 if precision == "fp32" else HALF
+    weight = HALF if precision == "bf16_true" else FP32
+    optimizer = optimizer_bytes(config.optimizer) // (2 if precision == "bf16_true" else 1)
+    gradient = HALF if precision == "bf16_true" or config.precision.reduce == "bf16" else FP32
+    by_fsdp = shards > 1 or dims.uses_model_axes or precision != "fp32" or strategy.offload != "none"
+    buckets = 0.0
+    copy, whole = item * by_fsdp, dims.pp > 1 or shards == 1
+    reshards = strategy.fsdp.reshard_after_forward
+    keeps_gathered = whole or reshards is False
+    if strategy.engine == "deepspeed":
+        weight, master = (FP32, 0) if precision == "fp32" else (HALF, FP32)
+        optimizer, gradient, whole = optimizer + master, FP32, False
+        # ZeRO-2 reduces in the compute type, the others in fp32.
+        buckets = strategy.bucket_mib * MIB * (item / FP32 if sharded_stage(config) == 2 else 1)
+        copy, keeps_gathered = item * (sharded_stage(config) > 2), False
+    trained = float(not adapts and not {"language", "*"} & set(config.model.freeze))
+    four = four_bits(peft)
+    return State(
+        block=block,
+        embedding=table + tower + final_norm * shares_table,
+        head=0.0 if shares_table else head_parameters(fields) + final_norm,
+        experts=max(layers) - min(_dense(fields), max(layers)) if fields.get("num_experts") else 0.0,
+        norms=layer_norm_parameters(fields),
+        head_trains=trained,
+        block_weight=four or weight,
+        weight=weight,
+        copy=copy,
+        gradient=gradient,
+        optimizer=optimizer,
+        trained=trained,
+        added=_adapter_parameters(config, fields, shape) if adapts else 0.0,
+        gathers_units=float(not keeps_gathered),
+        sums_whole=float(whole),
+        units=1 + strategy.fsdp.prefetch if device_type(config) == "cuda" else 1,
+        buckets=buckets,
+        other=other_bytes(config, item, shards),
+        offloads=float(strategy.offload != "none"),
+        groups=sum(getattr(dims, axis) > 1 for axis in (*AXES, "ep")) + (dims.world_size > 1),
+    )
+
+
+def _dense(fields: Mapping[str, Any]) -> int:
+    """Parameters of a block without its experts."""
+    return layer_parameters({**fields, "num_experts": 0, "num_experts_per_tok": 0}, 0).total
+
+
+def _adapter_parameters(config: RunConfig, fields: Mapping[str, Any], shape: Shape) -> float:
+    """Parameters of a block's adapters beside all its linear layers: ``r`` for each input and output."""
+    sizes = family_of(fields.get("model_type") or "").sizes
+    inner = fields.get(sizes.inner if sizes else "intermediate_size") or 4 * shape.width
+    query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
+    attention = 2 * (shape.width + query) + 2 * (shape.width + key_value)
+    feed_forward = (3 if sizes is None or sizes.gated else 2) * (shape.width + inner)
+    length = config.peft.name == "dora"
+    return config.peft.r * (attention + feed_forward) + length * (2 * query + 2 * key_value + 3 * inner)

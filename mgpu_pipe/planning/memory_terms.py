@@ -1,0 +1,192 @@
+"""Memory of a rank from plain numbers: bytes of each term, for one plan or for arrays of plans at once.
+
+Two moments can be the peak: the start of the last backward pass for which all micro-batches are in flight, when all
+activations are there, and its end, when all gradients are. What a term cannot be derived from is a constant of
+:class:`Overheads`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mgpu_pipe.architectures.formulas.kept_memory import ADAM_STATE, FP32, HALF
+from mgpu_pipe.planning.activations import (
+    Activations,
+    around_bytes,
+    backward_bytes,
+    kept_bytes,
+    loss_bytes,
+    message_bytes,
+)
+from mgpu_pipe.planning.work import Numbers, Work
+
+GIB = 1 << 30
+Terms = dict[str, Numbers]
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Bytes that no formula gives; each is assumed unless its line says that it was calibrated.
+
+    Attributes:
+        context: bytes of a CUDA context with the workspaces of cuBLAS, on the device.
+        group: bytes of NCCL's buffers for each group of ranks.
+        fragmentation: share of what comes and goes that the allocator holds besides.
+        second_gradients: share of the blocks' whole fp32 gradients that exists twice where blocks are compiled and
+            several micro-batches are summed up on one process; calibrated on ``benchmarks/results/gpu_step-gpu.json``
+            (torch 2.11); a trace of the uncompiled model has none.
+    """
+
+    context: float = 0.6 * GIB
+    group: float = 0.2 * GIB
+    fragmentation: float = 0.04
+    second_gradients: float = 1.0
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameters of a model and how a rank keeps them; numbers or arrays like those of ``Work``.
+
+    Attributes:
+        block: parameters of a block.
+        experts: those of them that are experts'.
+        norms: those of them that every tensor-parallel rank has.
+        embedding: parameters of the tables, on the first pipeline stage.
+        head: parameters of the output head on the last stage; 0 if the same rank has it as its embedding.
+        head_trains: 1 if the matrix of the output head gets a gradient.
+        block_weight: bytes of a block's weight; of the embedding's and head's, ``weight``.
+        weight: bytes of a weight that the optimizer updates, without a half copy.
+        copy: bytes of a weight in the compute type beside it; 0 for none.
+        gradient: bytes of a gradient that is kept.
+        optimizer: bytes of the optimizer's state of a trained parameter.
+        trained: share of the parameters that is trained.
+        added: trained parameters of a block's adapters.
+        gathers_units: 1 if weights are gathered unit by unit and freed; 0 if the copy is kept whole.
+        sums_whole: 1 if several micro-batches are summed up in whole gradients.
+        units: units that are gathered at once.
+        buckets: bytes of buffers that gradients are reduced in.
+        other: bytes of other models on a rank, such as a teacher.
+        offloads: 1 if weights, gradients and optimizer state are in host memory.
+        groups: groups of ranks that a rank is in.
+    """
+
+    block: Numbers
+    embedding: Numbers
+    head: Numbers
+    experts: Numbers = 0.0
+    norms: Numbers = 0.0
+    head_trains: Numbers = 1.0
+    block_weight: Numbers = FP32
+    weight: Numbers = FP32
+    copy: Numbers = HALF
+    gradient: Numbers = FP32
+    optimizer: Numbers = ADAM_STATE
+    trained: Numbers = 1.0
+    added: Numbers = 0.0
+    gathers_units: Numbers = 1.0
+    sums_whole: Numbers = 0.0
+    units: Numbers = 2.0
+    buckets: Numbers = 0.0
+    other: Numbers = 0.0
+    offloads: Numbers = 0.0
+    groups: Numbers = 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the pipeline.
+
+    Attributes:
+        layers: layers of all its stages.
+        passes: micro-batches in flight, each of all its layers; see :func:`passes_in_flight`.
+        first: 1 if it has the embedding.
+        last: 1 if it has norm, head and loss.
+    """
+
+    layers: Numbers
+    passes: Numbers = 1.0
+    first: Numbers = 1.0
+    last: Numbers = 1.0
+
+
+def memory_terms(work: Work, state: State, keeps: Activations, place: Place, overheads: Overheads) -> Terms:
+    """Bytes of a rank's terms at its peak, by name."""
+    shards = work.dp_shard * work.cp
+    a_block = (state.block - state.norms) / work.tp + state.norms
+    ends = (place.first * state.embedding + place.last * state.head) / work.tp
+    blocks = place.layers * a_block
+    adapters = place.layers * state.added / work.tp
+    trained = state.trained * (blocks + ends) + adapters
+    weights_split = np.where(work.zero > 2, shards, 1)
+    weights = (state.block_weight * blocks + state.weight * (ends + adapters)) / weights_split
+    here = 1 - state.offloads
+    terms: Terms = {"weights": here * weights, "optimizer": here * state.optimizer * trained / shards}
+
+    whole = (state.sums_whole > 0) | (work.zero < 2)
+    gradients = state.gradient * trained / np.where(whole, 1, shards)
+    summed = work.micro_batches > place.passes
+    twice = overheads.second_gradients * keeps.compiled * (shards == 1) * whole * (state.copy > 0)
+    second = twice * summed * state.gradient * state.trained * blocks
+    # A unit's experts are gathered over the ranks that hold the same ones.
+    unit = np.where(state.experts, (state.block - state.experts) / work.tp + state.experts / work.ep, a_block)
+    head = place.last * np.where(state.head, state.head, state.embedding) / work.tp
+    # Tied tables are in the root unit, which stays gathered; so does the head's between forward and backward pass.
+    gathered = np.where(state.gathers_units, np.minimum(state.units, place.layers) * unit + head, blocks + ends)
+    terms["gathered weights"] = state.copy * gathered
+
+    a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)
+    tokens_kept = place.passes * a_pass + place.last * around_bytes(work, keeps)
+    at_loss = place.last * loss_bytes(work, keeps, state.head_trains * head)
+    in_block = backward_bytes(work, keeps)
+    in_unit = state.trained * unit * np.where(shards > 1, state.copy + state.gradient, state.copy)
+    early = np.maximum(at_loss, in_block + in_unit)
+    embedding = place.first * state.trained * state.embedding / work.tp
+    late = in_block + np.maximum(in_unit, embedding * (state.copy + state.gradient))
+    late_activations = (place.passes - 1) * a_pass + kept_bytes(work, keeps)
+    starts = np.where(summed, gradients, 0.0) * here + second + tokens_kept + early
+    ends_with = gradients * here + late_activations + late
+    at_start = starts >= ends_with
+    terms["gradients"] = here * np.where(at_start, np.where(summed, gradients, 0.0), gradients)
+    terms["second gradients"] = np.where(at_start, second, 0.0)
+    terms["activations"] = np.where(at_start, tokens_kept, late_activations)
+    head_first = at_start & (at_loss >= in_block + in_unit)
+    terms["loss head"] = np.where(head_first, at_loss, 0.0)
+    terms["backward pass of a block"] = np.where(head_first, 0.0, in_block)
+    terms["gradients under way"] = np.where(head_first, 0.0, np.where(at_start, in_unit, late - in_block))
+    terms["buckets"] = state.buckets + 0.0 * weights
+    terms["other models"] = state.other + 0.0 * weights
+    terms["communication"] = overheads.group * state.groups
+    moves = sum(terms[name] for name in MOVING)
+    terms["context"] = overheads.context + 0.0 * weights
+    terms["fragmentation"] = overheads.fragmentation * moves
+    return terms
+
+
+MOVING = ("gathered weights", "activations", "loss head", "backward pass of a block", "gradients under way")
+"""Terms that the allocator frees and gives again."""
+OUTSIDE = ("communication", "context", "fragmentation")
+"""Terms that torch's count of allocated bytes leaves out."""
+
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+"""Stages of a rank, at least, by ``strategy.pipeline.schedule``."""
+
+
+def passes_in_flight(schedule: str, rank: Numbers, pp: Numbers, stages: Numbers, micro_batches: Numbers) -> Numbers:
+    """The most micro-batches of all its layers whose backward pass has not begun on a pipeline rank.
+
+    Args:
+        stages: stages of each rank; a fraction of a micro-batch is in some of them.
+    """
+    left = pp - 1 - rank
+    most = {
+        "gpipe": micro_batches * stages,
+        "1f1b": left + 1,
+        "interleaved_1f1b": (stages - 1) * pp + 2 * left + 1,
+        "interleaved_zero_bubble": (stages - 1) * pp + left + 1,
+        "zbv": 2 * pp,
+        "dualpipev": 2 * pp + 1,
+    }[schedule]
+    return np.minimum(most, micro_batches * stages) / stages

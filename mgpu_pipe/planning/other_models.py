@@ -1,0 +1,53 @@
+"""Bytes of what stands beside the trained decoder: towers, teachers, and weights of four bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mgpu_pipe.architectures.formulas.parameters import count_parameters
+from mgpu_pipe.config.group_keys import PeftConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.models.fields import resolved_fields
+
+FOUR_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+"""Bytes of a four-bit weight with its share of the scales (arXiv:2305.14314): one of eight bits for 64 weights, and one
+of fp32 for 256 of these."""
+TOWERS = ("vision_config", "audio_config")
+WIDTHS, DEPTHS = ("hidden_size", "embed_dim", "d_model"), ("num_hidden_layers", "depth", "encoder_layers")
+
+
+def four_bits(peft: PeftConfig) -> float:
+    """Bytes of a frozen weight in the blocks under ``peft=qlora``, else 0."""
+    return FOUR_BITS if peft.name == "qlora" else 0.0
+
+
+def tower_parameters(fields: Mapping[str, Any]) -> float:
+    """Parameters of a multimodal model's towers: four squared widths of attention and two matrices a layer."""
+    total = 0.0
+    for name in TOWERS:
+        tower = fields.get(name)
+        if isinstance(tower, Mapping):
+            width, depth = (next((tower[key] for key in keys if key in tower), 0) for keys in (WIDTHS, DEPTHS))
+            inner = tower.get("intermediate_size") or 4 * width
+            total += depth * (4 * width**2 + 2 * width * inner)
+    return total
+
+
+def other_bytes(config: RunConfig, item: int, shards: int) -> float:
+    """Bytes of a teacher on a rank; a cached reference is freed before the first step, a live one is the model itself.
+
+    Args:
+        item: bytes of a weight in the compute type, which a teacher is kept in.
+        shards: ranks that share it under ``objective.teacher_strategy=fsdp``.
+    """
+    folder = getattr(config.objective, "teacher", "")
+    if not folder or folder in ("drawn", "starts_from"):
+        return 0.0
+    try:
+        count = count_parameters(resolved_fields(ModelConfig(path=folder)))
+    except BadInputError:  # another check refuses it
+        return 0.0
+    divided = shards if getattr(config.objective, "teacher_strategy", "whole") == "fsdp" else 1
+    return 0.0 if count is None else item * count.total / divided
