@@ -41,8 +41,8 @@ def keys() -> str:
     plain = {name: entry for name, entry in properties.items() if name not in (*groups, "defaults", "hydra")}
     parts = ["## At the top", _table(_rows("", plain))]
     for name, entry in groups.items():
-        told = _text(entry["description"]) if "description" in entry else ""
-        parts += [f"## {name}", told, _table(_rows(f"{name}.", entry["properties"]))]
+        description = _text(entry["description"]) if "description" in entry else ""
+        parts += [f"## {name}", description, _table(_rows(f"{name}.", entry["properties"]))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -79,18 +79,17 @@ def verbs() -> str:
     parts = []
     for name in verb_names():
         parts += [f"## {name}", _text(find_verb(name).line)]
-        parts += [
-            f"```text\n{_help(name, *words)}```" for words in ((), *((one,) for one in SUBCOMMANDS.get(name, ())))
-        ]
+        commands = [(), *((subcommand,) for subcommand in SUBCOMMANDS.get(name, ()))]
+        parts += [f"```text\n{_help(name, *words)}```" for words in commands]
     return "\n\n".join(parts)
 
 
 def _help(verb: str, *words: str) -> str:
-    said = io.StringIO()
+    output = io.StringIO()
     os.environ["COLUMNS"] = "80"
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):  # a subcommand's help ends the program
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):  # a subcommand's help ends the program
         find_verb(verb).run([*words, "--help"])
-    return said.getvalue()
+    return output.getvalue()
 
 
 def _generate(app: object, page: str, source: list[str]) -> None:
@@ -98,5 +97,12 @@ def _generate(app: object, page: str, source: list[str]) -> None:
     source[0] = GENERATED.sub(lambda found: parts[found[1]](), source[0])
 
 
+def _keep_first_line(app: object, kind: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Let a property's first line stand, which Napoleon would take for ``type: description``."""
+    if kind in ("property", "attribute", "data") and lines:
+        lines[0] = lines[0].replace(": ", " -- ")
+
+
 def setup(app: Any) -> None:
     app.connect("source-read", _generate)
+    app.connect("autodoc-process-docstring", _keep_first_line, priority=400)  # before Napoleon

@@ -103,6 +103,7 @@ def train_in(
     from mgpu_pipe.inference.during_training import INFERENCE
     from mgpu_pipe.launch.distributed import process_group
     from mgpu_pipe.launch.gpus import keep_traces_in
+    from mgpu_pipe.training.loggers import log_samples
     from mgpu_pipe.training.train import train
 
     if config.trainer.deterministic:  # cuBLAS reads it at first use; without it torch refuses its kernels
@@ -128,20 +129,17 @@ def train_in(
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             samples = _samples(config, result, prepared, device)
-        _write_result(world, config, paths, result, samples, time.monotonic() - started)
+        every = config.trainer.sample_every_n_steps
+        if every is None or result.step % every:  # otherwise they were logged at the end of the step
+            log_samples(result.loggers, result.step, samples)
+        _write_summary(world, paths, result, samples, time.monotonic() - started)
     return result
 
 
-def _write_result(
-    world: World, config: RunConfig, paths: RunPaths, result: TrainResult, samples: list[Sample], seconds: float
-) -> None:
-    """Log the samples and write the summary; the launcher replaces ``wall_s`` by the whole command's time."""
+def _write_summary(world: World, paths: RunPaths, result: TrainResult, samples: list[Sample], seconds: float) -> None:
+    """Write the summary; the launcher replaces ``wall_s`` by the whole command's time."""
     from mgpu_pipe.runs.history import write_summary
-    from mgpu_pipe.training.loggers import log_samples
 
-    every = config.trainer.sample_every_n_steps
-    if every is None or result.step % every:  # otherwise they were logged at the end of the step
-        log_samples(result.loggers, result.step, samples)
     known = {
         "status": result.status,
         "step": result.step,
