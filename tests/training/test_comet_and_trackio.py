@@ -41,7 +41,7 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A working folder with the files that the page shows."""
-    for block in blocks(REPOSITORY / "docs" / "tasks" / "logging.md"):
+    for block in blocks(REPOSITORY / "docs" / "guides" / "logging.md"):
         if block.is_file:
             file = tmp_path / block.word
             file.parent.mkdir(parents=True, exist_ok=True)
