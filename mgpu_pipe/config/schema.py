@@ -18,6 +18,7 @@ from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.group_keys import Auto, OptimizerConfig, PeftConfig, SchedulerConfig, StrategyConfig, SweepConfig
 from mgpu_pipe.config.identity import CONTENT, FIXED, FREE, NOTICE, RECORDED
+from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.errors import ConfigError
 
 
@@ -372,3 +373,4 @@ class RunConfig:
     """Lightning callbacks by name, each a leaf with a _target_."""
     launch: LaunchConfig = field(default_factory=LaunchConfig, metadata=FREE)
     sweep: SweepConfig = field(default_factory=SweepConfig, metadata=FREE)
+    plan: PlanConfig = field(default_factory=PlanConfig, metadata=FREE)

@@ -197,7 +197,7 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
         words = tuple(base_words(composition.config))
         check_bases(tuple(composition.flags), words, composition.config.run.starts_from)
     if not names_files(composition.config):
-        return preflight(composition.config, alone, elsewhere)
+        return [*_plan_auto(composition), *preflight(composition.config, alone, elsewhere)]
     from mgpu_pipe.runs.hub_names import pin
 
     pinned = pin(composition.config)
@@ -207,13 +207,24 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
     try:
         if pinned.errors:
             raise ConfigErrors(preflight_errors(composition.config, pinned.errors, alone))
-        return [*(Notice(key, text) for key, text in pinned.notices), *preflight(composition.config, alone, elsewhere)]
+        notices = [*(Notice(key, text) for key, text in pinned.notices), *_plan_auto(composition)]
+        return [*notices, *preflight(composition.config, alone, elsewhere)]
     except MgpuError as error:
         if joins and pinned.others_wait:
             from mgpu_pipe.launch.join import refuse_alone
 
             refuse_alone(composition.config, error.exit_code)
         raise
+
+
+def _plan_auto(composition: Composition) -> list[Notice]:
+    """Put the planned layout in the place of ``strategy=auto``, if that is chosen; the notice says which."""
+    if composition.config.strategy.name != "auto":
+        return []
+    from mgpu_pipe.checks.auto_layout import with_planned_strategy
+
+    composition.config, notices = with_planned_strategy(composition.config)
+    return notices
 
 
 def errors_of(composition: Composition) -> list[BadInputError]:

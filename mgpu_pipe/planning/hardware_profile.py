@@ -53,6 +53,8 @@ class HardwareProfile:
     """GB/s that a node sends; 0 is that of ``network``."""
     watts: float = 0.0
     """Power of a GPU under load; 0 is unknown."""
+    dollars_per_hour: float = 0.0
+    """Price of a GPU; 0 is unknown."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Constants that were fitted to measured runs."""
 
@@ -77,6 +79,23 @@ class HardwareProfile:
     def fitted(self) -> Constants:
         """The constants, the prior's where the profile has none."""
         return replace(Constants(), **self.constants)
+
+
+GPU_NAMES = (
+    (r"B200", "b200"),
+    (r"H200(?! NVL)", "h200"),
+    (r"H100(?! (PCIe|NVL))", "h100"),
+    (r"A100.*80GB", "a100_80"),
+    (r"A100", "a100_40"),
+    (r"RTX 5090(?! (D|Laptop))", "rtx5090"),
+    (r"RTX 4090(?! (D|Laptop))", "rtx4090"),
+)
+"""Profiles of GPUs by their ``torch.cuda.get_device_name``."""
+
+
+def profile_of_gpu(name: str) -> str | None:
+    """Name of the profile of a GPU as its driver names it; None if there is none."""
+    return next((profile for pattern, profile in GPU_NAMES if re.search(pattern, name)), None)
 
 
 def profile_names() -> list[str]:

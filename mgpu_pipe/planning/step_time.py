@@ -108,30 +108,46 @@ def _slowest_stage(work: Work, layer: Numbers, head: Numbers) -> tuple[Numbers, 
     return longest, np.where(longest > last * layer + head, others, last)
 
 
-def _gemm(
-    rows: Numbers, columns: Numbers, inner: Numbers, hardware: Hardware, constants: Constants, peak: Numbers
-) -> Numbers:
-    """Seconds of a product of (rows, inner) and (inner, columns)."""
-    tiles = np.ceil(rows / TILE_ROWS) * np.ceil(columns / TILE_COLUMNS)
-    waves = tiles / hardware.multiprocessors
-    quantised = 1 + constants.wave * (np.ceil(waves) / waves - 1)
-    padded = np.ceil(inner / ALIGNMENT) * ALIGNMENT / inner * (1 + constants.short / inner)
-    moved = MESSAGE_BYTES * (rows * inner + inner * columns + rows * columns)
-    flops = 2 * rows * columns * inner
-    return flops / (peak * constants.gemm) * quantised * padded + moved / (hardware.bandwidth * constants.memory)
+@dataclass(frozen=True)
+class _Product:
+    """Matrix products of (rows, inner) and (inner, columns); of experts, ``copies`` of them at once."""
+
+    rows: Numbers
+    columns: Numbers
+    inner: Numbers
+    copies: Numbers = 1.0
+
+    def seconds(self, hardware: Hardware, constants: Constants, peak: Numbers) -> Numbers:
+        height = np.ceil(self.rows / TILE_ROWS)
+        waves = self.copies * height * np.ceil(self.columns / TILE_COLUMNS) / hardware.multiprocessors
+        quantised = 1 + constants.wave * (np.ceil(waves) / waves - 1)
+        padded = np.ceil(self.inner / ALIGNMENT) * ALIGNMENT / self.inner * (1 + constants.short / self.inner)
+        padded = padded * np.where(np.asarray(self.copies) > 1, height * TILE_ROWS / self.rows, 1)
+        entries = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
+        moved = MESSAGE_BYTES * self.copies * entries
+        flops = 2 * self.copies * self.rows * self.columns * self.inner
+        return flops / (peak * constants.gemm) * quantised * padded + moved / (hardware.bandwidth * constants.memory)
+
+    @property
+    def gradients(self) -> tuple[_Product, _Product]:
+        """Products of the gradients of the input and of the weight."""
+        of_input = _Product(self.rows, self.inner, self.columns, self.copies)
+        return of_input, _Product(self.inner, self.columns, self.rows, self.copies)
 
 
-def _products(work: Work) -> list[tuple[Numbers, Numbers, Numbers]]:
-    """(rows, columns, inner dimension) of a layer's products on a rank."""
+def _products(work: Work) -> list[_Product]:
+    """Products of a layer's forward pass on a rank."""
     queries = work.head_dim * work.heads / work.tp
     keys = work.head_dim * np.maximum(1, work.key_value_heads / work.tp)
-    routed, inner = work.tokens * work.chosen, work.inner / np.where(work.ep > 1, 1, work.tp)
-    routed = routed / np.where(work.ep > 1, work.tp, 1)
+    is_spread = np.asarray(work.ep) > 1
+    inner = work.inner / np.where(is_spread, 1, work.tp)
+    routed = work.tokens * work.chosen / np.where(is_spread, work.tp, 1)
+    copies = np.minimum(np.maximum(1, work.experts / work.ep), np.maximum(1, routed))
     return [
-        (work.tokens, queries + 2 * keys, work.width),
-        (work.tokens, work.width, queries),
-        (routed, (1 + work.gated) * inner, work.width),
-        (routed, work.width, inner),
+        _Product(work.tokens, queries + 2 * keys, work.width),
+        _Product(work.tokens, work.width, queries),
+        _Product(routed / copies, (1 + work.gated) * inner, work.width, copies),
+        _Product(routed / copies, work.width, inner, copies),
     ]
 
 
@@ -141,10 +157,11 @@ def _product_seconds(work: Work, hardware: Hardware, constants: Constants) -> tu
     peak = np.where(eight, hardware.float8_peak * constants.float8, hardware.peak)
     forward: Numbers = 0.0
     backward: Numbers = 0.0
-    for rows, columns, inner in _products(work):
-        forward = forward + _gemm(rows, columns, inner, hardware, constants, peak)
-        backward = backward + _gemm(rows, inner, columns, hardware, constants, peak)
-        backward = backward + _gemm(inner, columns, rows, hardware, constants, peak)
+    for product in _products(work):
+        of_input, of_weight = product.gradients
+        forward = forward + product.seconds(hardware, constants, peak)
+        backward = backward + of_input.seconds(hardware, constants, peak)
+        backward = backward + work.trained * of_weight.seconds(hardware, constants, peak)
     return forward, backward
 
 
@@ -244,7 +261,7 @@ def _backward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
     busy = products + attention + 2 * elementwise
     busy = busy + work.recompute_products * again + work.recompute_attention * attention_again
     busy = busy + work.recompute_elementwise * elementwise
-    gathers = _gather_seconds(work, work.weight_bytes + work.gradient_bytes, hardware, constants)
+    gathers = _gather_seconds(work, work.weight_bytes + work.trained * work.gradient_bytes, hardware, constants)
     attention = attention + work.recompute_attention * attention_again
     launches, passes = 2 + work.recompute_products, 1 + work.recompute_products
     return _layer_pass(work, busy, attention, launches, passes, gathers, hardware, constants)
@@ -272,8 +289,8 @@ def _layer_pass(
 def _head_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of a micro-batch's logits and loss, forward and backward."""
     columns, rows = work.vocabulary / work.tp, work.tokens
-    shapes = ((rows, columns, work.width), (rows, work.width, columns), (work.width, columns, rows))
-    products = sum(_gemm(*shape, hardware, constants, hardware.peak) for shape in shapes)
+    product = _Product(rows, columns, work.width)
+    products = sum(each.seconds(hardware, constants, hardware.peak) for each in (product, *product.gradients))
     return products + rows * columns * constants.logit_bytes / (hardware.bandwidth * constants.memory)
 
 
@@ -292,7 +309,7 @@ def _reduction(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     stride = work.tp * np.where(zero > 2, shards, 1)
     ranks = work.dp_replicate * np.where(zero > 2, 1, shards)
     each = np.where(zero > 2, parameters / shards, parameters)
-    reduced = _collective(each * work.gradient_bytes, ranks, stride, hardware, constants)
+    reduced = _collective(each * work.trained * work.gradient_bytes, ranks, stride, hardware, constants)
     gathered = _collective(each * work.weight_bytes, ranks, stride, hardware, constants)
     is_partial = (zero > 0) & (zero < 3)
     return constants.reduction * np.where(is_partial, reduced + gathered, 2 * reduced)
@@ -301,4 +318,10 @@ def _reduction(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
 def _optimizer(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of the update."""
     shards = np.where(np.asarray(work.zero) > 0, work.dp_shard * work.cp, 1)
-    return rank_parameters(work) / shards * constants.optimizer_bytes / (hardware.bandwidth * constants.memory)
+    return (
+        work.trained
+        * rank_parameters(work)
+        / shards
+        * constants.optimizer_bytes
+        / (hardware.bandwidth * constants.memory)
+    )

@@ -63,6 +63,8 @@ class Work:
     """Bytes of a reduced gradient."""
     float8: Numbers = 0.0
     """1 if the layers' matrix products are in float8."""
+    trained: Numbers = 1.0
+    """Share of the parameters that have a gradient."""
 
     @property
     def world(self) -> Numbers:

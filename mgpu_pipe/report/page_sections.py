@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.account import attempts_table, attempts_text, changed_defaults, strategies_text, times
 from mgpu_pipe.report.columns import TIMES
-from mgpu_pipe.report.run_view import RunView, number
+from mgpu_pipe.report.run_view import RunView, finite, number
 from mgpu_pipe.runs.latest import RUN
 
 SHADES = 5
@@ -131,7 +132,14 @@ def figures(view: RunView) -> list[dict[str, str]]:
     total = view.total_steps
     cards.append(_card("Steps", f"{view.steps:,}", f"of {total:,}" if total else "done"))
     cards.append(_card("Wall time", numbers.duration(view.wall_s), attempts_text(view) or "in all"))
-    cards.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), "of a process"))
+    memory = numbers.gibibytes(number(view.of_config("plan", "predicted_gib")))
+    note = "of a process" + ("" if memory == numbers.MISSING else f"; {memory} of tensors predicted")
+    cards.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), note))
+    predicted = number(view.of_config("plan", "predicted_seconds"))
+    steps = finite(view.metrics.get("throughput/step_s", []))
+    if steps and not math.isnan(predicted):
+        note = f"median; {numbers.seconds(predicted)} predicted by strategy=auto"
+        cards.append(_card("Step time", numbers.seconds(statistics.median(steps)), note))
     return [card for card in cards if card["value"] != numbers.MISSING]
 
 

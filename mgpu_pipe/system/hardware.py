@@ -125,6 +125,16 @@ def gpu_capability() -> tuple[int, int] | None:
     return None if failed else (major.value, minor.value)
 
 
+def gpu_name() -> str | None:
+    """Name of the driver's first GPU (NVML's nvmlDeviceGetName), e.g. ``NVIDIA H100 80GB HBM3``; None without one."""
+    nvml = _nvml()[0]
+    device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    if nvml is None or not _driver_gpus() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
+        return None
+    failed = nvml.nvmlDeviceGetName(device, name, len(name)) != 0
+    return None if failed else name.value.decode(errors="replace")
+
+
 @functools.lru_cache(maxsize=None)
 def _cpu_flags() -> frozenset[str]:
     """Features of the processor, from ``/proc/cpuinfo``."""

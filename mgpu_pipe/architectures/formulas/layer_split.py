@@ -113,6 +113,7 @@ def stage_layers(costs: LayerCosts, stages: int, by_hand: Sequence[int] | None =
         return tuple(range(end - count, end) for end, count in zip(ends, by_hand, strict=True))
     if stages > layers:
         raise ValueError(f"{layers} layers cannot be cut into {stages} stages")
+    sums = [0.0, *itertools.accumulate(costs.layers)]
     # best[stop]: (costliest stage, sum of squares, start of the last stage) of the first stages' best cut.
     best: list[dict[int, tuple[float, float, int]]] = [{0: (0.0, 0.0, 0)}]
     for stage in range(1, stages + 1):
@@ -121,7 +122,7 @@ def stage_layers(costs: LayerCosts, stages: int, by_hand: Sequence[int] | None =
             options = []
             for start, (worst, squares, _) in best[-1].items():
                 if start < stop:
-                    cost = costs.stage(range(start, stop))
+                    cost = sums[stop] - sums[start] + costs.embedding * (start == 0) + costs.head * (stop == layers)
                     options.append((max(worst, cost), squares + cost * cost, start))
             row[stop] = min(options)
         best.append(row)

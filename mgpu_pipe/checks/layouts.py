@@ -1,0 +1,343 @@
+"""The fastest layouts of a configuration on given hardware that fit in its memory, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.architectures.find import family_of, stages_of
+from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
+from mgpu_pipe.checks.sizes import size_errors
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.resolve import device_type, devices_per_node
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.planning.hardware_profile import GIB, HardwareProfile, load_profile, profile_names, profile_of_gpu
+from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, divisors, enumerate_layouts, layout_at, layout_bytes
+from mgpu_pipe.planning.memory import MemoryPlan, activations_of, memory_by_rank, overheads_of, state_of
+from mgpu_pipe.planning.model_work import model_work
+from mgpu_pipe.planning.step_time import step_time
+from mgpu_pipe.planning.work import Work
+from mgpu_pipe.system.hardware import gpu_name, host_memory
+from mgpu_pipe.topology import ParallelDims
+
+CPU = "cpu"
+INTERLEAVED = (1, 2, 4)
+"""Stages of a rank that are tried in a pipeline."""
+BULK_ERROR = 0.05
+"""Share by which the bulk estimate of a layout's bytes may be too high; those that pass are computed for every rank."""
+LARGEST_WORLD = 1 << 14
+HOUR = 3600.0
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A layout with its prediction."""
+
+    profile: HardwareProfile
+    gpus: int
+    layout: Layout
+    overrides: Sequence[str]
+    """Overrides that choose the layout and the processes."""
+    config: RunConfig
+    seconds: float
+    parts: Mapping[str, float]
+    """Seconds by part of :class:`mgpu_pipe.planning.step_time.StepTime`."""
+    tokens_per_step: float
+    utilisation: float
+    """Model FLOPs over the peak of all GPUs."""
+    memory: MemoryPlan
+    dollars_per_hour: float | None
+    """Price of a GPU; None if unknown."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.seconds
+
+    @property
+    def dollars_per_token(self) -> float:
+        """nan without a price."""
+        hourly = float("nan") if self.dollars_per_hour is None else self.dollars_per_hour * self.gpus
+        return hourly / HOUR / self.tokens_per_second
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits by the likely figure but not by the high one."""
+        return self.memory.high > self.profile.memory_bytes
+
+    @property
+    def largest_loss(self) -> tuple[str, float]:
+        """Part that takes most time beside computation, and its share of the step."""
+        losses = {name: seconds for name, seconds in self.parts.items() if name != "compute"}
+        name = max(losses, key=losses.__getitem__)
+        return name, losses[name] / self.seconds
+
+
+@dataclass
+class Losers:
+    """Numbers of layouts that are no plan, by reason."""
+
+    tried: int = 0
+    too_large: int = 0
+    """Their weights, gradients and optimizer state alone exceed the memory, or their memory term by term does."""
+    refused: int = 0
+    """A check refuses them."""
+
+    @property
+    def slower(self) -> int:
+        return self.tried - self.too_large - self.refused
+
+
+def plan_layouts(config: RunConfig) -> tuple[list[PlannedRun], Losers]:
+    """The best ``plan.rows`` layouts by ``plan.rank_by``, shared evenly by all hardware and numbers of GPUs.
+
+    Raises:
+        ConfigError: no such hardware, unknown shapes, no price, or no layout that fits.
+    """
+    plans, losers, errors = list[PlannedRun](), Losers(), list[ConfigError]()
+    worlds = [(profile, gpus) for profile in _profiles(config) for gpus in _worlds(config, profile)]
+    each = replace(config, plan=replace(config.plan, rows=max(1, config.plan.rows // len(worlds))))
+    for profile, gpus in worlds:
+        try:
+            plans += _plans_on(each, profile, gpus, losers)
+        except ConfigError as error:
+            errors.append(error)
+    if not plans:
+        raise errors[0]
+    orders = {
+        "speed": lambda plan: -plan.tokens_per_second,
+        "cost": lambda plan: plan.dollars_per_token,
+        "memory": lambda plan: plan.memory.likely,
+    }
+    return sorted(plans, key=orders[config.plan.rank_by]), losers
+
+
+def _profiles(config: RunConfig) -> list[HardwareProfile]:
+    chosen = list(config.plan.hardware) or [_hardware_here(config)]
+    profiles = [load_profile(name, config.plan.network) for name in chosen]
+    if config.plan.rank_by == "cost":
+        for profile in profiles:
+            if _price(config, profile) is None:
+                fix = "give plan.price, dollars a GPU and hour, or dollars_per_hour in a profile of yours"
+                raise ConfigError("plan.rank_by", "cost", fix, f"{profile.name} has no price")
+    return profiles
+
+
+def _hardware_here(config: RunConfig) -> str:
+    """The profile of this machine's processes or GPUs.
+
+    Raises:
+        ConfigError: the run is for GPUs, and this machine has none, or ones without a profile.
+    """
+    if device_type(config) == CPU:
+        return CPU
+    name = gpu_name()
+    profile = None if name is None else profile_of_gpu(name)
+    if profile is None:
+        fix = f"name it: plan.hardware=h100 (one of {', '.join(profile_names())}, or the path of a profile of yours)"
+        reason = "the kind of GPU is not known" if name is None else f"there is no profile of {name}"
+        raise ConfigError("plan.hardware", "[]", fix, reason)
+    return profile
+
+
+def _price(config: RunConfig, profile: HardwareProfile) -> float | None:
+    return config.plan.price if config.plan.price is not None else profile.dollars_per_hour or None
+
+
+def _worlds(config: RunConfig, profile: HardwareProfile) -> list[int]:
+    """Numbers of GPUs to plan for."""
+    for gpus in config.plan.gpus:
+        if gpus < 1:
+            raise ConfigError("plan.gpus", gpus, "use numbers of at least 1")
+    devices = config.trainer.devices
+    each = devices if devices != "auto" else 1 if profile.name == CPU else int(profile.gpus_per_node)
+    return config.plan.gpus or [each * config.trainer.num_nodes]
+
+
+def _on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tuple[RunConfig, list[str]]:
+    """The configuration on so many processes of the hardware, and the overrides for it.
+
+    Raises:
+        ConfigError: the GPUs fill no whole number of nodes.
+    """
+    typed = config.trainer.devices
+    node = typed if typed != "auto" and not config.plan.gpus else min(gpus, int(profile.gpus_per_node))
+    if gpus % node:
+        below = max(1, gpus // node) * node
+        fix = f"use {below} or {below + node}"
+        raise ConfigError("plan.gpus", gpus, fix, f"a node of {profile.name} has {node} GPUs")
+    accelerator = "cpu" if profile.name == CPU else "cuda"
+    trainer = replace(config.trainer, devices=node, num_nodes=gpus // node, accelerator=accelerator)  # type: ignore[arg-type]
+    words = [f"trainer.devices={node}", f"trainer.num_nodes={gpus // node}", f"trainer.accelerator={accelerator}"]
+    return replace(config, trainer=trainer), words
+
+
+def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
+    model_type, sequence = str(fields["model_type"]), config.data.seq_len
+    refused, family = description(config.objective.name).refused_axes, family_of(model_type)
+    sizes = divisors(gpus)
+
+    def fitting(axis: str, errors: Any) -> tuple[int, ...]:
+        return tuple(size for size in sizes if size == 1 or (axis not in refused and not errors(size)))
+
+    tp = fitting("tp", lambda size: tensor_parallel_errors(fields, model_type, size, False, sequence))
+    cp = fitting("cp", lambda size: context_parallel_errors(fields, model_type, size, "ring", sequence))
+    ep = fitting("ep", lambda size: expert_parallel_errors(fields, model_type, size))
+    has_stages, layers = stages_of(model_type) is not None, fields["num_hidden_layers"]
+    return AllowedSizes(
+        tp=tp,
+        pp=fitting("pp", lambda size: size > layers or not has_stages),
+        cp=cp,
+        ep=ep,
+        stages_per_rank=INTERLEAVED,
+        has_sequence_parallel=family.sequence is not None and all(sequence % (a * b) == 0 for a in tp for b in cp),
+    )
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """All layouts on one number of GPUs, with a bulk estimate of their bytes."""
+
+    config: RunConfig
+    words: Sequence[str]
+    gpus: int
+    layouts: Work
+    sizes: Array
+
+
+def _candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> _Candidates:
+    """Every layout that the model and the batch allow.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    fields = model_fields(config)
+    placed, words = _on_processes(config, profile, gpus)
+    samples = config.data.global_batch_size
+    model = model_work(placed, fields)
+    layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed, fields, gpus))
+    if not np.size(layouts.tp):
+        fewer = max(size for size in divisors(samples) if size <= gpus)
+        fix = f"use plan.gpus={fewer}, or data.global_batch_size={gpus}"
+        raise ConfigError("data.global_batch_size", samples, fix, f"no layout divides it over {gpus} processes")
+    alone = with_layout(placed, Layout(1, 1, 1, 1, 1, 1, 1, 1, "none", False))
+    alone = replace(alone, trainer=replace(alone.trainer, devices=1, num_nodes=1))
+    if memory_by_rank(alone) is None:
+        fix = "plan one of a language model, such as objective=causal_lm"
+        raise ConfigError("objective.name", config.objective.name, fix, "the memory of this objective is not known")
+    state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
+    sizes = layout_bytes(layouts, state, keeps, overheads_of(placed))
+    return _Candidates(placed, words, gpus, layouts, sizes)
+
+
+def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Losers) -> list[PlannedRun]:
+    """The best layouts on one number of GPUs, at most one of the same axes.
+
+    Raises:
+        ConfigError: no layout fits.
+    """
+    candidates = _candidates(config, profile, gpus)
+    if profile.name == CPU:  # processes of this machine share its memory
+        each = host_memory() / GIB / devices_per_node(candidates.config)
+        profile = replace(profile, memory_gib=each)
+    fits = candidates.sizes <= (1 + BULK_ERROR) * profile.memory_bytes
+    losers.tried += len(fits)
+    losers.too_large += int(len(fits) - fits.sum())
+    plans = list(_fitting(candidates, profile, fits, losers))
+    if not plans:
+        raise _does_not_fit(config, candidates, profile)
+    return plans
+
+
+def _fitting(
+    candidates: _Candidates, profile: HardwareProfile, fits: NDArray[np.bool_], losers: Losers
+) -> Iterator[PlannedRun]:
+    """Layouts that fit and that no check refuses, the best first, until ``plan.rows`` are there."""
+    layouts, rows = candidates.layouts, candidates.config.plan.rows
+    times = step_time(layouts, profile.hardware, profile.fitted)
+    total = np.asarray(times.total)
+    score = candidates.sizes if candidates.config.plan.rank_by == "memory" else total
+    seen = set[tuple[int, ...]]()
+    for index in np.argsort(np.where(fits, score, np.inf), kind="stable")[: int(fits.sum())].tolist():
+        layout = layout_at(layouts, index)
+        axes = (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_shard)
+        if axes in seen:
+            continue
+        changed = with_layout(candidates.config, layout)
+        memory = _memory(changed)
+        if memory is None or memory.likely > profile.memory_bytes:
+            losers.too_large += 1
+            continue
+        if size_errors(changed, elsewhere=True):
+            losers.refused += 1
+            continue
+        seen.add(axes)
+        parts = {name: float(np.broadcast_to(part, total.shape)[index]) for name, part in vars(times).items()}
+        seconds, flops = float(total[index]), float(np.asarray(layouts.model_flops)[index])
+        yield PlannedRun(
+            profile=profile,
+            gpus=candidates.gpus,
+            layout=layout,
+            overrides=[*layout.overrides, *candidates.words],
+            config=changed,
+            seconds=seconds,
+            parts=parts,
+            tokens_per_step=float(np.asarray(layouts.tokens_per_step)[index]),
+            utilisation=flops / seconds / candidates.gpus / float(profile.hardware.peak),
+            memory=memory,
+            dollars_per_hour=_price(candidates.config, profile),
+        )
+        if len(seen) == rows:
+            return
+
+
+def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
+    """The configuration under a layout, as its overrides would make it."""
+    name = layout.overrides[0].partition("=")[2]
+    schedule = "interleaved_1f1b" if layout.stages_per_rank > 1 else "1f1b"
+    strategy = replace(
+        config.strategy,
+        name=name,
+        engine="mesh",
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")},
+        sequence_parallel=layout.sequence_parallel,
+        activation_checkpointing=layout.checkpointing,  # type: ignore[arg-type]
+        pipeline=replace(
+            config.strategy.pipeline,
+            schedule=schedule,  # type: ignore[arg-type]
+            stages_per_rank=layout.stages_per_rank if layout.stages_per_rank > 1 else "auto",
+            layers=[],
+        ),
+        offload="none",
+    )
+    return replace(config, strategy=strategy, data=replace(config.data, micro_batch_size=layout.micro_batch_size))
+
+
+def _memory(config: RunConfig) -> MemoryPlan | None:
+    try:
+        return memory_by_rank(config)
+    except ConfigError:
+        return None
+
+
+def _does_not_fit(config: RunConfig, candidates: _Candidates, profile: HardwareProfile) -> ConfigError:
+    """The error that names the bytes that the smallest layout lacks, and a number of GPUs that is enough."""
+    least = float(candidates.sizes.min())
+    missing = max(0.0, least - profile.memory_bytes) / GIB
+    enough, gpus = None, 2 * candidates.gpus
+    while enough is None and gpus <= LARGEST_WORLD:
+        try:
+            enough = gpus if _candidates(config, profile, gpus).sizes.min() <= profile.memory_bytes else None
+        except ConfigError:
+            break
+        gpus *= 2
+    fix = f"use plan.gpus={enough}" if enough else "use a smaller model or peft=qlora"
+    reason = f"no layout fits on {candidates.gpus} of {profile.name}: the smallest needs {least / GIB:.1f} GiB"
+    reason += f", {missing:.1f} GiB too many"
+    return ConfigError("plan.gpus", candidates.gpus, f"{fix}, or hardware with more memory", reason)

@@ -1,0 +1,153 @@
+"""``mgpu-pipe plan``: the best layouts of a configuration on given hardware, predicted; starts nothing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.errors import EXIT_OK, print_line, print_text
+
+if TYPE_CHECKING:
+    from mgpu_pipe.checks.layouts import Losers, PlannedRun
+    from mgpu_pipe.config.hydra.compose import Composition
+
+DESCRIPTION = (
+    "Predict step time, memory and cost of every layout of a configuration, and print the best ones with their "
+    "overrides. Starts nothing. --json prints every figure. plan.hardware=h100,h200 and plan.gpus=8,16 compare."
+)
+LISTS = ("plan.hardware", "plan.gpus")
+"""Keys whose values may be typed with commas alone."""
+REPLACED = ("strategy", "data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accelerator", "plan.")
+"""Overrides that a plan replaces, by their beginning."""
+NUMERIC = ("", "gpus", "rows", "step", "tokens/s", "MFU", "memory", "$ a billion tokens")
+SPARE = ("rows", "checkpointing", "most beside computing")
+BILLION, KILO, HOUR, DAY = 1e9, 1e3, 3600.0, 86400.0
+
+
+def plan(words: list[str]) -> int:
+    """``mgpu-pipe plan [OVERRIDES] [--json]``."""
+    from mgpu_pipe.launch.composed import composed
+
+    as_json = "--json" in words
+
+    def job(composition: Composition) -> int:
+        from mgpu_pipe.checks.layouts import plan_layouts
+        from mgpu_pipe.checks.model import check_model
+        from mgpu_pipe.checks.sizes import range_errors
+        from mgpu_pipe.errors import ConfigErrors
+
+        errors = composition.errors or range_errors(composition.config)
+        if errors:
+            raise ConfigErrors(errors)
+        check_model(composition.config)
+        plans, losers = plan_layouts(composition.config)
+        typed = [word for word in composition.overrides if not word.lstrip("+~").startswith(REPLACED)]
+        if as_json:
+            print_text(json.dumps({"plans": [_plain(each) for each in plans], **_counts(losers)}, indent=2))
+        else:
+            _print(plans, losers, typed, _total_tokens(composition, plans[0]))
+        return EXIT_OK
+
+    return composed("plan", DESCRIPTION, [_as_list(word) for word in words if word != "--json"], job)
+
+
+def _as_list(word: str) -> str:
+    """``plan.gpus=8,16`` as ``plan.gpus=[8,16]``."""
+    key, equals, value = word.partition("=")
+    return f"{key}=[{value}]" if key in LISTS and equals and not value.startswith(("[", "$")) else word
+
+
+def _total_tokens(composition: Composition, best: PlannedRun) -> float | None:
+    """Tokens of the whole training, if known."""
+    config = composition.config
+    if config.plan.tokens is not None or config.trainer.max_steps is None:
+        return config.plan.tokens
+    return config.trainer.max_steps * best.tokens_per_step
+
+
+def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], tokens: float | None) -> None:
+    from mgpu_pipe.report.columns import count, duration, figure, print_columns, seconds
+
+    several = len({each.profile.name for each in plans}) > 1
+    worlds = len({each.gpus for each in plans}) > 1
+    names = ("", "hardware", "gpus", "layout", "rows", "checkpointing", "step", "tokens/s", "MFU", "memory")
+    cells = []
+    for number, each in enumerate(plans, start=1):
+        lost, share = each.largest_loss
+        cost = each.dollars_per_token * BILLION
+        cells.append(
+            [
+                str(number),
+                each.profile.name if several else "",
+                f"{each.gpus:,}" if worlds else "",
+                _axes(each),
+                str(each.layout.micro_batch_size),
+                each.layout.checkpointing,
+                seconds(each.seconds),
+                count(each.tokens_per_second),
+                f"{100 * each.utilisation:.1f}%",
+                f"{each.memory.likely / 2**30:.1f} GiB{' (tight)' if each.is_tight else ''}",
+                figure(cost, 3) if cost == cost else "",
+                f"{lost.replace('_', ' ')} {100 * share:.0f}%",
+            ]
+        )
+    columns = (*names, "$ a billion tokens", "most beside computing")
+    print_columns(columns, cells, NUMERIC, below=(), spare=SPARE)
+    print_line()
+    for number, each in enumerate(plans, start=1):
+        print_line(f"{number}: {shlex.join(each.overrides)}")
+    best = plans[0]
+    print_line()
+    print_line(
+        f"{losers.tried:,} layouts: {losers.too_large:,} do not fit, {losers.refused:,} are refused by a check, "
+        f"the others are slower or alike"
+    )
+    if best.memory.assumes:
+        print_line(f"assumed: {best.memory.assumes}")
+    if tokens is not None:
+        days = tokens / best.tokens_per_second
+        hours = best.gpus * days / HOUR
+        price = "" if best.dollars_per_hour is None else f", {figure(hours * best.dollars_per_hour, 4)} dollars"
+        energy = f", {figure(hours * best.profile.watts / KILO, 3)} kWh of GPUs" if best.profile.watts else ""
+        print_line(f"{count(tokens)} tokens by 1: {duration(days)}, {count(hours)} GPU hours{price}{energy}")
+    print_line(f"check it: mgpu-pipe check {shlex.join([*typed, *best.overrides])}")
+
+
+def _axes(each: PlannedRun) -> str:
+    axes = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
+    sizes = [f"{axis} {getattr(each.layout, axis)}" for axis in axes if getattr(each.layout, axis) > 1]
+    if each.layout.stages_per_rank > 1:
+        sizes.append(f"{each.layout.stages_per_rank} stages a rank")
+    return " x ".join(sizes) or "one process"
+
+
+def _counts(losers: Losers) -> dict[str, int]:
+    return {"layouts": losers.tried, "do_not_fit": losers.too_large, "refused": losers.refused}
+
+
+def _plain(each: PlannedRun) -> dict[str, Any]:
+    """A plan for JSON."""
+    cost = each.dollars_per_token
+    return {
+        "hardware": each.profile.name,
+        "gpus": each.gpus,
+        "overrides": list(each.overrides),
+        "seconds_per_step": each.seconds,
+        "seconds_by_part": dict(each.parts),
+        "tokens_per_second": each.tokens_per_second,
+        "utilisation": each.utilisation,
+        "memory_bytes": {
+            "low": each.memory.low,
+            "likely": each.memory.likely,
+            "high": each.memory.high,
+            "of_gpu": each.profile.memory_bytes,
+            "terms": dict(each.memory.terms),
+        },
+        "dollars_per_token": cost if cost == cost else None,
+    }
+
+
+VERB = Verb("the best layouts on given hardware: predicted time, memory and cost", plan, composes=True)

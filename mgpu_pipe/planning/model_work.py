@@ -1,0 +1,61 @@
+"""Shapes of a causal language model as :class:`mgpu_pipe.planning.work.Work`, from its configuration's fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mgpu_pipe.architectures.find import family_of
+from mgpu_pipe.architectures.formulas.flops import Shape, windowed
+from mgpu_pipe.config.resolve import resolve_precision
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.planning.work import Work
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Fields without which nothing can be said."""
+FOUR_BITS = 0.5
+ADAPTERS = 0.01
+"""Share of the parameters that adapters are taken to be."""
+
+
+def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
+    """The model, the rows and the precision of a run, on one process.
+
+    Args:
+        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
+
+    Raises:
+        ConfigError: the model's shapes are unknown, or its samples are not of tokens.
+    """
+    missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]
+    if missing or not config.data.tokens():
+        reason = f"its {missing[0]} is unknown" if missing else "its samples are not of tokens"
+        fix = "plan a language model, of model.type or model.path"
+        raise ConfigError("model.type", config.model.type or fields.get("model_type"), fix, reason)
+    shape, sizes = Shape.from_fields(fields), family_of(fields.get("model_type") or "").sizes
+    experts = fields.get("num_experts") or 0 if sizes and sizes.expert_width else 0
+    inner = fields.get(sizes.expert_width if sizes and experts else sizes.inner if sizes else "intermediate_size")
+    precision, tokens = resolve_precision(config), config.data.tokens()
+    adapts, window = config.peft.name != "none", fields.get("sliding_window")
+    weight = 4.0 if precision == "fp32" else 2.0
+    return Work(
+        layers=float(shape.layers),
+        width=float(shape.width),
+        inner=float(inner or 4 * shape.width),
+        heads=float(shape.heads),
+        key_value_heads=float(shape.key_value_heads),
+        head_dim=float(shape.head_dim),
+        vocabulary=float(fields["vocab_size"]),
+        sequence=float(tokens),
+        context=windowed(float(tokens), window if isinstance(window, int) else None),
+        gated=float(sizes is None or sizes.gated),
+        experts=float(experts),
+        chosen=float(fields.get("num_experts_per_tok") or 1) if experts else 1.0,
+        tied=float(bool(fields.get("tie_word_embeddings"))),
+        flash=float(config.model.attn_implementation != "eager"),
+        weight_bytes=FOUR_BITS if config.peft.name == "qlora" else weight,
+        gradient_bytes=2.0 if config.precision.reduce == "bf16" else 4.0,
+        float8=float(precision == "fp8"),
+        trained=ADAPTERS if adapts else 1.0,
+    )

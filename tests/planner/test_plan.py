@@ -1,0 +1,205 @@
+"""The search of layouts and the verb ``plan``. Oracles: the checks of a run, the composed overrides, and every layout
+of a small world by the rules of :mod:`mgpu_pipe.topology`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mgpu_pipe.checks.layouts import plan_layouts, with_layout
+from mgpu_pipe.checks.preflight import preflight_errors
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.resolve import world_size
+from mgpu_pipe.config.run_identity import mathematics_hash
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.planning.layout_search import AllowedSizes, enumerate_layouts, layout_at
+from mgpu_pipe.planning.memory import memory_by_rank
+from mgpu_pipe.planning.work import Work
+from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+LARGE = ["model=llama3_70b", "data.seq_len=4096", "data.global_batch_size=512", "plan.hardware=[h100]"]
+CLUSTER = [*LARGE, "trainer.num_nodes=8", "trainer.devices=8"]
+SMALL = ["model=llama_tiny", "data.seq_len=64", "data.global_batch_size=16"]
+TOY = Work(
+    layers=4, width=64, inner=128, heads=4, key_value_heads=2, head_dim=16, vocabulary=256, sequence=64, context=64
+)  # fmt: skip
+
+
+def composed(*words: str) -> RunConfig:
+    return compose(list(words))[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        CLUSTER,
+        [*CLUSTER[:-1], "trainer.devices=4", "precision=bf16_true"],
+        ["model=qwen3_30b_a3b", "data.global_batch_size=64", "plan.hardware=[h200]", "trainer.devices=8"],
+        ["model=llama3_8b", "plan.hardware=[rtx4090]", "trainer.devices=8", "data.global_batch_size=64"],
+        [*SMALL, "trainer.devices=4"],
+    ],
+    ids=lambda words: words[0] + " " + words[-1],
+)
+def test_every_plan_passes_the_checks_and_is_what_its_overrides_compose(words: list[str]) -> None:
+    plans, _ = plan_layouts(composed(*words, "plan.rows=4"))
+    kept = [word for word in words if not word.startswith(("trainer.devices", "trainer.num_nodes"))]
+    assert len(plans) == 4
+    for plan in plans:
+        config = composed(*kept, *plan.overrides)
+        assert not preflight_errors(config, elsewhere=True)
+        dims = ParallelDims.resolve(config.strategy, world_size(config))
+        assert dims == ParallelDims.resolve(plan.config.strategy, plan.gpus)
+        assert BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp).micro_batch_size == (
+            plan.layout.micro_batch_size
+        )
+        assert memory_by_rank(config) == plan.memory
+        assert plan.memory.likely <= plan.profile.memory_bytes
+        assert sum(plan.parts.values()) == pytest.approx(plan.seconds)
+    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+
+
+def test_every_layout_of_a_small_world_is_tried_once() -> None:
+    sizes = (1, 2, 4, 8)
+    found = enumerate_layouts(TOY, 8, 16, AllowedSizes(sizes, sizes[:3], sizes, (1,), checkpointing=("none",)))
+    seen = [layout_at(found, index) for index in range(np.size(found.tp))]
+    assert len(set(seen)) == len(seen)
+    expected = set()
+    for tp, pp, cp, shard, replicas in ((a, b, c, d, e) for a in sizes for b in sizes[:3] for c in sizes
+                                        for d in sizes for e in sizes):  # fmt: skip
+        if tp * pp * cp * shard * replicas == 8:
+            share = 16 // (shard * replicas)
+            micros = [micro for micro in range(1, share + 1) if share % micro == 0 and share // micro >= pp]
+            expected |= {(tp, pp, cp, shard, replicas, micro) for micro in micros}
+    assert {(s.tp, s.pp, s.cp, s.dp_shard, s.dp_replicate, s.micro_batch_size) for s in seen} == expected
+
+
+def test_the_bulk_estimate_of_memory_is_that_of_every_rank() -> None:
+    from mgpu_pipe.checks.layouts import _candidates
+    from mgpu_pipe.planning.hardware_profile import load_profile
+
+    found = _candidates(composed(*CLUSTER), load_profile("h100"), 64)
+    order = np.argsort(found.sizes)
+    for index in order[:: len(order) // 12].tolist():
+        memory = memory_by_rank(with_layout(found.config, layout_at(found.layouts, index)))
+        assert memory is not None and found.sizes[index] == pytest.approx(memory.likely, rel=0.1)
+
+
+def test_more_gpus_and_other_hardware_are_compared() -> None:
+    config = composed(
+        "model=llama3_8b", "data.global_batch_size=64", "plan.hardware=[h100,a100_80]", "plan.gpus=[8,16]"
+    )
+    plans, _ = plan_layouts(config)
+    assert {(plan.profile.name, plan.gpus) for plan in plans} == {
+        ("h100", 8),
+        ("h100", 16),
+        ("a100_80", 8),
+        ("a100_80", 16),
+    }
+    assert len(plans) == 8 and (plans[0].profile.name, plans[0].gpus) == ("h100", 16)
+    priced = replace(config, plan=replace(config.plan, price=2.0, rank_by="cost"))
+    cheapest = plan_layouts(priced)[0]
+    costs = [plan.dollars_per_token for plan in cheapest]
+    assert costs == sorted(costs) and cheapest[0].gpus == 8
+    assert costs[0] == pytest.approx(2 * 8 / 3600 / cheapest[0].tokens_per_second)
+    smallest = plan_layouts(replace(config, plan=replace(config.plan, rank_by="memory")))[0]
+    assert smallest[0].memory.likely < plans[0].memory.likely
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        plan_layouts(composed(*words))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_world_that_no_layout_fits_names_the_bytes_and_the_nearest_that_does() -> None:
+    said = refusal(*LARGE, "trainer.devices=8")
+    assert said.startswith("plan.gpus=8: no layout fits on 8 of h100: the smallest needs ")
+    assert "GiB too many; use plan.gpus=" in said
+    enough = int(said.partition("use plan.gpus=")[2].partition(",")[0])
+    assert plan_layouts(composed(*LARGE, f"plan.gpus=[{enough}]"))[0]
+    refusal(*LARGE, f"plan.gpus=[{enough // 2}]")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan.hardware=[h1000]"], "plan.hardware=h1000: no such hardware; did you mean h100?"),
+        (["plan.network=ethernet"], "plan.network=ethernet: no such network"),
+        (["plan.rank_by=cost"], "cpu has no price; give plan.price"),
+        (["trainer.accelerator=cuda"], "the kind of GPU is not known; name it: plan.hardware=h100"),
+        (["plan.gpus=[12]", "plan.hardware=[h100]"], "plan.gpus=12: a node of h100 has 8 GPUs; use 8 or 16"),
+        (["plan.gpus=[0]"], "plan.gpus=0: use numbers of at least 1"),
+        (["trainer.devices=7"], "data.global_batch_size=16: no layout divides it over 7 processes; use plan.gpus=4"),
+        (["model=vit_tiny"], "plan a language model"),
+    ],
+)
+def test_bad_input_is_refused_with_its_fix(words: list[str], said: str) -> None:
+    assert said in refusal(*SMALL, *words)
+
+
+def test_keys_of_plans_are_no_part_of_a_runs_identity() -> None:
+    config = composed(*SMALL)
+    other = composed(*SMALL, "plan.hardware=[h100]", "plan.gpus=[8]", "plan.price=2", "plan.tokens=1e9", "plan.rows=3")
+    assert config.plan != other.plan
+    assert mathematics_hash(config) == mathematics_hash(other)
+
+
+def test_the_command_prints_plans_and_imports_no_torch(tmp_path: Path) -> None:
+    words = [
+        "plan",
+        *CLUSTER[:3],
+        "plan.hardware=h100",
+        *CLUSTER[4:],
+        "plan.tokens=1e12",
+        "plan.price=2.5",
+        "strategy=ddp",
+    ]
+    program = (
+        f"import sys; from mgpu_pipe.cli.main import main; code = main({words!r}); print('torch' in sys.modules, code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "250"},
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "False 0", done.stderr
+    assert lines[0].split()[:4] == ["layout", "rows", "checkpointing", "step"]
+    assert sum(line.startswith("1: strategy=") for line in lines) == 1
+    (check,) = [line for line in lines if line.startswith("check it: mgpu-pipe check ")]
+    assert "plan." not in check and "strategy=ddp" not in check and check.count("trainer.devices=") == 1
+    assert any(line.startswith("1T tokens by 1: ") and "dollars" in line and "kWh" in line for line in lines)
+
+
+def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "trainer.devices=2", "--json", "plan.rows=2"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert len(content["plans"]) == 2 and content["layouts"] > 10
+    best = content["plans"][0]
+    assert best["hardware"] == "cpu" and best["gpus"] == 2 and best["dollars_per_token"] is None
+    assert math.isclose(sum(best["seconds_by_part"].values()), best["seconds_per_step"])
+    assert sum(best["memory_bytes"]["terms"].values()) == best["memory_bytes"]["likely"]
+    assert best["overrides"][-3:] == ["trainer.devices=2", "trainer.num_nodes=1", "trainer.accelerator=cpu"]
+
+
+def test_adapters_and_four_bits_need_less() -> None:
+    words = ["model=llama3_8b", "plan.hardware=[h100]", "trainer.devices=1", "data.global_batch_size=8", "plan.rows=1"]
+    assert "no layout fits on 1 of h100" in refusal(*words)
+    (lora,), _ = plan_layouts(composed(*words, "peft=lora", "plan.rank_by=memory"))
+    (qlora,), _ = plan_layouts(composed(*words, "peft=qlora", "plan.rank_by=memory"))
+    assert qlora.memory.likely < lora.memory.likely
