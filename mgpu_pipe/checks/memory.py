@@ -1,190 +1,237 @@
-"""Checks that a rank's state between steps fits into its GPU or host memory."""
+"""Checks that a run's worst rank fits into its GPU or host memory, and the changes that make it fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
 
-from mgpu_pipe.architectures.formulas.kept_memory import (
-    FP32,
-    HALF,
-    Saving,
-    StateBytes,
-    known_optimizer_bytes,
-    savings,
-    sharded_stage,
-    state_bytes,
-)
-from mgpu_pipe.architectures.formulas.parameters import count_parameters
-from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.optimizer import ADAMW_BF16
-from mgpu_pipe.config.group_keys import PeftConfig
-from mgpu_pipe.config.resolve import device_type, resolve_precision, world_size
+from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.planning.hardware_profile import load_profile
+from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
 from mgpu_pipe.system.hardware import host_memory, used_memory
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 GIB = 1 << 30
 NAMED = 3
-"""Most settings in a fix."""
-
-
-def memory_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan, elsewhere: bool) -> list[ConfigError]:
-    """An error if weights, gradients and optimizer state exceed the smallest GPU, or for CPU processes the host memory.
-
-    Activations and libraries need more, so a run that passes may still run out of memory.
-    """
-    on_cpu = device_type(config) == "cpu"
-    if config.launch.type != "local" or elsewhere:
-        return []
-    processes = world_size(config) // max(1, config.trainer.num_nodes) if on_cpu else 1
-    sizes = [host_memory()] if on_cpu else [total for _, total in used_memory().values()]
-    state = min_state_bytes(config, dims)
-    if not sizes or state is None or state.total * processes <= min(sizes):
-        return []
-    machine = _Machine(on_cpu, min(sizes), gpus=max(len(sizes), world_size(config) // max(1, config.trainer.num_nodes)))
-    fitting = _fitting_settings(config, dims, plan, state, machine)
-    settings = [f"{saving.setting} (saves about {_gib(saving.size)})" for saving in fitting[:NAMED]]
-    fix = f"try {', '.join(settings)}" if settings else _needed(config, machine)
-    has = f"and its GPU has {_gib(min(sizes))}"
-    if on_cpu:
-        has = f"and this machine has {_gib(min(sizes))} for {processes} process{'es' if processes > 1 else ''}"
-    reason = (
-        f"a rank keeps at least {_gib(state.total)} (weights {_gib(state.weights)}, gradients {_gib(state.gradients)}, "
-        f"optimizer {_gib(state.optimizer)}), {has}"
-    )
-    return [ConfigError("strategy.name", config.strategy.name, fix, reason)]
+"""Most changes in a fix."""
+MORE_NODES = (2, 4, 8, 16, 32, 64, 128)
+KEY = "trainer.memory_check"
 
 
 @dataclass(frozen=True)
-class _Machine:
-    """This machine's memory for a run.
+class Machine:
+    """The memory that a run finds.
 
     Attributes:
-        size: bytes of the smallest GPU, or for all CPU processes together.
-        gpus: number of GPUs; for CPU processes the larger of 1 and their number.
+        size: bytes of a GPU, or of all CPU processes of a node together.
+        host: bytes of a node's main memory.
+        text: the machine, in words.
+        gpus: GPUs of a node; None where more processes have no more memory.
     """
 
-    on_cpu: bool
     size: int
-    gpus: int
+    host: int
+    text: str
+    gpus: int | None
 
 
-def _fitting_settings(
-    config: RunConfig, dims: ParallelDims, plan: BatchPlan, state: StateBytes, machine: _Machine
-) -> list[Saving]:
-    """Settings with which the state fits by the same formula, largest saving first; pairs if no single one fits."""
-    parts = {"weights": state.weights, "gradients": state.gradients, "optimizer": state.optimizer, "activations": 0}
-    options = [saving.setting for saving in savings(config, dims, plan, parts) if saving.size > 0]
-    if not machine.on_cpu and not dims.uses_model_axes:  # more processes of one machine have no more memory
-        numbers = (number for number in (2, 4, 8, 16) if dims.world_size < number <= machine.gpus)
-        options += [f"strategy=fsdp trainer.devices={number}" for number in numbers]
-    pairs = [f"{first} {second}" for first, second in combinations(dict.fromkeys(options), 2)]
-    for settings in (list(dict.fromkeys(options)), pairs):
-        fitting = []
-        for setting in settings:
-            remaining = _state_bytes_with(config, setting, machine)
-            if remaining is not None and remaining < state.total:
-                fitting.append(Saving(setting, state.total - remaining))
-        if fitting:
-            return sorted(fitting, key=lambda saving: -saving.size)
-    return []
+def machine_of(config: RunConfig, elsewhere: bool) -> Machine | None:
+    """The machine that a run starts on; None if its memory is not known.
+
+    Args:
+        elsewhere: nothing is started here; ``plan.hardware`` names the GPUs.
+
+    Raises:
+        ConfigError: no such hardware.
+    """
+    here = config.launch.type == "local" and not elsewhere
+    if device_type(config) == "cpu":
+        checked = here or config.trainer.accelerator == "cpu"
+        local = config.launch.type == "local" and checked
+        return Machine(host_memory(), host_memory(), "this machine", None) if local else None
+    gpus = [total for _, total in used_memory().values()] if here else []
+    if gpus:
+        return Machine(min(gpus), host_memory(), "its GPU", len(gpus))
+    if not config.plan.hardware:
+        return None
+    profile = load_profile(config.plan.hardware[0])
+    host = int(profile.host_memory_gib * GIB)
+    return Machine(profile.memory_bytes, host, f"a GPU of plan.hardware={profile.name}", int(profile.gpus_per_node))
 
 
-def _state_bytes_with(config: RunConfig, setting: str, machine: _Machine) -> int | None:
-    """Lower bound of a rank's state with a setting, in bytes; None if it does not fit or is unknown."""
+def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
+    """An error if the worst rank needs more than its device has, even by the low figure; it names changes that fit.
+
+    Args:
+        elsewhere: nothing is started here; the run may be for another machine with GPUs.
+    """
+    compared = _compare(config, elsewhere)
+    if compared is None or config.trainer.memory_check != "refuse" or compared[0].low <= compared[1]:
+        return []
+    plan, share, machine = compared
+    changes = list(fitting_changes(config, machine))[:NAMED]
+    settings = [f"{overrides} (about {gib(likely)})" for overrides, likely in changes]
+    fix = f"try {', '.join(settings)}" if settings else f"use a smaller model, or more memory; or {KEY}=warn"
+    reason = f"{_needs(plan, machine)}, and {machine.text} has {gib(share)} for it"
+    return [ConfigError("strategy.name", config.strategy.name, fix, reason)]
+
+
+def memory_notice(config: RunConfig, elsewhere: bool) -> str:
+    """A warning if a run may not fit; empty if it does, or if nothing is known."""
+    compared = _compare(config, elsewhere)
+    if compared is None or config.trainer.memory_check == "off" or compared[0].high <= compared[1]:
+        return ""
+    plan, share, machine = compared
+    return f"{_needs(plan, machine)}, up to {gib(plan.high)}; {machine.text} has {gib(share)} for it: it may not fit"
+
+
+def _needs(plan: MemoryPlan, machine: Machine) -> str:
+    largest = sorted(plan.terms.items(), key=lambda term: -term[1])[:4]
+    assumed = f", if it is as assumed ({plan.assumes})" if plan.assumes else ""
+    parts = ", ".join(f"{name} {gib(size)}" for name, size in largest)
+    return f"a rank needs at least {gib(plan.low)}, likely {gib(plan.likely)} ({parts}){assumed}"
+
+
+def _compare(config: RunConfig, elsewhere: bool) -> tuple[MemoryPlan, int, Machine] | None:
+    """The prediction, and the bytes of the machine for one rank; None if either is not known."""
+    machine = machine_of(config, elsewhere)
+    plan = predicted(config) if machine is not None else None
+    if machine is None or plan is None:
+        return None
+    return plan, _share(config, machine), machine
+
+
+def predicted(config: RunConfig) -> MemoryPlan | None:
+    """Memory of the worst rank; None if it is not known, or another check refuses the model."""
+    if (config.model.type is None) == (config.model.path is None):
+        return None
     try:
-        changed = _changed(config, setting)
+        return memory_by_rank(config)
+    except BadInputError:
+        return None
+
+
+def _share(config: RunConfig, machine: Machine) -> int:
+    processes = world_size(config) // max(1, config.trainer.num_nodes)
+    return machine.size if machine.gpus is not None else machine.size // processes
+
+
+def fitting_changes(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int]]:
+    """Overrides with which a run fits by the high figure, and its likely bytes: the cheapest change of each kind.
+
+    Kinds that keep the result come first: recomputation, smaller micro-batches, sharding, offload, more nodes; then a
+    shorter optimizer state and adapters.
+    """
+    for kind in _kinds(config, machine):
+        for words in kind:
+            likely = _likely_with(config, words, machine)
+            if likely is not None:
+                yield " ".join(words), likely
+                break
+
+
+def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
+    strategy, on_gpus = config.strategy, machine.gpus is not None
+    recompute = [f"strategy.activation_checkpointing={mode}" for mode in ("selective", "full")]
+    recompute = recompute[("none", "selective", "full").index(strategy.activation_checkpointing) :]
+    smaller = [[f"data.micro_batch_size={size}"] for size in _smaller_micro_batches(config)]
+    lighter: list[list[str]] = [[], *([word] for word in recompute), *smaller[-1:]]
+    lighter += [[recompute[-1], *smaller[-1]]] if recompute and smaller else []
+    shards = _sharding(config)
+    yield [[word] for word in recompute]
+    yield smaller
+    yield lighter[-1:] if len(lighter) > 3 else []
+    if shards is not None:
+        yield [[*shards, *light] for light in lighter]
+    dims = ParallelDims.resolve(strategy, world_size(config))
+    several = dims.world_size > 1 and not dims.uses_model_axes
+    if on_gpus and several and strategy.offload == "none" and strategy.engine == "mesh":
+        yield [[*(shards or []), "strategy.offload=cpu", *light] for light in lighter]
+    if on_gpus:
+        yield [
+            [*(shards or []), f"trainer.num_nodes={config.trainer.num_nodes * factor}", *light]
+            for factor in MORE_NODES
+            for light in lighter
+        ]
+        devices = dims.world_size // config.trainer.num_nodes
+        more = [number for number in (2, 4, 8) if devices < number <= (machine.gpus or 0)]
+        yield [["strategy=fsdp", f"trainer.devices={number}", *light] for number in more for light in lighter]
+    if config.optimizer._target_.rpartition(".")[2] in ("Adam", "AdamW") and strategy.engine == "mesh":
+        yield [[*chosen, "optimizer=adamw_bf16", *light] for chosen in ([], shards or []) for light in lighter]
+    if config.peft.name in ("none", "lora"):
+        names = ["lora", "qlora"] if config.peft.name == "none" else ["qlora"]
+        chosen_shards: list[list[str]] = [[], shards or []]
+        yield [[*chosen, f"peft={name}", *light] for name in names for chosen in chosen_shards for light in lighter]
+
+
+def _sharding(config: RunConfig) -> list[str] | None:
+    """Overrides that shard over all processes; None if that is not possible, or so already."""
+    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    if dims.world_size == 1:
+        return None
+    if config.strategy.engine == "deepspeed":
+        return ["strategy=zero3"] if config.strategy.deepspeed.stage < 3 else None
+    if dims.dp_replicate == 1:
+        return None
+    if dims.uses_model_axes:
+        return ["strategy.dp_replicate=1", f"strategy.dp_shard={dims.dp_replicate * dims.dp_shard}"]
+    # A typed size overrides a preset.
+    return ["strategy=fsdp", *(["strategy.dp_replicate=1"] if config.strategy.dp_replicate != "auto" else [])]
+
+
+def _smaller_micro_batches(config: RunConfig) -> list[int]:
+    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    return [size for size in range(plan.micro_batch_size - 1, 0, -1) if plan.samples_per_process % size == 0]
+
+
+def _likely_with(config: RunConfig, words: list[str], machine: Machine) -> int | None:
+    """Likely bytes of the worst rank with overrides; None if it may not fit, or is no run that can start."""
+    try:
+        changed = with_overrides(config, words)
         dims = ParallelDims.resolve(changed.strategy, world_size(changed))
-    except ConfigError:
+        plan = memory_by_rank(changed)
+    except BadInputError:
         return None
-    processes = world_size(changed) // max(1, changed.trainer.num_nodes)
-    if processes > machine.gpus and not machine.on_cpu:
+    if plan is None or plan.high > _share(changed, machine):
         return None
-    trains_adapters, offloads = changed.peft.name != "none", changed.strategy.offload != "none"
-    full_config = replace(
-        changed,
-        peft=PeftConfig(),
-        strategy=replace(changed.strategy, offload="none"),
-        model=replace(changed.model, freeze=["*"] if trains_adapters else changed.model.freeze),
-    )
-    state = min_state_bytes(full_config, dims)
-    if state is None or state.total * (processes if machine.on_cpu or offloads else 1) > (
-        host_memory() if offloads else machine.size
-    ):
-        return None
-    return 0 if offloads else state.total
+    if changed.strategy.offload != "none":
+        processes = dims.world_size // max(1, changed.trainer.num_nodes)
+        on_gpu = memory_by_rank(replace(changed, strategy=replace(changed.strategy, offload="none")))
+        assert on_gpu is not None
+        state = sum(on_gpu.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
+        if state * processes > machine.host:
+            return None
+    return plan.likely
 
 
-def _changed(config: RunConfig, setting: str) -> RunConfig:
-    """``config`` with the overrides of one of :func:`mgpu_pipe.architectures.formulas.kept_memory.savings`."""
-    trainer, strategy, optimizer, peft = config.trainer, config.strategy, config.optimizer, config.peft
-    for word in setting.split():
+def with_overrides(config: RunConfig, words: list[str]) -> RunConfig:
+    """``config`` with overrides of :func:`fitting_changes`."""
+    for word in words:
         key, _, value = word.partition("=")
         section, _, name = key.partition(".")
+        strategy = config.strategy
         if key == "strategy" and value == "fsdp":
-            strategy = replace(strategy, name="fsdp", engine="mesh", dp_replicate=1, dp_shard="auto")
+            config = replace(
+                config, strategy=replace(strategy, name="fsdp", engine="mesh", dp_replicate=1, dp_shard="auto")
+            )
         elif key == "strategy":
-            strategy = replace(strategy, name=value, deepspeed=replace(strategy.deepspeed, stage=3))
+            config = replace(
+                config, strategy=replace(strategy, name=value, deepspeed=replace(strategy.deepspeed, stage=3))
+            )
         elif key == "optimizer":
-            optimizer = replace(optimizer, _target_=ADAMW_BF16)
+            config = replace(config, optimizer=replace(config.optimizer, _target_=ADAMW_BF16))
         elif key == "peft":
-            peft = replace(peft, name="lora")
-        elif section == "trainer":
-            trainer = replace(trainer, devices=int(value))
-        elif section == "strategy":
-            strategy = replace(strategy, **{name: int(value) if value.isdigit() else value})  # type: ignore[arg-type]
-    return replace(config, trainer=trainer, strategy=strategy, optimizer=optimizer, peft=peft)
+            config = replace(config, peft=replace(config.peft, name=value))  # type: ignore[arg-type]
+        else:
+            typed: Mapping[str, int | str] = {name: int(value) if value.isdigit() else value}
+            config = replace(config, **{section: replace(getattr(config, section), **typed)})
+    return config
 
 
-def _needed(config: RunConfig, machine: _Machine) -> str:
-    """The fix that names the memory or GPUs needed for fully sharded state."""
-    one_process = replace(
-        config,
-        trainer=replace(config.trainer, devices=1, num_nodes=1),
-        strategy=replace(
-            config.strategy, name="fsdp", engine="mesh", dp_replicate=1, dp_shard=1, tp=1, pp=1, cp=1, ep=1
-        ),
-    )
-    state = min_state_bytes(one_process, ParallelDims())
-    assert state is not None
-    if machine.on_cpu:
-        return f"use a smaller model, or a machine with more than {_gib(state.total)} and strategy=fsdp"
-    gpus = -(-state.total // machine.size)
-    return (
-        f"use a smaller model, or at least {gpus} such GPUs with strategy=fsdp, which keep {_gib(state.total)} together"
-    )
-
-
-def check_host_memory(config: RunConfig) -> None:
-    """Refuse a run whose CPU processes keep more state than this machine's memory."""
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
-    for error in memory_errors(config, dims, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp), False):
-        raise error
-
-
-def min_state_bytes(config: RunConfig, dims: ParallelDims) -> StateBytes | None:
-    """Lower bound of a rank's state on its device between steps; None if it is unknown without torch."""
-    strategy, precision = config.strategy, resolve_precision(config)
-    fields = model_fields(config)
-    count = count_parameters(fields) if fields else None
-    if count is None or strategy.offload != "none" or config.peft.name != "none":
-        return None
-    trained = 0 if config.model.freeze else count.total
-    shards, optimizer = world_size(config) // dims.dp_replicate, known_optimizer_bytes(config.optimizer)
-    if strategy.engine == "mesh":
-        weight = HALF if precision == "bf16_true" else FP32
-        gradient = HALF if config.precision.reduce == "bf16" else weight
-        if precision == "bf16_true":
-            optimizer //= 2
-        return state_bytes(weight * count.total, trained, shards, gradient=gradient, optimizer=optimizer)
-    if strategy.engine == "deepspeed":
-        weight, master = (HALF, FP32) if precision == "bf16" else (FP32, 0)
-        stage = sharded_stage(config)
-        return state_bytes(weight * count.total, trained, shards, stage, gradient=0, optimizer=master + optimizer)
-    return None
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB"
+def gib(size: float) -> str:
+    """Bytes in GiB, or below a tenth of one in MiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / (1 << 20):.0f} MiB"

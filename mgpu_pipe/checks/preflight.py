@@ -8,6 +8,7 @@ from functools import partial
 
 from mgpu_pipe.checks.devices import numerics_errors
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
+from mgpu_pipe.checks.memory import memory_notice
 from mgpu_pipe.checks.model import (
     check_attention,
     check_model,
@@ -95,6 +96,8 @@ def preflight(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = Fa
     if errors:
         raise ConfigErrors(errors)
     messages = notices(config)
+    if text := memory_notice(config, elsewhere):
+        messages.append(Notice("trainer.memory_check", text))
     if elsewhere and config.launch.type == "local" and device_type(config) == "cuda" and not usable_gpus():
         messages.append(Notice("trainer.accelerator", "torch can use no GPU here: this is checked for another machine"))
     return messages

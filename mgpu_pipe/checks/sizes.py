@@ -64,7 +64,7 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
             errors += [*_router_errors(config), *_reduction_errors(config, dims, plan)]
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
-            errors += [] if errors else memory_errors(config, dims, plan, elsewhere)
+            errors += [] if errors else memory_errors(config, elsewhere)
         except ConfigError as error:
             errors.append(error)
     return errors

@@ -321,6 +321,9 @@ class TrainerConfig:
     """Write a row of metrics every so many steps."""
     gradient_clip_val: float | None = field(default=1.0, metadata={**NOTICE, "above": 0, "or": ", or null not to clip"})
     """Largest global gradient norm; null does not clip."""
+    memory_check: Literal["refuse", "warn", "off"] = "refuse"
+    """A run whose predicted memory exceeds that of its GPU, or of the host of CPU processes, by more than the
+    uncertainty: refuse or warn; within the uncertainty both warn."""
     deterministic: bool = field(default=False, metadata=RECORDED)
     """Use deterministic algorithms only; slower on CUDA, makes runs bit-equal there."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"

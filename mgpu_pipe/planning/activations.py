@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from mgpu_pipe.architectures.formulas.kept_memory import FP32
-from mgpu_pipe.planning.work import Numbers, Work
+from mgpu_pipe.planning.elementwise import Numbers, choose, minimum
+from mgpu_pipe.planning.work import Work
 
 AROUND_BLOCKS = 5
 """Widths in the compute type of a token outside of the blocks: the last block's result, its norm in fp32 and in the
@@ -50,14 +49,14 @@ def block_bytes(work: Work, keeps: Activations) -> Numbers:
     attention = item * (2 * query + 2 * key_value) + FP32 * work.heads
     attention = attention + (1 - work.flash) * MICROBATCH_SCORES * item * work.heads * work.sequence
     # Eager norms keep their input, normalised and weighted values, of half types the first two in fp32 besides.
-    eager_norms = 2 * work.width * (item + np.where(low, 2 * FP32 + item, 2 * FP32)) + 2 * FP32
+    eager_norms = 2 * work.width * (item + choose(low, 2 * FP32 + item, 2 * FP32)) + 2 * FP32
     eager = item * (query + (3 + work.gated - 1) * inner)
-    norms = np.where(keeps.compiled, item * work.width * (4 - 2 * work.float8), eager_norms)
+    norms = choose(keeps.compiled, item * work.width * (4 - 2 * work.float8), eager_norms)
     products = item * inner * (1 + work.gated)
-    feed_forward = np.where(
+    feed_forward = choose(
         keeps.compiled, products + item * inner * (1 - work.float8), eager + item * work.gated * inner
     )
-    routed = np.where(work.experts > 0, item * work.width * (2 * work.chosen), 0.0)
+    routed = choose(work.experts > 0, item * work.width * (2 * work.chosen), 0.0)
     return work.tokens * (_on_rank(work, norms) + (attention + feed_forward + routed) / work.tp)
 
 
@@ -66,17 +65,17 @@ def kept_bytes(work: Work, keeps: Activations) -> Numbers:
     inner, item = work.chosen * work.inner, keeps.item
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
     products = keeps.products * (query + 2 * key_value + (1 + work.gated) * inner)
-    attention = np.where(keeps.products, item * query + FP32 * work.heads, 0.0)
+    attention = choose(keeps.products, item * query + FP32 * work.heads, 0.0)
     shared = item * work.width * _on_rank(work, 1.0) + 2 * keeps.products * item * work.width * _on_rank(work, 1.0)
     recomputed = work.tokens * (shared + (item * products + attention) / work.tp)
-    return np.where(keeps.recompute, recomputed, block_bytes(work, keeps))
+    return choose(keeps.recompute, recomputed, block_bytes(work, keeps))
 
 
 def backward_bytes(work: Work, keeps: Activations) -> Numbers:
     """Bytes that the backward pass of one block needs besides: the block again if recomputed, and gradients."""
-    again = np.where(keeps.recompute, block_bytes(work, keeps), 0.0)
+    again = choose(keeps.recompute, block_bytes(work, keeps), 0.0)
     gradients = keeps.item * (2 * work.width + (1 + work.gated) * work.chosen * work.inner / work.tp)
-    whole = np.where((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.width, 0.0)
+    whole = choose((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.width, 0.0)
     return again + work.tokens * (gradients + whole)
 
 
@@ -87,7 +86,7 @@ def around_bytes(work: Work, keeps: Activations) -> Numbers:
 
 def message_bytes(work: Work, keeps: Activations) -> Numbers:
     """Bytes of the hidden states that a pipeline stage keeps for a micro-batch: its result, or what it received."""
-    return np.where(work.pp > 1, keeps.item * work.tokens * work.width * _on_rank(work, 1.0), 0.0)
+    return choose(work.pp > 1, keeps.item * work.tokens * work.width * _on_rank(work, 1.0), 0.0)
 
 
 def loss_bytes(work: Work, keeps: Activations, head: Numbers) -> Numbers:
@@ -102,15 +101,15 @@ def loss_bytes(work: Work, keeps: Activations, head: Numbers) -> Numbers:
         head: trained parameters of the head's matrix on a rank.
     """
     a_row = work.vocabulary / work.tp
-    chunk = np.minimum(keeps.logit_rows, work.tokens) * a_row * 2 * keeps.item + head * (2 * FP32 + keeps.item)
+    chunk = minimum(keeps.logit_rows, work.tokens) * a_row * 2 * keeps.item + head * (2 * FP32 + keeps.item)
     halves = keeps.item * (keeps.item < FP32) * (2 - keeps.compiled)
-    whole = work.tokens * a_row * (halves + FP32 * np.where(work.tp > 1, 4, 3)) + head * keeps.item
-    gathered = np.where((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.tokens * work.width, 0.0)
+    whole = work.tokens * a_row * (halves + FP32 * choose(work.tp > 1, 4, 3)) + head * keeps.item
+    gathered = choose((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.tokens * work.width, 0.0)
     alone = work.tokens * a_row * (FP32 + keeps.item * (keeps.item < FP32)) + head * keeps.item
-    in_head = np.where(keeps.logit_rows < work.tokens, chunk, alone)
-    return np.where(keeps.logit_rows, in_head, whole) + gathered
+    in_head = choose(keeps.logit_rows < work.tokens, chunk, alone)
+    return choose(keeps.logit_rows, in_head, whole) + gathered
 
 
 def _on_rank(work: Work, size: Numbers) -> Numbers:
     """The part of what only sequence parallelism splits."""
-    return size / np.where(work.sequence_parallel, work.tp, 1.0)
+    return size / choose(work.sequence_parallel, work.tp, 1.0)

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.flops import Shape
 from mgpu_pipe.architectures.formulas.kept_memory import FP32, HALF, chunk_rows, optimizer_bytes, sharded_stage
@@ -100,12 +98,15 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
         return None
     work = _work(config, fields, dims, plan)
     state, keeps = state_of(config, fields, dims), activations_of(config, fields, dims)
-    place = _places(config, fields, dims, plan)
-    terms = memory_terms(work, state, keeps, place, overheads or overheads_of(config))
-    ranks = np.arange(dims.pp)
-    by_term = {name: np.broadcast_to(np.asarray(size, dtype=float), ranks.shape) for name, size in terms.items()}
-    worst = int(np.argmax(sum(by_term.values())))
-    likely = {name: float(sizes[worst]) for name, sizes in by_term.items()}
+    by_rank = [
+        {
+            name: float(size)
+            for name, size in memory_terms(work, state, keeps, place, overheads or overheads_of(config)).items()
+        }
+        for place in _places(config, fields, dims, plan)
+    ]
+    worst = max(range(dims.pp), key=lambda rank: sum(by_rank[rank].values()))
+    likely = by_rank[worst]
     spread = 0.0 if has_exact_sizes(fields) else UNKNOWN_FAMILY
     bounds = {name: SPREADS.get(name, (1 - spread, 1 + spread)) for name in likely}
     low, high = (sum(size * bounds[name][end] for name, size in likely.items()) for end in (0, 1))
@@ -159,23 +160,20 @@ def _stages(config: RunConfig) -> int:
     return least if chosen.stages_per_rank == "auto" or config.strategy.pp == 1 else chosen.stages_per_rank
 
 
-def _places(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan) -> Place:
+def _places(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan) -> list[Place]:
     """Every pipeline rank's place."""
     if dims.pp == 1:
-        return Place(np.array([fields["num_hidden_layers"]]))
+        return [Place(fields["num_hidden_layers"])]
     chosen, each = config.strategy.pipeline, _stages(config)
     cuts = stage_layers(layer_costs(fields, config.data.seq_len), dims.pp * each, chosen.layers or None)
-    v_shaped = chosen.schedule in ("zbv", "dualpipev")
-    stages = [
-        (rank, 2 * dims.pp - 1 - rank) if v_shaped else tuple(range(rank, dims.pp * each, dims.pp))
-        for rank in range(dims.pp)
-    ]
-    return Place(
-        layers=np.array([sum(len(cuts[stage]) for stage in local_stages) for local_stages in stages]),
-        passes=passes_in_flight(chosen.schedule, np.arange(float(dims.pp)), dims.pp, each, plan.num_micro_batches),
-        first=np.array([float(0 in local_stages) for local_stages in stages]),
-        last=np.array([float(dims.pp * each - 1 in local_stages) for local_stages in stages]),
-    )
+    last, places = dims.pp * each - 1, []
+    for rank in range(dims.pp):
+        v_shaped = chosen.schedule in ("zbv", "dualpipev")
+        stages = (rank, last - rank) if v_shaped else tuple(range(rank, dims.pp * each, dims.pp))
+        passes = passes_in_flight(chosen.schedule, rank, dims.pp, each, plan.num_micro_batches)
+        layers = sum(len(cuts[stage]) for stage in stages)
+        places.append(Place(layers, passes, float(0 in stages), float(last in stages)))
+    return places
 
 
 def activations_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -> Activations:

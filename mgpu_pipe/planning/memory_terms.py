@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from mgpu_pipe.architectures.formulas.kept_memory import ADAM_STATE, FP32, HALF
 from mgpu_pipe.planning.activations import (
     Activations,
@@ -20,7 +18,8 @@ from mgpu_pipe.planning.activations import (
     loss_bytes,
     message_bytes,
 )
-from mgpu_pipe.planning.work import Numbers, Work
+from mgpu_pipe.planning.elementwise import Numbers, choose, maximum, minimum
+from mgpu_pipe.planning.work import Work
 
 GIB = 1 << 30
 Terms = dict[str, Numbers]
@@ -119,42 +118,42 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     blocks = place.layers * a_block
     adapters = place.layers * state.added / work.tp
     trained = state.trained * (blocks + ends) + adapters
-    weights_split = np.where(work.zero > 2, shards, 1)
+    weights_split = choose(work.zero > 2, shards, 1)
     weights = (state.block_weight * blocks + state.weight * (ends + adapters)) / weights_split
     here = 1 - state.offloads
     terms: Terms = {"weights": here * weights, "optimizer": here * state.optimizer * trained / shards}
 
     whole = (state.sums_whole > 0) | (work.zero < 2)
-    gradients = state.gradient * trained / np.where(whole, 1, shards)
+    gradients = state.gradient * trained / choose(whole, 1, shards)
     summed = work.micro_batches > place.passes
     twice = overheads.second_gradients * keeps.compiled * (shards == 1) * whole * (state.copy > 0)
     second = twice * summed * state.gradient * state.trained * blocks
     # A unit's experts are gathered over the ranks that hold the same ones.
-    unit = np.where(state.experts, (state.block - state.experts) / work.tp + state.experts / work.ep, a_block)
-    head = place.last * np.where(state.head, state.head, state.embedding) / work.tp
+    unit = choose(state.experts, (state.block - state.experts) / work.tp + state.experts / work.ep, a_block)
+    head = place.last * choose(state.head, state.head, state.embedding) / work.tp
     # Tied tables are in the root unit, which stays gathered; so does the head's between forward and backward pass.
-    gathered = np.where(state.gathers_units, np.minimum(state.units, place.layers) * unit + head, blocks + ends)
+    gathered = choose(state.gathers_units, minimum(state.units, place.layers) * unit + head, blocks + ends)
     terms["gathered weights"] = state.copy * gathered
 
     a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)
     tokens_kept = place.passes * a_pass + place.last * around_bytes(work, keeps)
     at_loss = place.last * loss_bytes(work, keeps, state.head_trains * head)
     in_block = backward_bytes(work, keeps)
-    in_unit = state.trained * unit * np.where(shards > 1, state.copy + state.gradient, state.copy)
-    early = np.maximum(at_loss, in_block + in_unit)
+    in_unit = state.trained * unit * choose(shards > 1, state.copy + state.gradient, state.copy)
+    early = maximum(at_loss, in_block + in_unit)
     embedding = place.first * state.trained * state.embedding / work.tp
-    late = in_block + np.maximum(in_unit, embedding * (state.copy + state.gradient))
+    late = in_block + maximum(in_unit, embedding * (state.copy + state.gradient))
     late_activations = (place.passes - 1) * a_pass + kept_bytes(work, keeps)
-    starts = np.where(summed, gradients, 0.0) * here + second + tokens_kept + early
+    starts = choose(summed, gradients, 0.0) * here + second + tokens_kept + early
     ends_with = gradients * here + late_activations + late
     at_start = starts >= ends_with
-    terms["gradients"] = here * np.where(at_start, np.where(summed, gradients, 0.0), gradients)
-    terms["second gradients"] = np.where(at_start, second, 0.0)
-    terms["activations"] = np.where(at_start, tokens_kept, late_activations)
+    terms["gradients"] = here * choose(at_start, choose(summed, gradients, 0.0), gradients)
+    terms["second gradients"] = choose(at_start, second, 0.0)
+    terms["activations"] = choose(at_start, tokens_kept, late_activations)
     head_first = at_start & (at_loss >= in_block + in_unit)
-    terms["loss head"] = np.where(head_first, at_loss, 0.0)
-    terms["backward pass of a block"] = np.where(head_first, 0.0, in_block)
-    terms["gradients under way"] = np.where(head_first, 0.0, np.where(at_start, in_unit, late - in_block))
+    terms["loss head"] = choose(head_first, at_loss, 0.0)
+    terms["backward pass of a block"] = choose(head_first, 0.0, in_block)
+    terms["gradients under way"] = choose(head_first, 0.0, choose(at_start, in_unit, late - in_block))
     terms["buckets"] = state.buckets + 0.0 * weights
     terms["other models"] = state.other + 0.0 * weights
     terms["communication"] = overheads.group * state.groups
@@ -189,4 +188,4 @@ def passes_in_flight(schedule: str, rank: Numbers, pp: Numbers, stages: Numbers,
         "zbv": 2 * pp,
         "dualpipev": 2 * pp + 1,
     }[schedule]
-    return np.minimum(most, micro_batches * stages) / stages
+    return minimum(most, micro_batches * stages) / stages

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-import numpy as np
-from numpy.typing import NDArray
-
-Numbers = float | NDArray[np.float64]
+from mgpu_pipe.planning.elementwise import Numbers, maximum
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class Work:
 
     @property
     def layer_parameters(self) -> Numbers:
-        return self.attention_parameters + np.maximum(1, self.experts) * self.expert_parameters
+        return self.attention_parameters + maximum(1, self.experts) * self.expert_parameters
 
     @property
     def model_flops(self) -> Numbers:

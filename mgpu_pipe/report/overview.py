@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
 from mgpu_pipe.architectures.formulas.layer_split import StageContent
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
+from mgpu_pipe.checks.memory import gib, predicted
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PeftConfig
@@ -104,6 +105,8 @@ def schedule_lines(
 
 
 OFFLOADED = {"offload_optimizer": "optimizer state", "offload_param": "weights"}
+LEAST_SHARE = 0.005
+"""Terms of memory below this share of all are not shown."""
 NAMES_WIDTH = len("checkpoint") + 2
 """Width of the column of names."""
 
@@ -122,9 +125,22 @@ def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[
     rows = summary(config, conf_options=conf_options)
     if baseline := _majority(config):
         rows.insert(1 + [name for name, _ in rows].index("data"), ("majority", baseline))
+    details += [("memory", line) for line in memory_lines(config)]
     after = 1 + [name for name, _ in rows].index("strategy")
     run = config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"
     return [*rows[:after], *details, *rows[after:], ("run", run)]
+
+
+def memory_lines(config: RunConfig) -> list[str]:
+    """Lines with the predicted memory of the worst rank, in all and by term; none if it is not known."""
+    plan = predicted(config)
+    if plan is None:
+        return []
+    rank = f"pipeline rank {plan.rank}" if config.strategy.pp != 1 else "a rank"
+    assumed = f", assumed of {plan.assumes}" if plan.assumes else ""
+    terms = sorted(plan.terms.items(), key=lambda term: -term[1])
+    parts = [f"{name} {gib(size)}" for name, size in terms if size >= LEAST_SHARE * plan.likely]
+    return [f"{rank} needs {gib(plan.likely)} ({gib(plan.low)} to {gib(plan.high)}){assumed}", ", ".join(parts)]
 
 
 def summary(

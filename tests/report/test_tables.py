@@ -67,7 +67,7 @@ def test_check_has_a_table_without_data() -> None:
     config.trainer.max_steps, config.trainer.max_epochs = None, 3
     rows = dict(overview(config))
     assert rows["steps"] == "3 epochs" and "held out" in rows["data"]
-    assert set(rows) - set(dict(summary(config))) == {"run"}
+    assert set(rows) - set(dict(summary(config))) == {"memory", "run"}
 
 
 def test_the_result_ends_with_perplexity_beside_the_unigram_baseline(

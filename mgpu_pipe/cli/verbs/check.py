@@ -15,20 +15,23 @@ DESCRIPTION = "Compose and check a configuration, and print what would run. Star
 
 def check(words: list[str]) -> int:
     from mgpu_pipe.api import plan
-    from mgpu_pipe.checks.memory import check_host_memory
     from mgpu_pipe.launch.composed import composed, print_notices
 
     def job(composition: Composition) -> int:
         planned = plan(composition)
-        if composition.config.trainer.accelerator == "cpu":  # other accelerators may be checked for another machine
-            check_host_memory(composition.config)
         print_notices(planned.notices)
         from mgpu_pipe.report.columns import print_rows
 
         print_rows(planned.rows)
         return EXIT_OK
 
-    return composed("check", DESCRIPTION, words, job)
+    return composed("check", DESCRIPTION, [_as_list(word) for word in words], job)
+
+
+def _as_list(word: str) -> str:
+    """``plan.hardware=h100`` as ``plan.hardware=[h100]``."""
+    key, equals, value = word.partition("=")
+    return f"{key}=[{value}]" if key == "plan.hardware" and equals and not value.startswith(("[", "$")) else word
 
 
 VERB = Verb("print what would run, or its mistakes; start nothing", check, composes=True)
