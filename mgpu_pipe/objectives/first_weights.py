@@ -49,7 +49,7 @@ def is_whole(path: Path) -> bool:
     """Whether ``path`` is intact by its hashes. Warns of damage. A collective call."""
     states = exchange_json(_state_of_share(path), None)
     if "damaged" in states and rank_and_size(None)[0] == 0:
-        _log.warning("%s: is damaged", path)
+        _log.warning("%s is damaged: it is computed again", path)
     return all(state == "whole" for state in states)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
 from mgpu_pipe.errors import ConfigError, one_line
+from mgpu_pipe.system.standard_streams import library_output
 
 CUT, NO_SOUND = "is cut short", "is no sound that can be read"
 FORMATS = "WAV, FLAC, Ogg, MP3, AIFF, AU, CAF, W64 or SPHERE"
@@ -176,7 +177,7 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
     package = soundfile()
     with decoding(NO_SOUND), _libsndfile_errors(package):
         raw = whole_file(raw)
-        with package.SoundFile(_Bytes(raw)) as file:
+        with _quiet_mp3(raw), package.SoundFile(_Bytes(raw)) as file:
             file.seekable = lambda: False  # soundfile seeks after every read, which GSM and FLAC of a pipe cannot
             before, stated = int(file.samplerate), int(file.frames) if states_frames(raw) else _UNKNOWN_FRAMES
             if not RATES[0] <= before <= RATES[1]:
@@ -212,6 +213,11 @@ def _libsndfile_errors(package: Any) -> Iterator[None]:
         yield
     except package.LibsndfileError as error:  # its message names our object
         raise BadSampleError(f"{NO_SOUND} ({one_line(error.error_string)[:LONGEST_REASON].strip()})") from error
+
+
+def _quiet_mp3(raw: bytes) -> AbstractContextManager[object]:
+    """Keeps from standard error what libmpg123 says of an MP3 file."""
+    return library_output() if _MP3.match(raw) else nullcontext()
 
 
 def _too_long(seconds: float, most: float) -> BadSampleError:

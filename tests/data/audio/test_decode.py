@@ -127,6 +127,19 @@ def test_files_of_rare_formats_are_named(capfd: pytest.CaptureFixture[str]) -> N
     assert capfd.readouterr().err == ""
 
 
+def test_spoiled_mp3_files_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    need_speech()
+    whole = stored(tones("abab", 1), "MP3", "MPEG_LAYER_III")
+    refused = 0
+    for number in range(200):
+        try:
+            decode(changed([whole], number), RATE, 30)
+        except BadSampleError:
+            refused += 1
+    assert 20 < refused < 200
+    assert capfd.readouterr().err == ""
+
+
 def list_of_spoiled(folder: Path, number: int) -> Path:
     files = [stored(np.tile(spoken(), 2), form, part) for form, part in FORMATS] + [HELLO.read_bytes()]
     lines = ["path,text"]
