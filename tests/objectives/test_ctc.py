@@ -29,7 +29,6 @@ from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_speech
 from tests.support.sounds import RATE, list_of_tones, tones, write_wav
-from tests.verify.support import compared_with_one_process
 
 SPEECH = ("objective=ctc", "data=spoken_digits", "model=wav2vec2_tiny", "logger=none", "trainer.progress=off")
 FIELDS = {
@@ -41,34 +40,6 @@ FIELDS = {
     **dict.fromkeys(("layerdrop", "hidden_dropout", "attention_dropout", "activation_dropout"), 0.0),
     **{"feat_proj_dropout": 0.0, "final_dropout": 0.0},
 }
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (2, ("strategy=ddp", "data.micro_batch_size=2")),
-        pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        (2, ("strategy=zero3",)),
-        pytest.param(1, ("strategy=single",), marks=pytest.mark.slow),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2)),
-        *(
-            pytest.param(2, (f"strategy={name}", "precision=bf16"), marks=pytest.mark.exhaustive)
-            for name in ("ddp", "zero2")
-        ),
-        *(
-            pytest.param(
-                2,
-                (f"strategy={name}", "peft=lora", "peft.train_also=[lm_head.*]"),
-                marks=() if name == "tp" else pytest.mark.exhaustive,
-            )
-            for name in ("ddp", "fsdp", "tp", "zero3")
-        ),
-    ],
-)
-def test_every_strategy_is_one_recording_at_a_time_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    compared_with_one_process(processes, *SPEECH, *strategy)
 
 
 def made(family: str, **fields: Any) -> torch.nn.Module:

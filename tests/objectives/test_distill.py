@@ -24,10 +24,7 @@ from mgpu_pipe.models.build import build_meta, materialise, run_model
 from mgpu_pipe.objectives.distill_keys import DistillConfig
 from mgpu_pipe.objectives.losses.divergence import Teaching, linear_distillation, token_divergences
 from mgpu_pipe.objectives.packed_text import forward_kwargs
-from mgpu_pipe.verify.certificate import Worst, worst_of
-from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
-from tests.verify.support import small_run
 
 DISTILL = ("objective=distill", "model=llama_tiny", "logger=none", "trainer.progress=off")
 FSDP = "objective.teacher_strategy=fsdp"
@@ -78,47 +75,6 @@ def test_chunks_are_the_whole(kind: str, bias: bool) -> None:
     assert teaching.sums.tolist() == pytest.approx([float(of_labels.detach()), float(divergence.detach())], rel=1e-5)
     for one, other in zip(found, torch.autograd.grad(expected, inputs), strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
-
-
-def verified(config: RunConfig) -> list[Worst]:
-    return worst_of(compare(config))
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
-        (2, ("strategy=ddp", "objective.divergence=reverse")),
-        pytest.param(
-            2,
-            ("strategy=fsdp", "objective.divergence=jensen_shannon", "objective.temperature=2"),
-            marks=pytest.mark.exhaustive,
-        ),
-        (2, ("strategy=pp", "objective.teacher_weight=1")),
-        (2, ("strategy=zero3", FSDP)),
-        pytest.param(2, ("strategy=ddp", FSDP), marks=pytest.mark.exhaustive),
-        (2, ("strategy=tp", "objective.divergence=jensen_shannon")),
-        *(
-            pytest.param(processes, strategy, marks=pytest.mark.exhaustive)
-            for processes, strategy in (
-                (2, ("strategy=zero1",)),
-                (2, ("strategy=zero2", "objective.divergence=jensen_shannon")),
-                (2, ("strategy=ep", "model=mixtral_tiny")),
-                (2, ("strategy=fsdp", "peft=lora", "model=gpt2_tiny", FSDP)),
-                (2, ("strategy=fsdp", FSDP)),
-                (2, ("strategy=zero3",)),
-                (2, ("strategy=tp", "objective.divergence=reverse", FSDP)),
-                (4, ("strategy=megatron", "strategy.pp=2", FSDP)),
-                (4, ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "strategy.pipeline.schedule=zbv", FSDP)),
-            )
-        ),
-    ],
-)
-def test_every_strategy_is_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*DISTILL, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
 
 
 def small_data(folder: Path, *overrides: str) -> RunConfig:

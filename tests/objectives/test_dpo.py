@@ -24,10 +24,7 @@ from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.models.build import materialise, run_model
-from mgpu_pipe.verify.certificate import Worst, worst_of
-from mgpu_pipe.verify.comparison import compare
 from tests.support.processes import run_processes
-from tests.verify.support import small_run
 
 DPO = ("objective=dpo", "data=preferences_jsonl", "model=llama_tiny", "logger=none", "trainer.progress=off")
 PAIRS = [
@@ -55,45 +52,6 @@ def small_data(cache: Path, *overrides: str) -> RunConfig:
     )
     template, steps = "data.chat_template=chatml", ("trainer.max_steps=3", "optimizer.lr=3e-4", "scheduler=constant")
     return compose([*DPO, *shape, template, *steps, f"data.cache_dir={cache}", *overrides])[0]
-
-
-def verified(config: RunConfig) -> list[Worst]:
-    return worst_of(compare(config))
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
-        (2, ("strategy=ddp", "objective.loss=ipo")),
-        (2, ("strategy=fsdp", "objective.label_smoothing=0.1")),
-        (2, ("strategy=tp", "strategy.sequence_parallel=true")),
-        (2, ("strategy=pp",)),
-        (2, ("strategy=cp",)),
-        (2, ("strategy=zero3",)),
-        *(
-            pytest.param(processes, strategy, marks=pytest.mark.exhaustive)
-            for processes, strategy in (
-                (2, ("strategy=zero1",)),
-                (2, ("strategy=zero2",)),
-                (2, ("strategy=cp", "strategy.context.method=ulysses", "objective.loss=ipo")),
-                (2, ("strategy=fsdp", "precision=bf16")),
-                (2, ("strategy=tp", "peft=lora")),
-                (2, ("strategy=fsdp", "peft=lora", "objective.reference=live")),
-                (2, ("strategy=cp", "peft=lora", "objective.reference=live")),
-                (2, ("strategy=zero3", "peft=lora", "objective.reference=live")),
-                (2, ("strategy=ep", "model=mixtral_tiny")),
-                (4, ("strategy=pp", "strategy.tp=2")),
-                (4, ("strategy=fsdp", "strategy.tp=2", "model=gpt2_tiny")),
-            )
-        ),
-    ],
-)
-def test_every_strategy_is_one_answer_at_a_time(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*DPO, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
 
 
 def trained(folder: str, overrides: list[str], cache: str, resume: str | None = None) -> dict[str, Any]:

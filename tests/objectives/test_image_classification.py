@@ -23,62 +23,15 @@ from mgpu_pipe.objectives.image_classification import ImageClassificationObjecti
 from mgpu_pipe.objectives.image_classification_keys import FAMILIES
 from mgpu_pipe.report.compare_runs import PNG, encoded_of
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.verify.certificate import Worst, worst_of
-from mgpu_pipe.verify.comparison import compare
 from mgpu_pipe.verify.shrink import shrink
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes
-from tests.support.processes import run_processes
-from tests.verify.support import small_run
 
 PICTURES = ("objective=image_classification", "data=digits", "model=vit_tiny", "logger=none", "trainer.progress=off")
 VIT = (*PICTURES, "objective.label_smoothing=0.1")
 TARGET = "vit.layers.1.mlp.fc2"
-
-
-def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
-    def wrong_gradient(strategy: EngineStrategy) -> None:
-        module = strategy.objective.model.get_submodule(TARGET)
-
-        def on_first_forward(_: torch.nn.Module, __: Any) -> None:
-            handle.remove()
-            module.weight.register_hook(lambda gradient: gradient * 1.001)
-
-        handle = module.register_forward_pre_hook(on_first_forward)
-
-    return worst_of(compare(config, on_start=wrong_gradient if planted else lambda strategy: None))
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (1, ("strategy=single",)),
-        (2, ("strategy=ddp",)),
-        pytest.param(2, ("strategy=fsdp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
-    ],
-)
-def test_every_strategy_is_one_sample_at_a_time(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*VIT, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
-
-
-def test_mixed_pictures_are_one_sample_at_a_time() -> None:
-    config = small_run(*VIT, "objective.mixup=0.4", "trainer.devices=2", "strategy=fsdp", "data.micro_batch_size=2")
-    assert [one for one in run_processes(2, verified, config)[0] if not one.passed] == []
-
-
-def test_a_planted_error_is_found() -> None:
-    config = small_run(*VIT, "trainer.devices=2", "strategy=fsdp")
-    found = {one.quantity: one for one in run_processes(2, verified, config, True)[0] if not one.passed}
-    assert found["gradient"].where == f"{TARGET}.weight"
 
 
 SMALL = {
@@ -187,14 +140,7 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tun
     from mgpu_pipe.cli.main import main
     from mgpu_pipe.inference.open import load_run
 
-    whole = run(tmp_path / "whole", 1, "strategy=single")
-    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    run(tmp_path / "first", 2, "strategy=fsdp", *half)
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
-    for key in ("train/loss", "val/loss"):
-        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures, changed the same way"
-    assert metrics["val/accuracy"] == whole["val/accuracy"]
+    metrics = small_runs.run_moved(small_data, tmp_path, "val/accuracy")
     assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert f"loss           {metrics['val/loss']:.6f} nats a sample" in printed

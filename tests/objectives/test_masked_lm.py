@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.samples import evaluation_numbers
@@ -23,57 +20,15 @@ from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.losses.cross_entropy import correct_predictions
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
-from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.verify.certificate import Worst, worst_of
-from mgpu_pipe.verify.comparison import compare
-from tests.support.processes import run_processes
-from tests.verify.support import small_run
+from tests.support import small_runs
 
 BERT = ("objective=masked_lm", "model=bert_tiny", "logger=none", "trainer.progress=off")
 TARGET = "bert.encoder.layer.1.output.dense"
 
 
-def small_data(cache: Path, *overrides: str) -> RunConfig:
+def small_data(folder: Path, *overrides: str) -> RunConfig:
     shape = ("data=synthetic", "data.seq_len=32", "data.global_batch_size=8", "data.validation_max_samples=16")
-    return compose([*BERT, *shape, f"data.cache_dir={cache}", "trainer.max_steps=4", *overrides])[0]
-
-
-def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
-    def wrong_gradient(strategy: EngineStrategy) -> None:
-        module = strategy.objective.model.get_submodule(TARGET)
-
-        def on_first_forward(_: torch.nn.Module, __: Any) -> None:
-            handle.remove()
-            module.weight.register_hook(lambda gradient: gradient * 1.001)
-
-        handle = module.register_forward_pre_hook(on_first_forward)
-
-    return worst_of(compare(config, on_start=wrong_gradient if planted else lambda strategy: None))
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
-        (2, ("strategy=ddp",)),
-        pytest.param(2, ("strategy=fsdp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        pytest.param(4, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.exhaustive),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
-    ],
-)
-def test_every_strategy_is_one_document_at_a_time(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*BERT, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
-
-
-def test_a_planted_error_is_found() -> None:
-    config = small_run(*BERT, "trainer.devices=2", "strategy=fsdp")
-    found = {one.quantity: one for one in run_processes(2, verified, config, True)[0] if not one.passed}
-    assert found["gradient"].where == f"{TARGET}.weight"
+    return compose([*BERT, *shape, f"data.cache_dir={folder / 'cache'}", "trainer.max_steps=4", *overrides])[0]
 
 
 def test_hidden_tokens_depend_on_the_seed_and_the_samples_number_alone(tmp_path: Path) -> None:
@@ -149,7 +104,7 @@ def test_the_mask_token_is_the_tokenizers(tmp_path: Path, mask: str | None, toke
     texts.write_text("\n".join(map(json.dumps, rows)) + "\n")
     tokenizer = tokenizer_with(tmp_path / "tokenizer", mask)
     given = ("data=jsonl", f"data.paths=[{texts}]", f"data.tokenizer={tokenizer}", "data.validation_fraction=0")
-    config = small_data(tmp_path / "cache", *given)
+    config = small_data(tmp_path, *given)
     prepared = prepare(config)
     samples = MaskedLMObjective.samples(prepared.complete(config), prepared.open(config, "train"))
     batch = samples.batch(np.arange(16), np.arange(16))
@@ -166,25 +121,6 @@ def test_a_pretrained_model_whose_tokenizer_has_no_mask_token_is_refused(tmp_pat
         preflight(compose([*BERT, *given])[0])
 
 
-def trained(folder: str, overrides: list[str], cache: str, resume: str | None) -> dict[str, Any]:
-    from mgpu_pipe.training.train import train
-
-    config = small_data(Path(cache), *overrides)
-    step = None if resume is None else Path(resume)
-    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
-
-
-def run(folder: Path, cache: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
-    folder.mkdir()
-    given = [*overrides, f"trainer.devices={processes}"]
-    config = small_data(cache, *given)
-    freeze(config, RunPaths(folder).config)
-    prepare(config)
-    step = None if resume is None else str(resume)
-    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(cache), step)[0]
-    return metrics
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
@@ -194,15 +130,7 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
 
     from mgpu_pipe.cli.main import main
 
-    cache = tmp_path / "cache"
-    whole = run(tmp_path / "whole", cache, 1, "strategy=single")
-    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    run(tmp_path / "first", cache, 2, "strategy=fsdp", *half)
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", cache, 2, "strategy=tp", resume=saved)
-    assert metrics["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-5)
-    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
-    assert metrics["val/accuracy"] == whole["val/accuracy"]
+    metrics = small_runs.run_moved(small_data, tmp_path, "val/accuracy")
     assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert f"loss        {metrics['val/loss']:.6f} nats a token" in printed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,10 @@ from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
-from tests.objectives.test_contrastive import verified
 from tests.objectives.test_vision_language import CLASS, said
 from tests.support import small_runs
 from tests.support.command import mgpu
 from tests.support.pictures import stored
-from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 from tests.verify.support import small_run
 
@@ -41,43 +38,6 @@ FURTHER = {ADAPTED: (QWEN3, "tp"), ("precision=bf16",): (QWEN25, "fsdp")}
 """What else each strategy is tried with, and the cell that is sampled."""
 SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
 """Height and width."""
-
-
-@pytest.mark.parametrize(
-    ("model", "processes", "strategy"),
-    [
-        (QWEN25, 1, ("strategy=single", "data.micro_batch_size=2")),
-        pytest.param(QWEN3, 2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
-        pytest.param(QWEN25, 2, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        pytest.param(QWEN25, 2, ("strategy=zero3",), marks=pytest.mark.exhaustive),
-        pytest.param(QWEN25, 2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
-        pytest.param(QWEN3, 2, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        pytest.param(QWEN3, 2, ("strategy=zero3",), marks=pytest.mark.slow),
-        pytest.param(QWEN25, 4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        pytest.param(QWEN3, 2, ("strategy=pp",), marks=pytest.mark.slow),
-        pytest.param(QWEN25, 2, ("strategy=pp",), marks=pytest.mark.exhaustive),
-        pytest.param(QWEN25, 4, ("strategy=fsdp", "strategy.pp=2"), marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(model, 2, (f"strategy={name}", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive)
-            for model, name in ((QWEN3, "ddp"), (QWEN25, "ddp"), (QWEN25, "zero2"))
-        ),
-        *(
-            pytest.param(model, 2, (f"strategy={name}", *how), marks=() if sampled else pytest.mark.exhaustive)
-            for how, sampled_at in FURTHER.items()
-            for model, name in product((QWEN25, QWEN3), ("ddp", "fsdp", "tp", "zero3"))
-            for sampled in [(model, name) == sampled_at]
-        ),
-    ],
-)
-def test_text_and_pictures_of_any_size_on_any_rank_are_one_process(
-    model: str, processes: int, strategy: tuple[str, ...]
-) -> None:
-    """Whose positions are transformers' own. In one step of three no row has a picture."""
-    steps = 20 if "precision=bf16" in strategy else 3  # over a few the error of one bf16 process is luck
-    config = small_run(*GIVEN, model, "data.packing=none", f"trainer.devices={processes}", *strategy, steps=steps)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
 
 
 def chats(folder: Path, *overrides: str) -> RunConfig:

@@ -27,37 +27,15 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.picture_inputs import NOT_ZERO, build_picture_inputs
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
-from tests.objectives.test_contrastive import verified
 from tests.objectives.test_vision_language import CLASS, said
 from tests.support import small_runs
 from tests.support.pictures import stored
-from tests.support.processes import run_processes
 from tests.verify.support import small_run
 
 GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off", "model=smolvlm_tiny")
 IDEFICS = ("model.type=idefics3", "model.config.vision_config.model_type=idefics3_vision")
 SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
 """Height and width."""
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        pytest.param(1, ("strategy=single", "data.micro_batch_size=2", *IDEFICS), marks=pytest.mark.exhaustive),
-        (2, ("strategy=fsdp", "data.micro_batch_size=2")),
-        *(pytest.param(2, (f"strategy={name}",), marks=pytest.mark.exhaustive) for name in ("ddp", "tp", "zero3")),
-        pytest.param(2, ("strategy=tp", *IDEFICS), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=zero3", *IDEFICS), marks=pytest.mark.exhaustive),
-        *(pytest.param(2, ("strategy=pp", *how), marks=pytest.mark.exhaustive) for how in ((), IDEFICS)),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.exhaustive),
-    ],
-)
-def test_text_and_parts_of_pictures_on_any_rank_are_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    """In the first step one half of the rows has no picture, in the second none has, in the third some have several."""
-    config = small_run(*GIVEN, "data.packing=none", f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
 
 
 def chats(folder: Path, *overrides: str) -> RunConfig:

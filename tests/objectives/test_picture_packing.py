@@ -18,43 +18,13 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
 from tests.objectives import test_own_sizes, test_parts, test_vision_language
-from tests.objectives.test_contrastive import verified
 from tests.objectives.test_vision_language import CLASS, run
-from tests.support.processes import run_processes
-from tests.verify.support import small_run
 
 GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off")
 PACKED = "data.packing=best_fit"
 
 
 QWEN25, QWEN3, PARTS = "model=qwen25_vl_tiny", "model=qwen3_vl_tiny", "model=smolvlm_tiny"
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (1, ("strategy=single", "data.micro_batch_size=2")),
-        (2, (QWEN25, "strategy=fsdp")),
-        *(
-            pytest.param(2, (model, f"strategy={name}"), marks=pytest.mark.exhaustive)
-            for model in (QWEN25, QWEN3, PARTS)
-            for name in ("ddp", "fsdp", "tp", "zero3", "pp")
-            if (model, name) != (QWEN25, "fsdp")
-        ),
-        pytest.param(2, ("strategy=ddp", "data.micro_batch_size=2"), marks=pytest.mark.slow),
-        (2, ("strategy=fsdp",)),
-        pytest.param(2, ("strategy=tp",), marks=pytest.mark.slow),
-        pytest.param(2, ("strategy=zero3",), marks=pytest.mark.slow),
-        pytest.param(2, ("strategy=pp",), marks=pytest.mark.slow),
-    ],
-)
-def test_packed_conversations_are_one_process_and_each_alone(processes: int, strategy: tuple[str, ...]) -> None:
-    model = () if any(one.startswith("model=") for one in strategy) else ("model=llava_tiny",)
-    config = small_run(*GIVEN, *model, PACKED, f"trainer.devices={processes}", *strategy)
-    assert config.data.packing == "best_fit"
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
 
 
 @pytest.mark.parametrize(

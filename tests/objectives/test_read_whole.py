@@ -20,34 +20,11 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.picture_inputs import build_picture_inputs
-from tests.objectives.test_contrastive import verified
 from tests.objectives.test_vision_language import CLASS, said
 from tests.support import small_runs
 from tests.support.pictures import folder_of_classes
-from tests.support.processes import run_processes
-from tests.verify.support import small_run
 
 GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off", "model=paligemma_tiny")
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        pytest.param(1, ("strategy=single", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
-        (2, ("strategy=tp",)),
-        pytest.param(2, ("strategy=ddp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=zero3",), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=pp",), marks=pytest.mark.exhaustive),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.exhaustive),
-    ],
-)
-def test_questions_read_from_both_sides_on_any_rank_are_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    """In the first step one half of the rows has no picture, in the second none has, in the third some have several."""
-    config = small_run(*GIVEN, "data.packing=none", f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
 
 
 ROWS: list[dict[str, Any]] = [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,59 +19,17 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.objectives.registry import objective_class
-from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.verify.certificate import Worst, worst_of
-from mgpu_pipe.verify.comparison import compare
+from tests.support import small_runs
 from tests.support.processes import run_processes
-from tests.verify.support import small_run
 
 T5 = ("objective=seq2seq", "data=number_words", "model=t5_tiny", "logger=none", "trainer.progress=off")
 TARGET = "decoder.block.1.layer.1.EncDecAttention.k"
 
 
-def small_data(cache: Path, *overrides: str) -> RunConfig:
+def small_data(folder: Path, *overrides: str) -> RunConfig:
     shape = ("data.numbers.count=40", "data.seq_len=24", "data.global_batch_size=8", "data.validation_fraction=0.5")
     steps = ("trainer.max_steps=4", "model.config.vocab_size=384")
-    return compose([*T5, *shape, *steps, f"data.cache_dir={cache}", *overrides])[0]
-
-
-def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
-    def wrong_gradient(strategy: EngineStrategy) -> None:
-        module = strategy.objective.model.get_submodule(TARGET)
-
-        def on_first_forward(_: torch.nn.Module, __: Any) -> None:
-            handle.remove()
-            module.weight.register_hook(lambda gradient: gradient * 1.001)
-
-        handle = module.register_forward_pre_hook(on_first_forward)
-
-    return worst_of(compare(config, on_start=wrong_gradient if planted else lambda strategy: None))
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (1, ("strategy=single", "objective.loss_chunk_tokens=0")),
-        (2, ("strategy=ddp",)),
-        pytest.param(2, ("strategy=fsdp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=tp", "model.config.feed_forward_proj=relu"), marks=pytest.mark.exhaustive),
-        pytest.param(4, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.exhaustive),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
-    ],
-)
-def test_every_strategy_is_one_pair_at_a_time(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*T5, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
-
-
-def test_a_planted_error_is_found() -> None:
-    config = small_run(*T5, "trainer.devices=2", "strategy=fsdp")
-    found = {one.quantity: one for one in run_processes(2, verified, config, True)[0] if not one.passed}
-    assert found["gradient"].where == f"{TARGET}.weight"
+    return compose([*T5, *shape, *steps, f"data.cache_dir={folder / 'cache'}", *overrides])[0]
 
 
 @pytest.mark.parametrize("chunk", ["auto", "0"])
@@ -205,25 +161,6 @@ def test_a_sample_is_its_pair_padded(tmp_path: Path) -> None:
     assert len({split for split, source, _ in seen if source == "the number 3"}) == 1, "copies stay on one side"
 
 
-def trained(folder: str, overrides: list[str], cache: str, resume: str | None) -> dict[str, Any]:
-    from mgpu_pipe.training.train import train
-
-    config = small_data(Path(cache), *overrides)
-    step = None if resume is None else Path(resume)
-    return train(config, RunPaths(Path(folder)), prepare(config), resume=step).summary["metrics"]
-
-
-def run(folder: Path, cache: Path, processes: int, *overrides: str, resume: Path | None = None) -> dict[str, float]:
-    folder.mkdir()
-    given = [*overrides, f"trainer.devices={processes}"]
-    config = small_data(cache, *given)
-    freeze(config, RunPaths(folder).config)
-    shutil.copytree(prepare(config).tokenizer_folder, RunPaths(folder).tokenizer)
-    step = None if resume is None else str(resume)
-    metrics: dict[str, float] = run_processes(processes, trained, str(folder), given, str(cache), step)[0]
-    return metrics
-
-
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_answers_and_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -234,15 +171,7 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_answers_and_is
     from mgpu_pipe.inference.generation import load_tokenizer
     from mgpu_pipe.inference.open import load_run
 
-    cache = tmp_path / "cache"
-    whole = run(tmp_path / "whole", cache, 1, "strategy=single")
-    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    run(tmp_path / "first", cache, 2, "strategy=fsdp", *half)
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", cache, 2, "strategy=tp", resume=saved)
-    assert metrics["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-5)
-    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
-    assert metrics["val/exact_match"] == whole["val/exact_match"]
+    metrics = small_runs.run_moved(small_data, tmp_path, "val/exact_match")
     folder = tmp_path / "second"
     assert main(["eval", str(folder), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out

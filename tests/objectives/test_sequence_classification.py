@@ -20,61 +20,15 @@ from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.sequence_classification import SequenceClassificationObjective
-from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.verify.certificate import Worst, worst_of
-from mgpu_pipe.verify.comparison import compare
 from tests.models.tiny import tiny_model
 from tests.support import small_runs
 from tests.support.command import environment, run_folder
-from tests.support.processes import run_processes
 from tests.support.program import run_program
-from tests.verify.support import small_run
 
 CLASSES = ("objective=sequence_classification", "logger=none", "trainer.progress=off")
 BERT = (*CLASSES, "model=bert_tiny", "model.config.num_labels=3")
 LLAMA = (*CLASSES, "model=llama_tiny", "model.config.num_labels=3", "model.config.pad_token_id=0")
 TARGET = "bert.encoder.layer.1.output.dense"
-
-
-def verified(config: RunConfig, planted: bool = False) -> list[Worst]:
-    def wrong_gradient(strategy: EngineStrategy) -> None:
-        module = strategy.objective.model.get_submodule(TARGET)
-
-        def on_first_forward(_: torch.nn.Module, __: Any) -> None:
-            handle.remove()
-            module.weight.register_hook(lambda gradient: gradient * 1.001)
-
-        handle = module.register_forward_pre_hook(on_first_forward)
-
-    return worst_of(compare(config, on_start=wrong_gradient if planted else lambda strategy: None))
-
-
-@pytest.mark.parametrize(
-    ("processes", "model", "strategy"),
-    [
-        (1, BERT, ("strategy=single",)),
-        (2, BERT, ("strategy=ddp",)),
-        pytest.param(2, BERT, ("strategy=fsdp", "data.micro_batch_size=2"), marks=pytest.mark.exhaustive),
-        (2, BERT, ("strategy=tp",)),
-        pytest.param(2, LLAMA, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        pytest.param(4, BERT, ("strategy=hsdp", "strategy.dp_replicate=2"), marks=pytest.mark.exhaustive),
-        pytest.param(4, LLAMA, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        *(pytest.param(2, BERT, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2, 3)),
-    ],
-)
-def test_every_strategy_is_one_sample_at_a_time(
-    processes: int, model: tuple[str, ...], strategy: tuple[str, ...]
-) -> None:
-    config = small_run(*model, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
-
-
-def test_a_planted_error_is_found() -> None:
-    config = small_run(*BERT, "trainer.devices=2", "strategy=fsdp")
-    found = {one.quantity: one for one in run_processes(2, verified, config, True)[0] if not one.passed}
-    assert found["gradient"].where == f"{TARGET}.weight"
 
 
 @pytest.mark.parametrize(
@@ -246,14 +200,7 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
 
     from mgpu_pipe.cli.main import main
 
-    whole = run(tmp_path / "whole", 1, "strategy=single")
-    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    run(tmp_path / "first", 2, "strategy=fsdp", *half)
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
-    assert metrics["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-5)
-    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
-    assert metrics["val/accuracy"] == whole["val/accuracy"]
+    metrics = small_runs.run_moved(small_data, tmp_path, "val/accuracy")
     assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert f"loss        {metrics['val/loss']:.6f} nats a sample" in printed

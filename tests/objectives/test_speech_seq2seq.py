@@ -26,7 +26,6 @@ from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_speech
 from tests.support.sounds import list_of_tones, tones, write_wav
-from tests.verify.support import compared_with_one_process
 
 WHISPER = (
     "objective=speech_seq2seq",
@@ -35,26 +34,6 @@ WHISPER = (
     "logger=none",
     "trainer.progress=off",
 )
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (2, ("strategy=ddp", "data.micro_batch_size=2", "model.config.apply_spec_augment=true")),
-        pytest.param(2, ("strategy=fsdp",), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        (2, ("strategy=zero3",)),
-        pytest.param(1, ("strategy=single", "objective.loss_chunk_tokens=0"), marks=pytest.mark.slow),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2", "model=whisper_small"), marks=pytest.mark.slow),
-        *(pytest.param(2, (f"strategy=zero{stage}",), marks=pytest.mark.exhaustive) for stage in (1, 2)),
-        *(
-            pytest.param(2, (f"strategy={name}", "peft=lora"), marks=() if name == "fsdp" else pytest.mark.exhaustive)
-            for name in ("ddp", "fsdp", "tp", "zero3")
-        ),
-    ],
-)
-def test_every_strategy_is_one_recording_at_a_time_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    compared_with_one_process(processes, *WHISPER, *strategy)
 
 
 def listed(folder: Path, *overrides: str) -> RunConfig:

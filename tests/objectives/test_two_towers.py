@@ -13,10 +13,8 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
 from tests.inference.support import write_tokenizer
 from tests.models.tiny import write_folder
-from tests.objectives.test_contrastive import captioned, compared_with_transformers, goes_on_and_is_exported, verified
+from tests.objectives.test_contrastive import captioned, compared_with_transformers, goes_on_and_is_exported
 from tests.support import small_runs
-from tests.support.processes import run_processes
-from tests.verify.support import small_run
 
 GIVEN = ("objective=contrastive", "model=vit_bert_tiny", "logger=none", "trainer.progress=off")
 CLASS = "AutoModelForZeroShotImageClassification"
@@ -31,25 +29,6 @@ SEE: dict[str, dict[str, Any]] = {
     "siglip_vision_model": INNER,
     "dinov2": {**WIDTH, **NO_DROPOUT, "mlp_ratio": 2},
 }
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (2, ("strategy=fsdp",)),
-        *(
-            pytest.param(2, (f"strategy={name}", *more), marks=pytest.mark.exhaustive)
-            for name in ("ddp", "tp", "zero3")
-            for more in ((), ROBERTA)
-        ),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2", "precision=bf16"), marks=pytest.mark.exhaustive),
-    ],
-)
-def test_every_strategy_is_the_whole_batch_in_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    config = small_run(*GIVEN, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
 
 
 def made(sees: str, reads: str) -> ContrastiveObjective:

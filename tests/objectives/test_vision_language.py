@@ -23,12 +23,10 @@ from mgpu_pipe.data.text.preview import lengths_of, places_of_pictures
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
-from tests.objectives.test_contrastive import verified
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes
-from tests.support.processes import run_processes
 from tests.verify.support import small_run
 
 GIVEN = ("objective=vision_language", "model=llava_tiny", "logger=none", "trainer.progress=off")
@@ -36,40 +34,6 @@ LLAVA = (*GIVEN, "data.packing=none")
 CLASS = "AutoModelForImageTextToText"
 FOUR, TWO_STAGES = "model.config.text_config.num_hidden_layers=4", ("interleaved_1f1b", "zbv")
 """Layers for schedules with two stages on each of two ranks."""
-
-
-@pytest.mark.parametrize(
-    ("processes", "strategy"),
-    [
-        (1, ("strategy=single", "data.micro_batch_size=2", "model.config.vision_feature_layer=-2")),
-        (2, ("strategy=ddp", "data.micro_batch_size=2")),
-        pytest.param(2, ("strategy=fsdp", "model.config.vision_feature_layer=-2"), marks=pytest.mark.exhaustive),
-        pytest.param(2, ("strategy=tp",), marks=pytest.mark.exhaustive),
-        (2, ("strategy=zero3", "model.config.vision_feature_layer=-2")),
-        pytest.param(4, ("strategy=fsdp", "strategy.tp=2"), marks=pytest.mark.slow),
-        pytest.param(2, ("strategy=zero2",), marks=pytest.mark.exhaustive),
-        (2, ("strategy=pp",)),
-        pytest.param(4, ("strategy=fsdp", "strategy.pp=2"), marks=pytest.mark.slow),
-        *(
-            pytest.param(processes, ("strategy.pp=2", *how), marks=pytest.mark.exhaustive)
-            for processes, how in (
-                (4, ("strategy=ddp",)),
-                (4, ("strategy=pp", "strategy.tp=2")),
-                (2, ("strategy=pp", "strategy.activation_checkpointing=full")),
-                (2, ("strategy=pp", "precision=bf16")),
-                (2, ("strategy=pp", "model.freeze=[vision,language]")),
-                (2, ("strategy=pp", "peft=lora", "peft.targets=[language]", "peft.train_also=[projector]")),
-                *((2, ("strategy=pp", f"strategy.pipeline.schedule={name}", FOUR)) for name in TWO_STAGES),
-            )
-        ),
-    ],
-)
-def test_text_and_pictures_on_any_rank_are_one_process(processes: int, strategy: tuple[str, ...]) -> None:
-    """In the first step one half of the rows has no picture, in the second none has, in the third some have several."""
-    config = small_run(*LLAVA, f"trainer.devices={processes}", *strategy)
-    worst = run_processes(processes, verified, config)[0]
-    assert [one.quantity for one in worst] == ["initial weights", "loss", "gradient norm", "gradient", "weights"]
-    assert [one for one in worst if not one.passed] == []
 
 
 def made(**config: Any) -> VisionLanguageObjective:
@@ -283,13 +247,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     from mgpu_pipe.inference.open import load_run
     from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
-    whole = run(tmp_path / "whole", 1, "strategy=single")
-    half = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    run(tmp_path / "first", 2, "strategy=fsdp", *half)
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
-    for key in ("train/loss", "val/loss"):
-        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and conversations"
+    metrics = small_runs.run_moved(chats, tmp_path)
     second, picture = tmp_path / "second", str(tmp_path / "p" / "dark" / "0.png")
     assert main(["eval", str(second), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mgpu_pipe.config.freeze import freeze, remember
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
@@ -54,3 +56,16 @@ def run_on(composed: Composed, folder: Path) -> tuple[dict[str, float], dict[str
     run(composed, folder / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
     saved = folder / "first" / "checkpoints" / "step-00000002"
     return whole, run(composed, folder / "second", 2, "strategy=tp", resume=saved), saved
+
+
+def run_moved(composed: Composed, folder: Path, equal: str | None = None) -> dict[str, float]:
+    """The metrics of the run that went on under other strategies (:func:`run_on`), once they are those of one process.
+
+    Args:
+        equal: a metric that is the same, to the last bit.
+    """
+    whole, metrics, _ = run_on(composed, folder)
+    for key in ("train/loss", "val/loss"):
+        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same samples, changed the same way"
+    assert equal is None or metrics[equal] == whole[equal]
+    return metrics

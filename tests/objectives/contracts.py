@@ -1,0 +1,252 @@
+"""Cells in which every objective is tried: strategies, processes and options, each compared with one process.
+
+An objective registers here by one entry of :data:`CONTRACTS`; ``test_contract`` tries all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Contract:
+    """An objective's cells.
+
+    Attributes:
+        words: overrides of all cells.
+        cells: a line for each number of processes, with the mark of its tests: overrides, cell after cell, between
+            semicolons; ``@name`` is one of :data:`VARIANTS`.
+        target: a module without which no loss is right; its spoiled gradient is found.
+        bf16_steps: steps in bf16, whose error over a few steps is luck where there are pictures of any size.
+    """
+
+    words: str
+    cells: str
+    target: str | None = None
+    bf16_steps: int = 3
+
+    def parameters(self, name: str) -> Iterator[Any]:
+        """Number of processes and overrides of each cell, as pytest's parameters after ``name``."""
+        for line in self.cells.replace(";\n", "; ").strip().splitlines():
+            place, _, cells = line.partition(":")
+            processes, *marks = place.split()
+            for cell in cells.split(";"):
+                words = [part for word in cell.split() for part in VARIANTS.get(word, word).split()]
+                chosen = [getattr(pytest.mark, mark) for mark in marks]
+                yield pytest.param(name, int(processes), words, marks=chosen, id=f"{name} {processes} {cell.strip()}")
+
+
+VARIANTS = {
+    "@roberta": "model.config.text_config.model_type=xlm-roberta model.config.text_config.max_position_embeddings=40",
+    "@idefics": "model.type=idefics3 model.config.vision_config.model_type=idefics3_vision",
+    "@adapters": "peft=lora peft.targets=[language] peft.train_also=[projector]",
+    "@head_too": "peft=lora peft.train_also=[lm_head.*]",
+    "@four_layers": "model.config.text_config.num_hidden_layers=4",
+    "@live": "peft=lora objective.reference=live",
+    "@sharded": "objective.teacher_strategy=fsdp",
+}
+"""Overrides that several cells share."""
+
+CONTRACTS = {
+    "masked_lm": Contract(
+        "objective=masked_lm model=bert_tiny",
+        """
+        1: strategy=single objective.loss_chunk_tokens=0
+        2: strategy=ddp
+        2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=zero3
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
+        4 slow: strategy=fsdp strategy.tp=2
+        """,
+        target="bert.encoder.layer.1.output.dense",
+    ),
+    "image_classification": Contract(
+        "objective=image_classification data=digits model=vit_tiny objective.label_smoothing=0.1",
+        """
+        1: strategy=single
+        2: strategy=ddp; objective.mixup=0.4 strategy=fsdp data.micro_batch_size=2
+        2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=zero3
+        4 slow: strategy=fsdp strategy.tp=2
+        """,
+        target="vit.layers.1.mlp.fc2",
+    ),
+    "sequence_classification": Contract(
+        "objective=sequence_classification model=bert_tiny model.config.num_labels=3",
+        """
+        1: strategy=single
+        2: strategy=ddp; strategy=tp
+        2 exhaustive: strategy=fsdp data.micro_batch_size=2;
+            model=llama_tiny model.config.pad_token_id=0 strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=zero3
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
+        4 slow: model=llama_tiny model.config.pad_token_id=0 strategy=fsdp strategy.tp=2
+        """,
+        target="bert.encoder.layer.1.output.dense",
+    ),
+    "contrastive": Contract(
+        "objective=contrastive data=captioned_digits model=clip_tiny",
+        """
+        1: strategy=single data.micro_batch_size=2
+        2: strategy=ddp data.micro_batch_size=2; strategy=zero3
+        2 exhaustive: strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2
+        4 exhaustive: strategy=ddp
+        4 slow: strategy=fsdp strategy.tp=2
+        8 exhaustive: strategy=ddp data.global_batch_size=16
+        """,
+    ),
+    "siglip": Contract(
+        "objective=contrastive data=captioned_digits model=siglip2_base",
+        """
+        2: strategy=fsdp; strategy=zero3
+        2 exhaustive: strategy=ddp; strategy=tp; strategy=zero1; strategy=zero2
+        """,
+    ),
+    "two_towers": Contract(
+        "objective=contrastive model=vit_bert_tiny",
+        """
+        2: strategy=fsdp
+        2 exhaustive: strategy=ddp; strategy=ddp @roberta; strategy=tp; strategy=tp @roberta; strategy=zero3;
+            strategy=zero3 @roberta
+        4 exhaustive: strategy=fsdp strategy.tp=2 precision=bf16
+        """,
+    ),
+    "seq2seq": Contract(
+        "objective=seq2seq data=number_words model=t5_tiny",
+        """
+        1: strategy=single objective.loss_chunk_tokens=0
+        2: strategy=ddp
+        2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp;
+            strategy=tp model.config.feed_forward_proj=relu; strategy=zero1; strategy=zero2; strategy=zero3
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
+        4 slow: strategy=fsdp strategy.tp=2
+        """,
+        target="decoder.block.1.layer.1.EncDecAttention.k",
+    ),
+    "ctc": Contract(
+        "objective=ctc data=spoken_digits model=wav2vec2_tiny",
+        """
+        2: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=tp @head_too
+        2 exhaustive: strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2; strategy=ddp precision=bf16;
+            strategy=zero2 precision=bf16; strategy=ddp @head_too; strategy=fsdp @head_too;
+            strategy=zero3 @head_too
+        1 slow: strategy=single
+        4 slow: strategy=fsdp strategy.tp=2
+        """,
+    ),
+    "speech_seq2seq": Contract(
+        "objective=speech_seq2seq data=spoken_digits model=whisper_tiny",
+        """
+        2: strategy=ddp data.micro_batch_size=2 model.config.apply_spec_augment=true; strategy=zero3;
+            strategy=fsdp peft=lora
+        2 exhaustive: strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2; strategy=ddp peft=lora;
+            strategy=tp peft=lora; strategy=zero3 peft=lora
+        1 slow: strategy=single objective.loss_chunk_tokens=0
+        4 slow: strategy=fsdp strategy.tp=2 model=whisper_small
+        """,
+    ),
+    "vision_language": Contract(
+        "objective=vision_language model=llava_tiny data.packing=none",
+        """
+        1: strategy=single data.micro_batch_size=2 model.config.vision_feature_layer=-2
+        2: strategy=ddp data.micro_batch_size=2; strategy=zero3 model.config.vision_feature_layer=-2;
+            strategy=pp
+        2 exhaustive: strategy=fsdp model.config.vision_feature_layer=-2; strategy=tp; strategy=zero2;
+            strategy.pp=2 strategy=pp strategy.activation_checkpointing=full;
+            strategy.pp=2 strategy=pp precision=bf16; strategy.pp=2 strategy=pp model.freeze=[vision,language];
+            strategy.pp=2 strategy=pp @adapters;
+            strategy.pp=2 strategy=pp strategy.pipeline.schedule=interleaved_1f1b @four_layers;
+            strategy.pp=2 strategy=pp strategy.pipeline.schedule=zbv @four_layers
+        4 slow: strategy=fsdp strategy.tp=2; strategy=fsdp strategy.pp=2
+        4 exhaustive: strategy.pp=2 strategy=ddp; strategy.pp=2 strategy=pp strategy.tp=2
+        """,
+    ),
+    "parts": Contract(
+        "objective=vision_language model=smolvlm_tiny data.packing=none",
+        """
+        1 exhaustive: strategy=single data.micro_batch_size=2 @idefics
+        2: strategy=fsdp data.micro_batch_size=2
+        2 exhaustive: strategy=ddp; strategy=tp; strategy=zero3; strategy=tp @idefics; strategy=zero3 @idefics;
+            strategy=pp; strategy=pp @idefics
+        4 exhaustive: strategy=fsdp strategy.tp=2
+        """,
+    ),
+    "read_whole": Contract(
+        "objective=vision_language model=paligemma_tiny data.packing=none",
+        """
+        1 exhaustive: strategy=single data.micro_batch_size=2
+        2: strategy=tp
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=zero3; strategy=pp
+        4 exhaustive: strategy=fsdp strategy.tp=2
+        """,
+    ),
+    "own_sizes": Contract(
+        "objective=vision_language data.packing=none",
+        """
+        1: model=qwen25_vl_tiny strategy=single data.micro_batch_size=2
+        2 exhaustive: model=qwen3_vl_tiny strategy=fsdp; model=qwen25_vl_tiny strategy=tp;
+            model=qwen25_vl_tiny strategy=zero3; model=qwen25_vl_tiny strategy=fsdp;
+            model=qwen3_vl_tiny strategy=tp; model=qwen25_vl_tiny strategy=pp;
+            model=qwen3_vl_tiny strategy=ddp data.micro_batch_size=2;
+            model=qwen25_vl_tiny strategy=ddp data.micro_batch_size=2;
+            model=qwen25_vl_tiny strategy=zero2 data.micro_batch_size=2;
+            model=qwen25_vl_tiny strategy=ddp @adapters; model=qwen25_vl_tiny strategy=fsdp @adapters;
+            model=qwen25_vl_tiny strategy=tp @adapters; model=qwen25_vl_tiny strategy=zero3 @adapters;
+            model=qwen3_vl_tiny strategy=ddp @adapters; model=qwen3_vl_tiny strategy=fsdp @adapters;
+            model=qwen3_vl_tiny strategy=zero3 @adapters; model=qwen25_vl_tiny strategy=ddp precision=bf16;
+            model=qwen25_vl_tiny strategy=tp precision=bf16; model=qwen25_vl_tiny strategy=zero3 precision=bf16;
+            model=qwen3_vl_tiny strategy=ddp precision=bf16; model=qwen3_vl_tiny strategy=fsdp precision=bf16;
+            model=qwen3_vl_tiny strategy=tp precision=bf16; model=qwen3_vl_tiny strategy=zero3 precision=bf16
+        2 slow: model=qwen3_vl_tiny strategy=zero3; model=qwen3_vl_tiny strategy=pp
+        4 slow: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2
+        4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.pp=2
+        2: model=qwen3_vl_tiny strategy=tp @adapters; model=qwen25_vl_tiny strategy=fsdp precision=bf16
+        """,
+        bf16_steps=20,
+    ),
+    "picture_packing": Contract(
+        "objective=vision_language model=llava_tiny data.packing=best_fit",
+        """
+        1: strategy=single data.micro_batch_size=2
+        2: model=qwen25_vl_tiny strategy=fsdp; strategy=fsdp
+        2 exhaustive: model=qwen25_vl_tiny strategy=ddp; model=qwen25_vl_tiny strategy=tp;
+            model=qwen25_vl_tiny strategy=zero3; model=qwen25_vl_tiny strategy=pp;
+            model=qwen3_vl_tiny strategy=ddp; model=qwen3_vl_tiny strategy=fsdp;
+            model=qwen3_vl_tiny strategy=tp; model=qwen3_vl_tiny strategy=zero3;
+            model=qwen3_vl_tiny strategy=pp; model=smolvlm_tiny strategy=ddp; model=smolvlm_tiny strategy=fsdp;
+            model=smolvlm_tiny strategy=tp; model=smolvlm_tiny strategy=zero3; model=smolvlm_tiny strategy=pp
+        2 slow: strategy=ddp data.micro_batch_size=2; strategy=tp; strategy=zero3; strategy=pp
+        """,
+    ),
+    "distill": Contract(
+        "objective=distill model=llama_tiny",
+        """
+        1: strategy=single objective.loss_chunk_tokens=0
+        2: strategy=ddp objective.divergence=reverse; strategy=pp objective.teacher_weight=1;
+            strategy=zero3 @sharded; strategy=tp objective.divergence=jensen_shannon
+        2 exhaustive: strategy=fsdp objective.divergence=jensen_shannon objective.temperature=2;
+            strategy=ddp @sharded; strategy=zero1; strategy=zero2 objective.divergence=jensen_shannon;
+            strategy=ep model=mixtral_tiny; strategy=fsdp peft=lora model=gpt2_tiny @sharded;
+            strategy=fsdp @sharded; strategy=zero3; strategy=tp objective.divergence=reverse @sharded
+        4 exhaustive: strategy=megatron strategy.pp=2 @sharded;
+            strategy=megatron strategy.tp=2 strategy.pp=2 strategy.pipeline.schedule=zbv @sharded
+        """,
+    ),
+    "dpo": Contract(
+        "objective=dpo data=preferences_jsonl model=llama_tiny",
+        """
+        1: strategy=single objective.loss_chunk_tokens=0
+        2: strategy=ddp objective.loss=ipo; strategy=fsdp objective.label_smoothing=0.1;
+            strategy=tp strategy.sequence_parallel=true; strategy=pp; strategy=cp; strategy=zero3
+        2 exhaustive: strategy=zero1; strategy=zero2;
+            strategy=cp strategy.context.method=ulysses objective.loss=ipo; strategy=fsdp precision=bf16;
+            strategy=tp peft=lora; strategy=fsdp @live; strategy=cp @live; strategy=zero3 @live;
+            strategy=ep model=mixtral_tiny
+        4 exhaustive: strategy=pp strategy.tp=2; strategy=fsdp strategy.tp=2 model=gpt2_tiny
+        """,
+    ),
+}
