@@ -26,6 +26,7 @@ from mgpu_pipe.models.adapters.qlora import BLOCK, GROUP
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.objectives.distill_keys import DistillConfig
+from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy
 from mgpu_pipe.objectives.losses.divergence import Teaching, linear_distillation
 from mgpu_pipe.parallel.device_memory import AllocationWatch
@@ -69,10 +70,10 @@ def heads_peak(kind: str | None) -> int:
     taught, head = torch.randn(TOKENS, TEACHER_WIDTH), torch.randn(VOCABULARY, TEACHER_WIDTH)
     with AllocationWatch() as watch:
         if kind is None:
-            loss = linear_cross_entropy(hidden, weight, None, labels)
+            loss = linear_cross_entropy(ChunkedHead(hidden, weight, None, labels))
         else:
             keys = DistillConfig(divergence=kind)  # type: ignore[arg-type]
-            loss = linear_distillation(hidden, weight, None, labels, "auto", Teaching(keys, taught, head, None))
+            loss = linear_distillation(ChunkedHead(hidden, weight, None, labels), Teaching(keys, taught, head, None))
         loss.backward()
     return watch.peak
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.support import finish
+from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy
 from mgpu_pipe.parallel.device_memory import AllocationWatch
 
@@ -30,7 +31,7 @@ Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return linear_cross_entropy(hidden, weight, None, labels)
+    return linear_cross_entropy(ChunkedHead(hidden, weight, None, labels))
 
 
 def torchs(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

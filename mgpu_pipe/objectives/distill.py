@@ -43,7 +43,6 @@ from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import forward_kwargs
 from mgpu_pipe.parallel.fsdp import apply_fully_shard, reshard_all
 from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
-from mgpu_pipe.parallel.tensor.heads import VocabularyShard
 from mgpu_pipe.system.local_files import is_file
 from mgpu_pipe.topology import Meshes, ParallelDims
 
@@ -258,7 +257,7 @@ class DistillObjective(Objective):
             loss = self._loss.custom_loss(
                 self.model_inputs(batch),
                 batch["labels"],
-                partial(_head_loss, teaching=teaching),
+                partial(linear_distillation, teaching=teaching),
                 partial(_logits_loss, teaching=teaching),
             )
         assert teaching.sums is not None
@@ -280,18 +279,6 @@ class DistillObjective(Objective):
         label_loss = F.cross_entropy(logits, labels[counts], reduction="sum")
         share = keys.teacher_weight
         return Reference((1 - share) * label_loss + share * keys.temperature**2 * divergence)
-
-
-def _head_loss(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    chunk_tokens: int | str,
-    shard: VocabularyShard | None,
-    teaching: Teaching,
-) -> torch.Tensor:
-    return linear_distillation(hidden, weight, bias, labels, chunk_tokens, teaching, shard)
 
 
 def _logits_loss(logits: torch.Tensor, labels: torch.Tensor, teaching: Teaching) -> torch.Tensor:

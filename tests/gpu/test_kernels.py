@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.kernels import packed_attention, softmax
+from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy
 from mgpu_pipe.parallel.context.kernels import Gradients, Partial
 from mgpu_pipe.parallel.context.sequences import whole_blocks
@@ -139,7 +140,7 @@ def test_the_loss_over_chunks_of_logits_is_the_whole_one(
     expected = [loss, *torch.autograd.grad(loss, whole)]
     given = [(whole[0] / 8).detach().to(device, dtype).requires_grad_(), whole[1].detach().to(device, dtype)]
     given[1].requires_grad_()
-    found = linear_cross_entropy(given[0], given[1], None, labels.to(device), chunk_tokens=128)
+    found = linear_cross_entropy(ChunkedHead(given[0], given[1], None, labels.to(device), chunk_tokens=128))
     gradients = torch.autograd.grad(found, given)
     assert error(found, expected[0]) < BOUNDS[dtype] / 10
     assert error(gradients[0] / 8, expected[1]) < BOUNDS[dtype]

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from mgpu_pipe.architectures.formulas.kept_memory import chunk_rows
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy, logits_cross_entropy
 
 
@@ -30,7 +31,7 @@ def reference(hidden, weight, bias, labels):
 def test_loss_and_every_gradient_equal_the_whole_computation(chunk):
     hidden, weight, bias, labels = make()
     expected, gradients = reference(hidden, weight, bias, labels)
-    loss = linear_cross_entropy(hidden, weight, bias, labels, chunk)
+    loss = linear_cross_entropy(ChunkedHead(hidden, weight, bias, labels, chunk))
     loss.backward(torch.full_like(loss, 1 / 7))
     assert loss.dtype == torch.float64
     assert abs(loss.item() - expected.item()) <= 1e-6 * expected.item()
@@ -41,7 +42,7 @@ def test_loss_and_every_gradient_equal_the_whole_computation(chunk):
 def test_rows_without_a_label_have_no_gradient_and_no_loss():
     hidden, weight, bias, labels = make()
     labels[:] = IGNORE_INDEX
-    loss = linear_cross_entropy(hidden, weight, bias, labels, 4)
+    loss = linear_cross_entropy(ChunkedHead(hidden, weight, bias, labels, 4))
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
 
@@ -52,7 +53,7 @@ def test_bf16_chunks_are_as_close_to_fp32_as_the_plain_bf16_computation():
     plain = [t.detach().clone().requires_grad_() for t in (hidden, weight, bias)]
     whole = logits_cross_entropy(F.linear(*plain), labels)
     whole.backward(torch.full_like(whole, 1 / 7))
-    loss = linear_cross_entropy(hidden, weight, bias, labels, 8)
+    loss = linear_cross_entropy(ChunkedHead(hidden, weight, bias, labels, 8))
     loss.backward(torch.full_like(loss, 1 / 7))
     for tensor, other, gradient in zip((hidden, weight, bias), plain, gradients, strict=True):
         ours, theirs = (torch.linalg.vector_norm(t.grad.double() - gradient) for t in (tensor, other))
@@ -75,6 +76,6 @@ def test_on_gpus_auto_takes_whole_tiles_of_256_mib():
 def test_evaluation_needs_no_gradients():
     hidden, weight, bias, labels = make()
     with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, bias, labels, 5)
+        loss = linear_cross_entropy(ChunkedHead(hidden, weight, bias, labels, 5))
     assert not loss.requires_grad
     assert torch.isclose(loss, logits_cross_entropy(F.linear(hidden, weight, bias), labels), rtol=1e-6)

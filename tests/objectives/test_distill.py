@@ -22,6 +22,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise, run_model
 from mgpu_pipe.objectives.distill_keys import DistillConfig
+from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.divergence import Teaching, linear_distillation, token_divergences
 from mgpu_pipe.objectives.packed_text import forward_kwargs
 from tests.support.processes import run_processes
@@ -63,7 +64,7 @@ def test_chunks_are_the_whole(kind: str, bias: bool) -> None:
     labels = torch.randint(0, 13, (2, 7))
     labels[0, :3] = IGNORE_INDEX
     teaching = Teaching(keys, taught, head, None)
-    loss = linear_distillation(hidden, weight, offset, labels, 4, teaching)
+    loss = linear_distillation(ChunkedHead(hidden, weight, offset, labels, 4), teaching)
     inputs = [value for value in (hidden, weight, offset) if value is not None]
     found = torch.autograd.grad(loss, inputs)
     logits, counts = F.linear(hidden, weight, offset), labels != IGNORE_INDEX

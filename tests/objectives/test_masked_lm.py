@@ -18,6 +18,7 @@ from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.cross_entropy import correct_predictions
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
 from tests.support import small_runs
@@ -63,7 +64,7 @@ def test_correct_predictions_are_those_of_whole_logits() -> None:
     hidden, weight, bias = torch.randn(3, 7, 8), torch.randn(20, 8), torch.randn(20)
     labels = F.linear(hidden, weight, bias).argmax(-1)
     labels[0, :3], labels[1] = IGNORE_INDEX, (labels[1] + 1) % 20
-    right = correct_predictions(hidden, weight, bias, labels, 4)
+    right = correct_predictions(ChunkedHead(hidden, weight, bias, labels, 4))
     expected = torch.ones(3, 7, dtype=torch.bool)
     expected[0, :3], expected[1] = False, False
     assert torch.equal(right, expected)

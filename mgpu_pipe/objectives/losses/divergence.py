@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.objectives.distill_keys import DistillConfig
-from mgpu_pipe.objectives.losses.cross_entropy import Labels, rows_per_chunk, sum_loss
+from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
+from mgpu_pipe.objectives.losses.cross_entropy import Labels
 from mgpu_pipe.parallel.tensor.collectives import all_gather_parts
 from mgpu_pipe.parallel.tensor.heads import VocabularyShard
 
@@ -118,26 +119,12 @@ class _Mixture:
         return (1 - share) * self._sums[0] + share * self._sums[1]
 
 
-def linear_distillation(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    chunk_tokens: int | str,
-    teaching: Teaching,
-    shard: VocabularyShard | None = None,
-) -> torch.Tensor:
-    """Mixture of divergence and cross-entropy, summed over the tokens of ``labels``; a float64 scalar.
+def linear_distillation(head: ChunkedHead, teaching: Teaching) -> torch.Tensor:
+    """Mixture of divergence and cross-entropy, summed over the labels' tokens; a float64 scalar.
 
     Args:
-        hidden: the student's hidden states, (..., width); ``weight`` and ``bias`` are its head.
-        labels: (...) int64; ``IGNORE_INDEX`` rows do not count.
-        chunk_tokens: rows whose logits, of student and teacher, exist at once.
-        shard: as in :func:`mgpu_pipe.objectives.losses.cross_entropy.linear_cross_entropy`; the teacher's head is
-            whole.
+        head: the student's, with its hidden states. The teacher's head is whole, also where this one is a ``shard``.
         teaching: receives the two sums of the loss.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1])
     # Three tensors of logits' size, so that this takes the memory of a plain cross-entropy.
-    rows = rows_per_chunk(chunk_tokens, weight, len(flat), shard, heads=3)
-    return sum_loss(flat, weight, bias, rows, _Mixture(labels.reshape(-1), teaching, shard))
+    return head.sum_loss(_Mixture(head.targets, teaching, head.shard), heads=3)

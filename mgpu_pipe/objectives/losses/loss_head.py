@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.cross_entropy import (
     correct_predictions,
     linear_cross_entropy,
@@ -33,7 +34,7 @@ class LossHead:
         self.labels: torch.Tensor | None = None
         self.result: torch.Tensor | None = None
         self.counts_correct = False
-        self.compute: Callable[..., torch.Tensor] = linear_cross_entropy
+        self.compute: Callable[[ChunkedHead], torch.Tensor] = linear_cross_entropy
         self.correct: torch.Tensor | None = None
         self._head, self._chunk_tokens = head, chunk_tokens
         plain_forward = head.forward
@@ -41,10 +42,10 @@ class LossHead:
         def forward(hidden: torch.Tensor) -> torch.Tensor:
             if self.labels is None:
                 return plain_forward(hidden)
-            arguments = hidden, head.weight, head.bias, self.labels, self._chunk_tokens, shard_of(head)
+            chunked = ChunkedHead(hidden, head.weight, head.bias, self.labels, self._chunk_tokens, shard_of(head))
             if self.counts_correct:
-                self.correct = correct_predictions(*arguments)
-            self.result = self.compute(*arguments)
+                self.correct = correct_predictions(chunked)
+            self.result = self.compute(chunked)
             return self.result
 
         head.forward = forward  # type: ignore[method-assign, assignment]
@@ -96,13 +97,13 @@ class TokenLoss:
         self,
         inputs: Mapping[str, Any],
         labels: torch.Tensor,
-        head_loss: Callable[..., torch.Tensor],
+        head_loss: Callable[[ChunkedHead], torch.Tensor],
         logits_loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Another loss instead of the cross-entropy, of at most one dim.
 
         Args:
-            head_loss: the loss from the arguments of :func:`linear_cross_entropy`.
+            head_loss: the loss from the head, its hidden states and the labels.
             logits_loss: the same loss from whole logits and labels.
         """
         if self._head is not None:

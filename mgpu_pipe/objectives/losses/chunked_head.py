@@ -1,0 +1,160 @@
+"""A linear head over a large vocabulary, whose logits exist for some rows at a time.
+
+Losses are functions of a :class:`ChunkedHead`: cross-entropies, right predictions and the divergence from a teacher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.architectures.formulas.kept_memory import chunk_rows
+from mgpu_pipe.models.kernels.softmax import add_product_
+from mgpu_pipe.parallel.tensor.heads import VocabularyShard
+
+Gradients = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+
+
+class ChunkFunction(Protocol):
+    """Function of a chunk's logits."""
+
+    def __call__(self, rows: slice, logits: torch.Tensor, wants_gradient: bool) -> torch.Tensor | None:
+        """Gradient of ``logits``, (rows, vocabulary), if wanted; may reuse their memory."""
+
+
+class SummedLoss(ChunkFunction, Protocol):
+    """Chunk function that adds up the chunks' losses."""
+
+    def total(self) -> torch.Tensor:
+        """Sum of the losses, a float64 scalar."""
+
+
+@dataclass(frozen=True)
+class ChunkedHead:
+    """A linear head with the hidden states that it reads and their labels.
+
+    With a ``shard`` each method is a collective call of its group.
+
+    Attributes:
+        hidden: ``(..., width)``.
+        weight: ``(vocabulary, width)``, or this rank's rows of it; bias of that length, or None.
+        labels: ``(...)`` int64 in the whole vocabulary; ``IGNORE_INDEX`` rows do not count.
+        chunk_tokens: rows of logits at once; see :func:`~mgpu_pipe.architectures.formulas.kept_memory.chunk_rows`.
+        shard: rows of the vocabulary in ``weight``; None for all.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    labels: torch.Tensor
+    chunk_tokens: int | str = "auto"
+    shard: VocabularyShard | None = None
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Hidden states of all tokens, (tokens, width)."""
+        return self.hidden.reshape(-1, self.hidden.shape[-1])
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """Labels of all tokens, (tokens,)."""
+        return self.labels.reshape(-1)
+
+    def rows_at_once(self, heads: int = 1, rows: int | None = None) -> int:
+        """:func:`chunk_rows` of this head if tensors of ``heads`` times the logits' size exist together.
+
+        Args:
+            rows: number of rows that count; None for all tokens.
+        """
+        # From the widest shard, because ranks must agree on the number of chunks.
+        vocabulary = self.weight.shape[0] if self.shard is None else -(-self.shard.whole // self.shard.group.size())
+        item = self.weight.element_size() if self.weight.is_cuda else None
+        rows = self.hidden.numel() // self.hidden.shape[-1] if rows is None else rows
+        return chunk_rows(self.chunk_tokens, heads * vocabulary, rows, item)
+
+    def visit(self, chunk_function: ChunkFunction) -> None:
+        """Call ``chunk_function`` with all fp32 logits, without gradients."""
+        apply_to_chunks(self.rows, self.weight, self.bias, self.rows_at_once(), chunk_function)
+
+    def sum_loss(self, loss: SummedLoss, heads: int = 1, keep_dtype: bool = False) -> torch.Tensor:
+        """Sum of ``loss`` over all tokens, a float64 scalar, with gradients that the forward pass computes.
+
+        Args:
+            heads: as in :meth:`rows_at_once`.
+            keep_dtype: whether logits stay in the head's type instead of fp32.
+        """
+        result = _Summed.apply(self.rows, self.weight, self.bias, self.rows_at_once(heads), loss, keep_dtype)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+
+def apply_to_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows_at_once: int,
+    chunk_function: ChunkFunction,
+    wanted: tuple[bool, ...] = (False, False, False),
+    keep_dtype: bool = False,
+) -> Gradients:
+    """Call ``chunk_function`` with the logits of ``hidden``, (tokens, width), some rows at a time.
+
+    Args:
+        wanted: which of ``hidden``, ``weight`` and ``bias`` need a gradient.
+        keep_dtype: whether logits stay in the head's type instead of fp32.
+
+    Returns:
+        These gradients. That of ``weight`` is fp32 with several chunks, that of ``bias`` always.
+    """
+    want_hidden, want_weight, want_bias = wanted
+    several = rows_at_once < hidden.shape[0]
+    grad_hidden = torch.empty_like(hidden) if want_hidden else None
+    # Sums over several chunks are fp32; a single chunk is one product in the weight's type.
+    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if want_weight and several else None
+    grad_bias = torch.zeros_like(bias, dtype=torch.float32) if want_bias and bias is not None else None
+    for start in range(0, hidden.shape[0], rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        chunk = hidden[rows]
+        logits = F.linear(chunk, weight, bias)
+        logits = logits if keep_dtype else logits.float()
+        grad = chunk_function(rows, logits, any(wanted))
+        if grad is None:
+            continue
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+        grad = grad.to(weight.dtype)
+        if grad_hidden is not None:
+            torch.mm(grad, weight, out=grad_hidden[rows])
+        if grad_weight is not None:
+            add_product_(grad_weight, grad.t(), chunk)
+        elif want_weight:
+            grad_weight = grad.t() @ chunk
+    return grad_hidden, grad_weight, grad_bias
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        rows_at_once: int,
+        loss: SummedLoss,
+        keep_dtype: bool,
+    ) -> torch.Tensor:
+        gradients = apply_to_chunks(hidden, weight, bias, rows_at_once, loss, ctx.needs_input_grad[:3], keep_dtype)
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return loss.total()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # A bf16 factor would put every gradient off by up to 0.2%. torch multiplies a bf16 tensor by a 0-dim float32
+        # one in float32 and rounds once. Not in place: a schedule that splits the backward pass calls this twice.
+        factor = grad_output.float()
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if grad is None else (grad * factor).to(dtype) for grad, dtype in gradients), None, None, None
