@@ -8,6 +8,7 @@ import yaml
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.hydra.group_listing import list_groups
 from mgpu_pipe.models.fields import config_fields
@@ -15,6 +16,7 @@ from mgpu_pipe.system.conf_folders import conf_dir
 
 OPTIONS = [(group, option.name) for group, options in list_groups().items() for option in options]
 NEEDS_MORE = {
+    *(("objective", name) for name in plugins.OBJECTIVES if name != "causal_lm"),
     ("model", "hf"),
     ("data", "text_files"),
     ("data", "jsonl"),
@@ -25,22 +27,15 @@ NEEDS_MORE = {
     ("data", "spoken_chat"),
     ("data", "mixture"),
     ("data", "rule_chat"),
-    ("objective", "dpo"),
-    ("objective", "distill"),
     ("model", "bert_tiny"),
     ("model", "bert_small"),
-    ("objective", "masked_lm"),
     ("data", "labelled_jsonl"),
-    ("objective", "sequence_classification"),
     ("model", "t5_tiny"),
     ("model", "t5_mini"),
-    ("objective", "seq2seq"),
     ("data", "number_words"),
     ("data", "pairs_jsonl"),
     ("model", "vit_tiny"),
     ("model", "vit_b16"),
-    ("objective", "image_classification"),
-    ("objective", "contrastive"),
     ("data", "digits"),
     ("experiment", "vit_digits"),  # needs scikit-learn
     ("experiment", "clip_digits"),
@@ -51,7 +46,6 @@ NEEDS_MORE = {
     ("model", "siglip2_base"),
     ("model", "vit_bert_tiny"),
     ("data", "captioned_digits"),
-    ("objective", "vision_language"),
     ("experiment", "vlm_digits"),
     ("experiment", "vlm_digits_stage1"),
     ("model", "llava_tiny"),
@@ -67,8 +61,6 @@ NEEDS_MORE = {
     ("data", "picture_chats"),
     ("data", "captioned_folder"),
     ("data", "captions"),
-    ("objective", "ctc"),
-    ("objective", "speech_seq2seq"),
     ("model", "whisper_tiny"),
     ("model", "whisper_small"),
     ("experiment", "whisper_spoken_digits"),

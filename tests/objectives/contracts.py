@@ -249,4 +249,15 @@ CONTRACTS = {
         4 exhaustive: strategy=pp strategy.tp=2; strategy=fsdp strategy.tp=2 model=gpt2_tiny
         """,
     ),
+    "orpo": Contract(
+        "objective=orpo data=preferences_jsonl model=llama_tiny",
+        """
+        1: strategy=single objective.loss_chunk_tokens=0
+        2: strategy=fsdp objective.odds_weight=0.5; strategy=cp
+        2 exhaustive: strategy=ddp; strategy=pp; strategy=tp; strategy=zero1; strategy=zero2; strategy=zero3;
+            strategy=tp strategy.sequence_parallel=true; strategy=fsdp peft=lora; strategy=fsdp precision=bf16;
+            strategy=ep model=mixtral_tiny
+        4 exhaustive: strategy=fsdp strategy.tp=2 model=gpt2_tiny
+        """,
+    ),
 }

@@ -88,9 +88,13 @@ def test_a_run_is_evaluated_reported_and_exported(
     assert (place / f"out-{name}" / "model.safetensors").is_file()
 
 
+LATER = {"orpo"}
+"""Objectives that the version of these runs did not have."""
+
+
 def test_objectives_are_all_of_the_program() -> None:
     shipped = {file.stem for file in (REPOSITORY / "conf" / "objective").glob("*.yaml")}
-    assert set(OBJECTIVES) == shipped
+    assert set(OBJECTIVES) == shipped - LATER
 
 
 @pytest.mark.slow

@@ -1,0 +1,86 @@
+"""Odds ratio preference optimisation: learns the chosen answer, and raises its odds over the rejected one's.
+
+It needs no reference model and no training on answers before (Hong, Lee and Thorne 2024, arXiv:2403.07691).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.orpo_keys import DESCRIPTION, ORPOConfig
+from mgpu_pipe.objectives.preference_pairs import (
+    CHOSEN,
+    NOTHING,
+    REJECTED,
+    PairObjective,
+    documents_of_pairs,
+    plain_answer,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LEAST = 1e-12
+"""Least distance of a mean log-probability from 0, where the odds are infinite."""
+
+
+class ORPOObjective(PairObjective):
+    """Cross-entropy of chosen answers, and the odds ratio of both, under a Hugging Face causal language model.
+
+    Args:
+        keys: ``objective.*``.
+    """
+
+    description = DESCRIPTION
+    num_sums = 4
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: ORPOConfig
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens)
+        self._weight = keys.odds_weight
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        return cls(model, optimizer_factory, learning_rate, cast(ORPOConfig, config.objective))
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.contribute_once(self._pair_values(batch)[0].sum())
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.contribute_once(torch.stack([values.double().sum() for values in self._pair_values(batch)]))
+
+    def _pair_values(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Loss, preference, loss of the chosen answer and log odds ratio of each pair, (rows,); 0 where none counts."""
+        log_probabilities, tokens = self.answers(batch)
+        counts = batch["pair"] != NOTHING
+        means = log_probabilities / tokens.clamp_min(1.0)
+        # An answer without tokens has infinite odds, whose gradient would be NaN times zero.
+        means = means.where(counts.unsqueeze(1), -1.0)
+        log_odds = means - torch.log(-torch.expm1(means.clamp_max(-LEAST)))
+        ratio = log_odds[:, CHOSEN] - log_odds[:, REJECTED]
+        losses = self._weight * -F.logsigmoid(ratio) - means[:, CHOSEN]
+        values = losses, ratio > 0, -means[:, CHOSEN], ratio
+        return tuple(value.where(counts, 0) for value in values)
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One answer at a time, from the odds of its mean token."""
+        losses = []
+        for row, documents in documents_of_pairs(batch):
+            answers = [plain_answer(forward, batch, row, document) for document in documents]
+            chosen, rejected = ((value.double() / tokens).exp() for value, tokens in answers)
+            odds_ratio = chosen / (1 - chosen) / (rejected / (1 - rejected))
+            losses.append(-chosen.log() - self._weight * (odds_ratio / (1 + odds_ratio)).log())
+        return Reference(torch.stack(losses).sum())
+
+
+OBJECTIVE = ORPOObjective

@@ -1,0 +1,102 @@
+"""ORPO. Oracle: the formulas of arXiv:2403.07691 written by hand over transformers' own model, one answer at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.orpo import ORPOObjective
+from mgpu_pipe.objectives.orpo_keys import ORPOConfig
+from tests.models.tiny import tiny_model
+from tests.objectives.test_dpo import PAIRS, file_of
+from tests.support import small_runs
+
+SHAPE = ("data.seq_len=96", "data.global_batch_size=4", "data.validation_fraction=0.25", "model.config.vocab_size=384")
+STEPS = ("trainer.max_steps=4", "optimizer.lr=3e-4", "scheduler=constant", "data.chat_template=chatml")
+
+
+def made(weight: float = 0.3) -> ORPOObjective:
+    model = materialise(build_meta(tiny_model("llama")), 2, "cpu")
+    return ORPOObjective(model, None, lambda step: 1.0, ORPOConfig(odds_weight=weight))
+
+
+def answers_of(model: Any, batch: dict[str, torch.Tensor], row: int) -> list[torch.Tensor]:
+    """Mean log-probability of the tokens of the chosen and of the rejected answer, each read alone."""
+    found, starts = [], (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
+    ends = [starts[1], starts[1] + int(batch["rejected"][row].sum())]
+    for start, stop in zip(starts[:2], ends, strict=True):
+        labels = batch["labels"][row, start:stop]
+        shares = model(input_ids=batch["input_ids"][row, None, start:stop]).logits[0].log_softmax(-1)
+        places = (labels != -100).nonzero().flatten()
+        found.append(shares[places, labels[places]].mean())
+    return found
+
+
+def test_loss_gradients_and_metrics_are_those_of_the_paper() -> None:
+    objective = made()
+    model: Any = objective.model
+    batch = objective.random_batch(3, 2, 5, 48, packed=True)
+    assert batch["pair"].tolist() == [0, 1, 2, 3, -1], "the last pair counts nothing"
+    losses, ratios, chosen_losses = [], [], []
+    for row in range(4):
+        chosen, rejected = answers_of(model, batch, row)
+        log_odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+        losses.append(-chosen + 0.3 * -torch.sigmoid(log_odds).log())
+        ratios.append(float(log_odds.detach()))
+        chosen_losses.append(-float(chosen.detach()))
+    expected = torch.stack(losses).sum()
+    expected.backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    loss = objective.micro_batch_loss(batch)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, wanted[name], rtol=1e-4, atol=1e-6), name
+    sums = objective.evaluation_sums(batch).tolist()
+    right = sum(ratio > 0 for ratio in ratios)
+    assert sums == pytest.approx([float(expected.detach()), right, sum(chosen_losses), sum(ratios)], rel=1e-5)
+
+
+def test_what_counts_nothing_or_is_certain_has_finite_gradients() -> None:
+    objective = made()
+    empty = objective.batch_spec.empty(16, torch.device("cpu"))
+    objective.micro_batch_loss(empty).backward()
+    gradients = [parameter.grad for parameter in objective.model.parameters()]
+    assert all(gradient is None or not gradient.any() for gradient in gradients)
+    batch = objective.random_batch(3, 0, 4, 48, packed=True)
+    head: Any = objective.model.get_output_embeddings()  # type: ignore[operator]
+    with torch.no_grad():
+        head.weight.zero_()
+    head.bias = torch.nn.Parameter(torch.eye(len(head.weight))[0] * 100)  # token 0 is certain
+    batch["input_ids"].zero_()
+    batch["labels"][batch["labels"] != -100] = 0
+    loss = objective.micro_batch_loss(batch)
+    loss.backward()
+    assert torch.isfinite(loss) and all(
+        p.grad is not None and torch.isfinite(p.grad).all() for p in objective.model.parameters()
+    )
+
+
+def small_data(folder: Path, *overrides: str) -> RunConfig:
+    words = ("objective=orpo", "data=preferences_jsonl", "model=llama_tiny", "logger=none", "trainer.progress=off")
+    paths = (file_of(folder, PAIRS), f"data.cache_dir={folder / 'cache'}")
+    return compose([*words, *SHAPE, *STEPS, *paths, *overrides])[0]
+
+
+run = partial(small_runs.run, small_data)
+
+
+def test_a_run_learns_and_goes_on_under_another_strategy(tmp_path: Path) -> None:
+    whole, metrics, _ = small_runs.run_on(small_data, tmp_path)
+    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
+    longer = run(tmp_path / "longer", 1, "strategy=single", "trainer.max_steps=30", "optimizer.lr=1e-3")
+    assert longer["val/loss"] < 0.9 * whole["val/loss"]
+    assert longer["val/loss"] > longer["val/chosen_loss"] > 0
