@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.objectives.registry import objective_class
+from scripts.house import PACKAGE
 
 COMPUTED = re.compile(r"\bcross_entropy\(|\bmath\.exp\(|log_softmax|nll_loss")
 ASKED = ("objectives/", "data/text/", "data/sources/mixture.py", "inference/generation.py")
@@ -117,3 +119,30 @@ def test_descriptions_need_no_torch() -> None:
         "import sys; from mgpu_pipe.config.objective import descriptions; descriptions(); print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_other_rooms_name_no_objective() -> None:
+    """A new objective is its own two files and its option: what others ask, its description answers."""
+    others = [file for file in PACKAGE.rglob("*.py") if file.parent.name not in ("objectives", "losses")]
+    names = {*plugins.OBJECTIVES} - {"causal_lm"}
+    named = [
+        (file.name, node.value)
+        for file in others
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert not named
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("asr", "use objective=ctc or speech_seq2seq"),
+        ("CLIP", "use objective=contrastive"),
+        ("translation", "use objective=seq2seq"),
+        ("classification", "use objective=image_classification or sequence_classification"),
+    ],
+)
+def test_other_programs_names_of_an_objective_are_known(word: str, fix: str) -> None:
+    with pytest.raises(ConfigErrors, match=f"objective={word}: no such option; {fix}"):
+        compose([f"objective={word}"])
