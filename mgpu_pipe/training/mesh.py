@@ -20,7 +20,6 @@ from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.objectives.protocols import FeatureGatherer, TextGenerator, gather_features
 from mgpu_pipe.optim.gradients import LossScale, clip_gradients, scale_gradients
-from mgpu_pipe.optim.moving_average import on_local_shards
 from mgpu_pipe.optim.muon import Muon
 from mgpu_pipe.optim.whole_matrices import WholeMatrices
 from mgpu_pipe.parallel.device_memory import ForwardMeter, gathered_bytes, storage_bytes
@@ -28,7 +27,6 @@ from mgpu_pipe.parallel.fsdp import ShardingOptions
 from mgpu_pipe.parallel.parallelize import ParallelOptions
 from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch, PipelinePlan
 from mgpu_pipe.parallel.random_streams import step_seed
-from mgpu_pipe.system.compat.lightning_private import after_closure
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.parallel_model import ParallelModel
 from mgpu_pipe.training.step import NonFiniteStep
@@ -69,21 +67,11 @@ class MeshStrategy(EngineStrategy):
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        objective = self.objective
-        if self._split is None:
-            self.parallelise(objective.model)
-        self.model = objective
-        if trainer.state.fn == "fit":
-            self.setup_optimizers(trainer)
-            for optimizer in self.optimizers:
-                if isinstance(optimizer, Muon):
-                    self._gather_matrices(optimizer)
-                for group in optimizer.param_groups:
-                    group.setdefault("initial_lr", group["lr"])
-        self.setup_precision_plugin()
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                self._gather_matrices(optimizer)
 
     def _gather_matrices(self, optimizer: Muon) -> None:
         """Let the optimizer see whole matrices where ranks hold parts of them. A collective call."""
@@ -98,6 +86,8 @@ class MeshStrategy(EngineStrategy):
     def parallelise(self, model: torch.nn.Module) -> None:
         """Split ``model`` over the mesh, then fill its parameters, each rank its own parts. A collective call."""
         assert model is self.objective.model
+        if self._split is not None:
+            return  # by an earlier fit or validation
         self._split = ParallelModel(self.objective, self.dims, self._device, self._options, self._materialise)
 
     @property
@@ -181,17 +171,6 @@ class MeshStrategy(EngineStrategy):
     def clip(self, gradient_norm: float) -> None:
         if self._max_norm is not None:
             clip_gradients(self.split.parameters, gradient_norm, self._max_norm)
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's hooks, then the update, on this rank's shards."""
-        result = closure()
-        after_closure(self, self.objective, optimizer)
-        if not self.step_counts:
-            return result
-        self.before_writing()
-        with on_local_shards(optimizer), self.average.updated(optimizer):
-            optimizer.step()
-        return result
 
     def zero_gradients(self) -> None:
         self.split.step_gradients.zero()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.plugins.environments import ClusterEnvironment
@@ -22,8 +23,9 @@ from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import Objective, StepResult
 from mgpu_pipe.objectives.sample_group import ProcessSamples
 from mgpu_pipe.optim.gradients import SpikeGuard
-from mgpu_pipe.optim.moving_average import WeightAverage
+from mgpu_pipe.optim.moving_average import WeightAverage, on_local_shards
 from mgpu_pipe.parallel.device_memory import to_device
+from mgpu_pipe.system.compat.lightning_private import after_closure
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.step import StepEngine, run_step
 from mgpu_pipe.training.step_gradients import MicroBatchStop
@@ -267,6 +269,34 @@ class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
         return module is not None and module.trainer.val_check_batch == 1
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Parallelise the model, then build the optimizer of its parameters."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.parallelise(self.objective.model)
+        self.model = self.objective
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Build the optimizer; its groups keep the peak learning rate as ``initial_lr``."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Lightning's hooks, then the update, on this rank's shards."""
+        result = closure()
+        after_closure(self, self.objective, optimizer)
+        if not self.step_counts:
+            return result
+        self.before_writing()
+        with on_local_shards(optimizer), self.average.updated(optimizer):
+            optimizer.step()
+        return result
 
     @property
     def root_device(self) -> torch.device:

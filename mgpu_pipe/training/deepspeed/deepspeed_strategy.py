@@ -139,8 +139,6 @@ class DeepSpeedStrategy(EngineStrategy):
         self.model = objective
         self.setup_optimizers(trainer)
         (optimizer,) = self.optimizers
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
         self._start_engine(objective, optimizer)
         if self.state.optimizer is not optimizer:
             # DeepSpeed makes a new Adagrad, whose constructor makes the state, and forgets what its groups were.
