@@ -18,6 +18,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
     layer_norm_parameters,
     layer_parameters,
 )
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.fields import resolved_fields
@@ -41,8 +42,8 @@ MANY = 1 << 40
 """More tokens than any micro-batch has."""
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields without which nothing can be said."""
-DECODES = ("causal_lm", "distill", "dpo", "vision_language")
-"""Objectives of a decoder with a loss over its vocabulary."""
+DECODERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
+"""Classes of models with a decoder, whose objectives have a loss over its vocabulary."""
 UNKNOWN_FAMILY = 0.3
 """Uncertainty of the state of a family whose parameters are estimated."""
 SPREADS: Mapping[str, tuple[float, float]] = {
@@ -94,7 +95,8 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
     dims = ParallelDims.resolve(config.strategy, world_size(config))
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     known = all(isinstance(fields.get(name), int) for name in NEEDED)
-    if not known or not config.data.tokens() or config.objective.name not in DECODES:
+    decodes = description(config.objective.name).model_class in DECODERS
+    if not known or not config.data.tokens() or not decodes:
         return None
     work = _work(config, fields, dims, plan)
     state, keeps = state_of(config, fields, dims), activations_of(config, fields, dims)
