@@ -18,7 +18,7 @@ from mgpu_pipe.planning.work import Work
 AROUND_BLOCKS = 5
 """Widths in the compute type of a token outside of the blocks: the last block's result, its norm in fp32 and in the
 compute type, and the gradient that enters the last norm."""
-MICROBATCH_SCORES = 2
+SCORE_COPIES = 2
 """Copies of attention scores that unfused attention keeps: the softmax and what enters the product with values."""
 
 
@@ -47,7 +47,7 @@ def block_bytes(work: Work, keeps: Activations) -> Numbers:
     inner = work.chosen * work.inner
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
     attention = item * (2 * query + 2 * key_value) + FP32 * work.heads
-    attention = attention + (1 - work.flash) * MICROBATCH_SCORES * item * work.heads * work.sequence
+    attention = attention + (1 - work.flash) * SCORE_COPIES * item * work.heads * work.sequence
     # Eager norms keep their input, normalised and weighted values, of half types the first two in fp32 besides.
     eager_norms = 2 * work.width * (item + choose(low, 2 * FP32 + item, 2 * FP32)) + 2 * FP32
     eager = item * (query + (3 + work.gated - 1) * inner)

@@ -30,6 +30,7 @@ from mgpu_pipe.parallel.pipeline.work_order import (
     streams,
     timeline,
 )
+from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.system.conf_folders import OWN
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -107,6 +108,7 @@ def schedule_lines(
 OFFLOADED = {"offload_optimizer": "optimizer state", "offload_param": "weights"}
 LEAST_SHARE = 0.005
 """Terms of memory below this share of all are not shown."""
+MINUTE = 60.0
 NAMES_WIDTH = len("checkpoint") + 2
 """Width of the column of names."""
 
@@ -126,9 +128,26 @@ def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[
     if baseline := _majority(config):
         rows.insert(1 + [name for name, _ in rows].index("data"), ("majority", baseline))
     details += [("memory", line) for line in memory_lines(config)]
+    details += [("failures", line)] if (line := goodput_line(config)) else []
     after = 1 + [name for name, _ in rows].index("strategy")
     run = config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"
     return [*rows[:after], *details, *rows[after:], ("run", run)]
+
+
+def goodput_line(config: RunConfig) -> str | None:
+    """The best time between saves and the useful share of time; None without ``plan.failure_hours``."""
+    plan, minutes = config.plan, config.checkpoint.every_n_minutes
+    if plan.failure_hours is None:
+        return None
+    failures = Failures.of_gpus(plan.failure_hours, world_size(config), plan.save_stall_s, plan.restart_s)
+    best = best_interval(failures)
+    text = (
+        f"one every {numbers.duration(failures.between)}; {useful_share(best, failures):.1%} of the time is useful "
+        f"with checkpoint.every_n_minutes={best / MINUTE:.3g}, which is best"
+    )
+    if minutes is None:
+        return text
+    return f"{text}; {useful_share(minutes * MINUTE, failures):.1%} with checkpoint.every_n_minutes={minutes:g}"
 
 
 def memory_lines(config: RunConfig) -> list[str]:

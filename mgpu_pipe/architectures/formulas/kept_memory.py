@@ -34,12 +34,6 @@ def optimizer_bytes(optimizer: OptimizerConfig) -> int:
     return state + (FP32 if optimizer.ema.decay is not None else 0)
 
 
-def known_optimizer_bytes(optimizer: OptimizerConfig) -> int:
-    """:func:`optimizer_bytes`, or 0 for an unknown optimizer."""
-    name = optimizer._target_.rpartition(".")[2]
-    return optimizer_bytes(optimizer) if name in OPTIMIZER_STATE or name in ADAMS else 0
-
-
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of a rank's weights, gradients and optimizer state."""
