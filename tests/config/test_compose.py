@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.config.convert import schema_keys
+from mgpu_pipe.config.data_sources import all_sources
 from mgpu_pipe.config.hydra.compose import compose, hydra_session, preprocess
 from mgpu_pipe.config.sections import own_keys
-from mgpu_pipe.data.audio.speech_keys import SpokenDigitsConfig
-from mgpu_pipe.data.images.image_keys import CaptionConfig, PictureChatConfig
-from mgpu_pipe.data.text.mixture_keys import MixtureConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
 from mgpu_pipe.system.conf_folders import conf_dir
@@ -58,7 +56,7 @@ def test_every_schema_key_can_be_set_without_a_plus():
     assert errors == []
     own = {key for key in settable if key.startswith("objective.") and key != "objective.name"}  # of one objective only
     own |= {f"launch.{name}" for name in own_keys(SlurmConfig)}
-    of_data = (CaptionConfig, MixtureConfig, PictureChatConfig, SpokenDigitsConfig)
+    of_data = [source.keys for source in all_sources() if source.keys is not None]
     own |= {f"data.{name}" for keys in of_data for name in own_keys(keys)}
     own |= {"strategy.deepspeed_config", "optimizer.groups", "eval.tasks"}  # mappings, to which keys are added
     assert good == [f"{'++' if key in own else ''}{key}=1" for key in settable]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio import synthesis
 from mgpu_pipe.data.audio.decode_audio import soundfile
 from mgpu_pipe.data.audio.listen import Sound, listed
 from mgpu_pipe.data.audio.log_mel import LogMel
-from mgpu_pipe.data.audio.speech_keys import AudioConfig, SpokenDigitsConfig
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import speaker_of
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 
@@ -24,11 +24,7 @@ def check_recordings(config: RunConfig) -> None:
         *(soundfile, lambda: LogMel.from_model(config.model, Sound.from_config(data, config.model).rate)),
         lambda: check_rule(data),
     ]
-    if isinstance(data, SpokenDigitsConfig):
-        checks.append(lambda: synthesis.program(synthesis.ESPEAK))
-        if data.held_out == "synthesiser":
-            checks.append(lambda: synthesis.program(synthesis.FLITE))
-    else:
+    if speaker_of(data) is None:
         checks.append(lambda: listed(data, data.paths, "data.paths"))
         if data.validation_paths:
             checks.append(lambda: listed(data, data.validation_paths, "data.validation_paths"))

@@ -18,7 +18,8 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.audio import synthesis
 from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled
 from mgpu_pipe.data.audio.log_mel import reads_spectrograms
-from mgpu_pipe.data.audio.speech_keys import AudioConfig, SpokenDigitsConfig
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import speaker_of
 from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, read_part
@@ -126,18 +127,9 @@ def listed(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | No
 
 def prepare_recordings(data: AudioConfig, sound: Sound, cache: Path, progress: Progress) -> tuple[Path, Path]:
     """Builds or finds the cache folders of the training and the held-out recordings."""
-    if isinstance(data, SpokenDigitsConfig):
-        folders = []
-        for kind in ("heard", data.held_out):
-            count = {
-                "heard": data.recordings,
-                "voices": min(synthesis.UNHEARD_RECORDINGS, data.recordings),
-                "synthesiser": min(synthesis.FLITE_RECORDINGS, data.recordings),
-            }[kind]
-            name = digest_of("spoken digits", _FORMAT, kind, count, sound.rate, synthesis.version(kind))
-            build = partial(_build_spoken, kind, count, sound.rate, name, progress)
-            folders.append(_built(cache, name, build))
-        return folders[0], folders[1]
+    speak = speaker_of(data)
+    if speak is not None:
+        return speak(data, sound.rate, cache, progress)
     folder = held_out_folder = _listened(data, data.paths, "data.paths", sound, cache, progress)
     if data.validation_paths:
         held_out_folder = _listened(data, data.validation_paths, "data.validation_paths", sound, cache, progress)
@@ -148,6 +140,12 @@ def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> P
     folder = cache / "speech" / name
     build_once(folder, build)
     return folder
+
+
+def keep_spoken(kind: str, count: int, rate: int, cache: Path, progress: Progress) -> Path:
+    """Builds or finds the cache folder of synthesised recordings of a kind, one of :data:`synthesis.SEEDS`."""
+    name = digest_of("spoken digits", _FORMAT, kind, count, rate, synthesis.version(kind))
+    return _built(cache, name, partial(_build_spoken, kind, count, rate, name, progress))
 
 
 def _build_spoken(kind: str, count: int, rate: int, content: str, progress: Progress, out: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from mgpu_pipe.config.schema import Auto, DataConfig
 
@@ -31,11 +30,3 @@ class AudioConfig(DataConfig):
 
     def tokens(self) -> int:
         return 0
-
-
-@dataclass
-class SpokenDigitsConfig(AudioConfig):
-    recordings: int = field(default=2400, metadata={"at_least": 1})
-    """Of the training data (spoken_digits)."""
-    held_out: Literal["voices", "synthesiser"] = "voices"
-    """Held-out voices: voices of espeak-ng that are not trained on, or flite, another synthesiser."""

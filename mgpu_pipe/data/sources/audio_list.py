@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import SpeechSource
 from mgpu_pipe.data.kinds import check_recordings, prepare_speech
-from mgpu_pipe.data.source import DataSource
 
-SOURCE = DataSource(
+SOURCE = SpeechSource(
     name="audio_list",
     samples="speech",
     keys=AudioConfig,

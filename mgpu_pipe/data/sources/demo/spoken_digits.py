@@ -1,16 +1,61 @@
-"""``data=spoken_digits``: three to five digits, spoken by espeak-ng and flite."""
+"""``data=spoken_digits``: three to five digits, spoken by the programs espeak-ng and flite."""
 
 from __future__ import annotations
 
-from mgpu_pipe.data.audio.speech_keys import SpokenDigitsConfig
-from mgpu_pipe.data.kinds import check_recordings, prepare_speech
-from mgpu_pipe.data.source import DataSource
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
 
-SOURCE = DataSource(
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import SpeechSource
+from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.kinds import check_recordings, prepare_speech
+from mgpu_pipe.errors import ConfigErrors, raised_by
+
+
+@dataclass
+class SpokenDigitsConfig(AudioConfig):
+    recordings: int = field(default=2400, metadata={"at_least": 1})
+    """Of the training data (spoken_digits)."""
+    held_out: Literal["voices", "synthesiser"] = "voices"
+    """Held-out voices: voices of espeak-ng that are not trained on, or flite, another synthesiser."""
+
+
+def check_programs(config: RunConfig) -> None:
+    """Checks recordings in general, and that the programs that speak are installed."""
+    from mgpu_pipe.data.audio import synthesis
+
+    data = config.data
+    assert isinstance(data, SpokenDigitsConfig)
+    errors = raised_by(lambda: check_recordings(config))
+    for program in (synthesis.ESPEAK, *((synthesis.FLITE,) if data.held_out == "synthesiser" else ())):
+        errors += raised_by(partial(synthesis.program, program))
+    if errors:
+        raise ConfigErrors(errors)
+
+
+def speak_digits(data: DataConfig, rate: int, cache: Path, progress: Progress) -> tuple[Path, Path]:
+    from mgpu_pipe.data.audio import synthesis
+    from mgpu_pipe.data.audio.listen import keep_spoken
+
+    assert isinstance(data, SpokenDigitsConfig)
+    counts = {
+        "heard": data.recordings,
+        "voices": min(synthesis.UNHEARD_RECORDINGS, data.recordings),
+        "synthesiser": min(synthesis.FLITE_RECORDINGS, data.recordings),
+    }
+    trained, held_out = (keep_spoken(kind, counts[kind], rate, cache, progress) for kind in ("heard", data.held_out))
+    return trained, held_out
+
+
+SOURCE = SpeechSource(
     name="spoken_digits",
     samples="speech",
     keys=SpokenDigitsConfig,
     reads=("tokenizer", "on_too_long"),
-    check=check_recordings,
+    check=check_programs,
     prepare=prepare_speech,
+    speak=speak_digits,
 )
