@@ -71,6 +71,7 @@ NEEDS_MORE = {
     ("experiment", "wav2vec2_base_finetune"),
     ("data", "audio_list"),
     ("data", "git_files"),
+    ("data", "sqlite"),
     ("data", "image_folder"),
     ("data", "image_list"),
     ("data", "image_tar"),
