@@ -147,7 +147,7 @@ class Comparison:
 
     def show(self) -> None:
         """Print the table like ``mgpu-pipe report``, with the best run marked."""
-        from mgpu_pipe.report.tables import runs_table
+        from mgpu_pipe.report.run_tables import runs_table
 
         runs_table([RunPaths(run.folder) for run in self.runs])
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from mgpu_pipe.checks.devices import numerics_errors
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
-from mgpu_pipe.checks.memory import memory_notice
+from mgpu_pipe.checks.memory_limits import memory_notice
 from mgpu_pipe.checks.model import (
     check_attention,
     check_model,

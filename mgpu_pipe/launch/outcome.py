@@ -16,7 +16,7 @@ from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_traceback
 from mgpu_pipe.launch import signals as stop
-from mgpu_pipe.report.tables import relative_to_cwd, runs_table
+from mgpu_pipe.report.run_tables import relative_to_cwd, runs_table
 from mgpu_pipe.runs import history
 from mgpu_pipe.runs.history import amend_summary, read_summary, write_summary
 from mgpu_pipe.runs.resume_command import this_program
@@ -158,7 +158,7 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
 
 def _show_end(config: RunConfig, paths: RunPaths, again: str, outcome: Outcome) -> None:
     from mgpu_pipe.report.html import write_report
-    from mgpu_pipe.report.tables import after_table
+    from mgpu_pipe.report.run_tables import after_table
 
     report = write_report([paths], paths.report)
     summary = read_summary(paths)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.columns import print_columns
-from mgpu_pipe.report.tables import make_console, print_whole
+from mgpu_pipe.report.run_tables import make_console, print_whole
 
 if TYPE_CHECKING:
     from mgpu_pipe.checkpoint.compare import Comparison

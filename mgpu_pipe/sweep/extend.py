@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.sweep.point import Point
+from mgpu_pipe.sweep.run_points import parsed_again, with_seeds
 from mgpu_pipe.sweep.start_sweep import errors_by_point, refuse
 from mgpu_pipe.sweep.store import Store
-from mgpu_pipe.sweep.work import parsed_again, with_seeds
 
 
 def extend(store: Store, words: Sequence[str]) -> None:

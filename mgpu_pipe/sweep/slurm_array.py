@@ -26,8 +26,8 @@ from mgpu_pipe.runs import record, run_folder
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.run_folder import RunFolder
 from mgpu_pipe.sweep.point import FINISHED, RESUMABLE, Point
+from mgpu_pipe.sweep.run_points import grid, parsed_again, resume_line
 from mgpu_pipe.sweep.store import Store, check_name, create, writing
-from mgpu_pipe.sweep.work import grid, parsed_again, resume_line
 
 
 def submit_sweep(request: SweepRequest, spec: dict[str, object], command: Sequence[str]) -> int:

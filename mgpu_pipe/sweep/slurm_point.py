@@ -26,9 +26,9 @@ def main(folder: Path, sweep: Path) -> int:
     from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_OK, BadInputError, print_error
     from mgpu_pipe.runs.lock import is_held
     from mgpu_pipe.sweep.point import CANCELLED, RUNNING
+    from mgpu_pipe.sweep.run_points import take
     from mgpu_pipe.sweep.store import Store
     from mgpu_pipe.sweep.sweep_outcome import ended
-    from mgpu_pipe.sweep.work import take
 
     try:
         store = Store(sweep)

@@ -19,11 +19,11 @@ from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, print_line, raised_by
 from mgpu_pipe.launch.composed import WORST_LAST, checked, each_point, errors_of, launched
 from mgpu_pipe.sweep.point import FAILED, Point
+from mgpu_pipe.sweep.run_points import conclude, grid, parsed_again, run_composed, work
 from mgpu_pipe.sweep.search import check_installed, rungs_of
 from mgpu_pipe.sweep.slurm_array import submit_sweep
 from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, ordered, parameter
 from mgpu_pipe.sweep.store import Store, create
-from mgpu_pipe.sweep.work import conclude, grid, parsed_again, run_composed, work
 from mgpu_pipe.system.joined_world import existing_world
 
 MEASURED = (

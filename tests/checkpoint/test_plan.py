@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from mgpu_pipe.checkpoint.plan import ShardRecord, plan_files
+from mgpu_pipe.checkpoint.save_plan import ShardRecord, plan_files
 from mgpu_pipe.checkpoint.tensor_slices import TensorSlice, tiling_fault
 from mgpu_pipe.errors import CheckpointSaveError
 from tests.checkpoint.support import CUTS

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 import mgpu_pipe
-from mgpu_pipe.checks import memory
-from mgpu_pipe.checks.memory import memory_errors, memory_notice, with_overrides
+from mgpu_pipe.checks import memory_limits as memory
+from mgpu_pipe.checks.memory_limits import memory_errors, memory_notice, with_overrides
 from mgpu_pipe.config import resolve
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash

@@ -22,7 +22,7 @@ PRINTERS = {
 }
 """Files with a bare ``print``."""
 CONSOLES = {
-    "report/tables.py": "its cells are printable",
+    "report/run_tables.py": "its cells are printable",
     "report/checkpoint_tables.py": "its cells are printable",
     "verify/certificate.py": "its cells are printable",
     "launch/preparing.py": "a progress bar with constant titles",
@@ -120,4 +120,4 @@ def test_every_module_prints_by_the_functions_that_make_text_printable() -> None
             ):
                 assert name in PRINTERS, f"{name}:{node.lineno}: use print_line or print_text of mgpu_pipe.errors"
             if call.rpartition(".")[2] in ("Console", "make_console"):
-                assert name in CONSOLES, f"{name}:{node.lineno}: print by a function of mgpu_pipe.report.tables"
+                assert name in CONSOLES, f"{name}:{node.lineno}: print by a function of mgpu_pipe.report.run_tables"

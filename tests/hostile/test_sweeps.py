@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_pipe.cli import main as cli
 from mgpu_pipe.config import freeze
-from mgpu_pipe.sweep import work
+from mgpu_pipe.sweep import run_points as work
 from mgpu_pipe.sweep.store import Store, create
 from tests.sweep.support import asked
 

@@ -18,8 +18,8 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.inference import export
-from mgpu_pipe.inference.export import _put_in_place, export_folder
+from mgpu_pipe.inference import export_folder as export
+from mgpu_pipe.inference.export_folder import _put_in_place, export_folder
 from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.inference.open import StoredModel, _with_buffers, open_model, read_from
 from mgpu_pipe.inference.streamed_weights import streamed_logits

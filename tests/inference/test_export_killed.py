@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.export import _undo_half_a_replacement, working_folder
+from mgpu_pipe.inference.export_folder import _undo_half_a_replacement, working_folder
 from mgpu_pipe.system.child_process import bound
 from tests.launch.launching import ROOT, alive, until
 

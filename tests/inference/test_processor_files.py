@@ -22,7 +22,7 @@ from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.errors import MgpuError
 from mgpu_pipe.inference import processor_files
-from mgpu_pipe.inference.export import export_folder
+from mgpu_pipe.inference.export_folder import export_folder
 from mgpu_pipe.inference.open import StoredModel, read_from
 from mgpu_pipe.inference.processor_files import write_processor
 from mgpu_pipe.models.build import materialise, run_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_pipe.inference.audio_samples import mark_mistakes
-from mgpu_pipe.report.tables import after_table
+from mgpu_pipe.report.run_tables import after_table
 
 pytest.importorskip("jiwer")
 

@@ -19,8 +19,8 @@ from mgpu_pipe.report.compare_runs import samples
 from mgpu_pipe.report.html import write_report
 from mgpu_pipe.report.logs import MOST_WARNINGS, SHOWN_LINES, Logs, read_logs
 from mgpu_pipe.report.page_sections import blocks, figures, subtitle
+from mgpu_pipe.report.run_tables import after_table, runs_table
 from mgpu_pipe.report.run_view import load_run
-from mgpu_pipe.report.tables import after_table, runs_table
 from mgpu_pipe.runs import history
 from mgpu_pipe.runs.record import append_samples
 from tests.report.fake_runs import MakeRun

@@ -14,8 +14,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.report.columns import MISSING, print_rows
 from mgpu_pipe.report.overview import overview, summary
 from mgpu_pipe.report.page_sections import batch_text, blocks, figures
+from mgpu_pipe.report.run_tables import after_table, runs_table
 from mgpu_pipe.report.run_view import load_run
-from mgpu_pipe.report.tables import after_table, runs_table
 from tests.report.fake_runs import MakeRun
 
 

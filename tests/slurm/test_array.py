@@ -20,8 +20,8 @@ from mgpu_pipe.launch.slurm import submit_job as slurm
 from mgpu_pipe.launch.slurm.script import POINTS
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.sweep import slurm_array, slurm_point
+from mgpu_pipe.sweep.run_points import take
 from mgpu_pipe.sweep.store import create
-from mgpu_pipe.sweep.work import take
 from tests.slurm.test_disturbed import SLOW, attempts, reached
 from tests.slurm.test_script import configured
 from tests.support.command import REPOSITORY, column, mgpu

@@ -31,7 +31,7 @@ PRELOAD = [
     "mgpu_pipe.cli.main",
     "mgpu_pipe.config.hydra.command_line",
     "mgpu_pipe.inference.check_export",
-    "mgpu_pipe.inference.export",
+    "mgpu_pipe.inference.export_folder",
     "mgpu_pipe.launch.join",
     "mgpu_pipe.launch.local",
     "mgpu_pipe.launch.worker",

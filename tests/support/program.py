@@ -147,7 +147,7 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
     from mgpu_pipe import __main__
-    from mgpu_pipe.inference import export
+    from mgpu_pipe.inference import export_folder as export
     from mgpu_pipe.launch import base_run, fork_server, workers
     from mgpu_pipe.system import threads
 

@@ -20,12 +20,13 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.sweep import extend as extending
-from mgpu_pipe.sweep import parallel, work
+from mgpu_pipe.sweep import parallel
+from mgpu_pipe.sweep import run_points as work
+from mgpu_pipe.sweep.run_points import read_points
 from mgpu_pipe.sweep.search import Tried, promoted, rungs_of, suggest
 from mgpu_pipe.sweep.space import ordered, parameter
 from mgpu_pipe.sweep.start_sweep import errors_by_point
 from mgpu_pipe.sweep.store import Store, create, stores
-from mgpu_pipe.sweep.work import read_points
 from tests.support.no_launch import Result, launches_by
 from tests.sweep.support import asked
 

@@ -13,7 +13,7 @@ from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ModelFolderError
-from mgpu_pipe.inference.export import export_folder
+from mgpu_pipe.inference.export_folder import export_folder
 from mgpu_pipe.inference.open import load_run, open_model
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.weights.pretrained import stored_buffers

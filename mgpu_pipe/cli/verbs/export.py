@@ -41,7 +41,7 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from mgpu_pipe.inference.export import check_target, export_folder
+    from mgpu_pipe.inference.export_folder import check_target, export_folder
 
     folder, out = folder_of(arguments), arguments.out.expanduser()
     check_target(out, arguments.force)

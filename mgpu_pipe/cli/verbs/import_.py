@@ -53,7 +53,7 @@ def _import(arguments: argparse.Namespace) -> None:
 
         check_tokenizer(arguments.tokenizer)
     model = at_commits(compose(arguments.overrides)[0]).model
-    from mgpu_pipe.inference.export import check_target, export_folder, working_folder
+    from mgpu_pipe.inference.export_folder import check_target, export_folder, working_folder
     from mgpu_pipe.inference.import_weights import weight_files
 
     out, source = arguments.out.expanduser(), arguments.source.expanduser()

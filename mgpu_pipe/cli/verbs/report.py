@@ -57,7 +57,7 @@ def report(argv: list[str]) -> int:
         _make_folder(out.parent)
     # imported late: rich and jinja2 take 0.1 s
     from mgpu_pipe.report.html import write_report
-    from mgpu_pipe.report.tables import runs_table
+    from mgpu_pipe.report.run_tables import runs_table
 
     written = write_report(runs, out)
     if len(runs) > 1:

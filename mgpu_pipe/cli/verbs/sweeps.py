@@ -201,7 +201,7 @@ def _run_left(store: Store, command: Sequence[str], numbers: Collection[int] = (
         from mgpu_pipe.sweep.slurm_array import submit_left
 
         return submit_left(store, command, numbers)
-    from mgpu_pipe.sweep.work import work
+    from mgpu_pipe.sweep.run_points import work
 
     return work(store, command, numbers)
 
