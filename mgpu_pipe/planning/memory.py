@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mgpu_pipe.architectures.find import family_of
@@ -33,6 +33,7 @@ from mgpu_pipe.planning.memory_terms import (
     memory_terms,
     passes_in_flight,
 )
+from mgpu_pipe.planning.model_work import NEEDED, model_work
 from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
@@ -40,8 +41,6 @@ from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 MIB = 1 << 20
 MANY = 1 << 40
 """More tokens than any micro-batch has."""
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Fields without which nothing can be said."""
 DECODERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 """Classes of models with a decoder, whose objectives have a loss over its vocabulary."""
 UNKNOWN_FAMILY = 0.3
@@ -123,36 +122,14 @@ def overheads_of(config: RunConfig) -> Overheads:
 
 
 def _work(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan) -> Work:
-    shape, sizes = Shape.from_fields(fields), family_of(fields.get("model_type") or "").sizes
-    experts = fields.get("num_experts") or 0 if sizes and sizes.expert_width else 0
-    inner = fields.get(sizes.expert_width if sizes and experts else sizes.inner if sizes else "intermediate_size")
-    return Work(
-        layers=shape.layers,
-        width=shape.width,
-        inner=inner or 4 * shape.width,
-        heads=shape.heads,
-        key_value_heads=shape.key_value_heads,
-        head_dim=shape.head_dim,
-        vocabulary=fields["vocab_size"],
-        sequence=config.data.tokens(),
-        context=config.data.tokens(),
-        gated=float(sizes is None or sizes.gated),
-        experts=experts,
-        chosen=fields.get("num_experts_per_tok") or 1 if experts else 1,
-        tied=float(bool(fields.get("tie_word_embeddings"))),
-        tp=dims.tp,
-        pp=dims.pp,
-        cp=dims.cp,
-        ep=dims.ep,
-        dp_shard=dims.dp_shard,
-        dp_replicate=dims.dp_replicate,
+    return replace(
+        model_work(config, fields),
+        **{axis: getattr(dims, axis) for axis in (*AXES, "ep")},
         stages_per_rank=_stages(config),
         rows=plan.micro_batch_size,
         micro_batches=plan.num_micro_batches,
         zero=sharded_stage(config),
         sequence_parallel=float(config.strategy.sequence_parallel),
-        flash=float(config.model.attn_implementation != "eager"),
-        float8=float(resolve_precision(config) == "fp8"),
     )
 
 
