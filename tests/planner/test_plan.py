@@ -20,7 +20,7 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.run_identity import mathematics_hash
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.layout_search import AllowedSizes, enumerate_layouts, layout_at
 from mgpu_pipe.planning.memory import memory_by_rank
@@ -203,3 +203,9 @@ def test_adapters_and_four_bits_need_less() -> None:
     (lora,), _ = plan_layouts(composed(*words, "peft=lora", "plan.rank_by=memory"))
     (qlora,), _ = plan_layouts(composed(*words, "peft=qlora", "plan.rank_by=memory"))
     assert qlora.memory.likely < lora.memory.likely
+
+
+def test_a_family_without_known_shapes_says_what_is_assumed() -> None:
+    config = composed("plan.hardware=[h100]", "trainer.devices=8", "plan.rows=1", "data.global_batch_size=16")
+    (plan,), _ = plan_layouts(replace(config, model=ModelConfig(type="olmo2")))
+    assert plan.memory.assumes == "olmo2: 12 squared widths a layer"
