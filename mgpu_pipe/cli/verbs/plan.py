@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from mgpu_pipe.checks.layouts import Losers, PlannedRun
     from mgpu_pipe.config.hydra.compose import Composition
 
-DESCRIPTION = (
-    "Predict step time, memory and cost of every layout of a configuration, and print the best ones with their "
-    "overrides. Starts nothing. --json prints every figure. plan.hardware=h100,h200 and plan.gpus=8,16 compare."
-)
+DESCRIPTION = """\
+Predict step time, memory and cost of every layout of a configuration, and print
+the best ones with their overrides. Starts nothing. plan.hardware=h100,h200 and
+plan.gpus=8,16 compare; --json prints every figure."""
 LISTS = ("plan.hardware", "plan.gpus")
 """Keys whose values may be typed with commas alone."""
 REPLACED = ("strategy", "data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accelerator", "plan.")
@@ -150,4 +150,4 @@ def _plain(each: PlannedRun) -> dict[str, Any]:
     }
 
 
-VERB = Verb("the best layouts on given hardware: predicted time, memory and cost", plan, composes=True)
+VERB = Verb("the best layouts on given hardware: time, memory and cost", plan, composes=True)
