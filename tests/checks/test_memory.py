@@ -63,7 +63,12 @@ def test_a_run_that_cannot_fit_is_refused_with_three_changes() -> None:
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_changes_fit_when_they_are_made(monkeypatch: pytest.MonkeyPatch, model: str, device: str) -> None:
     monkeypatch.setattr(memory, "host_memory", lambda: 24 << 30 if device == "cpu" else 2 << 40)
-    strategies = ("single", "ddp trainer.devices=8", "fsdp trainer.devices=8", "zero1 trainer.devices=8")
+    strategies: tuple[str, ...] = (
+        "single",
+        "ddp trainer.devices=8",
+        "fsdp trainer.devices=8",
+        "zero1 trainer.devices=8",
+    )
     strategies += ("hsdp strategy.dp_replicate=4 trainer.devices=8", "megatron strategy.tp=2 trainer.devices=4")
     for strategy in strategies:
         words = [f"model={model}", f"trainer.accelerator={device}", *f"strategy={strategy}".split()]

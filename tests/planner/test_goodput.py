@@ -44,8 +44,13 @@ def test_no_other_interval_is_better(failures: Failures) -> None:
 
 
 def test_check_says_how_often_to_save() -> None:
-    words = ("trainer.accelerator=cuda", "trainer.devices=8", "trainer.num_nodes=2048", "strategy=fsdp")
-    words = (*words, "data.global_batch_size=16384", "plan.failure_hours=50680")
+    words: tuple[str, ...] = (
+        "trainer.accelerator=cuda",
+        "trainer.devices=8",
+        "trainer.num_nodes=2048",
+        "strategy=fsdp",
+    )
+    words += ("data.global_batch_size=16384", "plan.failure_hours=50680")
     line = goodput_line(compose([*words])[0])
     assert line is not None and "90.8% of the time is useful" in line and "checkpoint.every_n_minutes=" in line
     assert goodput_line(compose([*words[:-1]])[0]) is None

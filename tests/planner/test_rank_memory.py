@@ -126,15 +126,21 @@ def test_passes_in_flight_are_those_of_the_streams(schedule: str) -> None:
         for micro_batches in (ranks, 2 * ranks, 4 * ranks):
             if micro_batches_fit(schedule, ranks, micro_batches):
                 exact = np.array([most_in_flight(stream) for stream in streams(schedule, ranks, micro_batches)])
-                found = passes_in_flight(schedule, np.arange(ranks), ranks, stages, micro_batches) * stages
+                found = passes_in_flight(schedule, np.arange(float(ranks)), ranks, stages, micro_batches) * stages
                 # ZB-V of as few micro-batches as ranks holds less than it can.
                 full = schedule != "zbv" or micro_batches > ranks
                 assert np.all(found == exact) if full else np.all(found >= exact)
 
 
 def test_terms_follow_the_settings() -> None:
-    eight = ("model=llama3_8b", "trainer.accelerator=cuda", "precision=bf16", "trainer.devices=8", "strategy=fsdp")
-    eight = (*eight, "data.seq_len=4096")
+    eight = (
+        "model=llama3_8b",
+        "trainer.accelerator=cuda",
+        "precision=bf16",
+        "trainer.devices=8",
+        "strategy=fsdp",
+        "data.seq_len=4096",
+    )
     whole = planned(*eight)
     assert whole.low < whole.likely < whole.high
     assert planned(*eight, "strategy.activation_checkpointing=full").likely < 0.7 * whole.likely
