@@ -105,7 +105,7 @@ def test_what_stands_in_the_column_of_files_is_a_line(
     for odd in (*ODD, "a cat on a mat " * 40, "iVBORw0KGgo" * 5000):
         Path("rows.jsonl").write_text(json.dumps(row).replace('"{}"', json.dumps(odd)) + "\n")
         said = refused(["check", *words.split(), f"data={source}", "data.paths=[rows.jsonl]", RUN[1]], capsys)
-        assert "rows.jsonl:1" in said and said.endswith("correct or remove it")
+        assert "rows.jsonl:1" in said and "correct or remove it" in said
 
 
 def test_a_zero_byte_in_a_configuration_is_a_line(
