@@ -17,8 +17,8 @@ from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.audio.check_recordings import check_recordings
 from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.sources.demo.spoken_digits import check_programs
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
@@ -354,7 +354,7 @@ def test_missing_programs_and_packages_are_one_line(tmp_path: Path, monkeypatch:
         monkeypatch.setitem(sys.modules, package, None)
     config = compose([*SPEECH, "data.held_out=synthesiser"])[0]
     with pytest.raises(ConfigErrors) as found:
-        check_recordings(config)
+        check_programs(config)
     told = [str(error) for error in found.value.errors]
     assert len(told) == 3 and "apt-get install espeak-ng" in told[1] and "apt-get install flite" in told[2]
     told += [str(error) for error in config.objective.run_errors(config)]
