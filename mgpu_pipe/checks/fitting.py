@@ -60,6 +60,8 @@ def _read(config: RunConfig, name: str) -> None:
 NAMED = 4
 """Most models in a fix."""
 TYPE = re.compile(r"^type: (\S+)", re.MULTILINE)
+DEFAULT_SAMPLES = "packed_text"
+"""Samples of the default data. Who has them chose the objective and not the data."""
 
 
 def sample_errors(config: RunConfig) -> list[ConfigError]:
@@ -68,7 +70,7 @@ def sample_errors(config: RunConfig) -> list[ConfigError]:
     samples = samples_of(source)
     if samples in ("", objective.samples):
         return []
-    others = [f"objective={other.name}" for other in descriptions() if other.samples == samples]
+    others = [f"objective={other.name}" for other in descriptions() if other.samples == samples != DEFAULT_SAMPLES]
     reason = f"objective.name={config.objective.name} trains on {objective.samples.replace('_', ' ')}"
     return [ConfigError("data.source", source, f"use {_join_options(*others, *fitting_data(objective))}", reason)]
 

@@ -81,7 +81,7 @@ def test_exact_match_is_that_of_greedy_answers(tmp_path: Path, chunk: str) -> No
         (("objective=masked_lm", "data=stdlib_text"), "transformers has no masked language model t5"),
         (
             ("data=stdlib_text",),
-            "data.source=stdlib_text: objective.name=seq2seq trains on pairs; use objective=causal_lm,",
+            "data.source=stdlib_text: objective.name=seq2seq trains on pairs; use data=pairs_jsonl or",
         ),
         (
             ("objective=causal_lm", "model=llama_tiny"),

@@ -37,10 +37,7 @@ TARGET = "bert.encoder.layer.1.output.dense"
         ((*BERT, "strategy=pp", "trainer.devices=2"), "strategy.pp=2: objective.name=sequence_classification cannot"),
         ((*LLAMA, "strategy=cp", "trainer.devices=2"), "strategy.cp=2: objective.name=sequence_classification cannot"),
         ((*CLASSES, "model=llama_tiny", "data=labelled_jsonl"), "model.config.pad_token_id=null"),
-        (
-            BERT,
-            "data.source=stdlib_text: objective.name=sequence_classification trains on labelled text; use objective=",
-        ),
+        (BERT, "data.source=stdlib_text: objective.name=sequence_classification trains on labelled text; use data="),
     ],
 )
 def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tuple[str, ...], told: str) -> None:
