@@ -53,7 +53,7 @@ def _packages() -> dict[str, str]:
         path.stem: package
         for package in PACKAGES
         for path in sorted(root.joinpath(*package.split(".")).glob("*.py"))
-        if path.stem != "__init__"
+        if path.stem.isidentifier() and path.stem != "__init__"
     }
 
 

@@ -24,9 +24,8 @@ STRATEGY_KEYS_GROUP = "mgpu_pipe.strategy_keys"
 LAUNCH_GROUP = "mgpu_pipe.launchers"
 LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 
-OBJECTIVES = tuple(
-    sorted(path.name.removesuffix("_keys.py") for path in (Path(__file__).parents[1] / "objectives").glob("*_keys.py"))
-)
+_KEYS_FILES = (Path(__file__).parents[1] / "objectives").glob("*_keys.py")
+OBJECTIVES = tuple(sorted(path.stem.removesuffix("_keys") for path in _KEYS_FILES if path.stem.isidentifier()))
 """Names of this project's objectives: each has ``objectives/<name>.py`` and, without torch, ``<name>_keys.py``."""
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")

@@ -20,6 +20,10 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, hints
 
 HASH_LENGTH = 16
+FREE_OBJECTIVE_KEYS = tuple(
+    f"objective.{name}" for name in ("loss_chunk_tokens", "sample_prompts", "sample_texts", "sample_max_new_tokens")
+)
+"""Keys that change no number under these names. Objectives of plug-ins state nothing of them."""
 Difference = tuple[str, object, object]
 """Key, new value, old value."""
 
@@ -41,7 +45,7 @@ def identities(*sections: type) -> dict[str, Identity]:
     Args:
         sections: dataclasses of sections, whose further keys are among them.
     """
-    table = dict(_stated(RunConfig))
+    table = {**dict.fromkeys(FREE_OBJECTIVE_KEYS, Identity.FREE), **dict(_stated(RunConfig))}
     for keys in sections:
         name = next(section.name for base, section in SECTIONS.items() if issubclass(keys, base))
         table.update(_stated(keys, f"{name}."))

@@ -25,6 +25,7 @@ MAX_SIZES = {"seq_len": 1 << 20, "global_batch_size": 1 << 16}
 MAX_SYNTHETIC = 1 << 20
 """Limit of documents, and of tokens per document."""
 MAX_DIGITS = 9
+MAX_RECORDINGS = 1 << 14
 
 
 def untrusted_data(data: DataConfig, typed: Set[str]) -> DataConfig:
@@ -69,8 +70,9 @@ def untrusted_data(data: DataConfig, typed: Set[str]) -> DataConfig:
         ("numbers.count", data.numbers.count, MAX_SYNTHETIC),
         ("numbers.digits", data.numbers.digits, MAX_DIGITS),
         ("target_len", data.target_tokens(), MAX_SIZES["seq_len"]),
+        ("recordings", getattr(data, "recordings", 0), MAX_RECORDINGS),
     ):
-        is_read = source is None or name.partition(".")[0] in source.reads
+        is_read = source is None or name.partition(".")[0] in (*source.reads, *own_keys(type(data)))
         if is_read and "data" not in typed and size > most:
             errors.append(ConfigError(f"data.{name}", size, f"give at most {most:,} on the command line"))
     if errors:

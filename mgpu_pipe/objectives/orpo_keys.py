@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from typing_extensions import Self
 
+from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig
 
@@ -17,11 +18,11 @@ class ORPOConfig(ObjectiveConfig):
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     odds_weight: float = field(default=0.1, metadata={"above": 0})
     """Weight of the odds ratio's loss next to the chosen answer's cross-entropy (lambda of arXiv:2403.07691)."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={"at_least": 0})
+    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
     """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
-    sample_prompts: list[str] = field(default_factory=list)
+    sample_prompts: list[str] = field(default_factory=list, metadata=FREE)
     """Questions that are answered after training and shown with the result."""
-    sample_max_new_tokens: int = field(default=64, metadata={"at_least": 1})
+    sample_max_new_tokens: int = field(default=64, metadata={**FREE, "at_least": 1})
     """Most tokens of such an answer."""
 
     def shrunk(self, tokens: int) -> Self:

@@ -11,8 +11,10 @@ import pytest
 from mgpu_pipe.config.convert import schema_keys
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.identity import FREE
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.plugins import OBJECTIVES
 from mgpu_pipe.config.run_identity import Identity, differences, identities, identity_of, mathematics_hash
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.config.sections import hints
 
 MIXED = ("model", "data", "objective")
@@ -131,3 +133,26 @@ def test_a_value_of_the_environment_is_not_what_is_compared(monkeypatch: pytest.
     here = mathematics_hash(compose(words)[0])
     monkeypatch.setenv("CORPUS", "/there")
     assert mathematics_hash(compose(words)[0]) == here
+
+
+@dataclass
+class FocalConfig(ObjectiveConfig):
+    name: str = "focal"
+    gamma: float = 2.0
+    sample_prompts: list[str] = field(default_factory=list)
+
+
+def test_samples_of_a_plug_in_that_states_nothing_change_no_run() -> None:
+    config = compose([])[0]
+    first, prompted, other = (
+        replace(config, objective=keys)
+        for keys in (FocalConfig(), FocalConfig(sample_prompts=["a"]), FocalConfig(gamma=1.0))
+    )
+    assert mathematics_hash(first) == mathematics_hash(prompted) != mathematics_hash(other)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_run_and_the_table_of_all_objectives_agree(name: str) -> None:
+    keys = description(name).keys
+    for key in (f"objective.{entry.name}" for entry in fields(keys)):
+        assert identities(keys).get(key, Identity.FIXED) == identity_of(key), key

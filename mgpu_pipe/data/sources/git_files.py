@@ -71,8 +71,9 @@ def _tracked(pattern: str, key: str) -> list[Path]:
 
 def _list_folder(folder: Path, pattern: str, key: str) -> list[Path]:
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "ls-files", "-z", "--cached"]
-    # Variables such as GIT_DIR would name another repository.
+    # Variables such as GIT_DIR would name another repository. Its own settings may name programs that fetch objects.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "LC_ALL": "C"}
     try:
         result = subprocess.run(command, capture_output=True, env=environment, timeout=_SECONDS, check=False)
     except FileNotFoundError as error:
@@ -80,10 +81,19 @@ def _list_folder(folder: Path, pattern: str, key: str) -> list[Path]:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(key, pattern, "give a smaller folder", f"git lists no files in {_SECONDS} s") from error
     if result.returncode:
-        lines = os.fsdecode(result.stderr).splitlines() or ["git fails"]
-        raise ConfigError(key, pattern, "give a folder of a git repository", lines[0].removeprefix("fatal: "))
-    paths = (folder / os.fsdecode(name) for name in result.stdout.split(b"\0") if name)
-    return sorted(path for path in dict.fromkeys(paths) if path.is_file() and not path.is_symlink())
+        problem = (os.fsdecode(result.stderr).splitlines() or ["git fails"])[0].removeprefix("fatal: ")
+        fix = "give a folder of a git repository"
+        if "dubious ownership" in problem:
+            fix = f"if you trust its owner: git config --global --add safe.directory {os.path.realpath(folder)}"
+        raise ConfigError(key, pattern, fix, problem)
+    names = [os.fsdecode(name) for name in result.stdout.split(b"\0") if name]
+    return sorted(folder / name for name in dict.fromkeys(names) if _is_inside(folder, name))
+
+
+def _is_inside(folder: Path, name: str) -> bool:
+    """Whether a name of the index is a file below ``folder`` and no link leads to it; an index may hold any name."""
+    path, root = folder / name, os.path.join(os.path.realpath(folder), "")
+    return path.is_file() and os.path.realpath(path) == root + name
 
 
 def _is_text(path: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.fingerprint import Fingerprint, open_data
+from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
 from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, whole_document
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     import sqlite3
 
 FILE_HEADER = b"SQLite format 3\0"
+JOURNAL_HEADER = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
+"""First bytes of a rollback journal that is not undone (sqlite.org/fileformat2.html, section 3)."""
+
+
+TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0 ORDER BY name"
+"""Tables whose rows the file holds. A virtual table has no page, and its program could run for ever."""
 
 
 @dataclass
@@ -34,18 +40,25 @@ def _database(path: Path) -> Iterator[sqlite3.Connection]:
     """Opens a file that nothing writes to.
 
     Raises:
-        DataError: it is no SQLite file, or has changes in a log beside it.
+        DataError: it is no SQLite file, or a log or journal next to it holds changes.
     """
     import sqlite3
 
-    log = path.with_name(f"{path.name}-wal")
+    real = path.resolve()  # SQLite looks for log and journal next to the file that a link names
+    log, journal = (real.with_name(f"{real.name}-{end}") for end in ("wal", "journal"))
     if log.is_file() and log.stat().st_size:
         fix = "close the program that writes it, or run PRAGMA wal_checkpoint(TRUNCATE)"
         raise DataError(f"{path}: {log.name} holds changes that are not in it yet; {fix}")
+    if journal.is_file():
+        with open(journal, "rb") as file:
+            if file.read(len(JOURNAL_HEADER)) == JOURNAL_HEADER:
+                fix = "close the program that writes it, or open it once with sqlite3"
+                raise DataError(f"{path}: {journal.name} holds a transaction that is not undone; {fix}")
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as database:
+        with closing(sqlite3.connect(f"{real.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
             database.text_factory = bytes  # a text that is no UTF-8 is an error of its row
             database.execute("PRAGMA trusted_schema = OFF")
+            database.execute("PRAGMA cell_size_check = ON")
             yield database
     except sqlite3.Error as error:
         raise DataError(f"{path}: cannot be read as an SQLite file: {error}; {files.REPLACE}") from error
@@ -62,16 +75,14 @@ def _table_of(data: DataConfig, path: Path, database: sqlite3.Connection) -> str
         DataError: there is no such table or column.
     """
     assert isinstance(data, SqliteConfig)
-    names = [
-        name.decode()
-        for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")
-        if not name.startswith(b"sqlite_")
-    ]
+    names = [name.decode(errors="replace") for (name,) in database.execute(TABLES) if not name.startswith(b"sqlite_")]
     table = names[0] if data.table is None and len(names) == 1 else data.table
     if table is None or table not in names:
         problem = f"has no table '{table}'" if table else f"has {len(names)} tables"
         raise DataError(f"{path}: {problem}; set data.table to one that is there: {', '.join(names) or 'none'}")
-    columns = [name.decode() for _, name, *_ in database.execute(f"PRAGMA table_info({_quoted(table)})")]
+    columns = [
+        name.decode(errors="replace") for _, name, *_ in database.execute(f"PRAGMA table_info({_quoted(table)})")
+    ]
     if data.text_column not in columns:
         raise files.missing_column(f"{path}: {table}", "data.text_column", data.text_column, columns)
     return table
@@ -80,18 +91,27 @@ def _table_of(data: DataConfig, path: Path, database: sqlite3.Connection) -> str
 def _rows_in(data: DataConfig, path: Path, size: int) -> Rows:
     with _database(path) as database:
         table, column = _table_of(data, path, database), _quoted(data.text_column)
-        count = database.execute(f"SELECT count(*) FROM {_quoted(table)}").fetchone()[0]
-        if not count:
-            raise DataError(f"{path}: {table} holds no rows; remove it from the data's paths")
         # Without indices the rows come in the order of the table itself.
-        rows = database.execute(f"SELECT {column}, typeof({column}) FROM {_quoted(table)} NOT INDEXED")
+        text = f"CASE typeof({column}) WHEN 'text' THEN {column} END"
+        rows = database.execute(f"SELECT {text}, typeof({column}) FROM {_quoted(table)} NOT INDEXED")
+        number, most = 0, path.stat().st_size
         for number, (value, kind) in enumerate(rows, start=1):
-            yield _text(value, kind.decode(), data.text_column), f"{path}: {table}, row {number}", size // count
+            if number > most:  # a row takes a byte at least; pages that name each other have no end
+                raise DataError(f"{path}: {table} has more rows than the file has bytes; {files.REPLACE}")
+            yield (
+                _text(value, kind.decode(), data.text_column),
+                f"{path}: {table}, row {number}",
+                size if number == 1 else 0,
+            )
+        if not number:
+            raise DataError(f"{path}: {table} holds no rows; remove it from the data's paths")
 
 
 def _text(value: bytes, kind: str, column: str) -> str:
     if kind != "text":
         return files.BrokenRow(f"column '{column}' holds {kind}, not text; {files.FIX}")
+    if len(value) > files.LONGEST_LINE:
+        return files.BrokenRow(f"column '{column}' holds {len(value):,} bytes, too many for a row; {files.FIX}")
     try:
         return value.decode()
     except UnicodeDecodeError as error:
@@ -99,10 +119,14 @@ def _text(value: bytes, kind: str, column: str) -> str:
 
 
 def read_table(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
+    before = path.stat()
     with open_data(path, expected) as file:
         while file.read(1 << 20):  # reading the whole file compares it with its hashes
             pass
     yield from _rows_in(data, path, expected.size)
+    after = path.stat()
+    if (before.st_mtime_ns, before.st_size, before.st_ino) != (after.st_mtime_ns, after.st_size, after.st_ino):
+        raise ChangedFileError(path)
 
 
 def check_table(data: DataConfig, path: Path, whole: bool) -> None:

@@ -132,3 +132,31 @@ def test_a_mixture_takes_it_beside_text(repository: Path, tmp_path: Path) -> Non
     text = MixtureSource(source="text_files", paths=[str(tmp_path / "text.txt")])
     run.data = MixtureConfig(source="mixture", sources={"code": code, "text": text})
     check_sources(run)
+
+
+def test_a_folder_that_became_a_link_is_not_followed(repository: Path, tmp_path: Path) -> None:
+    (repository / "src").rename(tmp_path / "outside")
+    (repository / "src").symlink_to(tmp_path / "outside")
+    assert set(texts(tmp_path, repository)) == {".gitignore", "README.md"}
+    (tmp_path / "linked").symlink_to(repository)
+    assert len(texts(tmp_path, tmp_path / "linked")) == 2, "the path of the user may be a link"
+
+
+def test_programs_that_a_repository_names_do_not_run(repository: Path, tmp_path: Path) -> None:
+    """A sparse index lists a folder by its tree object; where that is missing, git fetches it by such a program."""
+    git(repository, "commit", "-qm", "a")
+    tree = subprocess.run(
+        ["git", "-C", str(repository), "rev-parse", "HEAD:src"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    git(repository, "sparse-checkout", "init", "--cone", "--sparse-index")
+    (repository / ".git" / "objects" / tree[:2] / tree[2:]).unlink()
+    program = tmp_path / "program.sh"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o700)
+    git(repository, "config", "core.repositoryformatversion", "1")
+    git(repository, "config", "extensions.partialClone", "origin")
+    git(repository, "config", "remote.origin.promisor", "true")
+    git(repository, "config", "remote.origin.url", str(tmp_path / "nowhere"))
+    git(repository, "config", "remote.origin.uploadpack", str(program))
+    assert set(texts(tmp_path, repository)) == {".gitignore", "README.md"}
+    assert not (tmp_path / "ran").exists()

@@ -119,3 +119,26 @@ def test_what_cannot_be_read_is_refused(
     with pytest.raises(BadInputError, match=problem) as refused:
         check_sources(reads(tmp_path, path, *words))
     assert "\n" not in str(refused.value)
+
+
+def test_a_transaction_that_is_not_undone_is_refused(tmp_path: Path) -> None:
+    path = database(tmp_path / "a.db", ["x"])
+    journal = tmp_path / "a.db-journal"
+    journal.write_bytes(bytes(512))  # what PRAGMA journal_mode=PERSIST leaves
+    assert texts(tmp_path, reads(tmp_path, path)) == ["x"]
+    journal.write_bytes(bytes.fromhex("d9d505f920a163d7") + bytes(504))
+    link = tmp_path / "link.db"
+    link.symlink_to(path)
+    for named in (path, link):
+        with pytest.raises(BadInputError, match=r"a\.db-journal holds a transaction that is not undone; close"):
+            texts(tmp_path, reads(tmp_path, named))
+
+
+def test_a_virtual_table_is_none(tmp_path: Path) -> None:
+    """Its program would ask the endless view for every row."""
+    path = tmp_path / "a.db"
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("CREATE VIEW v AS WITH RECURSIVE n(rowid) AS (SELECT 1 UNION ALL SELECT 1 FROM n) SELECT * FROM n")
+        file.execute("CREATE VIRTUAL TABLE endless USING fts5(body, content='v')")
+    with pytest.raises(BadInputError, match="has no table 'endless'"):
+        texts(tmp_path, reads(tmp_path, path, "data.table=endless"))
