@@ -274,7 +274,7 @@ def _fitting(
         if memory is None or memory.likely > profile.memory_bytes:
             losers.too_large += 1
             continue
-        if size_errors(changed, elsewhere=True):
+        if size_errors(replace(changed, trainer=replace(changed.trainer, memory_check="off")), elsewhere=True):
             losers.refused += 1
             continue
         seen.add(axes)

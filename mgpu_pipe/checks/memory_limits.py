@@ -26,13 +26,13 @@ class Machine:
     """The memory that a run finds.
 
     Attributes:
-        size: bytes of a GPU, or of all CPU processes of a node together.
+        sizes: bytes of each GPU of a node, the largest first, or of all CPU processes of a node together.
         host: bytes of a node's main memory.
         text: the machine, in words.
         gpus: GPUs of a node; None where more processes have no more memory.
     """
 
-    size: int
+    sizes: tuple[int, ...]
     host: int
     text: str
     gpus: int | None
@@ -47,19 +47,19 @@ def machine_of(config: RunConfig, elsewhere: bool) -> Machine | None:
     Raises:
         ConfigError: no such hardware.
     """
-    here = config.launch.type == "local" and not elsewhere
+    here = config.launch.type == "local" and not (elsewhere and config.plan.hardware)
     if device_type(config) == "cpu":
         checked = here or config.trainer.accelerator == "cpu"
         local = config.launch.type == "local" and checked
-        return Machine(host_memory(), host_memory(), "this machine", None) if local else None
-    gpus = [total for _, total in used_memory().values()] if here else []
+        return Machine((host_memory(),), host_memory(), "this machine", None) if local else None
+    gpus = sorted((total for _, total in used_memory().values()) if here else (), reverse=True)
     if gpus:
-        return Machine(min(gpus), host_memory(), "its GPU", len(gpus))
+        return Machine(tuple(gpus), host_memory(), "its GPU", len(gpus))
     if not config.plan.hardware:
         return None
     profile = load_profile(config.plan.hardware[0])
     host = int(profile.host_memory_gib * GIB)
-    return Machine(profile.memory_bytes, host, f"a GPU of plan.hardware={profile.name}", int(profile.gpus_per_node))
+    return Machine((profile.memory_bytes,), host, f"a GPU of plan.hardware={profile.name}", int(profile.gpus_per_node))
 
 
 def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
@@ -69,9 +69,12 @@ def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
         elsewhere: nothing is started here; the run may be for another machine with GPUs.
     """
     compared = _compare(config, elsewhere)
-    if compared is None or config.trainer.memory_check != "refuse" or compared[0].low <= compared[1]:
+    if compared is None or config.trainer.memory_check != "refuse":
         return []
     plan, share, machine = compared
+    # Processes of the CPU share one memory: what one rank has too much, another may have too little.
+    if (plan.low if machine.gpus is not None else plan.mean_low) <= share:
+        return []
     changes = list(fitting_changes(config, machine))[:NAMED]
     settings = [f"{overrides} (about {gib(likely)})" for overrides, likely in changes]
     fix = f"try {', '.join(settings)}" if settings else f"use a smaller model, or more memory; or {KEY}=warn"
@@ -116,7 +119,9 @@ def predicted(config: RunConfig) -> MemoryPlan | None:
 
 def _share(config: RunConfig, machine: Machine) -> int:
     processes = world_size(config) // max(1, config.trainer.num_nodes)
-    return machine.size if machine.gpus is not None else machine.size // processes
+    if machine.gpus is None:
+        return machine.sizes[0] // processes
+    return machine.sizes[min(processes, len(machine.sizes)) - 1]  # CUDA counts the fastest GPUs first
 
 
 def fitting_changes(config: RunConfig, machine: Machine) -> Iterator[tuple[str, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,6 +141,11 @@ def checked(composition: Composition, *, joins: bool = False, elsewhere: bool = 
     """
     print_notices(notices_of(composition, joins=joins, elsewhere=elsewhere))
     return composition.config
+
+
+def without_memory_check(config: RunConfig) -> RunConfig:
+    """``config`` for a verb that does not train its whole model."""
+    return replace(config, trainer=replace(config.trainer, memory_check="off"))
 
 
 def launched(

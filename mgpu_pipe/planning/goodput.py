@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 
 HALVINGS = 60
+LONGEST = 300.0
+"""Mean times between failures that no attempt outlives."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Failures:
 def useful_share(interval: float, failures: Failures) -> float:
     """Expected share of useful time, with ``interval`` useful seconds between two saves."""
     mean = failures.between
+    if max(failures.restart, interval + failures.stall) > LONGEST * mean:
+        return 0.0
     needed = mean * math.exp(failures.restart / mean) * math.expm1((interval + failures.stall) / mean)
     return interval / needed
 

@@ -43,6 +43,8 @@ MANY = 1 << 40
 """More tokens than any micro-batch has."""
 DECODERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 """Classes of models with a decoder, whose objectives have a loss over its vocabulary."""
+KNOWN_OPTIMIZERS = ("Adam", "AdamW", "AdamWBf16")
+"""Classes whose state is counted exactly."""
 UNKNOWN_FAMILY = 0.3
 """Uncertainty of the state of a family whose parameters are estimated."""
 SPREADS: Mapping[str, tuple[float, float]] = {
@@ -64,6 +66,7 @@ class MemoryPlan:
         rank: its place in the pipeline.
         terms: likely bytes by term.
         low: bytes that it needs at least.
+        mean_low: mean of the low figures over pipeline ranks.
         high: bytes that it hardly exceeds.
         assumes: what was assumed, in words; empty where the model's shapes are known.
     """
@@ -71,6 +74,7 @@ class MemoryPlan:
     rank: int
     terms: Mapping[str, int]
     low: int
+    mean_low: int
     high: int
     assumes: str = ""
 
@@ -110,10 +114,21 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
     likely = by_rank[worst]
     spread = 0.0 if has_exact_sizes(fields) else UNKNOWN_FAMILY
     bounds = {name: SPREADS.get(name, (1 - spread, 1 + spread)) for name in likely}
-    low, high = (sum(size * bounds[name][end] for name, size in likely.items()) for end in (0, 1))
+    bounds.update({name: (0.0, bounds[name][1]) for name in _uncertain_terms(config)})
+    lows = [sum(size * bounds[name][0] for name, size in terms.items()) for terms in by_rank]
+    low, mean_low = lows[worst], sum(lows) / len(lows)
+    high = sum(size * bounds[name][1] for name, size in likely.items())
     assumes = "" if has_exact_sizes(fields) else f"{fields.get('model_type')}: 12 squared widths a layer"
     terms_of_rank = {name: round(size) for name, size in likely.items() if size}
-    return MemoryPlan(worst, terms_of_rank, int(low), int(high), assumes)
+    return MemoryPlan(worst, terms_of_rank, int(low), int(mean_low), int(high), assumes)
+
+
+def _uncertain_terms(config: RunConfig) -> tuple[str, ...]:
+    """Terms that may be far smaller than predicted: by optimizers and patterns of frozen parts that are not counted."""
+    if set(config.model.freeze) - {"language", "*"}:
+        return ("optimizer", "gradients", "second gradients", "gradients under way")
+    known = config.optimizer._target_.rpartition(".")[2] in KNOWN_OPTIMIZERS
+    return () if known else ("optimizer",)
 
 
 def overheads_of(config: RunConfig) -> Overheads:

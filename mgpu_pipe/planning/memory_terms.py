@@ -124,15 +124,18 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     terms: Terms = {"weights": here * weights, "optimizer": here * state.optimizer * trained / shards}
 
     whole = (state.sums_whole > 0) | (work.zero < 2)
-    gradients = state.gradient * trained / choose(whole, 1, shards)
+    # A unit's experts are gathered over the ranks that hold the same ones; tensor and expert parallelism share a cut.
+    others = (state.block - state.experts - state.norms) / work.tp + state.norms
+    unit = choose(state.experts, others + state.experts / maximum(work.ep, work.tp), a_block)
+    whole_blocks = place.layers * unit
+    whole_trained = state.trained * (whole_blocks + ends) + adapters
+    gradients = state.gradient * choose(whole, whole_trained, trained / shards)
     summed = work.micro_batches > place.passes
     twice = overheads.second_gradients * keeps.compiled * (shards == 1) * whole * (state.copy > 0)
-    second = twice * summed * state.gradient * state.trained * blocks
-    # A unit's experts are gathered over the ranks that hold the same ones.
-    unit = choose(state.experts, (state.block - state.experts) / work.tp + state.experts / work.ep, a_block)
+    second = twice * summed * state.gradient * state.trained * whole_blocks
     head = place.last * choose(state.head, state.head, state.embedding) / work.tp
     # Tied tables are in the root unit, which stays gathered; so does the head's between forward and backward pass.
-    gathered = choose(state.gathers_units, minimum(state.units, place.layers) * unit + head, blocks + ends)
+    gathered = choose(state.gathers_units, minimum(state.units, place.layers) * unit + head, whole_blocks + ends)
     terms["gathered weights"] = state.copy * gathered
 
     a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)

@@ -15,6 +15,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.launch.composed import without_memory_check
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.system import hardware
 
@@ -142,3 +143,37 @@ def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPat
 def test_models_without_known_shapes_are_not_refused() -> None:
     config = compose(["model=vit_b16", "data=digits", "objective=image_classification", "trainer.accelerator=cuda"])[0]
     assert memory_errors(config, False) == [] and memory_notice(config, False) == ""
+
+
+def test_one_process_has_the_largest_gpu() -> None:
+    assert said("strategy=single") == [], "137 GiB on a GPU of 160, next to a smaller one"
+
+
+def test_what_is_not_counted_exactly_refuses_no_run() -> None:
+    counted = memory_by_rank(composed())
+    assert counted is not None
+    for words in (["optimizer=sgd"], ["model.freeze=[model.layers.*]"]):
+        plan = memory_by_rank(composed(*words))
+        assert plan is not None and plan.low < counted.low - counted.terms["optimizer"] * 0.99, words
+
+
+def test_experts_are_cut_in_pipelines_too() -> None:
+    words = ["model=qwen3_30b_a3b", "strategy=megatron", "strategy.pp=2", "trainer.num_nodes=4", "trainer.devices=8"]
+    whole, cut = (memory_by_rank(compose([*words, f"strategy.ep={ep}"])[0]) for ep in (1, 8))
+    assert whole is not None and cut is not None
+    for term in ("gradients", "gathered weights"):
+        assert cut.terms[term] < 0.3 * whole.terms[term], "most parameters are experts'"
+
+
+def test_ranks_of_a_cpu_pipeline_share_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["model=llama32_1b", "strategy=pp", "strategy.pp=4", "trainer.devices=4", "trainer.accelerator=cpu"]
+    plan = memory_by_rank(compose(words)[0])
+    assert plan is not None and plan.mean_low < plan.low
+    for size, fits in ((4 * plan.low - 1, True), (4 * plan.mean_low - 4, False)):
+        monkeypatch.setattr(memory, "host_memory", lambda size=size: size)
+        assert (memory_errors(compose(words)[0], False) == []) == fits
+
+
+def test_verbs_that_train_no_whole_model_check_no_memory() -> None:
+    config = composed("strategy=ddp", "trainer.devices=8")
+    assert memory_errors(config, False) and not memory_errors(without_memory_check(config), False)

@@ -13,9 +13,9 @@ from mgpu_pipe.data.step_batch import BatchSpec, Field
 NAMES = re.compile(r"\b(input_ids|labels|position_ids)\b")
 KNOWING = (
     *("data/audio", "data/images", "data/text", "objectives", "inference"),
-    *("models/weights/pretrained.py", "report/"),
+    *("models/weights/pretrained.py", "report/", "data/source", "data/kinds.py", "data/majority.py"),
 )
-"""The last two have a tensor of old folders and the labels of charts by the same names."""
+"""The others have a tensor of old folders, the labels of charts and the classes of a source by the same names."""
 SPEC = BatchSpec(
     {
         "frames": Field(sequence_dim=2, dtype="float32", shape=(3,)),

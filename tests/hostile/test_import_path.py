@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,10 @@ TINY = (
 )
 BEFORE_ITS_FIRST_LINE = "import sys, runpy; print(*(name.partition('.')[0] for name in sys.modules))"
 """What ``python -m`` and torchrun's ``-m`` import of the working folder before any line of the program runs."""
+INSTALLED = (
+    "from importlib.metadata import packages_distributions as found; print(*(n for n in found() if n.isidentifier()))"
+)
+"""Asked of a fresh interpreter: setuptools, once imported, adds packages that it alone sees."""
 
 
 @pytest.fixture
@@ -33,9 +36,14 @@ def folder(tmp_path: Path) -> Path:
     """The working folder, in which every module but the user's own leaves its name in ``executed``."""
     work = tmp_path / "work"
     work.mkdir()
-    installed = {name for name in packages_distributions() if name.isidentifier()}
+    installed = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True, check=True)
     early = subprocess.run([sys.executable, "-c", BEFORE_ITS_FIRST_LINE], capture_output=True, text=True, check=True)
-    for name in {*sys.stdlib_module_names, *installed} - {*early.stdout.split(), "mgpu_pipe", "tests", "__main__"}:
+    for name in {*sys.stdlib_module_names, *installed.stdout.split()} - {
+        *early.stdout.split(),
+        "mgpu_pipe",
+        "tests",
+        "__main__",
+    }:
         (work / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'a').write('{name} ')\n")
     (work / f"{OWN}.py").write_text(CALLBACK)
     return work

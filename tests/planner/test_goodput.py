@@ -56,3 +56,7 @@ def test_check_says_how_often_to_save() -> None:
     assert goodput_line(compose([*words[:-1]])[0]) is None
     seldom = goodput_line(compose([*words, "checkpoint.every_n_minutes=120"])[0])
     assert seldom is not None and "with checkpoint.every_n_minutes=120" in seldom
+
+
+def test_failures_that_no_attempt_outlives_leave_no_useful_time() -> None:
+    assert useful_share(10.0, Failures(between=0.01, stall=1.0, restart=600.0)) == 0.0

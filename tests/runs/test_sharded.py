@@ -74,6 +74,7 @@ def test_a_rank_out_of_memory_says_what_would_help(cache: Path, corpus: Path, tm
         "data.micro_batch_size=1024",
         "model.config.hidden_size=256",
         "trainer.max_steps=2",
+        "trainer.memory_check=off",
     )
     process = start(cache, tmp_path, *arguments, preexec_fn=little_memory)
     out, err = process.communicate(timeout=300)
