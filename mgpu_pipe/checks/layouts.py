@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from mgpu_pipe.architectures.find import family_of, stages_of
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
 from mgpu_pipe.checks.sizes import size_errors
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.resolve import device_type, devices_per_node
+from mgpu_pipe.config.resolve import device_type, devices_per_node, resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.hardware_profile import GIB, HardwareProfile, load_profile, profile_names, profile_of_gpu
@@ -22,7 +25,7 @@ from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, divisors, enu
 from mgpu_pipe.planning.memory import MemoryPlan, activations_of, memory_by_rank, overheads_of, state_of
 from mgpu_pipe.planning.model_work import model_work
 from mgpu_pipe.planning.step_time import step_time
-from mgpu_pipe.planning.work import Work
+from mgpu_pipe.planning.work import Hardware, Work
 from mgpu_pipe.system.hardware import gpu_name, host_memory
 from mgpu_pipe.topology import ParallelDims
 
@@ -88,6 +91,8 @@ class Losers:
     """Their weights, gradients and optimizer state alone exceed the memory, or their memory term by term does."""
     refused: int = 0
     """A check refuses them."""
+    errors: list[ConfigError] = field(default_factory=list)
+    """Of hardware and numbers of GPUs for which there is no plan."""
 
     @property
     def slower(self) -> int:
@@ -100,16 +105,16 @@ def plan_layouts(config: RunConfig) -> tuple[list[PlannedRun], Losers]:
     Raises:
         ConfigError: no such hardware, unknown shapes, no price, or no layout that fits.
     """
-    plans, losers, errors = list[PlannedRun](), Losers(), list[ConfigError]()
+    plans, losers = list[PlannedRun](), Losers()
     worlds = [(profile, gpus) for profile in _profiles(config) for gpus in _worlds(config, profile)]
     each = replace(config, plan=replace(config.plan, rows=max(1, config.plan.rows // len(worlds))))
     for profile, gpus in worlds:
         try:
             plans += _plans_on(each, profile, gpus, losers)
         except ConfigError as error:
-            errors.append(error)
+            losers.errors.append(error)
     if not plans:
-        raise errors[0]
+        raise losers.errors[0]
     orders = {
         "speed": lambda plan: -plan.tokens_per_second,
         "cost": lambda plan: plan.dollars_per_token,
@@ -167,11 +172,12 @@ def _on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tup
         ConfigError: the GPUs fill no whole number of nodes.
     """
     typed = config.trainer.devices
-    node = typed if typed != "auto" and not config.plan.gpus else min(gpus, int(profile.gpus_per_node))
+    node = min(gpus, typed if typed != "auto" else int(profile.gpus_per_node))
     if gpus % node:
         below = max(1, gpus // node) * node
         fix = f"use {below} or {below + node}"
-        raise ConfigError("plan.gpus", gpus, fix, f"a node of {profile.name} has {node} GPUs")
+        reason = f"a node of {profile.name} has {node} GPUs" if typed == "auto" else f"trainer.devices is {node}"
+        raise ConfigError("plan.gpus", gpus, fix, reason)
     accelerator = "cpu" if profile.name == CPU else "cuda"
     trainer = replace(config.trainer, devices=node, num_nodes=gpus // node, accelerator=accelerator)  # type: ignore[arg-type]
     words = [f"trainer.devices={node}", f"trainer.num_nodes={gpus // node}", f"trainer.accelerator={accelerator}"]
@@ -243,24 +249,35 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
         ConfigError: no layout fits.
     """
     candidates = _candidates(config, profile, gpus)
+    hardware = _hardware(candidates.config, profile)
     if profile.name == CPU:  # processes of this machine share its memory
         each = host_memory() / GIB / devices_per_node(candidates.config)
         profile = replace(profile, memory_gib=each)
     fits = candidates.sizes <= (1 + BULK_ERROR) * profile.memory_bytes
     losers.tried += len(fits)
     losers.too_large += int(len(fits) - fits.sum())
-    plans = list(_fitting(candidates, profile, fits, losers))
+    plans = list(_fitting(candidates, profile, hardware, fits, losers))
     if not plans:
         raise _does_not_fit(config, candidates, profile)
     return plans
 
 
+def _hardware(config: RunConfig, profile: HardwareProfile) -> Hardware:
+    """Figures for the run's precision and the GPUs that it uses of a node.
+
+    Raises:
+        ConfigError: the hardware does not compute in this precision, or not as far as the profile says.
+    """
+    computing = profile.hardware_for(resolve_precision(config), uses_tf32(config))
+    return replace(computing, gpus_per_node=float(devices_per_node(config)))
+
+
 def _fitting(
-    candidates: _Candidates, profile: HardwareProfile, fits: NDArray[np.bool_], losers: Losers
+    candidates: _Candidates, profile: HardwareProfile, hardware: Hardware, fits: NDArray[np.bool_], losers: Losers
 ) -> Iterator[PlannedRun]:
     """Layouts that fit and that no check refuses, the best first, until ``plan.rows`` are there."""
     layouts, rows = candidates.layouts, candidates.config.plan.rows
-    times = step_time(layouts, profile.hardware, profile.fitted)
+    times = step_time(layouts, hardware, profile.fitted)
     total = np.asarray(times.total)
     score = candidates.sizes if candidates.config.plan.rank_by == "memory" else total
     seen = set[tuple[int, ...]]()
@@ -289,12 +306,36 @@ def _fitting(
             seconds=seconds,
             parts=parts,
             tokens_per_step=float(np.asarray(layouts.tokens_per_step)[index]),
-            utilisation=flops / seconds / candidates.gpus / float(profile.hardware.peak),
+            utilisation=flops / seconds / candidates.gpus / float(hardware.peak),
             memory=memory,
             dollars_per_hour=_price(candidates.config, profile),
         )
         if len(seen) == rows:
             return
+
+
+LAYOUT_KEYS = (
+    *("engine", "tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "sequence_parallel", "activation_checkpointing"),
+    *("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "offload"),
+)
+"""Keys of ``strategy`` that a layout sets."""
+
+
+def words_against(base: StrategyConfig, plan: PlannedRun) -> list[str]:
+    """Overrides beside the plan's that set what ``base`` has otherwise.
+
+    Args:
+        base: what the other words of the command compose with the plan's ``strategy=<name>``.
+    """
+    present = {word.partition("=")[0] for word in plan.overrides}
+    rest = "dp_replicate" if base.name == "ddp" else "dp_shard"  # auto is what the other axes leave
+    words = []
+    for key in LAYOUT_KEYS:
+        value, planned = attrgetter(key)(base), attrgetter(key)(plan.config.strategy)
+        is_same = value == planned or (key == rest and value == "auto")
+        if not is_same and f"strategy.{key}" not in present:
+            words.append(f"strategy.{key}={planned if isinstance(planned, str) else json.dumps(planned)}")
+    return words
 
 
 def with_layout(config: RunConfig, layout: Layout) -> RunConfig:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mgpu_pipe.architectures.config_source import ConfigClass, config_class
 from mgpu_pipe.architectures.find import axes_of, families_with, family_of, has_tensor_plan, tensor_if_errors
+from mgpu_pipe.architectures.formulas.flops import window_of
 from mgpu_pipe.architectures.library_plans import STYLES, library_plan
 from mgpu_pipe.checks.pipeline import pipeline_errors
 from mgpu_pipe.config.objective import description
@@ -75,7 +76,7 @@ def _attention_errors(fields: Mapping[str, Any], own_names: Mapping[str, str], s
     def error(name: str, fix: str, reason: str) -> ConfigError:
         return ConfigError(f"model.config.{own_names.get(name, name)}", fields[name], fix, reason)
 
-    window = _window(fields)
+    window = window_of(fields)
     if window is not None and window < seq_len:
         fix = f"use at least data.seq_len={seq_len}, or strategy.cp=1"
         yield error("sliding_window", fix, "context parallelism knows no window shorter than the sequence")
@@ -87,13 +88,6 @@ def _attention_errors(fields: Mapping[str, Any], own_names: Mapping[str, str], s
     for name in DROPOUTS:
         if fields.get(name):
             yield error(name, "set it to 0, or use strategy.cp=1", "context parallelism drops no attention out")
-
-
-def _window(fields: Mapping[str, Any]) -> int | None:
-    """The sliding window of some layer; None if no layer has one."""
-    window, layers = fields.get("sliding_window"), fields.get("layer_types")
-    used = fields.get("use_sliding_window", True) and (not layers or "sliding_attention" in layers)
-    return window if used and isinstance(window, int) and window > 0 else None
 
 
 def expert_count(fields: Mapping[str, Any], model_type: str) -> int | None:

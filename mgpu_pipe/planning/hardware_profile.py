@@ -49,6 +49,8 @@ class HardwareProfile:
     """Main memory of a node."""
     float8_tflops: float = 0.0
     """0 without float8 units."""
+    fp32_tflops: float = 0.0
+    """Without TF32, which has half of ``bf16_tflops``; 0 is unknown."""
     network_gb_s: float = 0.0
     """GB/s that a node sends; 0 is that of ``network``."""
     watts: float = 0.0
@@ -75,6 +77,23 @@ class HardwareProfile:
             gpus_per_node=self.gpus_per_node,
         )
 
+    def hardware_for(self, precision: str, uses_tf32: bool = False) -> Hardware:
+        """The figures for a precision of :class:`mgpu_pipe.config.schema.PrecisionConfig`.
+
+        Raises:
+            ConfigError: there are no float8 units, or the profile has no ``fp32_tflops``.
+        """
+        if precision == "fp8" and not self.float8_tflops:
+            raise ConfigError("precision.name", "fp8", "use precision=bf16", f"{self.name} has no float8 units")
+        if precision != "fp32":
+            return self.hardware
+        if uses_tf32:
+            return replace(self.hardware, peak=self.bf16_tflops * TERA / 2)
+        if not self.fp32_tflops:
+            fix = "add it to the profile, or use precision=bf16"
+            raise ConfigError("precision.name", "fp32", fix, f"{self.name} has no fp32_tflops")
+        return replace(self.hardware, peak=self.fp32_tflops * TERA)
+
     @property
     def fitted(self) -> Constants:
         """The constants, the prior's where the profile has none."""
@@ -82,11 +101,11 @@ class HardwareProfile:
 
 
 GPU_NAMES = (
-    (r"B200", "b200"),
-    (r"H200(?! NVL)", "h200"),
-    (r"H100(?! (PCIe|NVL))", "h100"),
+    (r"\bB200", "b200"),
+    (r"\bH200(?! NVL)", "h200"),
+    (r"\bH100(?! (PCIe|NVL))", "h100"),
     (r"A100.*80GB", "a100_80"),
-    (r"A100", "a100_40"),
+    (r"A100.*40GB", "a100_40"),
     (r"RTX 5090(?! (D|Laptop))", "rtx5090"),
     (r"RTX 4090(?! (D|Laptop))", "rtx4090"),
 )

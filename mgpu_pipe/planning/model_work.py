@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.architectures.formulas.flops import Shape, windowed
+from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -37,8 +37,8 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
     experts = fields.get("num_experts") or 0 if sizes and sizes.expert_width else 0
     inner = fields.get(sizes.expert_width if sizes and experts else sizes.inner if sizes else "intermediate_size")
     precision, tokens = resolve_precision(config), config.data.tokens()
-    adapts, window = config.peft.name != "none", fields.get("sliding_window")
-    weight = 4.0 if precision == "fp32" else 2.0
+    adapts = config.peft.name != "none"
+    entry = 4.0 if precision == "fp32" else 2.0
     return Work(
         layers=float(shape.layers),
         width=float(shape.width),
@@ -48,13 +48,14 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         head_dim=float(shape.head_dim),
         vocabulary=float(fields["vocab_size"]),
         sequence=float(tokens),
-        context=windowed(float(tokens), window if isinstance(window, int) else None),
+        context=mean_context(float(tokens), fields),
         gated=float(sizes is None or sizes.gated),
         experts=float(experts),
         chosen=float(fields.get("num_experts_per_tok") or 1) if experts else 1.0,
         tied=float(bool(fields.get("tie_word_embeddings"))),
         flash=float(config.model.attn_implementation != "eager"),
-        weight_bytes=FOUR_BITS if config.peft.name == "qlora" else weight,
+        weight_bytes=FOUR_BITS if config.peft.name == "qlora" else entry,
+        activation_bytes=entry,
         gradient_bytes=2.0 if config.precision.reduce == "bf16" else 4.0,
         float8=float(precision == "fp8"),
         trained=ADAPTERS if adapts else 1.0,

@@ -17,8 +17,8 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 """Rows and columns that one multiprocessor computes of a product (cuBLAS's largest tiles on A100 and H100)."""
 ALIGNMENT = 64
 """Multiple to which tensor cores pad a product's dimensions."""
-MESSAGE_BYTES = 2
-"""Bytes of an activation that is sent."""
+ENTRY_BYTES = 2
+"""Bytes of an entry of a product's matrices."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
     layer = forward.total + backward.total
     on_rank, layers = _slowest_stage(work, layer, head)
     each = work.micro_batches
-    message = MESSAGE_BYTES * work.tokens * work.width / work.tp
+    message = work.activation_bytes * work.tokens * work.width / work.tp
     stride = work.world / work.pp
     speed = _bandwidth(work.pp, stride, hardware, constants)
     hop = np.where(
@@ -124,7 +124,7 @@ class _Product:
         padded = np.ceil(self.inner / ALIGNMENT) * ALIGNMENT / self.inner * (1 + constants.short / self.inner)
         padded = padded * np.where(np.asarray(self.copies) > 1, height * TILE_ROWS / self.rows, 1)
         entries = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        moved = MESSAGE_BYTES * self.copies * entries
+        moved = ENTRY_BYTES * self.copies * entries
         flops = 2 * self.copies * self.rows * self.columns * self.inner
         return flops / (peak * constants.gemm) * quantised * padded + moved / (hardware.bandwidth * constants.memory)
 
@@ -209,20 +209,20 @@ def _collective(size: Numbers, ranks: Numbers, stride: Numbers, hardware: Hardwa
 
 def _tensor_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of two all-reduces, or gathers and reduce-scatters of the sequence, of a layer and pass."""
-    size = MESSAGE_BYTES * work.tokens * work.width
+    size = work.activation_bytes * work.tokens * work.width
     return 4 * _collective(size, work.tp, 1, hardware, constants)
 
 
 def _context_seconds(work: Work, attention: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds that passing keys and values round adds to a layer's attention."""
-    size = MESSAGE_BYTES * 2 * work.tokens * work.head_dim * work.key_value_heads / work.tp
+    size = work.activation_bytes * 2 * work.tokens * work.head_dim * work.key_value_heads / work.tp
     sent = np.where(work.cp > 1, (work.cp - 1) * size / _bandwidth(work.cp, work.tp, hardware, constants), 0)
     return _exposed(attention, sent, constants)
 
 
 def _expert_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of dispatching tokens to experts and of their return, in a pass."""
-    size = MESSAGE_BYTES * work.tokens * work.width * work.chosen / work.tp
+    size = work.activation_bytes * work.tokens * work.width * work.chosen / work.tp
     return 2 * _collective(size, work.ep, 1, hardware, constants)
 
 

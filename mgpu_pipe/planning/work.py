@@ -58,6 +58,8 @@ class Work:
     """Bytes of a gathered weight."""
     gradient_bytes: Numbers = 4.0
     """Bytes of a reduced gradient."""
+    activation_bytes: Numbers = 2.0
+    """Bytes of an activation that is sent."""
     float8: Numbers = 0.0
     """1 if the layers' matrix products are in float8."""
     trained: Numbers = 1.0

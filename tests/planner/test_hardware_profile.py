@@ -23,7 +23,18 @@ def test_a_shipped_profile_is_whole(name: str) -> None:
     assert profile.hardware.network == networks()[profile.network] * 1e9
     if name in PEAKS:
         assert profile.hardware.peak == known_gpu_peak(f"NVIDIA {PEAKS[name]}", "bf16")
+        assert profile.hardware_for("fp32").peak == known_gpu_peak(f"NVIDIA {PEAKS[name]}", "fp32")
     assert all(getattr(profile.fitted, word) == value for word, value in profile.constants.items())
+
+
+def test_fp32_without_its_peak_is_refused(tmp_path: Path) -> None:
+    content = yaml.safe_load((FOLDER / "h100.yaml").read_text())
+    del content["fp32_tflops"]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    profile = load_profile(str(tmp_path / "mine.yaml"))
+    assert profile.hardware_for("fp32", uses_tf32=True).peak == profile.hardware.peak / 2
+    with pytest.raises(ConfigError, match=r"^precision\.name=fp32: mine has no fp32_tflops; add it"):
+        profile.hardware_for("fp32")
 
 
 def test_another_network_is_taken() -> None:

@@ -10,7 +10,13 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
-from mgpu_pipe.architectures.formulas.flops import Shape, attention_forward_flops, known_gpu_peak, windowed
+from mgpu_pipe.architectures.formulas.flops import (
+    Shape,
+    attention_forward_flops,
+    known_gpu_peak,
+    mean_context,
+    windowed,
+)
 from mgpu_pipe.architectures.formulas.parameters import ParameterCount, count_parameters, layer_parameters
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.active_parameters import active_matmul_parameters, training_flops_per_token
@@ -132,6 +138,11 @@ def test_frozen_parameters_and_windows_cost_less() -> None:
         tokens = sum(min(at + 1, window) for at in range(4096))
         assert windowed(4096, window) / 2 == pytest.approx(tokens / 4096, abs=0.51)
     assert windowed(32, 40) == 32
+    window = {"sliding_window": 8}
+    assert mean_context(32, window) == windowed(32, 8) and mean_context(32, {}) == 32
+    assert mean_context(32, {**window, "use_sliding_window": False}) == 32
+    kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
+    assert mean_context(32, {**window, "layer_types": kinds}) == (windowed(32, 8) + 3 * 32) / 4
     mistral = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     fewer = training_flops_per_token(build_meta(tiny_model("qwen3", use_sliding_window=True, **mistral)).config, length)
     full = training_flops_per_token(build_meta(tiny_model("qwen3")).config, length)

@@ -164,6 +164,8 @@ def test_the_command_prints_plans_and_imports_no_torch(tmp_path: Path) -> None:
         "plan.tokens=1e12",
         "plan.price=2.5",
         "strategy=ddp",
+        "strategy.tp=4",
+        "strategy.fsdp.prefetch=2",
     ]
     program = (
         f"import sys; from mgpu_pipe.cli.main import main; code = main({words!r}); print('torch' in sys.modules, code)"
@@ -182,7 +184,8 @@ def test_the_command_prints_plans_and_imports_no_torch(tmp_path: Path) -> None:
     assert lines[0].split()[:4] == ["layout", "rows", "checkpointing", "step"]
     assert sum(line.startswith("1: strategy=") for line in lines) == 1
     (check,) = [line for line in lines if line.startswith("check it: mgpu-pipe check ")]
-    assert "plan." not in check and "strategy=ddp" not in check and check.count("trainer.devices=") == 1
+    assert check.count("plan.") == check.count("plan.hardware=h100") == check.count("trainer.devices=") == 1
+    assert "strategy=ddp" not in check and "strategy.tp=4" not in check and "strategy.fsdp.prefetch=2" in check
     assert any(line.startswith("1T tokens by 1: ") and "dollars" in line and "kWh" in line for line in lines)
 
 
@@ -195,6 +198,46 @@ def test_json_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert math.isclose(sum(best["seconds_by_part"].values()), best["seconds_per_step"])
     assert sum(best["memory_bytes"]["terms"].values()) == best["memory_bytes"]["likely"]
     assert best["overrides"][-3:] == ["trainer.devices=2", "trainer.num_nodes=1", "trainer.accelerator=cpu"]
+
+
+def test_overrides_replace_what_an_experiment_sets_of_the_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["experiment=llama3_70b_megatron", "plan.hardware=[h100]", "plan.rows=3"]
+    assert main(["plan", *words, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    expected = plan_layouts(composed(*words))[0]
+    assert len(plans) == len(expected) == 3
+    for plan, same in zip(plans, expected, strict=True):
+        config = composed(*words, *plan["overrides"])
+        assert config.strategy.pipeline == same.config.strategy.pipeline
+        dims = ParallelDims.resolve(config.strategy, world_size(config))
+        assert dims == ParallelDims.resolve(same.config.strategy, same.gpus)
+        memory = memory_by_rank(config)
+        assert memory is not None and memory.likely == plan["memory_bytes"]["likely"]
+
+
+def test_nodes_are_those_of_the_run() -> None:
+    words = ["model=llama3_8b", "plan.hardware=[h100]", "data.global_batch_size=64", "plan.rows=1", "trainer.devices=1"]
+    slow = "plan.network=ethernet_1x25"
+    (spread,), _ = plan_layouts(composed(*words, slow, "trainer.num_nodes=8"))
+    (near,), _ = plan_layouts(composed(*words[:-1], slow, "trainer.devices=8"))
+    assert spread.seconds > 2 * near.seconds
+    (wider,), _ = plan_layouts(composed(*words, slow, "plan.gpus=[8]"))
+    assert wider.seconds == spread.seconds and wider.config.trainer.num_nodes == 8
+
+
+def test_precision_chooses_the_peak() -> None:
+    words = ["model=llama3_8b", "plan.hardware=[h100]", "data.global_batch_size=64", "plan.rows=1", "trainer.devices=8"]
+    kinds = (["precision=bf16"], ["precision=fp32", "precision.tf32=true"], ["precision=fp32"])
+    seconds = [plan_layouts(composed(*words, *kind))[0][0].seconds for kind in kinds]
+    assert seconds == sorted(seconds) and seconds[2] > 3 * seconds[1]
+    said = refusal(*words, "plan.hardware=[a100_80]", "precision=fp8")
+    assert said == "precision.name=fp8: a100_80 has no float8 units; use precision=bf16"
+
+
+def test_hardware_without_a_plan_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama3_8b", "plan.hardware=h100,rtx4090", "plan.gpus=1", "data.global_batch_size=8", "peft=lora"]
+    assert main(["plan", *words]) == 0
+    assert "no plan: plan.gpus=1: no layout fits on 1 of rtx4090: " in capsys.readouterr().out
 
 
 def test_adapters_and_four_bits_need_less() -> None:

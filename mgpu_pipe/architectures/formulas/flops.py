@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 TERA = 1e12
+SLIDING = "sliding_attention"
+"""Layers with a window in transformers' ``layer_types``."""
 PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
     (r"B200", 2250, 75),
     (r"GH200", 989.4, 67),
@@ -62,6 +64,20 @@ def attention_forward_flops(shape: Shape, context: float) -> float:
 def windowed(context: float, window: int | None) -> float:
     """Document length in which causal tokens see as many others as in ``context`` with a window."""
     return context if window is None or window >= context else 2.0 * window - window**2 / context
+
+
+def window_of(fields: Mapping[str, Any]) -> int | None:
+    """The sliding window of some layer of a model's configuration, in tokens; None if no layer has a window."""
+    window, layers = fields.get("sliding_window"), fields.get("layer_types")
+    used = fields.get("use_sliding_window", True) and (not layers or SLIDING in layers)
+    return window if used and isinstance(window, int) and window > 0 else None
+
+
+def mean_context(context: float, fields: Mapping[str, Any]) -> float:
+    """Mean over the layers of :func:`windowed`; of ``layer_types``, only the sliding ones have the window."""
+    layers = fields.get("layer_types") or [SLIDING]
+    share = sum(kind == SLIDING for kind in layers) / len(layers)
+    return share * windowed(context, window_of(fields)) + (1 - share) * context
 
 
 def training_flops_per_token(active_parameters: int, shape: Shape, context: float, frozen: int = 0) -> float:

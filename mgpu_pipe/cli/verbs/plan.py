@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.cli.verbs import Verb
@@ -15,13 +17,15 @@ if TYPE_CHECKING:
     from mgpu_pipe.config.hydra.compose import Composition
 
 DESCRIPTION = """\
-Predict step time, memory and cost of every layout of a configuration, and print
+Predict step time, memory and cost of layouts of a configuration, and print
 the best ones with their overrides. Starts nothing. plan.hardware=h100,h200 and
-plan.gpus=8,16 compare; --json prints every figure."""
+plan.gpus=8,16 compare; --json prints times and memory by part."""
 LISTS = ("plan.hardware", "plan.gpus")
 """Keys whose values may be typed with commas alone."""
-REPLACED = ("strategy", "data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accelerator", "plan.")
-"""Overrides that a plan replaces, by their beginning."""
+REPLACED = ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accelerator")
+"""Keys beside ``strategy`` that a plan sets."""
+OTHER_ENGINES = ("strategy.deepspeed", "strategy.offload")
+"""Beginnings of keys that the planned engine does not read."""
 NUMERIC = ("", "gpus", "rows", "step", "tokens/s", "MFU", "memory", "$ a billion tokens")
 SPARE = ("rows", "checkpointing", "most beside computing")
 BILLION, KILO, HOUR, DAY = 1e9, 1e3, 3600.0, 86400.0
@@ -44,14 +48,46 @@ def plan(words: list[str]) -> int:
             raise ConfigErrors(errors)
         check_model(composition.config)
         plans, losers = plan_layouts(composition.config)
-        typed = [word for word in composition.overrides if not word.lstrip("+~").startswith(REPLACED)]
+        typed = [word for word in composition.overrides if not _is_replaced(word)]
+        plans = _with_all_words(plans, [*composition.flags, *typed])
         if as_json:
             print_text(json.dumps({"plans": [_plain(each) for each in plans], **_counts(losers)}, indent=2))
         else:
-            _print(plans, losers, typed, _total_tokens(composition, plans[0]))
+            words = [*composition.flags, *typed, *_hardware_word(composition, plans[0])]
+            _print(plans, losers, words, _total_tokens(composition, plans[0]))
         return EXIT_OK
 
     return composed("plan", DESCRIPTION, [_as_list(word) for word in words if word != "--json"], job)
+
+
+def _is_replaced(word: str) -> bool:
+    """Whether a plan replaces what this override sets."""
+    from mgpu_pipe.checks.layouts import LAYOUT_KEYS
+
+    key = word.lstrip("+~").partition("=")[0]
+    keys = ("strategy", "strategy.name", "strategy.pipeline", *(f"strategy.{name}" for name in LAYOUT_KEYS))
+    return key in (*REPLACED, *keys) or key.startswith(("plan.", *OTHER_ENGINES))
+
+
+def _with_all_words(plans: Sequence[PlannedRun], words: Sequence[str]) -> list[PlannedRun]:
+    """The plans with all overrides that they need beside ``words``, whose experiment may set keys of a strategy."""
+    from mgpu_pipe.checks.layouts import words_against
+    from mgpu_pipe.config.hydra.command_line import compose_one, parse
+
+    strategies = {each.overrides[0] for each in plans}
+    bases = {strategy: compose_one(parse([*words, strategy])).config.strategy for strategy in sorted(strategies)}
+    whole = []
+    for each in plans:
+        end = len(each.layout.overrides)
+        others = words_against(bases[each.overrides[0]], each)
+        whole.append(replace(each, overrides=[*each.overrides[:end], *others, *each.overrides[end:]]))
+    return whole
+
+
+def _hardware_word(composition: Composition, best: PlannedRun) -> list[str]:
+    """The override that names the best plan's hardware as it was typed; none if it is this machine's."""
+    names = composition.config.plan.hardware
+    return [f"plan.hardware={name}" for name in names if Path(name).stem == best.profile.name][:1]
 
 
 def _as_list(word: str) -> str:
@@ -105,6 +141,8 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
         f"{losers.tried:,} layouts: {losers.too_large:,} do not fit, {losers.refused:,} are refused by a check, "
         f"the others are slower or alike"
     )
+    for error in losers.errors:
+        print_line(f"no plan: {error}")
     if best.memory.assumes:
         print_line(f"assumed: {best.memory.assumes}")
     if tokens is not None:
@@ -124,8 +162,9 @@ def _axes(each: PlannedRun) -> str:
     return " x ".join(sizes) or "one process"
 
 
-def _counts(losers: Losers) -> dict[str, int]:
-    return {"layouts": losers.tried, "do_not_fit": losers.too_large, "refused": losers.refused}
+def _counts(losers: Losers) -> dict[str, Any]:
+    counts = {"layouts": losers.tried, "do_not_fit": losers.too_large, "refused": losers.refused}
+    return {**counts, "no_plan": [str(error) for error in losers.errors]}
 
 
 def _plain(each: PlannedRun) -> dict[str, Any]:
