@@ -43,6 +43,8 @@ MANY = 1 << 40
 """More tokens than any micro-batch has."""
 DECODERS = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 """Classes of models with a decoder, whose objectives have a loss over its vocabulary."""
+MAX_LAYERS = 10_000
+"""Layers are counted one by one; no model that can be trained has as many."""
 KNOWN_OPTIMIZERS = ("Adam", "AdamW", "AdamWBf16")
 """Classes whose state is counted exactly."""
 UNKNOWN_FAMILY = 0.3
@@ -99,7 +101,7 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     known = all(isinstance(fields.get(name), int) for name in NEEDED)
     decodes = description(config.objective.name).model_class in DECODERS
-    if not known or not config.data.tokens() or not decodes:
+    if not known or fields["num_hidden_layers"] > MAX_LAYERS or not config.data.tokens() or not decodes:
         return None
     work = _work(config, fields, dims, plan)
     state, keeps = state_of(config, fields, dims), activations_of(config, fields, dims)
