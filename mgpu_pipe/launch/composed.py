@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mgpu_pipe.config.hub import names_files
 from mgpu_pipe.config.hydra import command_line as hydra_cli
@@ -128,24 +128,31 @@ def each_point(parsed: Namespace, job: Job, *, keep: bool) -> int:
     return max(codes, key=WORST_LAST.index, default=EXIT_OK)
 
 
-def checked(composition: Composition, *, joins: bool = False, elsewhere: bool = False) -> RunConfig:
+def checked(
+    composition: Composition, *, joins: bool = False, elsewhere: bool = False, trains: bool = True
+) -> RunConfig:
     """Check a composition before anything starts, print its notices to stderr and return its configuration.
 
     Args:
         joins: whether this process trains next, as a rank of a joined world if there is one; then it broadcasts errors
             that only rank 0 looks for.
         elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.
+        trains: whether the whole model is trained; else its memory is not checked.
 
     Raises:
         ConfigErrors: all errors of the configuration.
     """
+    typed = composition.config.trainer.memory_check
+    if not trains:
+        composition.config = with_memory_check(composition.config, "off")
     print_notices(notices_of(composition, joins=joins, elsewhere=elsewhere))
+    composition.config = with_memory_check(composition.config, typed)
     return composition.config
 
 
-def without_memory_check(config: RunConfig) -> RunConfig:
-    """``config`` for a verb that does not train its whole model."""
-    return replace(config, trainer=replace(config.trainer, memory_check="off"))
+def with_memory_check(config: RunConfig, value: Literal["refuse", "warn", "off"]) -> RunConfig:
+    """``config`` with another ``trainer.memory_check``."""
+    return replace(config, trainer=replace(config.trainer, memory_check=value))
 
 
 def launched(

@@ -15,7 +15,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.launch.composed import without_memory_check
+from mgpu_pipe.launch.composed import with_memory_check
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.system import hardware
 
@@ -176,4 +176,4 @@ def test_ranks_of_a_cpu_pipeline_share_one_memory(monkeypatch: pytest.MonkeyPatc
 
 def test_verbs_that_train_no_whole_model_check_no_memory() -> None:
     config = composed("strategy=ddp", "trainer.devices=8")
-    assert memory_errors(config, False) and not memory_errors(without_memory_check(config), False)
+    assert memory_errors(config, False) and not memory_errors(with_memory_check(config, "off"), False)

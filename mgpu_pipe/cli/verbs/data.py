@@ -34,15 +34,14 @@ LABEL_WIDTH = 32
 
 
 def data(words: list[str]) -> int:
-    from mgpu_pipe.launch.composed import checked, composed, without_memory_check
+    from mgpu_pipe.launch.composed import checked, composed
 
     parser = VerbParser(prog="mgpu-pipe data", add_help=False, allow_abbrev=False)
     parser.add_argument("--samples", type=positive_int, default=3)
     options, rest = parser.parse_known_args(words)
 
     def job(composition: Composition) -> int:
-        composition.config = without_memory_check(composition.config)  # nothing is trained
-        _show(checked(composition, elsewhere=True), options.samples)
+        _show(checked(composition, elsewhere=True, trains=False), options.samples)
         return EXIT_OK
 
     return composed("data", DESCRIPTION, rest, job)

@@ -17,11 +17,10 @@ DESCRIPTION = (
 
 
 def verify(words: list[str]) -> int:
-    from mgpu_pipe.launch.composed import checked, composed, without_memory_check
+    from mgpu_pipe.launch.composed import checked, composed
 
     def job(composition: Composition) -> int:
-        composition.config = without_memory_check(composition.config)  # what is verified is smaller
-        config = checked(composition, elsewhere=True)
+        config = checked(composition, elsewhere=True, trains=False)  # what is verified is smaller
         from mgpu_pipe.verify.driver import verify
 
         return verify(config, composition.overrides)
