@@ -92,7 +92,7 @@ class Losers:
     refused: int = 0
     """A check refuses them."""
     errors: list[ConfigError] = field(default_factory=list)
-    """Of hardware and numbers of GPUs for which there is no plan."""
+    """Errors of the hardware and numbers of GPUs without a plan."""
 
     @property
     def slower(self) -> int:
@@ -221,7 +221,7 @@ def _candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> _Cand
     """Every layout that the model and the batch allow.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: they allow no layout.
     """
     fields = model_fields(config)
     placed, words = _on_processes(config, profile, gpus)

@@ -55,7 +55,7 @@ def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:
     if dims.cp == 1 and strategy.context != default.context:
         yield "strategy.context.method", "strategy.cp=1 keeps sequences whole"
     if dims.cp > 1 and config.model.attn_implementation != "auto":
-        yield "model.attn_implementation", "context parallelism brings attention of its own"
+        yield "model.attn_implementation", "context parallelism uses its own attention"
 
 
 def _sizes(config: RunConfig) -> ParallelDims:
@@ -76,13 +76,13 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
         if key not in source.reads and key in unread_keys(source):
             yield f"data.{key}", f"data.source={data.source} does not read it"
     if source.samples == "labelled_text" and data.packing == "best_fit":
-        yield "data.packing", f"data.source={data.source} gives each sample a row of its own"
+        yield "data.packing", f"data.source={data.source} puts each sample in a separate row"
 
 
 def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
     scheduler = config.scheduler
     if scheduler.decay_steps is not None and scheduler.name != "wsd":
-        yield "scheduler.decay_steps", "scheduler=wsd alone has a decay of its own length"
+        yield "scheduler.decay_steps", "only scheduler=wsd has a separate decay length"
     if scheduler.name == "constant" and scheduler.min_lr_ratio != DEFAULT.scheduler.min_lr_ratio:
         yield "scheduler.min_lr_ratio", "scheduler=constant stays at the peak"
 

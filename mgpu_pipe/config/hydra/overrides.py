@@ -68,7 +68,7 @@ def torn_override(words: Sequence[str], known: Callable[[str], bool]) -> BadInpu
     """Error of the first override written as several words, or with a colon instead of ``=``.
 
     Args:
-        known: whether a word is a group or a key: ``trainer.devices 2`` is an override, ``nosuch 2`` is none. Called
+        known: whether a word is a group or a key: ``trainer.devices 2`` is an override, ``nosuch 2`` is not. Called
             only for words that are no ``KEY=VALUE``, because it reads the keys of all objectives.
     """
     for at, word in enumerate(words):
