@@ -66,12 +66,15 @@ def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
     """An error if the worst rank needs more than its device has, even by the low figure; it names changes that fit.
 
     Args:
-        elsewhere: nothing is started here; the run may be for another machine with GPUs.
+        elsewhere: nothing is started here; the run may be for another machine with GPUs. Where it leaves the device
+            open, a machine without GPUs refuses nothing: :func:`memory_notice` says what is missing here.
     """
     compared = _compare(config, elsewhere)
     if compared is None or config.trainer.memory_check != "refuse":
         return []
     plan, share, machine = compared
+    if elsewhere and machine.gpus is None and config.trainer.accelerator != "cpu":
+        return []
     # Processes of the CPU share one memory: what one rank has too much, another may have too little.
     if (plan.low if machine.gpus is not None else plan.mean_low) <= share:
         return []

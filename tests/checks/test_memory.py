@@ -129,6 +129,14 @@ def test_elsewhere_the_hardware_has_to_be_named() -> None:
         said(*words, "plan.hardware=[h101]", elsewhere=True)
 
 
+def test_a_machine_without_gpus_checks_runs_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_driver_gpus", lambda: 0)
+    monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(memory, "host_memory", lambda: 24 << 30)
+    assert said(elsewhere=True) == [] and "it may not fit" in memory_notice(composed(), True)
+    assert said() and said("trainer.accelerator=cpu", elsewhere=True), "here it would run on this machine's CPU"
+
+
 def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("strategy=ddp", "trainer.accelerator=cpu", "precision=fp32", "trainer.devices=8")
     plan = memory_by_rank(composed(*words))
