@@ -90,5 +90,5 @@ def test_make_train_runs_the_quickstart(tmp_path: Path, cache: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    for word in ("perplexity", "unigram", "report.html", "generate", "export", "def "):
+    for word in ("perplexity", "unigram", "bits a byte", "report.html", "generate", "export", "def "):
         assert word in done.stdout

@@ -8,6 +8,7 @@ one, it has the keys and metrics of causal language modelling.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -100,6 +101,19 @@ class Description:
     def ranked(self) -> tuple[str, ...]:
         """Metrics that ``checkpoint.keep_best`` may rank by."""
         return (*TRAINING_METRICS, *(metric.key for metric in self.metrics))
+
+
+def bits_per_byte(metrics: Mapping[str, float | None], tokens: int, size: int) -> dict[str, float]:
+    """Held-out loss as bits a byte of the text, which does not depend on the vocabulary; empty if it is not known.
+
+    Args:
+        metrics: metrics of an evaluation; only with a perplexity is its loss nats a token.
+        tokens, size: evaluated tokens, and bytes of their text; 0 for unknown.
+    """
+    loss = metrics.get("val/loss")
+    if not size or loss is None or "val/perplexity" not in metrics:
+        return {}
+    return {"val/bits_per_byte": loss * tokens / (size * math.log(2))}
 
 
 @functools.lru_cache(maxsize=None)

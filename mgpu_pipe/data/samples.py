@@ -135,6 +135,10 @@ class Prepared(ABC):
         """Function from ``(first, count)`` to the tokens of each source in these samples; None without a mixture."""
         return None
 
+    def evaluated_text(self) -> tuple[int, int]:
+        """Valid tokens of one evaluation, and bytes of their text; 0 bytes where these are not known."""
+        return 0, 0
+
     @abstractmethod
     def evaluated_samples(self) -> NDArray[np.int64]:
         """Indices of the held-out samples of every evaluation, in order; shape ``(validation_samples,)``."""

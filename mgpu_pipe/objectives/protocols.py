@@ -73,6 +73,9 @@ class WeightMeasurer(Protocol):
         """
 
 
+PROTOCOLS: tuple[type, ...] = (FeatureGatherer, TextGenerator, RowScorer, WeightMeasurer)
+
+
 def gather_features(
     objective: object, batches: Sequence[Mapping[str, torch.Tensor]], num_valid: int, world: SampleGroup
 ) -> None:

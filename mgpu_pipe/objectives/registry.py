@@ -8,18 +8,26 @@ from typing import Any
 from mgpu_pipe.config.plugins import OBJECTIVE_GROUP, OBJECTIVES, load
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.protocols import PROTOCOLS
 
 
 def objective_class(name: str) -> type[Objective]:
     """Class named by ``objective.name``; its ``from_config`` builds it.
 
     Raises:
-        ConfigError: no such name, or the registered object is no complete subclass of ``Objective``.
+        ConfigError: no such name, or the registered object is no complete subclass of ``Objective``, or it defines
+            only a part of a protocol.
     """
     if name in OBJECTIVES:
         built_in: type[Objective] = import_module(f"mgpu_pipe.objectives.{name}").OBJECTIVE
         return built_in
     loaded: type[Objective] = load_subclass("objective.name", name, OBJECTIVE_GROUP, Objective)
+    for protocol in PROTOCOLS:
+        methods = {method for method, value in vars(protocol).items() if callable(value) and method[0] != "_"}
+        missing = sorted(method for method in methods if not hasattr(loaded, method))
+        if 0 < len(missing) < len(methods):
+            reason = f"{loaded.__qualname__} has only a part of {protocol.__module__}.{protocol.__qualname__}"
+            raise ConfigError("objective.name", name, f"define {', '.join(missing)}", reason)
     return loaded
 
 

@@ -112,7 +112,9 @@ def figures(view: RunView) -> list[dict[str, str]]:
     objective, headline = view.objective, view.objective.headline
     cards = [_card(headline.title.capitalize(), numbers.metric(view.headline, headline.percent), baseline_text(view))]
     loss, held_out = view.final("train/loss"), view.final("val/loss")
-    cards.append(_card("Held-out loss", numbers.fixed(held_out, 4), objective.metrics[0].unit))
+    size = view.final("val/bits_per_byte")
+    in_bits = "" if math.isnan(size) else f"; {numbers.figure(size, 4)} bits a byte"
+    cards.append(_card("Held-out loss", numbers.fixed(held_out, 4), objective.metrics[0].unit + in_bits))
     cards.append(_card("Training loss", numbers.fixed(loss, 4), "last step"))
     cards += [_task_card(view, name, task) for name, task in _mapping(view.of_config("eval", "tasks")).items()]
     rate = view.tokens_per_s

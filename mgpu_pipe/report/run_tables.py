@@ -168,6 +168,10 @@ def _print_headline(summary: Mapping[str, Any]) -> None:
         columns += [numbers.metric(unigram), f"{numbers.figure(unigram / reached, 3)} x lower"]
         if reached >= unigram:
             columns[-1] = f"{numbers.figure(reached / unigram, 3)} x higher"
+    size = number(metrics.get("val/bits_per_byte"))
+    if not math.isnan(size):
+        table.add_column("bits a byte", justify="right")
+        columns.append(numbers.figure(size, 4))
     table.add_row(f"({'higher' if metric.higher_is_better else 'lower'} is better)", *columns)
     make_console().print(table)
 

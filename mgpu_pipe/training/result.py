@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.objective import bits_per_byte, description
 from mgpu_pipe.config.resolve import uses_tf32
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import Prepared
@@ -79,6 +79,7 @@ def train_result(
     for metric in description(config.objective.name).metrics:
         if metric.baseline is not None and getattr(prepared, metric.baseline, None) is not None:
             metrics[f"val/{metric.baseline}"] = getattr(prepared, metric.baseline)
+    metrics |= bits_per_byte(metrics, *prepared.evaluated_text())
     checkpoint = checkpointer.last_path
     summary = {
         "status": status,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from mgpu_pipe.config.eval_tasks import higher_is_better
 from mgpu_pipe.config.freeze import freeze, load
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.json_schema import json_schema
-from mgpu_pipe.config.objective import Description, Metric, description
+from mgpu_pipe.config.objective import Description, Metric, bits_per_byte, description
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
-from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.objectives import registry
+from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.registry import objective_class
 from scripts.house import PACKAGE
 
@@ -34,6 +37,11 @@ class TiltedConfig(ObjectiveConfig):
     name: str = "tilted"
     tilt: float = field(default=0.5, metadata={"at_least": 0})
     """How far."""
+
+
+class HalfGatherer(CausalLMObjective):
+    def gather_features(self, batches: object, num_valid: int, world: object) -> None:
+        """The other method of the protocol is missing."""
 
 
 TILTED = Description("tilted", TiltedConfig, (Metric("val/loss", "held-out loss"),), lambda sums: {"val/loss": sums[0]})
@@ -106,6 +114,18 @@ def test_every_objective_agrees_with_its_description() -> None:
         assert told.metrics[0].key == "val/loss" and sum(metric.headline for metric in told.metrics) == 1
         measured = told.measured([1.0] * (cls.num_sums + 1))
         assert list(measured) == [metric.key for metric in told.metrics]
+
+
+def test_bits_a_byte_are_the_loss_of_text_over_its_bytes() -> None:
+    metrics = {"val/loss": 2 * math.log(2), "val/perplexity": 4.0}
+    assert bits_per_byte(metrics, 30, 120) == {"val/bits_per_byte": pytest.approx(0.5)}
+    assert bits_per_byte(metrics, 30, 0) == bits_per_byte({"val/loss": 1.0}, 30, 120) == {}
+
+
+def test_half_a_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "load", lambda *names: HalfGatherer)
+    with pytest.raises(ConfigError, match=r"has only a part of .*FeatureGatherer; define last_sums"):
+        objective_class("half_gatherer")
 
 
 def test_the_default_objective_is_causal_language_modelling() -> None:

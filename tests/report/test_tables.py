@@ -82,6 +82,11 @@ def test_the_result_ends_with_perplexity_beside_the_unigram_baseline(
     assert "/a/" + "long/" * 30 + "report.html" in text, "a path is not broken, so that it can be copied"
 
 
+def test_bits_a_byte_stand_beside_the_perplexity(capsys: pytest.CaptureFixture[str]) -> None:
+    after_table({"metrics": {"val/perplexity": 900.0, "val/bits_per_byte": 1.5}})
+    assert re.search(r"bits a byte\s*\n.*\n.*900\.0\s+1\.5", capsys.readouterr().out)
+
+
 def test_a_model_worse_than_the_baseline_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
     after_table({"metrics": {"val/perplexity": 900.0}, "data": {"unigram_perplexity": 450.0}})
     assert "2 x higher" in capsys.readouterr().out

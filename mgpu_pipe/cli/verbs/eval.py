@@ -14,7 +14,7 @@ from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
-from mgpu_pipe.config.objective import description, descriptions
+from mgpu_pipe.config.objective import bits_per_byte, description, descriptions
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.config.untrusted_run import MAX_SIZES, untrusted_data
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
@@ -110,6 +110,8 @@ def _held_out(run: LoadedRun, config: RunConfig) -> int:
             print_line(
                 f"{'unigram':<{width}}{baseline:.{metric.digits}f} ({metric.name} of the token frequencies alone)"
             )
+    for size in bits_per_byte(result.metrics, *prepared.evaluated_text()).values():
+        print_line(f"{'bits/byte':<{width}}{size:.4f} bits of loss a byte of the text")
     print_line(
         f"{'over':<{width}}{result.num_targets} {described.counts} of {result.samples} held-out samples, in fp32"
     )

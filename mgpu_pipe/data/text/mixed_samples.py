@@ -144,6 +144,11 @@ class PreparedMixture(Prepared):
     def order(self, config: RunConfig, samples: int) -> Order:
         return MixedOrder(config.seed, self.slots, [part.train_samples for part in self.parts])
 
+    def evaluated_text(self) -> tuple[int, int]:
+        texts = [part.evaluated_text() for part in self.parts if part.validation_tokens]
+        sizes = [size for _, size in texts]
+        return sum(tokens for tokens, _ in texts), sum(sizes) if all(sizes) else 0
+
     def source_of(self, index: int) -> str:
         """Name of a training sample's source."""
         ends = np.cumsum([part.train_samples for part in self.parts])

@@ -42,19 +42,16 @@ def label_counts(
     return counts
 
 
-def perplexity(
-    training: NDArray[np.int64], held_out: TokenStore, packs: Packs, samples: NDArray[np.int64]
-) -> float | None:
+def perplexity(training: NDArray[np.int64], counts: NDArray[np.int64]) -> float | None:
     """Perplexity under add-one-smoothed training frequencies: exp of the mean negative log frequency.
 
     Args:
         training: count of each token as a training label, shape ``(vocab_size,)``.
-        held_out, packs, samples: the held-out samples evaluated.
+        counts: the same of the evaluated held-out samples.
 
     Returns:
         The perplexity over their valid labels; None where there are none.
     """
-    counts = label_counts(held_out, packs, len(training), samples)
     total = int(counts.sum())
     if not total:
         return None

@@ -29,7 +29,6 @@ from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
 from mgpu_pipe.data.source import open_source, validation_source_config
 from mgpu_pipe.data.text import packing
-from mgpu_pipe.data.text import packing as unigram
 from mgpu_pipe.data.text.documents import Source
 from mgpu_pipe.data.text.encode import token_dtype
 from mgpu_pipe.data.text.encode_source import encode_all
@@ -38,6 +37,7 @@ from mgpu_pipe.data.text.notes import notes_of, report_bad
 from mgpu_pipe.data.text.random_documents import synthetic_batches
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import CONVERSATIONS_FORMAT, TokenizerInfo, encoder_spec, resolve_tokenizer
+from mgpu_pipe.data.text.tokenizer_folder import token_bytes
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.hardware import cpu_cores
 
@@ -98,6 +98,8 @@ class PreparedData(Prepared):
     """Identity of the training data: content, tokenizer, split, sample length and packing."""
     validation_digest: str = ""
     """Identity of separate held-out files; empty where the training data decides the split."""
+    validation_bytes: int = 0
+    """Bytes of the text of these tokens; 0 where the tokenizer is not byte-level."""
     too_long_samples: int = 0
     on_too_long: str = "split"
     bad_samples: int = 0
@@ -119,6 +121,9 @@ class PreparedData(Prepared):
                 split = dict(fields[name])
                 fields[name] = SplitFiles(**{**split, "tokens": Path(split["tokens"]), "packs": Path(split["packs"])})
         return cls(**fields)
+
+    def evaluated_text(self) -> tuple[int, int]:
+        return self.validation_tokens, self.validation_bytes
 
     def evaluated_samples(self) -> NDArray[np.int64]:
         return evaluated_samples(self.validation.samples if self.validation else 0, self.validation_samples)
@@ -219,15 +224,17 @@ def prepare_opened(opened: OpenedSource, tokenizer: TokenizerInfo, cache: Path, 
 def _summary(
     config: RunConfig, folder: Path, tokenizer: TokenizerInfo, train: SplitFiles, validation: SplitFiles | None
 ) -> PreparedData:
-    evaluated, perplexity, held_tokens = 0, None, 0
+    evaluated, perplexity, held_tokens, held_bytes = 0, None, 0, 0
     if validation is not None:
         evaluated = min(validation.samples, config.data.validation_max_samples or validation.samples)
         chosen = evaluated_samples(validation.samples, evaluated)
         packs, valid = packing.open_packs(validation.packs)
         held_tokens = int(valid[chosen].sum())
-        perplexity = unigram.perplexity(
-            load_array(train.packs / "label_counts.npy"), TokenStore.open(validation.tokens), packs, chosen
-        )
+        training = load_array(train.packs / "label_counts.npy")
+        counts = packing.label_counts(TokenStore.open(validation.tokens), packs, len(training), chosen)
+        perplexity = packing.perplexity(training, counts)
+        lengths = token_bytes(tokenizer.folder, len(counts))
+        held_bytes = 0 if lengths is None else int(counts @ lengths)
     stores = dict.fromkeys((folder, validation.tokens if validation else folder))
     opened = [TokenStore.open(store) for store in stores]
     manifests = [manifest for manifest in map(read_manifest, stores) if manifest]
@@ -247,6 +254,7 @@ def _summary(
         validation_samples=evaluated,
         train_tokens=train.valid_tokens,
         validation_tokens=held_tokens,
+        validation_bytes=held_bytes,
         unigram_perplexity=perplexity,
         digest=digest_of(train.packs.name),
         too_long_samples=sum(int((store.lengths > config.data.seq_len).sum()) for store in opened),
@@ -326,7 +334,7 @@ def _pack(
         ):
             save_array(out / f"{name}.npy", array)
         if split == "train":
-            counts = unigram.label_counts(store, packs, tokenizer.vocab_size)
+            counts = packing.label_counts(store, packs, tokenizer.vocab_size)
             save_array(out / "label_counts.npy", counts)
         progress("pack", 1, 1)
         filled = int(packs.pieces.length.sum())

@@ -265,3 +265,32 @@ def end_texts(folder: Path) -> None:
     before = tokenizer.post_processor
     tokenizer.post_processor = ending if before is None else processors.Sequence([before, ending])
     tokenizer.save(str(file))
+
+
+def token_bytes(folder: Path, vocab_size: int) -> list[int] | None:
+    """Bytes of each token's text, 0 for special tokens; None where the tokenizer is not byte-level.
+
+    A byte-level token has a character for each byte; see ``bytes_to_unicode`` of GPT-2's encoder.
+
+    Args:
+        folder: of a ``tokenizer.json``.
+    """
+    file = folder / "tokenizer.json"
+    recorded = json_file(file)
+    if "ByteLevel" not in _types(recorded.get("decoder")):
+        return None
+    added = {token["id"]: token for token in recorded.get("added_tokens") or ()}
+    lengths = [0] * vocab_size
+    for number, text in token_texts(file).items():
+        if number in added:
+            lengths[number] = 0 if added[number].get("special") else len(text.encode())
+        elif number < vocab_size:
+            lengths[number] = len(text)
+    return lengths
+
+
+def _types(part: Any) -> list[str]:
+    """Types of a part of ``tokenizer.json``, and of the parts of a sequence."""
+    if not isinstance(part, dict):
+        return []
+    return [str(part.get("type")), *(name for inner in part.get("decoders") or () for name in _types(inner))]

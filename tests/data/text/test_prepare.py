@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from mgpu_pipe.data import cache as cache_module
 from mgpu_pipe.data import fingerprint
@@ -31,6 +32,7 @@ from mgpu_pipe.data.text.packed_dataset import PackedDataset
 from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import encoder_spec, resolve_tokenizer
+from mgpu_pipe.data.text.tokenizer_folder import token_bytes
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import config, sentences, text_files, write_jsonl
 from tests.support.sampling import one_in
@@ -297,6 +299,19 @@ def test_unigram_perplexity_is_that_of_a_plain_count(tmp_path: Path) -> None:
     assert prepared.unigram_perplexity == pytest.approx(exp(sum(surprise) / len(surprise)), rel=1e-12)
     assert prepared.train_tokens == len(labels["train"])
     assert prepared.validation_tokens == len(labels["validation"])
+    text = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json")).decode(labels["validation"])
+    assert prepared.validation_bytes == len(text.encode())
+
+
+def test_bytes_are_counted_for_byte_level_tokenizers_alone(tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    vocabulary = {"a": 0, "Ġwé": 1, "<end>": 2, "né": 3}
+    added = [{"id": 2, "content": "<end>", "special": True}, {"id": 3, "content": "né", "special": False}]
+    record = {"model": {"vocab": vocabulary}, "added_tokens": added, "decoder": {"type": "ByteLevel"}}
+    file.write_text(json.dumps(record))
+    assert token_bytes(tmp_path, 5) == [1, 3, 0, 3, 0], "a byte of a byte-level token is a character"
+    file.write_text(json.dumps({**record, "decoder": {"type": "Sequence", "decoders": [{"type": "Metaspace"}]}}))
+    assert token_bytes(tmp_path, 5) is None
 
 
 def test_data_with_nothing_to_train_on_is_refused(tmp_path: Path) -> None:
