@@ -16,7 +16,8 @@ BENCHMARKS := $(VENV)/.benchmarks
 # Processes that share the tests; one more than two cores, for some tests wait for their world's start.
 JOBS ?= 3
 
-PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile
+# Files in the order of tests/conftest.py: the long ones first, so that no process waits for one at the end.
+PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-fast test-gpu lint docs bench bench-gpu demos clean

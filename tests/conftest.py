@@ -37,6 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
         compileall.compile_dir(Path(mgpu_pipe.__file__).parent, quiet=2)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files with a slow test first: what several processes share ends with files of a few seconds."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays; looking through it for garbage took a tenth of the fast tests' time."""
     gc.collect()

@@ -71,7 +71,7 @@ CONTRACTS = {
         2: strategy=ddp; objective.mixup=0.4 strategy=fsdp data.micro_batch_size=2
         2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1; strategy=zero2;
             strategy=zero3
-        4 slow: strategy=fsdp strategy.tp=2
+        4 exhaustive: strategy=fsdp strategy.tp=2
         """,
         target="vit.layers.1.mlp.fc2",
     ),
@@ -83,8 +83,8 @@ CONTRACTS = {
         2 exhaustive: strategy=fsdp data.micro_batch_size=2;
             model=llama_tiny model.config.pad_token_id=0 strategy=tp; strategy=zero1; strategy=zero2;
             strategy=zero3
-        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
-        4 slow: model=llama_tiny model.config.pad_token_id=0 strategy=fsdp strategy.tp=2
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2;
+            model=llama_tiny model.config.pad_token_id=0 strategy=fsdp strategy.tp=2
         """,
         target="bert.encoder.layer.1.output.dense",
     ),
@@ -92,8 +92,8 @@ CONTRACTS = {
         "objective=contrastive data=captioned_digits model=clip_tiny",
         """
         1: strategy=single data.micro_batch_size=2
-        2: strategy=ddp data.micro_batch_size=2; strategy=zero3
-        2 exhaustive: strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2
+        2: strategy=ddp data.micro_batch_size=2
+        2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2
         4 exhaustive: strategy=ddp
         4 slow: strategy=fsdp strategy.tp=2
         8 exhaustive: strategy=ddp data.global_batch_size=16
@@ -102,8 +102,8 @@ CONTRACTS = {
     "siglip": Contract(
         "objective=contrastive data=captioned_digits model=siglip2_base",
         """
-        2: strategy=fsdp; strategy=zero3
-        2 exhaustive: strategy=ddp; strategy=tp; strategy=zero1; strategy=zero2
+        2: strategy=zero3
+        2 exhaustive: strategy=ddp; strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2
         """,
     ),
     "two_towers": Contract(
@@ -122,17 +122,16 @@ CONTRACTS = {
         2: strategy=ddp
         2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp;
             strategy=tp model.config.feed_forward_proj=relu; strategy=zero1; strategy=zero2; strategy=zero3
-        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
-        4 slow: strategy=fsdp strategy.tp=2
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
         """,
         target="decoder.block.1.layer.1.EncDecAttention.k",
     ),
     "ctc": Contract(
         "objective=ctc data=spoken_digits model=wav2vec2_tiny",
         """
-        2: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=tp @head_too
-        2 exhaustive: strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2; strategy=ddp precision=bf16;
-            strategy=zero2 precision=bf16; strategy=ddp @head_too; strategy=fsdp @head_too;
+        2: strategy=ddp data.micro_batch_size=2; strategy=tp @head_too
+        2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=ddp precision=bf16; strategy=zero2 precision=bf16; strategy=ddp @head_too; strategy=fsdp @head_too;
             strategy=zero3 @head_too
         1 slow: strategy=single
         4 slow: strategy=fsdp strategy.tp=2
@@ -141,28 +140,26 @@ CONTRACTS = {
     "speech_seq2seq": Contract(
         "objective=speech_seq2seq data=spoken_digits model=whisper_tiny",
         """
-        2: strategy=ddp data.micro_batch_size=2 model.config.apply_spec_augment=true; strategy=zero3;
-            strategy=fsdp peft=lora
-        2 exhaustive: strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2; strategy=ddp peft=lora;
-            strategy=tp peft=lora; strategy=zero3 peft=lora
+        2: strategy=ddp data.micro_batch_size=2 model.config.apply_spec_augment=true; strategy=fsdp peft=lora
+        2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=ddp peft=lora; strategy=tp peft=lora; strategy=zero3 peft=lora
         1 slow: strategy=single objective.loss_chunk_tokens=0
-        4 slow: strategy=fsdp strategy.tp=2 model=whisper_small
+        4 exhaustive: strategy=fsdp strategy.tp=2 model=whisper_small
         """,
     ),
     "vision_language": Contract(
         "objective=vision_language model=llava_tiny data.packing=none",
         """
         1: strategy=single data.micro_batch_size=2 model.config.vision_feature_layer=-2
-        2: strategy=ddp data.micro_batch_size=2; strategy=zero3 model.config.vision_feature_layer=-2;
-            strategy=pp
-        2 exhaustive: strategy=fsdp model.config.vision_feature_layer=-2; strategy=tp; strategy=zero2;
+        2: strategy=ddp data.micro_batch_size=2; strategy=zero3 model.config.vision_feature_layer=-2
+        2 exhaustive: strategy=fsdp model.config.vision_feature_layer=-2; strategy=tp; strategy=zero2; strategy=pp;
             strategy.pp=2 strategy=pp strategy.activation_checkpointing=full;
             strategy.pp=2 strategy=pp precision=bf16; strategy.pp=2 strategy=pp model.freeze=[vision,language];
             strategy.pp=2 strategy=pp @adapters;
             strategy.pp=2 strategy=pp strategy.pipeline.schedule=interleaved_1f1b @four_layers;
             strategy.pp=2 strategy=pp strategy.pipeline.schedule=zbv @four_layers
-        4 slow: strategy=fsdp strategy.tp=2; strategy=fsdp strategy.pp=2
-        4 exhaustive: strategy.pp=2 strategy=ddp; strategy.pp=2 strategy=pp strategy.tp=2
+        4 slow: strategy=fsdp strategy.pp=2
+        4 exhaustive: strategy=fsdp strategy.tp=2; strategy.pp=2 strategy=ddp; strategy.pp=2 strategy=pp strategy.tp=2
         """,
     ),
     "parts": Contract(
@@ -188,8 +185,8 @@ CONTRACTS = {
         "objective=vision_language data.packing=none",
         """
         1: model=qwen25_vl_tiny strategy=single data.micro_batch_size=2
-        2 exhaustive: model=qwen3_vl_tiny strategy=fsdp; model=qwen25_vl_tiny strategy=tp;
-            model=qwen25_vl_tiny strategy=zero3; model=qwen25_vl_tiny strategy=fsdp;
+        2 exhaustive: model=qwen3_vl_tiny strategy=fsdp; model=qwen3_vl_tiny strategy=pp;
+            model=qwen25_vl_tiny strategy=tp; model=qwen25_vl_tiny strategy=zero3; model=qwen25_vl_tiny strategy=fsdp;
             model=qwen3_vl_tiny strategy=tp; model=qwen25_vl_tiny strategy=pp;
             model=qwen3_vl_tiny strategy=ddp data.micro_batch_size=2;
             model=qwen25_vl_tiny strategy=ddp data.micro_batch_size=2;
@@ -198,13 +195,12 @@ CONTRACTS = {
             model=qwen25_vl_tiny strategy=tp @adapters; model=qwen25_vl_tiny strategy=zero3 @adapters;
             model=qwen3_vl_tiny strategy=ddp @adapters; model=qwen3_vl_tiny strategy=fsdp @adapters;
             model=qwen3_vl_tiny strategy=zero3 @adapters; model=qwen25_vl_tiny strategy=ddp precision=bf16;
+            model=qwen25_vl_tiny strategy=fsdp precision=bf16;
             model=qwen25_vl_tiny strategy=tp precision=bf16; model=qwen25_vl_tiny strategy=zero3 precision=bf16;
             model=qwen3_vl_tiny strategy=ddp precision=bf16; model=qwen3_vl_tiny strategy=fsdp precision=bf16;
             model=qwen3_vl_tiny strategy=tp precision=bf16; model=qwen3_vl_tiny strategy=zero3 precision=bf16
-        2 slow: model=qwen3_vl_tiny strategy=zero3; model=qwen3_vl_tiny strategy=pp
-        4 slow: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2
-        4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.pp=2
-        2: model=qwen3_vl_tiny strategy=tp @adapters; model=qwen25_vl_tiny strategy=fsdp precision=bf16
+        4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2; model=qwen25_vl_tiny strategy=fsdp strategy.pp=2
+        2: model=qwen3_vl_tiny strategy=tp @adapters; model=qwen3_vl_tiny strategy=zero3
         """,
         bf16_steps=20,
     ),
@@ -213,13 +209,14 @@ CONTRACTS = {
         """
         1: strategy=single data.micro_batch_size=2
         2: model=qwen25_vl_tiny strategy=fsdp; strategy=fsdp
-        2 exhaustive: model=qwen25_vl_tiny strategy=ddp; model=qwen25_vl_tiny strategy=tp;
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=tp; strategy=zero3;
+            model=qwen25_vl_tiny strategy=ddp; model=qwen25_vl_tiny strategy=tp;
             model=qwen25_vl_tiny strategy=zero3; model=qwen25_vl_tiny strategy=pp;
             model=qwen3_vl_tiny strategy=ddp; model=qwen3_vl_tiny strategy=fsdp;
             model=qwen3_vl_tiny strategy=tp; model=qwen3_vl_tiny strategy=zero3;
             model=qwen3_vl_tiny strategy=pp; model=smolvlm_tiny strategy=ddp; model=smolvlm_tiny strategy=fsdp;
             model=smolvlm_tiny strategy=tp; model=smolvlm_tiny strategy=zero3; model=smolvlm_tiny strategy=pp
-        2 slow: strategy=ddp data.micro_batch_size=2; strategy=tp; strategy=zero3; strategy=pp
+        2 slow: strategy=pp
         """,
     ),
     "distill": Contract(
@@ -241,9 +238,9 @@ CONTRACTS = {
         """
         1: strategy=single objective.loss_chunk_tokens=0
         2: strategy=ddp objective.loss=ipo; strategy=fsdp objective.label_smoothing=0.1;
-            strategy=tp strategy.sequence_parallel=true; strategy=pp; strategy=cp; strategy=zero3
-        2 exhaustive: strategy=zero1; strategy=zero2;
-            strategy=cp strategy.context.method=ulysses objective.loss=ipo; strategy=fsdp precision=bf16;
+            strategy=fsdp precision=bf16; strategy=pp; strategy=cp
+        2 exhaustive: strategy=tp strategy.sequence_parallel=true; strategy=zero3; strategy=zero1; strategy=zero2;
+            strategy=cp strategy.context.method=ulysses objective.loss=ipo;
             strategy=tp peft=lora; strategy=fsdp @live; strategy=cp @live; strategy=zero3 @live;
             strategy=ep model=mixtral_tiny
         4 exhaustive: strategy=pp strategy.tp=2; strategy=fsdp strategy.tp=2 model=gpt2_tiny

@@ -45,13 +45,12 @@ ADAPTED = {
 MODELS = (*CAUSAL, *LEARNED, *ENCODERS, *ADAPTED)
 SAMPLED = {
     "ddp 3": ("pairs", "classes"),
-    "fsdp 3": ("dora", "qwen3_vl", "vit"),
-    "zero3 3": ("masked", "qlora", "clip", "siglip"),
-    "tp 4": ("lora", "qwen2_5_vl"),
-    "zero3_cpu 2": ("qlora, experts",),
-    "pp 2 1f1b": ("qlora", "llava"),
+    "fsdp 3": ("dora", "qwen3_vl"),
+    "zero1 3": ("masked", "siglip"),
+    "zero3 3": ("qlora", "clip"),
+    "tp 4": ("lora", "vit"),
+    "pp 2 1f1b": ("llava",),
     "pp 2 zbv": ("qwen2_5_vl",),
-    "tp 2 x pp 2": ("qwen3_vl",),
     "ep 2": ("qlora, experts",),
 }
 """What of the other objectives and of the adapters is tried each time; all of them everywhere when all is."""
@@ -103,7 +102,10 @@ WAYS = {
     "pp 2 x tp 2 x dp_shard 2": Way(ParallelDims(pp=2, tp=2, dp_shard=2), MICRO),
 }
 
-LIKE_OTHERS = ("hsdp 2x2", "zero2 3", "pp 2 gpipe", "pp 2 interleaved_1f1b", "cp 2 ulysses")
+LIKE_OTHERS = (
+    *("hsdp 2x2", "zero2 3", "tp 2, sequence", "cp 2 ulysses", "tp 2 x pp 2"),
+    *(f"pp 2 {schedule}" for schedule in ("gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev")),
+)
 """Ways that only ``make test-all`` tries."""
 
 
