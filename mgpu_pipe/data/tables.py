@@ -13,7 +13,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,7 +23,7 @@ from urllib.parse import unquote_to_bytes
 
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.bad_samples import BadSampleError
+from mgpu_pipe.data.bad_samples import BadSampleError, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.compressed import bytes_read, codec_of, open_text, table_suffix
 from mgpu_pipe.data.fingerprint import Fingerprint, check_readable
 from mgpu_pipe.data.parquet import is_parquet, parquet_lines
@@ -265,59 +265,73 @@ class Entry:
         return self.fault.replace(folder, "") if folder else self.fault
 
 
-def fault_of(error: DataError, origin: str) -> str:
+def fault_of(error: DataError | str, origin: str) -> str:
     """Reason in a sample's error, without the origin and the fix."""
     return str(error).removeprefix(f"{origin}: ").removesuffix(f"; {files.FIX}")
 
 
 def entries_of(
-    path: Path, data: DataConfig, key: str, file_key: str, told_key: str, what: str, keep: Keep | None = None
+    paths: Sequence[Path], data: DataConfig, key: str, file_key: str, told_key: str, what: str, keep: Keep | None = None
 ) -> Iterator[Entry]:
-    """Yields the samples that the list ``path`` names, in order; a row with a list of captions gives one for each.
+    """Yields the samples that lists name, in order; a row with a list of captions gives one for each.
 
-    With ``data.on_bad_sample=skip`` a broken row is an entry with a fault, as long as one row is whole.
+    With ``data.on_bad_sample=skip`` a broken row, or the rest of a broken list, is an entry with a fault, as long as
+    one row is whole.
 
     Args:
-        key: the key that names the list.
+        key: the key that names the lists.
         file_key, told_key: keys of ``data`` that name the columns of paths (relative to the list's folder) and of
             classes or texts; ``what`` names the latter.
         keep: takes files that the rows hold; None for a check, which looks at the first rows of such a table.
 
     Raises:
-        ConfigError: it is not a list.
-        DataError: it cannot be read, or no row is whole; with ``data.on_bad_sample=stop``, a row that lacks a column
-            or names a file that is not there.
+        ConfigError: one is not a list.
+        DataError: no row is whole; with ``data.on_bad_sample=stop``, a list that cannot be read, or a row that lacks a
+            column or names a file that is not there.
     """
-    plain = Path(path.stem) if codec_of(path) else path
-    if plain.suffix.lower() not in SUFFIXES:
-        raise ConfigError(key, path, f"give files that end with {' or '.join(SUFFIXES)}", "is no list of files")
     columns = {name: str(getattr(data, name)) for name in (file_key, told_key)}
-    skips = data.on_bad_sample == "skip"
-    first, whole = None, False
-    takes = keep or looked_at(path)
-    lines = row_lines(path, keep={columns[file_key]: takes})
-    whole_table = keep is not None or codec_of(path) is not None or not is_parquet(path)
-    for line, origin, _ in lines if whole_table else islice(lines, LOOKED_AT):
-        try:
-            row = files.json_row(line, origin, *columns.values())
-            for entry in _entries_in(row, origin, path.parent, columns, what, takes):
+    skips, first, whole = data.on_bad_sample == "skip", "", False
+    for path in paths:
+        plain = Path(path.stem) if codec_of(path) else path
+        if plain.suffix.lower() not in SUFFIXES:
+            raise ConfigError(key, path, f"give files that end with {' or '.join(SUFFIXES)}", "is no list of files")
+        unusable = unusable_files([path]) if skips else {}
+        takes = keep or looked_at(path)
+        read = partial(_list_rows, column=columns[file_key], takes=takes, whole=keep is not None)
+        make = partial(_entries_in, folder=path.parent, columns=columns, what=what, keep=takes)
+        for row in rows_of_files([path], unusable, read, make):
+            entries = [_faulty(path, row)] if isinstance(row, Fault) else row
+            for entry in entries:
                 if entry.fault and not skips:
-                    raise DataError(f"{origin}: {entry.fault}; {files.FIX}")
+                    raise DataError(
+                        row.message if isinstance(row, Fault) else f"{entry.origin}: {entry.fault}; {files.FIX}"
+                    )
                 whole = whole or not entry.fault
                 yield entry
-        except DataError as error:
-            if not skips:
-                raise
-            first = first or error
-            yield Entry(path, "", origin, fault=fault_of(error, origin))
-    if first is not None and not whole:
-        raise first
+            first = first or (row.message if isinstance(row, Fault) else "")
+    if first and not whole:
+        raise DataError(first)
+
+
+def _list_rows(path: Path, column: str, takes: Keep, whole: bool) -> RowLines:
+    lines = row_lines(path, keep={column: takes})
+    return lines if whole or codec_of(path) is not None or not is_parquet(path) else islice(lines, LOOKED_AT)
+
+
+def _faulty(path: Path, fault: Fault) -> Entry:
+    """The entry that stands for a refused row of a list, or for the rest of the list."""
+    if fault.origin == str(path):
+        origin, reason = fault.named()
+    else:
+        origin, reason = fault.origin, fault_of(fault.message, fault.origin)
+    return Entry(path, "", origin, fault=reason)
 
 
 def _entries_in(
-    row: Mapping[str, Any], origin: str, folder: Path, columns: Mapping[str, str], what: str, keep: Keep
-) -> Iterator[Entry]:
-    """Yields the samples of a row; raises DataError where it names none."""
+    line: str, origin: str, size: int, folder: Path, columns: Mapping[str, str], what: str, keep: Keep
+) -> list[Entry]:
+    """Samples of a row; raises DataError where it names none."""
+    row = files.json_row(line, origin, *columns.values())
     for name, column in columns.items():
         if column not in row:
             raise files.missing_column(origin, f"data.{name}", column, list(row))
@@ -331,8 +345,7 @@ def _entries_in(
     file = folder / named
     if not os.path.isfile(file):  # Path.is_file raises for too long names
         raise DataError(f"{origin}: there is no file {folder / _shortened(named)}; {files.FIX}")
-    for label, fault in labels_of(row, told_column, origin, what):
-        yield Entry(file, label, origin, fault=fault)
+    return [Entry(file, label, origin, fault=fault) for label, fault in labels_of(row, told_column, origin, what)]
 
 
 def labels_of(row: Mapping[str, Any], column: str, origin: str, what: str) -> Iterator[tuple[str, str]]:

@@ -121,12 +121,12 @@ def test_conversations_hold_their_pictures(tmp_path: Path) -> None:
     for at, row in enumerate(held):
         path = tmp_path / f"{at}.parquet"
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-        (found,) = rows_of(config.data, path, keep=keep)  # type: ignore[arg-type]
+        (found,) = rows_of(config.data, [path], keep=keep)  # type: ignore[arg-type]
         assert [one.read_bytes() for one in found.pictures] == [raw] and kept.pop() == raw, row
     part = {"type": "image_url", "image_url": {"url": uri(raw)}}
     asked = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
     plain = "data:image/png," + quote_from_bytes(raw)
     for row in ({"messages": [asked, said[1]]}, {"messages": said, "images": [plain]}):
         (tmp_path / "a.jsonl").write_text(json.dumps(row))
-        (found,) = rows_of(config.data, tmp_path / "a.jsonl", keep=keep)  # type: ignore[arg-type]
+        (found,) = rows_of(config.data, [tmp_path / "a.jsonl"], keep=keep)  # type: ignore[arg-type]
         assert len(found.pictures) == 1 and kept.pop() == raw

@@ -144,7 +144,7 @@ def test_conversations_of_every_form_become_rows_with_places(tmp_path: Path) -> 
     first = prepare(held)
     moved = tmp_path / "elsewhere" / "and deeper"
     assert prepare(chats(moved)).validation_samples == first.validation_samples, "wherever the folder lies"
-    keys = [[row.key for row in rows_of(held.data, folder / "chats.jsonl")] for folder in (tmp_path, moved)]  # type: ignore[arg-type]
+    keys = [[row.key for row in rows_of(held.data, [folder / "chats.jsonl"])] for folder in (tmp_path, moved)]  # type: ignore[arg-type]
     assert keys[0] == keys[1]
     assert first.train_samples + first.validation_samples == len(ROWS) and first.validation_samples == 2
     short = prepare(chats(tmp_path, "data.validation_fraction=0", "data.seq_len=48"))

@@ -120,9 +120,8 @@ def listed(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | No
     Raises:
         ConfigError, DataError: as :func:`mgpu_pipe.data.tables.entries_of`.
     """
-    listed_paths = files.expand_paths(patterns, key)
     columns = ("audio_column", "text_column", "text")
-    return [entry for path in listed_paths for entry in entries_of(path, data, key, *columns, keep=keep)]
+    return list(entries_of(files.expand_paths(patterns, key), data, key, *columns, keep=keep))
 
 
 def prepare_recordings(data: AudioConfig, sound: Sound, cache: Path, progress: Progress) -> tuple[Path, Path]:

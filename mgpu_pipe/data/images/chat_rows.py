@@ -11,12 +11,12 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.data import files
-from mgpu_pipe.data.bad_samples import OR_SKIP, BadSampleError
+from mgpu_pipe.data.bad_samples import OR_SKIP, BadSampleError, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.tables import Keep, fault_of, file_named, is_embedded, looked_at, row_lines
@@ -79,50 +79,65 @@ Check = Callable[[ChatRow], None]
 
 def first_rows(data: PictureChatConfig, patterns: Sequence[str], key: str, check: Check) -> list[ChatRow]:
     """First rows of each file; raises like :func:`rows_of`."""
-    paths = files.expand_paths(patterns, key)
-    return [row for path in paths for row in islice(rows_of(data, path, check=check), LOOKED_AT)]
+    return list(rows_of(data, files.expand_paths(patterns, key), check=check, most=LOOKED_AT))
 
 
 def rows_of(
     data: PictureChatConfig,
-    path: Path,
-    expected: Fingerprint | None = None,
+    paths: Sequence[Path],
+    known: Mapping[Path, Fingerprint] | None = None,
     keep: Keep | None = None,
     check: Check = lambda row: None,
     faults: list[tuple[str, str]] | None = None,
+    most: int | None = None,
 ) -> Iterator[ChatRow]:
-    """Yields the rows of a table.
+    """Yields the rows of tables.
 
-    With ``data.on_bad_sample=skip`` it leaves out broken rows as long as one row is whole. It still yields rows that
-    name a missing file.
+    With ``data.on_bad_sample=skip`` it leaves out broken rows, and the rest of a broken table, as long as one row is
+    whole. It still yields rows that name a missing file.
 
     Args:
+        known: fingerprints of the tables; None reads them as they are.
         keep: takes files that the rows hold; None for a check.
         check: raises DataError for a row that the model cannot be given.
         faults: takes the place of each row that is left out, and why.
+        most: rows of a table that are yielded at most.
 
     Raises:
-        DataError: no row is whole; with ``data.on_bad_sample=stop``, a row that is broken, that names a file that is
-            not there, or has not as many places as pictures.
+        ChangedFileError: a table changed since it was hashed.
+        DataError: no row is whole; with ``data.on_bad_sample=stop``, a table that cannot be read, or a row that is
+            broken, that names a file that is not there, or has not as many places as pictures.
     """
-    takes, skips = keep or looked_at(path), data.on_bad_sample == "skip"
+    skips, first, whole = data.on_bad_sample == "skip", "", False
     columns = (data.messages_column, data.image_column, data.video_column, *ALSO.values())
-    first, whole = None, False
-    for line, origin, size in row_lines(path, expected, dict.fromkeys(columns, takes), nested=True):
-        try:
-            row = _row(line, origin, size, data, path.parent, takes, skips)
-            check(row)
-        except DataError as error:
-            if not skips:
-                raise DataError(f"{error}{OR_SKIP}") from error
-            first = first or error
-            if faults is not None:
-                faults.append((origin, fault_of(error, origin)))
-        else:
-            whole = True
+    for path in paths:
+        takes, expected, number = keep or looked_at(path), known.get(path) if known else None, 0
+        unusable = unusable_files([path]) if skips else {}
+        read = partial(row_lines, expected=expected, keep=dict.fromkeys(columns, takes), nested=True)
+        make = partial(_checked_row, check=check, data=data, folder=path.parent, keep=takes, missing=skips)
+        for row in rows_of_files([path], unusable, read, make):
+            if isinstance(row, Fault):
+                if not skips:
+                    raise DataError(f"{row.message}{OR_SKIP}")
+                first = first or row.message
+                if faults is not None:
+                    is_row = row.origin != str(path)
+                    faults.append((row.origin, fault_of(row.message, row.origin)) if is_row else row.named())
+                continue
+            number, whole = number + 1, True
             yield row
-    if first is not None and not whole:
-        raise first
+            if number == most:
+                break
+    if first and not whole:
+        raise DataError(first)
+
+
+def _checked_row(
+    line: str, origin: str, size: int, check: Check, data: PictureChatConfig, folder: Path, keep: Keep, missing: bool
+) -> ChatRow:
+    row = _row(line, origin, size, data, folder, keep, missing)
+    check(row)
+    return row
 
 
 def _row(

@@ -17,7 +17,6 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
-from mgpu_pipe.data.compressed import identity_of
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, rows_of
 from mgpu_pipe.data.images.check_images import check_row
@@ -32,6 +31,7 @@ from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_fra
 from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, VisualInput, write_visual_index
 from mgpu_pipe.data.tables import Entry, kept_in
 from mgpu_pipe.data.text.documents import Document, Source
+from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
 from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_out_groups
 from mgpu_pipe.data.text.notes import Notes
 from mgpu_pipe.data.text.prepare_text import tokenise
@@ -95,16 +95,16 @@ class ChatSource:
         if rules is not None:
             return cls._from_rules(plain, together, writes_times, rules)
         paths = files.expand_paths(data.paths, key)
-        known = fingerprints(paths, cache, progress)
+        unusable = unusable_or_raise(paths, data.on_bad_sample)
+        known = fingerprints([path for path in paths if path not in unusable], cache, progress)
 
         def rows(faults: list[tuple[str, str]] | None = None) -> Iterator[ChatRow]:
-            check, keep = partial(check_row, config), kept_in(cache)
-            return (row for path in paths for row in rows_of(data, path, known[path], keep, check, faults))
+            return rows_of(data, paths, known, kept_in(cache), partial(check_row, config), faults)
 
         def documents_of() -> Iterator[Document]:
             return (Document(row.text, row.origin, row.size, key=row.key) for row in rows())
 
-        size = sum(known[path].size for path in paths)
+        size = sum(content.size for content in known.values())
         chats = cls(plain, together, writes_times, Source(data.source, "", size, documents_of, "chat"))
         numbers, places = dict[tuple[Path, bool, float], int](), dict[Path, int]()
         for row in rows(chats.skipped):
@@ -119,7 +119,7 @@ class ChatSource:
             chats.origins.append(row.origin)
             chats.keys.append(row.key)
         columns = (data.messages_column, data.image_column, data.video_column, data.format)
-        content: list[Any] = [columns, [identity_of(path, known[path]) for path in paths]]
+        content: list[Any] = [columns, contents_of(paths, unusable, known)]
         # The model also decides which rows are usable.
         content += [[Path(origin).name for origin, _ in chats.skipped]] if chats.skipped else []
         return replace(chats, source=replace(chats.source, identity=digest_of("picture_chats", *content)))

@@ -49,8 +49,7 @@ def entries(data: DataConfig, patterns: list[str], key: str, keep: Keep | None =
     if layout_of(data) == "folder":
         return [entry for pattern in patterns for entry in _in_folder(pattern, key)]
     named = ("image_column", *label_column_of(data))
-    paths = files.expand_paths(patterns, key)
-    return [entry for path in paths for entry in entries_of(path, data, key, *named, keep=keep)]
+    return list(entries_of(files.expand_paths(patterns, key), data, key, *named, keep=keep))
 
 
 def label_column_of(data: DataConfig) -> tuple[str, str]:

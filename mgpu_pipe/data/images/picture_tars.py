@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mgpu_pipe.data import files
+from mgpu_pipe.data.bad_samples import unusable_files
 from mgpu_pipe.data.cache import BLOCK_BYTES, Progress, block_hash, build_once, digest_of, write_json
 from mgpu_pipe.data.compressed import HEAD, TAR, binary_form
 from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints, open_data
@@ -62,11 +63,15 @@ def tar_entries(
 
     Raises:
         ConfigError: a pattern that matches no file.
-        DataError: a file that cannot be read.
+        ChangedFileError: a file changed since it was hashed.
     """
     entries, paths = list[Entry](), files.expand_paths(patterns, key)
-    prints, column = fingerprints(paths, cache, progress), str(getattr(data, label_rule[0]))
+    unusable, column = unusable_files(paths), str(getattr(data, label_rule[0]))
+    prints = fingerprints([path for path in paths if path not in unusable], cache, progress)
     for path in paths:
+        if path in unusable:
+            entries.append(Entry(path, "", str(path), fault=unusable[path]))
+            continue
         folder = cache / "tars" / digest_of(_FORMAT, prints[path].digest, column, *label_rule)
         build_once(folder, partial(_build, path, prints[path], column, label_rule))
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -84,7 +89,11 @@ def check_tars(data: ImageConfig, patterns: list[str], key: str) -> None:
         ConfigError: a pattern that matches no file.
         DataError: a file does not, with ``data.on_bad_sample=stop``.
     """
-    for path in files.expand_paths(patterns, key):
+    paths = files.expand_paths(patterns, key)
+    unusable = unusable_files(paths) if data.on_bad_sample == "skip" else {}
+    for path in paths:
+        if path in unusable:
+            continue
         with open_data(path) as file:
             try:
                 next(tar_members(file, path.stat().st_size), None)

@@ -13,8 +13,9 @@ from mgpu_pipe.data.tables import entries_of
 
 
 def labels(data: DataConfig) -> Iterator[str]:
-    for path in files.expand_paths(data.paths, "data.paths"):
-        for entry in entries_of(path, data, "data.paths", "image_column", "label_column", "class"):
+    paths = files.expand_paths(data.paths, "data.paths")
+    for entry in entries_of(paths, data, "data.paths", "image_column", "label_column", "class"):
+        if not entry.fault:
             yield entry.label
 
 

@@ -106,11 +106,11 @@ def test_broken_rows_and_missing_files_are_left_out_and_named(tmp_path: Path, ca
     for number, (reason, row) in enumerate([*BROKEN.items(), *(("there is no file", row) for row in MISSING)], 1):
         (tmp_path / "one.jsonl").write_text(json.dumps(whole[0]) + "\n" + json.dumps(row))
         with pytest.raises(DataError, match=f"{re.escape(reason)}.*; data.on_bad_sample=skip leaves it out"):
-            list(rows_of(stop, tmp_path / "one.jsonl"))
+            list(rows_of(stop, [tmp_path / "one.jsonl"]))
         assert number > 5 or f"chats.jsonl:{number} " in lines, "five are named"
     (tmp_path / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in BROKEN.values()))
     with pytest.raises(DataError, match=r"one\.jsonl:1: has 1 pictures"):
-        list(rows_of(chats(tmp_path, *skip).data, tmp_path / "one.jsonl"))  # type: ignore[arg-type]
+        list(rows_of(chats(tmp_path, *skip).data, [tmp_path / "one.jsonl"]))  # type: ignore[arg-type]
     (tmp_path / "gone.png").write_bytes(stored(noise(1)))
     again = prepared_chats(tmp_path, rows, *skip)
     assert (again.train_samples, again.bad_samples) == (3, left - 1), "it has come back"
