@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 from mgpu_pipe.architectures.find import family_of, stages_of
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
+from mgpu_pipe.checks.run_hardware import CPU, computing_hardware, hardware_here
 from mgpu_pipe.checks.sizes import size_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.resolve import device_type, devices_per_node, resolve_precision, uses_tf32
+from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.planning.hardware_profile import GIB, HardwareProfile, load_profile, profile_names, profile_of_gpu
+from mgpu_pipe.planning.hardware_profile import GIB, HardwareProfile, load_profile
 from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, divisors, enumerate_layouts, layout_at, layout_bytes
 from mgpu_pipe.planning.memory import MemoryPlan, activations_of, memory_by_rank, overheads_of, state_of
 from mgpu_pipe.planning.model_work import model_work
 from mgpu_pipe.planning.step_time import step_time
 from mgpu_pipe.planning.work import Hardware, Work
-from mgpu_pipe.system.hardware import gpu_name, host_memory
+from mgpu_pipe.system.hardware import host_memory
 from mgpu_pipe.topology import ParallelDims
 
-CPU = "cpu"
 INTERLEAVED = (1, 2, 4)
 """Stages of a rank that are tried in a pipeline."""
 BULK_ERROR = 0.05
@@ -124,7 +124,7 @@ def plan_layouts(config: RunConfig) -> tuple[list[PlannedRun], Losers]:
 
 
 def _profiles(config: RunConfig) -> list[HardwareProfile]:
-    chosen = list(config.plan.hardware) or [_hardware_here(config)]
+    chosen = list(config.plan.hardware) or [hardware_here(config)]
     profiles = [load_profile(name, config.plan.network) for name in chosen]
     if config.plan.rank_by == "cost":
         for profile in profiles:
@@ -132,23 +132,6 @@ def _profiles(config: RunConfig) -> list[HardwareProfile]:
                 fix = "give plan.price, dollars a GPU and hour, or dollars_per_hour in a profile of yours"
                 raise ConfigError("plan.rank_by", "cost", fix, f"{profile.name} has no price")
     return profiles
-
-
-def _hardware_here(config: RunConfig) -> str:
-    """The profile of this machine's processes or GPUs.
-
-    Raises:
-        ConfigError: the run is for GPUs, and this machine has none, or ones without a profile.
-    """
-    if device_type(config) == CPU:
-        return CPU
-    name = gpu_name()
-    profile = None if name is None else profile_of_gpu(name)
-    if profile is None:
-        fix = f"name it: plan.hardware=h100 (one of {', '.join(profile_names())}, or the path of a profile of yours)"
-        reason = "the kind of GPU is not known" if name is None else f"there is no profile of {name}"
-        raise ConfigError("plan.hardware", "[]", fix, reason)
-    return profile
 
 
 def _price(config: RunConfig, profile: HardwareProfile) -> float | None:
@@ -249,7 +232,7 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
         ConfigError: no layout fits.
     """
     candidates = _candidates(config, profile, gpus)
-    hardware = _hardware(candidates.config, profile)
+    hardware = computing_hardware(candidates.config, profile)
     if profile.name == CPU:  # processes of this machine share its memory
         each = host_memory() / GIB / devices_per_node(candidates.config)
         profile = replace(profile, memory_gib=each)
@@ -260,16 +243,6 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
     if not plans:
         raise _does_not_fit(config, candidates, profile)
     return plans
-
-
-def _hardware(config: RunConfig, profile: HardwareProfile) -> Hardware:
-    """Figures for the run's precision and the GPUs that it uses of a node.
-
-    Raises:
-        ConfigError: the hardware does not compute in this precision, or not as far as the profile says.
-    """
-    computing = profile.hardware_for(resolve_precision(config), uses_tf32(config))
-    return replace(computing, gpus_per_node=float(devices_per_node(config)))
 
 
 def _fitting(

@@ -94,6 +94,12 @@ def memory_notice(config: RunConfig, elsewhere: bool) -> str:
     return f"{_needs(plan, machine)}, up to {gib(plan.high)}; {machine.text} has {gib(share)} for it: it may not fit"
 
 
+def likely_fits(config: RunConfig, elsewhere: bool) -> bool | None:
+    """Whether the worst rank fits by the likely figure; None if that is not known."""
+    compared = _compare(config, elsewhere)
+    return None if compared is None else compared[0].likely <= compared[1]
+
+
 def _needs(plan: MemoryPlan, machine: Machine) -> str:
     largest = sorted(plan.terms.items(), key=lambda term: -term[1])[:4]
     assumed = f", if it is as assumed ({plan.assumes})" if plan.assumes else ""

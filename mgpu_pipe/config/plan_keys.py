@@ -28,7 +28,8 @@ class PlanConfig:
     rows: int = field(default=8, metadata={"at_least": 1, "at_most": 100})
     """Plans that are shown, shared evenly by all hardware and numbers of GPUs, at least one of each."""
     failure_hours: float | None = field(default=None, metadata={"above": 0, "or": ", or null"})
-    """Mean hours between failures of a GPU, for the share of useful time that check prints; null is unknown."""
+    """Mean hours between failures of a GPU, for the share of useful time that check prints and for
+    checkpoint.every_n_steps=auto; null is unknown."""
     save_stall_s: float = field(default=10.0, metadata={"at_least": 0})
     """Seconds that a save stops training for, with plan.failure_hours."""
     restart_s: float = field(default=600.0, metadata={"at_least": 0})

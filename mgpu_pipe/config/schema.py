@@ -135,9 +135,9 @@ class DataConfig:
     model's family keeps documents apart, else none."""
     global_batch_size: int = field(default=32, metadata={**FIXED, "at_least": 1})
     """Samples an optimizer step, over all processes; fixes the mathematics."""
-    micro_batch_size: int | Auto = field(default="auto", metadata={**FREE, "at_least": 1})
+    micro_batch_size: int | Literal["auto", "max"] = field(default="auto", metadata={**FREE, "at_least": 1})
     """Samples a process and forward pass; auto: the largest divisor of the process's share that is at most 8, and, with
-    pp, leaves each stage two micro-batches."""
+    pp, leaves each stage two micro-batches; max: the largest that fits in memory, measured as the run starts."""
     balance: Literal["none", "cost"] = field(default="none", metadata=FREE)
     """How the samples of a step are dealt to processes and micro-batches: none, in their order; cost, so that each has
     as much attention to compute (packed text)."""
@@ -252,8 +252,9 @@ class PrecisionConfig:
 
 @dataclass
 class CheckpointConfig:
-    every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
-    """Save every so many optimizer steps; null saves at the end (and on a signal) only."""
+    every_n_steps: int | Auto | None = field(default=None, metadata={"at_least": 1})
+    """Save every so many optimizer steps; null saves at the end (and on a signal) only. auto takes the number that
+    plan.failure_hours makes best for the predicted step time."""
     every_n_minutes: float | None = field(default=None, metadata={"above": 0})
     """Save after the step in which so many minutes have passed since the last save."""
     save_last: bool = True

@@ -169,6 +169,10 @@ def launched(
     from mgpu_pipe.launch.local import launch
     from mgpu_pipe.runs.resume_command import CommandLine
 
+    if composition.measures_micro_batch and composition.config.run.starts_from is None:
+        from mgpu_pipe.launch.micro_batch_tries import largest_micro_batch
+
+        composition.config = largest_micro_batch(composition.config)
     started = with_base(composition, _base_run)
     if not isinstance(started, Composition):
         return started
@@ -210,7 +214,7 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
         words = tuple(base_words(composition.config))
         check_bases(tuple(composition.flags), words, composition.config.run.starts_from)
     if not names_files(composition.config):
-        return [*_plan_auto(composition), *preflight(composition.config, alone, elsewhere)]
+        return [*_plan_auto(composition, elsewhere), *preflight(composition.config, alone, elsewhere)]
     from mgpu_pipe.runs.hub_names import pin
 
     pinned = pin(composition.config)
@@ -220,7 +224,7 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
     try:
         if pinned.errors:
             raise ConfigErrors(preflight_errors(composition.config, pinned.errors, alone))
-        notices = [*(Notice(key, text) for key, text in pinned.notices), *_plan_auto(composition)]
+        notices = [*(Notice(key, text) for key, text in pinned.notices), *_plan_auto(composition, elsewhere)]
         return [*notices, *preflight(composition.config, alone, elsewhere)]
     except MgpuError as error:
         if joins and pinned.others_wait:
@@ -230,13 +234,40 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
         raise
 
 
-def _plan_auto(composition: Composition) -> list[Notice]:
-    """Put the planned layout in the place of ``strategy=auto``, if that is chosen; the notice says which."""
-    if composition.config.strategy.name != "auto":
-        return []
-    from mgpu_pipe.checks.auto_layout import with_planned_strategy
+def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
+    """Put what is planned in the place of ``auto`` and ``max``; notices say what it is.
 
-    composition.config, notices = with_planned_strategy(composition.config)
+    Args:
+        elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.
+    """
+    config = composition.config
+    plans_strategy, saves = config.strategy.name == "auto", config.checkpoint.every_n_steps == "auto"
+    largest = config.data.micro_batch_size == "max"
+    if not (plans_strategy or saves or largest):
+        return []
+    from mgpu_pipe.checks.sizes import range_errors
+    from mgpu_pipe.runs.resumed import resumed_config
+
+    if range_errors(config):  # preflight reports these
+        return []
+    notices: list[Notice] = []
+    resumed = resumed_config(config)
+    if plans_strategy:
+        from mgpu_pipe.checks.auto_layout import with_planned_strategy
+
+        config, notices = with_planned_strategy(config)
+    if largest:
+        from mgpu_pipe.checks.largest_micro_batch import with_predicted_micro_batch
+
+        predicted = with_predicted_micro_batch(config, resumed, elsewhere)
+        config, composition.measures_micro_batch = predicted[0], predicted[2]
+        notices.append(predicted[1])
+    if saves:
+        from mgpu_pipe.checks.auto_saves import with_planned_saves
+
+        config, more = with_planned_saves(config, resumed)
+        notices += more
+    composition.config = config
     return notices
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mgpu_pipe.architectures.find import family_of
@@ -23,19 +23,9 @@ from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_prec
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activations import Activations
-from mgpu_pipe.planning.memory_terms import (
-    MOVING,
-    OUTSIDE,
-    SCHEDULES,
-    Overheads,
-    Place,
-    State,
-    memory_terms,
-    passes_in_flight,
-)
-from mgpu_pipe.planning.model_work import NEEDED, model_work
+from mgpu_pipe.planning.memory_terms import MOVING, OUTSIDE, Overheads, Place, State, memory_terms, passes_in_flight
+from mgpu_pipe.planning.model_work import NEEDED, run_work, stages_per_rank
 from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters
-from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 MIB = 1 << 20
@@ -103,7 +93,7 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
     decodes = description(config.objective.name).model_class in DECODERS
     if not known or fields["num_hidden_layers"] > MAX_LAYERS or not config.data.tokens() or not decodes:
         return None
-    work = _work(config, fields, dims, plan)
+    work = run_work(config, fields)
     state, keeps = state_of(config, fields, dims), activations_of(config, fields, dims)
     by_rank = [
         {
@@ -138,29 +128,11 @@ def overheads_of(config: RunConfig) -> Overheads:
     return Overheads() if device_type(config) == "cuda" else Overheads(group=0.0, second_gradients=0.0)
 
 
-def _work(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan) -> Work:
-    return replace(
-        model_work(config, fields),
-        **{axis: getattr(dims, axis) for axis in (*AXES, "ep")},
-        stages_per_rank=_stages(config),
-        rows=plan.micro_batch_size,
-        micro_batches=plan.num_micro_batches,
-        zero=sharded_stage(config),
-        sequence_parallel=float(config.strategy.sequence_parallel),
-    )
-
-
-def _stages(config: RunConfig) -> int:
-    chosen = config.strategy.pipeline
-    least = SCHEDULES[chosen.schedule]
-    return least if chosen.stages_per_rank == "auto" or config.strategy.pp == 1 else chosen.stages_per_rank
-
-
 def _places(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan) -> list[Place]:
     """Every pipeline rank's place."""
     if dims.pp == 1:
         return [Place(fields["num_hidden_layers"])]
-    chosen, each = config.strategy.pipeline, _stages(config)
+    chosen, each = config.strategy.pipeline, stages_per_rank(config)
     cuts = stage_layers(layer_costs(fields, config.data.seq_len), dims.pp * each, chosen.layers or None)
     last, places = dims.pp * each - 1, []
     for rank in range(dims.pp):

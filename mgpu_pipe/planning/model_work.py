@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
-from mgpu_pipe.config.resolve import resolve_precision
+from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
+from mgpu_pipe.config.resolve import resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.planning.memory_terms import SCHEDULES
 from mgpu_pipe.planning.work import Work
+from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields without which nothing can be said."""
@@ -60,3 +64,36 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         float8=float(precision == "fp8"),
         trained=ADAPTERS if adapts else 1.0,
     )
+
+
+def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
+    """The work of a step of a run on its processes.
+
+    Args:
+        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
+
+    Raises:
+        ConfigError: see :func:`model_work`, or a world or a batch that the strategy does not allow.
+    """
+    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    mode = config.strategy.activation_checkpointing
+    return replace(
+        model_work(config, fields),
+        **{axis: float(getattr(dims, axis)) for axis in (*AXES, "ep")},
+        stages_per_rank=float(stages_per_rank(config)),
+        rows=float(plan.micro_batch_size),
+        micro_batches=float(plan.num_micro_batches),
+        zero=float(sharded_stage(config)),
+        sequence_parallel=float(config.strategy.sequence_parallel),
+        recompute_products=float(mode == "full"),
+        recompute_attention=float(mode == "full"),
+        recompute_elementwise=float(mode != "none"),
+    )
+
+
+def stages_per_rank(config: RunConfig) -> int:
+    """Pipeline stages of a rank; what ``auto`` means under the schedule."""
+    chosen = config.strategy.pipeline
+    least = SCHEDULES[chosen.schedule]
+    return least if chosen.stages_per_rank == "auto" or config.strategy.pp == 1 else chosen.stages_per_rank

@@ -17,7 +17,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.run_identity import differences
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
-from mgpu_pipe.runs.latest import runs_in
+from mgpu_pipe.runs.resumed import resumable_folders
 from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.local_files import is_folder
 
@@ -103,7 +103,7 @@ def _path_notices(config: RunConfig) -> list[tuple[str, str]]:
 
 def _commits_of_resumed_run(config: RunConfig) -> Iterator[tuple[tuple[str, HubName], str]]:
     """Commits of the run that ``config`` resumes, by key and repository; only from this user's runs."""
-    for folder in _resumable_folders(config):
+    for folder in resumable_folders(config):
         try:
             before, is_own_run = load_untrusted(RunPaths(folder).config)
             names = [(key, name) for key, name in hub_names(before) if name.commit] if is_own_run else []
@@ -122,13 +122,3 @@ def _commits_of_resumed_run(config: RunConfig) -> Iterator[tuple[tuple[str, HubN
                 continue
         yield from commits.items()
         return
-
-
-def _resumable_folders(config: RunConfig) -> list[Path]:
-    """Runs, or the step, that ``config`` may resume."""
-    resume, run = config.checkpoint.resume, config.run
-    if resume not in ("none", "auto"):
-        return [Path(resume).expanduser()]
-    if run.dir is not None:
-        return [Path(run.dir).expanduser()] if resume == "auto" else []
-    return runs_in(Path(run.root).expanduser() / run.name) if resume == "auto" else []

@@ -126,13 +126,19 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def gpu_name() -> str | None:
-    """Name of the driver's first GPU (NVML's nvmlDeviceGetName), e.g. ``NVIDIA H100 80GB HBM3``; None without one."""
+    """Name of the driver's first GPU (NVML's nvmlDeviceGetName), e.g. ``NVIDIA H100 80GB HBM3``; None without one.
+
+    The name of a GPU that is cut into instances ends in ``MIG``.
+    """
     nvml = _nvml()[0]
     device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
     if nvml is None or not _driver_gpus() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:
         return None
-    failed = nvml.nvmlDeviceGetName(device, name, len(name)) != 0
-    return None if failed else name.value.decode(errors="replace")
+    if nvml.nvmlDeviceGetName(device, name, len(name)) != 0:
+        return None
+    current, pending = ctypes.c_uint(0), ctypes.c_uint(0)
+    knows = nvml.nvmlDeviceGetMigMode(device, ctypes.byref(current), ctypes.byref(pending)) == 0
+    return f"{name.value.decode(errors='replace')}{' MIG' if knows and current.value else ''}"
 
 
 @functools.lru_cache(maxsize=None)

@@ -101,7 +101,7 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Whether ``checkpoint.every_n_steps`` asks for a save after this (one-based) step. Not collective."""
         every = self._config.every_n_steps
-        return every is not None and step % every == 0
+        return isinstance(every, int) and step % every == 0
 
     @property
     def must_stop(self) -> bool:

@@ -23,7 +23,7 @@ class Driver:
     """NVML of a machine with ``used`` bytes taken of the 80 GiB of each GPU."""
 
     def __init__(self, used: tuple[int, ...], capability: tuple[int, int] = (9, 0), error: int = 0) -> None:
-        self.used, self.capability, self.error = used, capability, error
+        self.used, self.capability, self.error, self.is_cut = used, capability, error, False
 
     def nvmlInit_v2(self) -> int:
         return self.error
@@ -38,6 +38,14 @@ class Driver:
 
     def nvmlDeviceGetMemoryInfo(self, device: Any, memory: Any) -> int:
         memory._obj.used, memory._obj.total = self.used[device.value - 1], 80 * GIB
+        return 0
+
+    def nvmlDeviceGetName(self, device: Any, name: Any, length: int) -> int:
+        name.value = b"NVIDIA H100 80GB HBM3"
+        return 0
+
+    def nvmlDeviceGetMigMode(self, device: Any, current: Any, pending: Any) -> int:
+        current._obj.value = int(self.is_cut)
         return 0
 
     def nvmlDeviceGetCudaComputeCapability(self, device: Any, major: Any, minor: Any) -> int:
@@ -158,3 +166,11 @@ def test_interfaces_that_do_not_exist_are_refused(machine, monkeypatch: pytest.M
         with monkeypatch.context() as only:
             only.setenv(variable, told)
             assert errors(*words) == ([] if right else [f"{variable}={told}: {fix}"]), told
+
+
+def test_a_gpu_that_is_cut_into_instances_has_another_name(machine: Any) -> None:
+    driver = Driver((0,))
+    machine(driver)
+    assert hardware.gpu_name() == "NVIDIA H100 80GB HBM3"
+    driver.is_cut = True
+    assert hardware.gpu_name() == "NVIDIA H100 80GB HBM3 MIG"

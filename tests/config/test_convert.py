@@ -44,7 +44,7 @@ def test_a_size_may_be_auto(value: object):
         ({"run": {"name": 12}}, "run.name=12: this is not text; quote it twice: run.name=\"'12'\""),
         ({"precision": {"name": "bf61"}}, "did you mean bf16? (one of auto, bf16, bf16_true, fp16, fp32, fp8)"),
         ({"precision": {"name": "int3"}}, "one of auto, bf16, bf16_true, fp16, fp32, fp8"),
-        ({"data": {"micro_batch_size": "atuo"}}, "did you mean auto? (or use a whole number or auto)"),
+        ({"data": {"micro_batch_size": "atuo"}}, "did you mean auto? (or use a whole number or auto or max)"),
         ({"data": {"global_batch_size": None}}, "null is not a value of this key; use a whole number"),
         ({"trainer": {"deterministic": 1}}, "trainer.deterministic=1: use true or false"),
         ({"trainer": 3}, "trainer=3: use the section's keys"),

@@ -53,6 +53,8 @@ def test_what_cannot_be_planned_is_refused() -> None:
         ("NVIDIA A100-SXM-64GB", None),
         ("NVIDIA H200", "h200"),
         ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 80GB HBM3 MIG", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),

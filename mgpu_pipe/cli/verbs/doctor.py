@@ -6,8 +6,8 @@ import io
 import os
 import sys
 from contextlib import redirect_stdout
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, print_line
@@ -25,9 +25,7 @@ DESCRIPTION = (
 )
 LINKS = "links"
 WARM_UP, MEASURED = 2, 4
-"""Steps of warm-up, for allocators, kernels and caches, and short_run steps."""
-UNKNOWN_LENGTH = 1_000_000
-"""Schedule length in steps for a run whose length in epochs depends on its data."""
+"""Steps of warm-up, for allocators, kernels and caches, and measured steps."""
 
 
 def doctor(words: list[str]) -> int:
@@ -41,7 +39,7 @@ def doctor(words: list[str]) -> int:
         from mgpu_pipe.launch.signals import run_begins
 
         run_begins()
-        composition.config = short_run(checked(composition, joins=True))
+        composition.config = measured_run(checked(composition, joins=True))
         leads = existing_world(os.environ).get("RANK", "0") == "0"
         if leads:
             print_line(f"measuring {MEASURED} steps of {composition.config.model.name}", file=sys.stderr, flush=True)
@@ -74,37 +72,14 @@ def doctor(words: list[str]) -> int:
     return composed("doctor [links]", DESCRIPTION, words[1:] if asks_links else words, links if asks_links else job)
 
 
-def short_run(config: RunConfig) -> RunConfig:
-    """``config`` reduced to a few measured steps, without evaluation, checkpoints and logging."""
+def measured_run(config: RunConfig) -> RunConfig:
+    """``config`` reduced to a few measured steps."""
+    from mgpu_pipe.launch.short_run import short_run
+
     last = WARM_UP + MEASURED
-    trainer = replace(
-        config.trainer,
-        max_steps=last + 1,  # the last measured step ends at the start of the next one
-        max_epochs=None,
-        max_time=None,
-        val_every_n_steps=None,
-        sample_every_n_steps=None,
-        progress="off",
-        profile="times" if config.trainer.profile == "none" else config.trainer.profile,
-        profile_steps=[WARM_UP + 1, last],
-    )
-    texts = ("sample_prompts", "sample_texts")
-    total = config.scheduler.total_steps or config.trainer.max_steps or UNKNOWN_LENGTH
-    prompts: dict[str, Any] = {option.name: [] for option in fields(config.objective) if option.name in texts}
-    return replace(
-        config,
-        run=replace(config.run, name="doctor", dir=None),
-        data=replace(config.data, validation_max_samples=1),
-        objective=replace(config.objective, **prompts),
-        scheduler=replace(config.scheduler, total_steps=total),
-        checkpoint=replace(
-            config.checkpoint, every_n_steps=None, every_n_minutes=None, save_last=False, keep_best=0, resume="none"
-        ),
-        trainer=trainer,
-        eval=replace(config.eval, tasks={}),
-        logger={},
-        launch=replace(config.launch, max_restarts=0),
-    )
+    short = short_run(config, last + 1, "doctor")  # the last measured step ends at the start of the next one
+    profile = "times" if config.trainer.profile == "none" else config.trainer.profile
+    return replace(short, trainer=replace(short.trainer, profile=profile, profile_steps=[WARM_UP + 1, last]))
 
 
 VERB = Verb(

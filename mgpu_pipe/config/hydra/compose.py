@@ -50,6 +50,8 @@ class Composition:
     """Number of points of the sweep, if its sweeper knows it."""
     local_options: list[str] = field(default_factory=list)
     """Options from ``./conf`` of the working directory, e.g. ``experiment=mine``."""
+    measures_micro_batch: bool = False
+    """Whether a launch measures the micro-batch that ``data.micro_batch_size=max`` was predicted to be."""
 
 
 def compose(overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:

@@ -1,0 +1,115 @@
+"""``data.micro_batch_size=max``: predicted, measured, frozen. Oracle of the search: limits of a stand-in."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mgpu_pipe.checks.largest_micro_batch import micro_batch_sizes, with_predicted_micro_batch
+from mgpu_pipe.checks.memory_limits import likely_fits
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose, compose_checked
+from mgpu_pipe.config.run_identity import mathematics_hash
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.launch import micro_batch_tries
+from mgpu_pipe.launch.composed import notices_of
+from tests.support.command import start
+
+LARGE = [
+    *("model=llama3_8b", "data.global_batch_size=96", "strategy=fsdp", "strategy.activation_checkpointing=full"),
+    *("trainer.accelerator=cuda", "trainer.devices=8", "plan.hardware=[h100]", "data.micro_batch_size=max"),
+]
+PIPELINE = [
+    *("model=llama_tiny", "strategy=megatron", "strategy.pp=2", "trainer.devices=2", "data.global_batch_size=8"),
+    *("strategy.pipeline.schedule=1f1b", "trainer.accelerator=cpu", "data.micro_batch_size=max"),
+]
+
+
+def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
+    return replace(config, data=replace(config.data, micro_batch_size=size))
+
+
+def test_the_largest_that_is_predicted_to_fit_is_taken_and_changes_no_identity() -> None:
+    composition = compose_checked([*LARGE, "data.seq_len=32768", "model.config.max_position_embeddings=32768"])
+    before = composition.config
+    notices_of(composition, elsewhere=True)
+    size = composition.config.data.micro_batch_size
+    assert size in (1, 2, 3, 4, 6) and composition.measures_micro_batch
+    larger = next(other for other in (1, 2, 3, 4, 6, 12) if other > int(size))
+    assert likely_fits(composition.config, True) and not likely_fits(with_micro_batch(before, larger), True)
+    assert mathematics_hash(composition.config) == mathematics_hash(before)
+
+
+def test_a_pipelines_schedule_limits_the_sizes() -> None:
+    assert micro_batch_sizes(compose(PIPELINE)[0]) == [1, 2, 4]  # two ranks take two micro-batches
+
+
+@pytest.mark.parametrize(("limit", "tries"), [(12, [4, 6, 12]), (5, [4, 6]), (2, [4, 3, 2]), (1, [4, 3, 2, 1])])
+def test_the_search_goes_from_the_prediction_to_the_limit(
+    limit: int, tries: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def problem(config: RunConfig) -> str:
+        seen.append(int(config.data.micro_batch_size))
+        return "" if seen[-1] <= limit else "error: out of memory"
+
+    monkeypatch.setattr(micro_batch_tries, "_problem", problem)
+    config = compose([*LARGE, "trainer.accelerator=cpu"])[0]
+    found = micro_batch_tries.largest_micro_batch(with_micro_batch(config, 4))
+    assert found.data.micro_batch_size == max(size for size in seen if size <= limit) and seen == tries
+
+
+def test_nothing_that_fits_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_batch_tries, "_problem", lambda config: "rank 0 ran out of memory")
+    config = with_micro_batch(compose([*LARGE, "trainer.accelerator=cpu"])[0], 2)
+    with pytest.raises(ConfigError, match=r"^data.micro_batch_size=max: not even 1 fits: rank 0 ran out of memory; "):
+        micro_batch_tries.largest_micro_batch(config)
+
+
+def test_a_resumed_run_keeps_its_micro_batch(tmp_path: Path) -> None:
+    old = compose(LARGE)[0]
+    freeze(with_micro_batch(old, 3), tmp_path / "config.yaml")
+    composition = compose_checked([*LARGE, f"run.dir={tmp_path}", "checkpoint.resume=auto"])
+    notices_of(composition, elsewhere=True)
+    assert composition.config.data.micro_batch_size == 3 and not composition.measures_micro_batch
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*LARGE, "trainer.num_nodes=2"], r"^data.micro_batch_size=max: it is measured by a command .*give a number"),
+        ([*LARGE, "launch=slurm"], r"^data.micro_batch_size=max: it is measured by a command"),
+        ([*LARGE, "data.micro_batch_size=maximum"], r"^data.micro_batch_size=maximum: did you mean max"),
+        ([*LARGE, "data.global_batch_size=12"], r"^data.global_batch_size=12: "),
+        ([*PIPELINE, "data.global_batch_size=1"], r"^strategy.pipeline.schedule=1f1b: on 2 ranks"),
+    ],
+)
+def test_what_has_no_largest_micro_batch_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises((ConfigError, ConfigErrors), match=message):
+        notices_of(compose_checked(words), elsewhere=True)
+
+
+def test_the_memory_of_other_objectives_is_measured_alone() -> None:
+    config = compose(["model=vit_tiny", "data=digits", "data.global_batch_size=64", "data.micro_batch_size=max"])[0]
+    predicted, notice, is_measured = with_predicted_micro_batch(config, None, False)
+    assert predicted.data.micro_batch_size == 8 and is_measured and "a first try" in notice.text
+
+
+@pytest.mark.slow
+def test_tries_that_run_out_of_memory_end_in_a_smaller_one(cache: Path, tmp_path: Path) -> None:
+    limit = 1_000_000_000
+    words = ["model=llama_tiny", "data.seq_len=512", "data.global_batch_size=61", "trainer.max_steps=1"]
+    process = start(
+        *(cache, tmp_path, *words, "trainer.accelerator=cpu", "run.dir=run", "data.micro_batch_size=max"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+    )
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 0, said[-3000:]
+    assert "61 does not fit" in said and "max is 1, measured" in said
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["micro_batch_size"] == 1
