@@ -75,6 +75,13 @@ def page_of(*runs: RunPaths) -> Page:
     return Page(out.read_text(encoding="utf-8"))
 
 
+def test_samples_that_are_left_out_are_counted(make_run: MakeRun) -> None:
+    data = {"train_samples": 30, "too_long_samples": 9, "on_too_long": "drop", "bad_samples": 2}
+    words = page_of(make_run(steps=60, summary={"data": data})).words
+    for told in ("samples that do not fit 9", "what becomes of them drop", "samples that cannot be used 2"):
+        assert told in words, told
+
+
 def test_the_page_is_well_formed_and_tells_the_key_figures(make_run: MakeRun) -> None:
     run = make_run(steps=60, summary={"metrics": {"train/loss": 3.25, "val/loss": 3.5, "val/perplexity": 33.1154}})
     words = page_of(run).words
