@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.planning import constants_fit
 from mgpu_pipe.planning.hardware_profile import load_profile
 from mgpu_pipe.planning.step_time import step_time
-from mgpu_pipe.planning.work import Constants, Hardware, Work, spread
+from mgpu_pipe.planning.work import Constants, Hardware, Work
 
 FOLDER = Path(__file__).parents[1] / "tests" / "data_published"
 FOLDS = 5
@@ -191,50 +192,6 @@ def fold_of(name: str) -> int:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % FOLDS
 
 
-def fit(
-    runs: Runs, free: Sequence[str], start: Constants | None = None, width: float | None = None, rounds: int = 40
-) -> Constants:
-    """Constants that predict ``runs``, in logarithms around ``start``, by damped Gauss-Newton steps.
-
-    Args:
-        free: names of the constants that are fitted.
-        width: standard deviation of a constant's logarithm around ``start``; each constant's own where None.
-    """
-    start = start or Constants()
-    centre = np.log([getattr(start, name) for name in free])
-    prior, noise = np.array([width or spread(name) for name in free]), 0.05
-
-    def constants(point: Array) -> Constants:
-        return replace(start, **dict(zip(free, np.exp(point).tolist(), strict=True)))
-
-    def residuals(point: Array) -> Array:
-        return np.log(runs.predict(constants(point)) / runs.seconds)
-
-    def loss(res: Array, point: Array) -> float:
-        return float(np.sum(np.sqrt((res / noise) ** 2 + 0.05)) + 0.5 * np.sum(((point - centre) / prior) ** 2))
-
-    point, damping = centre.copy(), 1e-2
-    res = residuals(point)
-    best = loss(res, point)
-    for _ in range(rounds):
-        jacobian = np.stack(
-            [(residuals(point + 1e-4 * np.eye(len(free))[i]) - res) / 1e-4 for i in range(len(free))], 1
-        )
-        weight = 1 / np.sqrt((res / noise) ** 2 + 0.05) / noise**2
-        hessian = (jacobian.T * weight) @ jacobian + np.diag(1 / prior**2)
-        slope = jacobian.T @ (weight * res) + (point - centre) / prior**2
-        for _ in range(12):
-            move = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), slope)
-            trial = point - np.clip(move, -0.5, 0.5)
-            found = residuals(trial)
-            value = loss(found, trial)
-            if value < best:
-                done = best - value < 1e-5
-                point, res, best, damping = trial, found, value, max(1e-6, damping / 4)
-                break
-            damping *= 4
-        else:
-            break
-        if done:
-            break
-    return constants(point)
+def fit(runs: Runs, free: Sequence[str], start: Constants | None = None, width: float | None = None) -> Constants:
+    """Constants that predict ``runs``; see :func:`mgpu_pipe.planning.constants_fit.fit`."""
+    return constants_fit.fit(runs.predict, runs.seconds, free, start, width)

@@ -144,7 +144,7 @@ def _worlds(config: RunConfig, profile: HardwareProfile) -> list[int]:
         if gpus < 1:
             raise ConfigError("plan.gpus", gpus, "use numbers of at least 1")
     devices = config.trainer.devices
-    each = devices if devices != "auto" else 1 if profile.name == CPU else int(profile.gpus_per_node)
+    each = devices if devices != "auto" else 1 if profile.accelerator == CPU else int(profile.gpus_per_node)
     return config.plan.gpus or [each * config.trainer.num_nodes]
 
 
@@ -161,7 +161,7 @@ def _on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tup
         fix = f"use {below} or {below + node}"
         reason = f"a node of {profile.name} has {node} GPUs" if typed == "auto" else f"trainer.devices is {node}"
         raise ConfigError("plan.gpus", gpus, fix, reason)
-    accelerator = "cpu" if profile.name == CPU else "cuda"
+    accelerator = "cpu" if profile.accelerator == CPU else "cuda"
     trainer = replace(config.trainer, devices=node, num_nodes=gpus // node, accelerator=accelerator)  # type: ignore[arg-type]
     words = [f"trainer.devices={node}", f"trainer.num_nodes={gpus // node}", f"trainer.accelerator={accelerator}"]
     return replace(config, trainer=trainer), words
@@ -233,7 +233,7 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
     """
     candidates = _candidates(config, profile, gpus)
     hardware = computing_hardware(candidates.config, profile)
-    if profile.name == CPU:  # processes of this machine share its memory
+    if profile.accelerator == CPU:  # processes of this machine share its memory
         each = host_memory() / GIB / devices_per_node(candidates.config)
         profile = replace(profile, memory_gib=each)
     fits = candidates.sizes <= (1 + BULK_ERROR) * profile.memory_bytes

@@ -23,7 +23,8 @@ from mgpu_pipe.planning.work import Constants, Hardware, constant_names
 FOLDER = Path(__file__).parent / "profiles"
 NETWORKS = "networks"
 GIGA, TERA, GIB = 1e9, 1e12, 1 << 30
-TEXTS = ("name", "description", "source", "network")
+TEXTS = ("name", "description", "source", "network", "accelerator")
+ACCELERATORS = ("cuda", "cpu")
 LARGEST = 1e6
 """No figure of a profile, in its unit, is above this."""
 
@@ -47,6 +48,8 @@ class HardwareProfile:
     gpus_per_node: float
     host_memory_gib: float
     """Main memory of a node."""
+    accelerator: str = "cuda"
+    """``cpu`` for processes of a CPU, which share the memory of their node."""
     float8_tflops: float = 0.0
     """0 without float8 units."""
     fp32_tflops: float = 0.0
@@ -192,6 +195,8 @@ def _read(content: Any, name: str, key: str) -> HardwareProfile:
     profile = HardwareProfile(name=Path(name).stem, **values)
     if not profile.network_gb_s and profile.network not in networks():
         raise refuse(f"network={profile.network} is unknown", choose_from(profile.network, networks()))
+    if profile.accelerator not in ACCELERATORS:
+        raise refuse(f"accelerator={profile.accelerator} is unknown", choose_from(profile.accelerator, ACCELERATORS))
     if profile.gpus_per_node % 1 or profile.multiprocessors % 1:
         raise refuse("gpus_per_node and multiprocessors are counts", "write whole numbers")
     if 0 < profile.float8_tflops < profile.bf16_tflops:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work
 
@@ -17,8 +18,8 @@ TILE_ROWS, TILE_COLUMNS = 128, 256
 """Rows and columns that one multiprocessor computes of a product (cuBLAS's largest tiles on A100 and H100)."""
 ALIGNMENT = 64
 """Multiple to which tensor cores pad a product's dimensions."""
-ENTRY_BYTES = 2
-"""Bytes of an entry of a product's matrices."""
+HALF = 2
+"""Bytes of an entry for which the constants count bytes."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class _Product:
     columns: Numbers
     inner: Numbers
     copies: Numbers = 1.0
+    entry: Numbers = 2.0
+    """Bytes of an entry."""
 
     def seconds(self, hardware: Hardware, constants: Constants, peak: Numbers) -> Numbers:
         height = np.ceil(self.rows / TILE_ROWS)
@@ -124,15 +127,15 @@ class _Product:
         padded = np.ceil(self.inner / ALIGNMENT) * ALIGNMENT / self.inner * (1 + constants.short / self.inner)
         padded = padded * np.where(np.asarray(self.copies) > 1, height * TILE_ROWS / self.rows, 1)
         entries = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        moved = ENTRY_BYTES * self.copies * entries
+        moved = self.entry * self.copies * entries
         flops = 2 * self.copies * self.rows * self.columns * self.inner
         return flops / (peak * constants.gemm) * quantised * padded + moved / (hardware.bandwidth * constants.memory)
 
     @property
     def gradients(self) -> tuple[_Product, _Product]:
         """Products of the gradients of the input and of the weight."""
-        of_input = _Product(self.rows, self.inner, self.columns, self.copies)
-        return of_input, _Product(self.inner, self.columns, self.rows, self.copies)
+        of_input = _Product(self.rows, self.inner, self.columns, self.copies, self.entry)
+        return of_input, _Product(self.inner, self.columns, self.rows, self.copies, self.entry)
 
 
 def _products(work: Work) -> list[_Product]:
@@ -143,12 +146,26 @@ def _products(work: Work) -> list[_Product]:
     inner = work.inner / np.where(is_spread, 1, work.tp)
     routed = work.tokens * work.chosen / np.where(is_spread, work.tp, 1)
     copies = np.minimum(np.maximum(1, work.experts / work.ep), np.maximum(1, routed))
+    entry = work.activation_bytes
     return [
-        _Product(work.tokens, queries + 2 * keys, work.width),
-        _Product(work.tokens, work.width, queries),
-        _Product(routed / copies, (1 + work.gated) * inner, work.width, copies),
-        _Product(routed / copies, work.width, inner, copies),
+        _Product(work.tokens, queries + 2 * keys, work.width, entry=entry),
+        _Product(work.tokens, work.width, queries, entry=entry),
+        _Product(routed / copies, (1 + work.gated) * inner, work.width, copies, entry),
+        _Product(routed / copies, work.width, inner, copies, entry),
     ]
+
+
+def product_seconds(
+    rows: Numbers, columns: Numbers, inner: Numbers, entry: Numbers, hardware: Hardware, constants: Constants
+) -> NDArray[np.float64]:
+    """Seconds of matrix products of (rows, inner) and (inner, columns) with entries of ``entry`` bytes."""
+    seconds = _Product(rows, columns, inner, entry=entry).seconds(hardware, constants, hardware.peak)
+    return np.asarray(seconds, dtype=np.float64)
+
+
+def all_reduce_seconds(size: Numbers, ranks: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of an all-reduce of ``size`` bytes among neighbouring ranks."""
+    return 2 * _collective(size, ranks, 1, hardware, constants)
 
 
 def _product_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers]:
@@ -172,7 +189,15 @@ def _attention_seconds(work: Work, hardware: Hardware, constants: Constants) -> 
     products = 4 * work.tokens * work.head_dim * heads / (hardware.peak * constants.attention)
     fused = products * (work.context + constants.short_attention) / 2
     whole = products * work.sequence
-    moved = work.tokens * work.sequence * heads * constants.score_bytes / (hardware.bandwidth * constants.memory)
+    moved = (
+        work.activation_bytes
+        / HALF
+        * work.tokens
+        * work.sequence
+        * heads
+        * constants.score_bytes
+        / (hardware.bandwidth * constants.memory)
+    )
     misaligned = np.where(work.head_dim % 8 == 0, 1, constants.misaligned)
     forward = np.where(is_fused, fused, whole + moved) * misaligned
     backward = np.where(is_fused, constants.attention_backward * fused, 2 * (whole + moved)) * misaligned
@@ -183,7 +208,8 @@ def _elementwise_seconds(work: Work, hardware: Hardware, constants: Constants) -
     """Seconds of a layer's norms, activations and sums in a forward pass; a backward pass takes twice."""
     shared = constants.shared_bytes / np.where(np.asarray(work.sequence_parallel) > 0, work.tp, 1)
     inner = constants.split_bytes / work.tp * work.chosen * (1 + work.gated) * work.inner / (4 * work.width)
-    return work.tokens * work.width * (shared + inner) / (hardware.bandwidth * constants.memory)
+    moved = work.activation_bytes / HALF * work.tokens * work.width * (shared + inner)
+    return moved / (hardware.bandwidth * constants.memory)
 
 
 def _bandwidth(ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
@@ -289,7 +315,7 @@ def _layer_pass(
 def _head_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of a micro-batch's logits and loss, forward and backward."""
     columns, rows = work.vocabulary / work.tp, work.tokens
-    product = _Product(rows, columns, work.width)
+    product = _Product(rows, columns, work.width, entry=work.activation_bytes)
     products = sum(each.seconds(hardware, constants, hardware.peak) for each in (product, *product.gradients))
     return products + rows * columns * constants.logit_bytes / (hardware.bandwidth * constants.memory)
 

@@ -142,11 +142,12 @@ class Constants:
     memory: float = field(default=0.8, metadata={"spread": 0.3})
     """Share of the memory bandwidth that elementwise kernels reach."""
     split_bytes: float = field(default=24.0, metadata={"spread": 0.15})
-    """Bytes read and written in a forward pass, per token, width and layer, that tensor parallelism splits."""
+    """Bytes read and written in a forward pass, per token, width and layer, that tensor parallelism splits; twice in
+    fp32."""
     shared_bytes: float = field(default=20.0, metadata={"spread": 0.15})
     """Those that only sequence parallelism splits."""
     score_bytes: float = field(default=14.0, metadata={"spread": 0.1})
-    """Bytes read and written per attention score that is not fused, in a forward pass."""
+    """Bytes read and written per attention score that is not fused, in a forward pass; twice in fp32."""
     logit_bytes: float = field(default=20.0, metadata={"spread": 0.3})
     """Bytes read and written per logit, in both passes."""
     launch: float = 1.5e-4

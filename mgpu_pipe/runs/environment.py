@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 import mgpu_pipe
 from mgpu_pipe.system.child_process import bound
-from mgpu_pipe.system.hardware import cpu_cores
+from mgpu_pipe.system.hardware import cpu_cores, cpu_name
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.threads import WAITING_VARIABLES, Threads
 
@@ -70,7 +70,7 @@ def describe_environment(
         "platform": platform.platform(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "host": socket.gethostname(),
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": cpu_cores()},
+        "cpu": {"model": cpu_name(), "cores": os.cpu_count(), "usable_cores": cpu_cores()},
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 2),
         "gpus": _gpus(),
         "git": _git(),
@@ -92,12 +92,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _cpu_model() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 def _gpus() -> list[str]:

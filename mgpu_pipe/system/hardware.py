@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
 import re
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -139,6 +140,13 @@ def gpu_name() -> str | None:
     current, pending = ctypes.c_uint(0), ctypes.c_uint(0)
     knows = nvml.nvmlDeviceGetMigMode(device, ctypes.byref(current), ctypes.byref(pending)) == 0
     return f"{name.value.decode(errors='replace')}{' MIG' if knows and current.value else ''}"
+
+
+def cpu_name() -> str:
+    """Model of the processor, from ``/proc/cpuinfo``, else its architecture."""
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        models = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    return models[0] if models else platform.machine()
 
 
 @functools.lru_cache(maxsize=None)

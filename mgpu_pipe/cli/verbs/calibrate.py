@@ -1,0 +1,98 @@
+"""``mgpu-pipe calibrate``: measures this machine and writes a hardware profile for the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.errors import EXIT_OK, ConfigError, print_line
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.hydra.compose import Composition
+    from mgpu_pipe.planning.calibration import Measurements
+
+DESCRIPTION = """\
+Measure matrix products, memory, collectives and small training steps on
+trainer.devices processes or GPUs of this machine, all at once, in about a
+minute, and write a hardware profile for plan.hardware=<file>:
+--out <file>.yaml, calibrated.yaml if left out."""
+OUT = "--out"
+USUAL = "calibrated.yaml"
+
+
+def calibrate(words: list[str]) -> int:
+    """``mgpu-pipe calibrate [OVERRIDES] [--out FILE.yaml]``."""
+    from mgpu_pipe.launch.composed import composed
+
+    file, rest = _split_file(words)
+
+    def job(composition: Composition) -> int:
+        from mgpu_pipe.checks.sizes import range_errors
+        from mgpu_pipe.errors import ConfigErrors
+        from mgpu_pipe.launch.calibrate import measure
+        from mgpu_pipe.planning.calibration import profile_text
+        from mgpu_pipe.planning.hardware_profile import load_profile
+        from mgpu_pipe.system.local_files import replace_file
+
+        errors = composition.errors or range_errors(composition.config)
+        if errors:
+            raise ConfigErrors(errors)
+        measured = measure(composition.config)
+        replace_file(file, profile_text(measured))
+        _print(measured)
+        load_profile(str(file), key=OUT)
+        print_line(f"profile: {file}; use it: mgpu-pipe plan plan.hardware={file}")
+        return EXIT_OK
+
+    return composed("calibrate", DESCRIPTION, rest, job)
+
+
+def _split_file(words: list[str]) -> tuple[Path, list[str]]:
+    """The profile's file, and the other words.
+
+    Raises:
+        ConfigError: no YAML file, or a folder that is not there.
+    """
+    rest, name = list(words), USUAL
+    for at, word in enumerate(words):
+        if word == OUT or word.startswith(f"{OUT}="):
+            name = word.partition("=")[2] if "=" in word else next(iter(words[at + 1 :]), "")
+            rest = [*words[:at], *words[at + (1 if "=" in word else 2) :]]
+    file = Path(name).expanduser()
+    if file.suffix not in (".yaml", ".yml"):
+        raise ConfigError(OUT, name, f"name it like {USUAL}", "a profile is a YAML file")
+    if not file.parent.is_dir():
+        raise ConfigError(OUT, name, "make the folder, or name another", f"there is no folder {file.parent}")
+    return file, rest
+
+
+def _print(measured: Measurements) -> None:
+    from mgpu_pipe.report.columns import print_columns, seconds
+
+    rows = [
+        [
+            "matrix product",
+            f"{rows} x {columns}, inner {inner}",
+            seconds(took),
+            f"{_giga(2 * rows * columns * inner / took)} GFLOP/s",
+        ]
+        for rows, columns, inner, took in measured.products
+    ]
+    rows.append(["copy in memory", "", "", f"{_giga(measured.bandwidth)} GB/s"])
+    for size, ranks, took in measured.reductions:
+        sent = 2 * size * (ranks - 1) / ranks / took
+        rows.append(["all-reduce", f"{size:,} bytes, {ranks} processes", seconds(took), f"{_giga(sent)} GB/s"])
+    names = {"forward": "", "backward": "", "launch": "forward, one token"}
+    rows += [["block", text or name, seconds(measured.block[name]), ""] for name, text in names.items()]
+    for work, took in measured.steps:
+        shape = f"{work['layers']:g} layers of {work['width']:g}, {work['rows']:g} x {work['sequence']:g} tokens"
+        rows.append(["step", shape, seconds(took), ""])
+    print_columns(("measured", "of", "seconds", "rate"), rows, ("seconds", "rate"), below=(), spare=())
+
+
+def _giga(rate: float) -> str:
+    return f"{rate / 1e9:,.3g}"
+
+
+VERB = Verb("measure this machine, and write a hardware profile for plan", calibrate, composes=True)

@@ -1,0 +1,126 @@
+"""A hardware profile from what was measured on a machine: figures by the best measurement, constants by a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+
+from mgpu_pipe.planning.constants_fit import Array, fit
+from mgpu_pipe.planning.hardware_profile import GIB, GIGA, TERA, HardwareProfile
+from mgpu_pipe.planning.step_time import all_reduce_seconds, product_seconds, step_time
+from mgpu_pipe.planning.work import Constants, Work
+
+FREE = (
+    *("gemm", "short", "attention", "attention_backward", "memory", "logit_bytes", "optimizer_bytes"),
+    *("launch", "micro_batch", "step"),
+)
+"""Constants that one process decides."""
+LINKS = ("link", "link_latency")
+"""Constants that several processes decide."""
+SMALLEST_BANDWIDTH_BYTES = 1 << 20
+"""Bytes of a message from which its bandwidth counts."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Seconds on one machine, the mean of its processes, which all computed at once.
+
+    Attributes:
+        processes: processes that measured.
+        products: rows, columns and inner dimension of matrix products, and their seconds.
+        bandwidth: bytes a second that a copy reads and writes.
+        reductions: bytes and ranks of all-reduces, and their seconds.
+        steps: fields of :class:`mgpu_pipe.planning.work.Work` of training steps of one process, and their seconds.
+        block: seconds of one block's ``forward``, ``backward`` and, with a single token, ``launch``.
+        device: its ``name``, ``type`` (cpu or cuda), ``memory`` in bytes, ``multiprocessors`` and a node's
+            ``host_memory``.
+    """
+
+    processes: int
+    products: Sequence[tuple[int, int, int, float]]
+    bandwidth: float
+    reductions: Sequence[tuple[int, int, float]]
+    steps: Sequence[tuple[Mapping[str, float], float]]
+    block: Mapping[str, float]
+    device: Mapping[str, Any]
+
+    @property
+    def peak(self) -> float:
+        """FLOPs a second of the fastest product."""
+        return max(2.0 * rows * columns * inner / seconds for rows, columns, inner, seconds in self.products)
+
+    @property
+    def link(self) -> float:
+        """Bytes a second that a process sends in the fastest all-reduce; 0 if none was measured."""
+        rates = (
+            2 * size * (ranks - 1) / ranks / seconds
+            for size, ranks, seconds in self.reductions
+            if size >= SMALLEST_BANDWIDTH_BYTES
+        )
+        return max(rates, default=0.0)
+
+
+def uncalibrated(measured: Measurements) -> dict[str, Any]:
+    """Figures of the profile; constants are the priors."""
+    on_cpu = measured.device["type"] == "cpu"
+    tflops = _rounded(measured.peak / TERA)
+    return {
+        "description": f"{measured.processes} processes of {measured.device['name']}, measured at once",
+        "source": "mgpu-pipe calibrate on this machine",
+        "accelerator": str(measured.device["type"]),
+        "memory_gib": _rounded(measured.device["memory"] / GIB),
+        "bf16_tflops": tflops,
+        **({"fp32_tflops": tflops} if on_cpu else {}),
+        "memory_gb_s": _rounded(measured.bandwidth / GIGA),
+        "multiprocessors": int(measured.device["multiprocessors"]),
+        "link_gb_s": _rounded((measured.link or ASSUMED_LINK) / GIGA),
+        "network": "ethernet_1x25",
+        "gpus_per_node": measured.processes,
+        "host_memory_gib": _rounded(measured.device["host_memory"] / GIB),
+    }
+
+
+ASSUMED_LINK = 2 * GIGA
+"""Bytes a second of a link that one process cannot measure."""
+
+
+def fitted(measured: Measurements) -> Constants:
+    """Constants that predict what was measured, around their priors."""
+    hardware = HardwareProfile(name="", **uncalibrated(measured)).hardware
+    products = np.array([row[:3] for row in measured.products], dtype=np.float64).T
+    reductions = np.array([row[:2] for row in measured.reductions], dtype=np.float64).reshape(-1, 2).T
+    steps = Work(**{name: np.array([row[0][name] for row in measured.steps]) for name in measured.steps[0][0]})
+    rows: tuple[Sequence[tuple[Any, ...]], ...] = (measured.products, measured.reductions, measured.steps)
+    seconds = np.array([row[-1] for table in rows for row in table])
+    entry = float(np.asarray(steps.activation_bytes)[0])
+
+    def predict(constants: Constants) -> Array:
+        rows, columns, inner = products
+        parts = [product_seconds(rows, columns, inner, entry, hardware, constants)]
+        if reductions.size:
+            parts.append(np.asarray(all_reduce_seconds(reductions[0], reductions[1], hardware, constants)))
+        return np.concatenate([*parts, np.asarray(step_time(steps, hardware, constants).total)])
+
+    return fit(predict, seconds, (*FREE, *LINKS) if measured.reductions else FREE)
+
+
+def profile_text(measured: Measurements) -> str:
+    """The profile as YAML; each line says whether it is calibrated or assumed."""
+    figures, constants = uncalibrated(measured), fitted(measured)
+    assumed = {"network", *(() if measured.link else ("link_gb_s",))}
+    texts = ("description", "source", "accelerator")
+    lines = []
+    for name, value in figures.items():
+        mark = "" if name in texts else "  # assumed" if name in assumed else "  # calibrated"
+        lines.append(yaml.safe_dump({name: value}, width=1000, allow_unicode=True).strip() + mark)
+    names = (*FREE, *LINKS) if measured.reductions else FREE
+    lines += ["constants:", *(f"  {name}: {_rounded(getattr(constants, name))}  # calibrated" for name in names)]
+    return "\n".join([*lines, ""])
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
