@@ -21,7 +21,7 @@ from mgpu_pipe.models.fields import builder_of, class_of
 
 PREPARED_TOLERANCE = 1e-4
 """Largest difference of a prepared value, relative to the largest or to 1: a level of a pixel is 1/255."""
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Largest difference of a logit, relative to the largest logit: rounding of that type over a model's depth."""
 
 

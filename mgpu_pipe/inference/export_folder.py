@@ -20,7 +20,7 @@ from mgpu_pipe.system.local_files import exists, is_file, is_folder
 if TYPE_CHECKING:
     import torch
 
-Dtype = Literal["fp32", "bf16"]
+Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 def export_folder(
@@ -56,7 +56,7 @@ def export_folder(
     with working_folder(out) as partial:
         check_target(out, force)  # working_folder has undone the half replacement of a killed export
         try:
-            weights_type = torch.float32 if dtype == "fp32" else torch.bfloat16
+            weights_type = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
             limit = max_shard_bytes or MAX_SHARD_BYTES
             if adapter:
                 write_adapter(stored, partial, weights_type)
@@ -65,17 +65,17 @@ def export_folder(
                 write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
                 if stored.maker is not None:
                     copy_sentence_modules(stored.maker, partial)
-            _write_tokenizer(stored, partial, adapter)
+            copy_tokenizer(stored, partial, adapter)
             if not adapter:
                 write_processor(stored, partial)  # replaces files that the tokenizer's folder may bring
                 _check_loads(stored, weights_type, partial)
-            _put_in_place(partial, out)
+            put_in_place(partial, out)
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
     return out
 
 
-def _write_tokenizer(stored: StoredModel, folder: Path, adapter: bool) -> None:
+def copy_tokenizer(stored: StoredModel, folder: Path, adapter: bool = False) -> None:
     """Write the model's tokenizer, if it has one, with the end tokens that generation needs."""
     from mgpu_pipe.data.text.tokenizer_folder import end_texts
     from mgpu_pipe.inference.generation import stop_at_turns
@@ -153,7 +153,7 @@ def check_target(out: Path, force: bool) -> None:
     """
     if not exists(out):
         return
-    written = ("config.json", "adapter_config.json")
+    written = ("config.json", "adapter_config.json", "Modelfile")
     if not is_folder(out) or (any(out.iterdir()) and not any(is_file(out / name) for name in written)):
         raise BadInputError(f"--out={out}: exists and is not a model folder; choose another folder")
     if any(out.iterdir()) and not force:
@@ -186,7 +186,8 @@ def _check_loads(stored: StoredModel, dtype: torch.dtype, folder: Path) -> None:
         raise MgpuError(f"the exported folder failed its check and was removed: {last}")
 
 
-def _put_in_place(partial: Path, out: Path) -> None:
+def put_in_place(partial: Path, out: Path) -> None:
+    """Rename the finished folder ``partial`` to ``out``, whose old content stays until then."""
     if not exists(out):
         partial.rename(out)
         return

@@ -33,10 +33,10 @@ def build_parser(verb: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+def add_target_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] = ("fp32", "bf16")) -> None:
     """Add the arguments of a verb that writes a model folder."""
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="type of the weights")
+    parser.add_argument("--dtype", choices=dtypes, default="fp32", help="type of the weights")
     parser.add_argument("--max-shard-size", type=byte_size, metavar="SIZE", help="of a weight file; default 5GB")
     parser.add_argument("--force", action="store_true", help="replace an existing model folder")
 

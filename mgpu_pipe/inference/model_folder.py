@@ -77,7 +77,7 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
     model, keys = stored.model, adapter_of(stored.model)
     layers = lora_layers(model)
     if EXPERTS in keys.targets:
-        raise BadInputError("--adapter: peft names adapters of packed experts by their order; use --merge")
+        raise BadInputError("--format=peft: peft names adapters of packed experts by their order; use --merge")
     every = dict(model.named_parameters(remove_duplicate=False))
     trained = {
         name: parameter for name, parameter in every.items() if parameter.requires_grad
@@ -86,16 +86,18 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
     whole = {name for name in every if name.startswith(tuple(f"{module}." for module in modules))}
     if not whole <= set(trained):
         missing = sorted(whole - set(trained))[0]
-        raise BadInputError(f"--adapter: peft saves whole modules, and {missing} is not trained; use --merge")
+        raise BadInputError(f"--format=peft: peft saves whole modules, and {missing} is not trained; use --merge")
     targets = [name for name, _ in layers]
     for module in modules:
         if any(module.startswith(f"{other}.") for other in modules):
-            raise BadInputError(f"--adapter: peft saves whole modules, and {module} is inside another one; use --merge")
+            raise BadInputError(
+                f"--format=peft: peft saves whole modules, and {module} is inside another one; use --merge"
+            )
     for names in (targets, modules):
         reached = sorted(_modules_matched_by(model, names) - set(names))
         if reached:
             reason = f"peft takes the end of a name, and {reached[0]} ends like one that is trained"
-            raise BadInputError(f"--adapter: {reason}; use --merge")
+            raise BadInputError(f"--format=peft: {reason}; use --merge")
     config = {
         "peft_type": "LORA",
         "task_type": TASKS.get(class_of([type(model).__name__])),

@@ -19,7 +19,7 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.inference import export_folder as export
-from mgpu_pipe.inference.export_folder import _put_in_place, export_folder
+from mgpu_pipe.inference.export_folder import export_folder, put_in_place
 from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.inference.open import StoredModel, _with_buffers, open_model, read_from
 from mgpu_pipe.inference.streamed_weights import streamed_logits
@@ -205,7 +205,7 @@ def test_a_folder_that_gives_other_logits_never_gets_its_name(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_folder_that_cannot_be_put_in_place_leaves_the_one_before(
+def test_a_folder_that_cannot_beput_in_place_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, partial, rename = tmp_path / "out", tmp_path / "out.partial", Path.rename
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_put_in_place_leaves_the_one_before(
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        _put_in_place(partial, out)
+        put_in_place(partial, out)
     assert (out / "config.json").read_text() == "out" and not (tmp_path / "out.old").exists()
 
 

@@ -106,14 +106,14 @@ def _give_up_descriptors(kept: Sequence[int]) -> None:
 def forked_check(command: Sequence[str], *, input: bytes, env: Mapping[str, str], **kept: Any) -> Any:
     """In the place of the export's subprocess.run: its check of the folder without a new interpreter."""
     module = module_in(command)
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as told:
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
         given.write(input)
         given.seek(0)
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                _take_over(told.fileno(), told.fileno(), env)
+                _take_over(out.fileno(), told.fileno(), env)
                 os.dup2(given.fileno(), 0)
                 sys.stdin = os.fdopen(0, closefd=False)
                 sys.argv = list(command[module:])
@@ -123,11 +123,13 @@ def forked_check(command: Sequence[str], *, input: bytes, env: Mapping[str, str]
             except BaseException:
                 traceback.print_exc()
             finally:
+                sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        told.seek(0)
-        return subprocess.CompletedProcess(command, code, b"", told.read())
+        for stream in (out, told):
+            stream.seek(0)
+        return subprocess.CompletedProcess(command, code, out.read(), told.read())
 
 
 def forked_verb(command: Sequence[str], *, check: bool, stdout: IO[str]) -> None:
@@ -148,6 +150,7 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
     from mgpu_pipe import __main__
     from mgpu_pipe.inference import export_folder as export
+    from mgpu_pipe.inference import export_gguf
     from mgpu_pipe.launch import base_run, fork_server, workers
     from mgpu_pipe.system import threads
 
@@ -155,7 +158,8 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     workers.subprocess = fork_server.subprocess = substitute
     threads.cpu_cores = lambda: 1  # two threads on cores that others use wait more than they compute
     base_run.subprocess = types.SimpleNamespace(run=forked_verb)  # type: ignore[assignment]
-    export.subprocess = types.SimpleNamespace(run=forked_check)  # type: ignore[assignment]
+    check: Any = types.SimpleNamespace(run=forked_check)
+    export.subprocess = export_gguf.subprocess = check
     sys.argv = ["mgpu-pipe", *arguments]
     __main__.program()
 

@@ -1,4 +1,4 @@
-"""``mgpu-pipe export``: a run's weights as a Hugging Face folder."""
+"""``mgpu-pipe export``: a run's weights as a Hugging Face folder, a GGUF file or peft's adapters."""
 
 from __future__ import annotations
 
@@ -23,21 +23,76 @@ from mgpu_pipe.inference.open import open_model
 from mgpu_pipe.models.fields import builder_of, class_of
 from mgpu_pipe.system.local_files import is_file
 
+DTYPES = ("fp32", "bf16", "fp16", "q8_0", "q4_k")
+
 
 def export(argv: Sequence[str]) -> int:
-    """``mgpu-pipe export [FOLDER] --out FOLDER``: writes a Hugging Face folder, renamed into place once it loads.
+    """``mgpu-pipe export [FOLDER] --out FOLDER [--format hf|gguf|peft]``: writes a folder, renamed once it is checked.
 
     ``--push ORG/NAME`` also uploads it to the Hub.
     """
-    parser = build_parser("export", "Write a Hugging Face model folder.")
-    add_target_arguments(parser)
+    parser = build_parser("export", "Write a model folder for other programs.")
+    add_target_arguments(parser, DTYPES)
+    parser.add_argument(
+        "--format",
+        choices=["hf", "gguf", "peft"],
+        help="hf: transformers, vLLM and others (the default); gguf: llama.cpp and Ollama; peft: adapters alone",
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--merge", action="store_true", help="add adapters to their weights (the default)")
-    how.add_argument("--adapter", action="store_true", help="write the adapters alone, as the peft package reads them")
+    how.add_argument("--adapter", action="store_true", help="another word for --format peft")
     parser.add_argument("--push", metavar="ORG/NAME", help="put it on the Hugging Face Hub, with a model card")
     parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
-    _export(parse_arguments(parser, argv))
+    arguments = parse_arguments(parser, argv)
+    _choose_format(arguments)
+    if arguments.format == "gguf":
+        _export_gguf(arguments)
+    else:
+        _export(arguments)
     return EXIT_OK
+
+
+def _choose_format(arguments: argparse.Namespace) -> None:
+    """Set ``arguments.format`` from its synonyms.
+
+    Raises:
+        BadInputError: options contradict each other.
+    """
+    if arguments.adapter and arguments.format not in (None, "peft"):
+        raise BadInputError(f"--adapter: means --format peft, and not {arguments.format}; leave one out")
+    arguments.format = arguments.format or ("peft" if arguments.adapter else "hf")
+    if arguments.merge and arguments.format == "peft":
+        raise BadInputError("--merge: --format peft keeps adapters apart; leave one out")
+    if arguments.dtype == "q4_k":
+        raise BadInputError("--dtype=q4_k: needs llama.cpp; export fp16, then run llama-quantize model.gguf Q4_K_M")
+    if arguments.format != "gguf" and arguments.dtype == "q8_0":
+        raise BadInputError(f"--dtype=q8_0: is not written as {arguments.format}; add --format gguf")
+    if arguments.format == "gguf" and (arguments.push is not None or arguments.max_shard_size is not None):
+        raise BadInputError("--format=gguf: writes one file and pushes none; leave out --push and --max-shard-size")
+
+
+def _export_gguf(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.inference.export_folder import check_target
+    from mgpu_pipe.inference.gguf.file import require_package
+
+    folder, out = folder_of(arguments), arguments.out.expanduser()
+    check_target(out, arguments.force)
+    require_package("--format=gguf")
+    model_files = find_model(folder)
+    silence_transformers()
+    from mgpu_pipe.inference.export_gguf import FILE, export_gguf
+
+    run = open_model(model_files, arguments.frozen_weights, arguments.weights == "ema")
+    report = export_gguf(run, out, arguments.dtype, arguments.force)
+    readers = ", ".join(f"{reader} {difference:.0e}" for reader, difference in report.readers.items())
+    print_line(f"exported {run.source} to {out / FILE} ({arguments.dtype}, {report.nbytes / 1e6:.1f} MB)")
+    print_line(
+        f"logits read back, difference of the largest: {readers}; by rounding to {arguments.dtype}: "
+        f"{report.rounding:.0e}"
+    )
+    if report.note:
+        print_line(f"note: {report.note}")
+    print_line(f"serve it: llama-server -m {out / FILE}, or ollama create my-model -f {out / 'Modelfile'}")
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -47,8 +102,9 @@ def _export(arguments: argparse.Namespace) -> None:
     check_target(out, arguments.force)
     if arguments.private and arguments.push is None:
         raise BadInputError("--private: makes no sense without --push; leave it out")
-    if arguments.push is not None and arguments.adapter:
-        raise BadInputError("--push: takes whole models only; use --merge instead of --adapter")
+    apart = arguments.format == "peft"
+    if arguments.push is not None and apart:
+        raise BadInputError("--push: takes whole models only; use --merge instead of --format peft")
     target = None if arguments.push is None else push_target(arguments.push)
     model_files = find_model(folder)
     silence_transformers()
@@ -56,12 +112,12 @@ def _export(arguments: argparse.Namespace) -> None:
 
     run = open_model(model_files, arguments.frozen_weights, arguments.weights == "ema")
     average = "the average of " if arguments.weights == "ema" else ""
-    option = "--adapter" if arguments.adapter else "--merge" if arguments.merge else None
+    option = "--format peft" if apart else "--merge" if arguments.merge else None
     if option is not None and not has_adapters(run):
         raise BadInputError(f"{option}: {run.source} has no adapters; leave the option out")
-    merges = has_adapters(run) and not arguments.adapter
-    out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size, arguments.adapter)
-    if arguments.adapter:
+    merges = has_adapters(run) and not apart
+    out = export_folder(run, out, arguments.dtype, arguments.force, arguments.max_shard_size, apart)
+    if apart:
         print_line(f"exported the adapters of {run.source} to {out} ({arguments.dtype})")
         print_line(
             f'load it: peft.PeftModel.from_pretrained(base, "{out}"), where base is {run.maker or "its base model"}'
@@ -103,4 +159,4 @@ def _print_ids_without_rows(tokenizer_folder: Path, config: Any) -> None:
         )
 
 
-VERB = Verb("write a Hugging Face folder", export)
+VERB = Verb("write a folder for other programs", export)

@@ -95,8 +95,97 @@ _LLAMA = GgufFamily(
     _SILU,
 )
 
-GGUF_FAMILIES: Mapping[str, GgufFamily] = {"llama": _LLAMA, "mistral": _LLAMA}
-"""By ``model_type``; of two with the same architecture and fields the first is what a file is read as."""
+_QWEN2 = GgufFamily("qwen2", _places({**_OUTER, **_ATTENTION, **_GATED}), _DECODER_FIELDS, _SILU)
+_HEAD_NORMS = {
+    "model.layers.{}.self_attn.q_norm": "blk.{}.attn_q_norm",
+    "model.layers.{}.self_attn.k_norm": "blk.{}.attn_k_norm",
+}
+_GEMMA3_NORMS = {
+    "model.norm": "output_norm",
+    "model.layers.{}.input_layernorm": "blk.{}.attn_norm",
+    "model.layers.{}.post_attention_layernorm": "blk.{}.post_attention_norm",
+    "model.layers.{}.pre_feedforward_layernorm": "blk.{}.ffn_norm",
+    "model.layers.{}.post_feedforward_layernorm": "blk.{}.post_ffw_norm",
+    **_HEAD_NORMS,
+}
+
+GGUF_FAMILIES: Mapping[str, GgufFamily] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": GgufFamily(
+        "llama",
+        {
+            **{name: place for name, place in _LLAMA.tensors.items() if ".mlp." not in name},
+            "model.layers.{}.mlp.gate": Place(("blk.{}.ffn_gate_inp",)),
+            "model.layers.{}.mlp.experts.gate_up_proj": Place(("blk.{}.ffn_gate_exps", "blk.{}.ffn_up_exps"), "halves"),
+            "model.layers.{}.mlp.experts.down_proj": Place(("blk.{}.ffn_down_exps",)),
+        },
+        {**_DECODER_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        _SILU,
+    ),
+    "qwen2": _QWEN2,
+    "qwen3": GgufFamily(
+        "qwen3", {**_QWEN2.tensors, **_places(_HEAD_NORMS)}, _DECODER_FIELDS, {**_SILU, "attention_bias": False}
+    ),
+    "gemma3_text": GgufFamily(
+        "gemma3",
+        {**_places({**_OUTER, **_ATTENTION, **_GATED}), **_places(_GEMMA3_NORMS, "plus_one")},
+        {**_DECODER_FIELDS, "attention.sliding_window": "sliding_window"},
+        {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "attention_bias": False,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+    ),
+    "phi3": GgufFamily(
+        "phi3",
+        {
+            **_places(_OUTER),
+            "model.layers.{}.self_attn.qkv_proj": Place(("blk.{}.attn_qkv",)),
+            "model.layers.{}.mlp.gate_up_proj": Place(("blk.{}.ffn_up",)),
+            "model.layers.{}.mlp.down_proj": Place(("blk.{}.ffn_down",)),
+        },
+        _DECODER_FIELDS,
+        _SILU,
+    ),
+    "gpt2": GgufFamily(
+        "gpt2",
+        {
+            **_places(
+                {
+                    "transformer.wte": "token_embd",
+                    "transformer.wpe": "position_embd",
+                    "transformer.ln_f": "output_norm",
+                    "lm_head": "output",
+                    "transformer.h.{}.ln_1": "blk.{}.attn_norm",
+                    "transformer.h.{}.ln_2": "blk.{}.ffn_norm",
+                }
+            ),
+            **_places(
+                {
+                    "transformer.h.{}.attn.c_attn": "blk.{}.attn_qkv",
+                    "transformer.h.{}.attn.c_proj": "blk.{}.attn_output",
+                    "transformer.h.{}.mlp.c_fc": "blk.{}.ffn_up",
+                    "transformer.h.{}.mlp.c_proj": "blk.{}.ffn_down",
+                },
+                "transposed",
+            ),
+        },
+        {
+            "block_count": "n_layer",
+            "context_length": "n_positions",
+            "embedding_length": "n_embd",
+            "feed_forward_length": "n_inner",
+            "attention.head_count": "n_head",
+            "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        },
+        {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        is_rotary=False,
+    ),
+}
+"""By ``model_type``; of several with the same architecture the first whose fields fit is what a file is read as."""
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,10 @@ from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
 
 MAX_NUMBER = 2**31 - 1
 FREQUENCIES = "rope_freqs.weight"
@@ -25,8 +29,9 @@ def model_type_of(file: GgufFile) -> str:
         BadInputError: the architecture has no table.
     """
     architecture = file.metadata.get("general.architecture")
+    mixture = file.metadata.get(f"{architecture}.expert_count") not in (None, 0)
     for model_type, family in GGUF_FAMILIES.items():
-        if family.architecture == architecture:
+        if family.architecture == architecture and mixture == ("expert_count" in family.fields):
             return model_type
     known = ", ".join(dict.fromkeys(family.architecture for family in GGUF_FAMILIES.values()))
     raise BadInputError(
@@ -44,7 +49,7 @@ def settings_of(file: GgufFile, model_type: str) -> dict[str, Any]:
         GGUF_FAMILIES[model_type],
         _Metadata(file.path, file.metadata, GGUF_FAMILIES[model_type].architecture),
     )
-    fields = {field: source.number(key) for key, field in family.fields.items() if source.has(key)}
+    fields: dict[str, Any] = {field: source.number(key) for key, field in family.fields.items() if source.has(key)}
     missing = [key for key, field in family.fields.items() if field not in fields and key not in _OPTIONAL]
     if missing:
         raise source.refuse(f"has no {family.architecture}.{missing[0]}")
@@ -55,14 +60,95 @@ def settings_of(file: GgufFile, model_type: str) -> dict[str, Any]:
     if fields[family.fields["block_count"]] > len(file.tensors):
         raise source.refuse(f"has fewer tensors than {family.architecture}.block_count")
     if family.is_rotary:
-        fields.update(_rotations(source, fields, model_type))
+        fields.update(_rotations(file, source, fields, model_type))
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        fields[f"{name}_token_id"] = number if type(number) is int and 0 <= number < fields["vocab_size"] else None
     for flag, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_gate.bias")):
         if tensor in file.tensors and flag in _known_fields(model_type):
             fields[flag] = True
     return {**family.required, **fields}
 
 
-_OPTIONAL = ("attention.head_count_kv",)
+_OPTIONAL = ("attention.head_count_kv", "attention.sliding_window")
+GEMMA3_PERIOD = 6
+"""Of gemma 3's blocks every sixth sees all tokens."""
+
+
+def metadata_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The metadata of the settings of a model with a table.
+
+    Raises:
+        BadInputError: llama.cpp computes something else than these settings say.
+    """
+    family = GGUF_FAMILIES[config.model_type]
+    for name, value in family.required.items():
+        if getattr(config, name, value) != value:
+            raise _refuse_setting(name, getattr(config, name))
+    fields = {key: getattr(config, field, None) for key, field in family.fields.items()}
+    if config.model_type == "gpt2":
+        fields["feed_forward_length"] = config.n_inner or 4 * config.n_embd
+    metadata = {f"{family.architecture}.{key}": value for key, value in fields.items() if value is not None}
+    if family.is_rotary:
+        size = head_size(config)
+        sizes = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), size)
+        extra = {**sizes, **_scaling(config)}
+        metadata |= {f"{family.architecture}.{key}": value for key, value in extra.items()}
+    return {**metadata, f"{family.architecture}.vocab_size": config.vocab_size}
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Values of a head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _refuse_setting(name: str, value: object) -> BadInputError:
+    return BadInputError(f"--format=gguf: llama.cpp cannot compute {name}={value} of this family; use --format hf")
+
+
+def _scaling(config: PretrainedConfig) -> dict[str, Any]:
+    """Metadata of the rotations and of sliding windows."""
+    parameters: dict[str, Any] = config.rope_parameters
+    metadata: dict[str, Any] = {}
+    window, period = getattr(config, "sliding_window", None), 0
+    if config.model_type == "gemma3_text":
+        metadata["rope.freq_base_swa"] = parameters["sliding_attention"]["rope_theta"]
+        if parameters["sliding_attention"]["rope_type"] != "default":
+            raise _refuse_setting("rope_parameters", parameters)
+        parameters, period = parameters["full_attention"], GEMMA3_PERIOD
+        if config.query_pre_attn_scalar != head_size(config):
+            raise _refuse_setting("query_pre_attn_scalar", config.query_pre_attn_scalar)
+    kinds = [
+        "full_attention" if not period or not (i + 1) % period else "sliding_attention"
+        for i in range(config.num_hidden_layers)
+    ]
+    types = getattr(config, "layer_types", None) or kinds
+    if types != kinds:
+        raise _refuse_setting("layer_types", types)
+    slides = not period and window is not None and window < config.max_position_embeddings
+    if slides and getattr(config, "use_sliding_window", True):
+        raise _refuse_setting("sliding_window", window)
+    kind = parameters["rope_type"]
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _refuse_setting("partial_rotary_factor", parameters["partial_rotary_factor"])
+    if kind == "linear":
+        metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": parameters["factor"]}
+    elif kind not in ("default", "llama3"):
+        raise _refuse_setting("rope_type", kind)
+    return {**metadata, "rope.freq_base": parameters["rope_theta"]}
+
+
+def frequency_divisors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensor of llama 3's scaling, by its name; empty without it."""
+    import torch
+
+    config = model.config
+    if not GGUF_FAMILIES[config.model_type].is_rotary or config.rope_parameters.get("rope_type") != "llama3":
+        return {}
+    size = head_size(config)
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+    scaled = model.get_submodule("model.rotary_emb").inv_freq
+    return {FREQUENCIES: (config.rope_parameters["rope_theta"] ** -exponents / scaled).float()}
 
 
 class _Metadata:
@@ -86,7 +172,7 @@ class _Metadata:
         raise self.refuse(f"{self.architecture}.{key} is {value!r} and not a number above 0")
 
 
-def _rotations(source: _Metadata, fields: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+def _rotations(file: GgufFile, source: _Metadata, fields: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """Fields of the rotary positions: size of a head and ``rope_parameters``."""
     default = fields["hidden_size"] // fields["num_attention_heads"]
     size = int(source.number("attention.key_length")) if source.has("attention.key_length") else default
@@ -107,7 +193,39 @@ def _rotations(source: _Metadata, fields: Mapping[str, Any], model_type: str) ->
         parameters |= {"rope_type": "linear", "factor": source.number("rope.scaling.factor")}
     elif kind != "none":
         raise source.refuse(f"scales its rotations by {kind!r}, which is not supported")
+    elif FREQUENCIES in file.tensors:
+        parameters |= _llama3_scaling(file, base, size)
+    if model_type == "gemma3_text":
+        local = source.number("rope.freq_base_swa") if source.has("rope.freq_base_swa") else 10_000.0
+        sliding = {"rope_type": "default", "rope_theta": local}
+        rotations |= {"query_pre_attn_scalar": size}
+        return {**rotations, "rope_parameters": {"full_attention": parameters, "sliding_attention": sliding}}
     return {**rotations, "rope_parameters": parameters}
+
+
+def _llama3_scaling(file: GgufFile, base: float, size: int) -> dict[str, Any]:
+    """Llama 3's scaling, whose divisors of frequencies the file lists; its other constants are those of Llama 3.
+
+    Raises:
+        BadInputError: the divisors follow from other constants.
+    """
+    import torch
+
+    divisors = file.read(FREQUENCIES)
+    scaling: dict[str, Any] = {
+        "rope_type": "llama3",
+        "factor": float(divisors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    frequencies = base ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
+    smooth = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)
+    expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
+    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-4):
+        raise BadInputError(f"--from={file.path}: {FREQUENCIES} is not Llama 3's scaling; give another file")
+    return scaling
 
 
 def _known_fields(model_type: str) -> set[str]:

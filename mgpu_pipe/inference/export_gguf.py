@@ -1,0 +1,120 @@
+"""Writes a run's weights as a GGUF file with a Modelfile, and checks the file before the final rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.errors import MgpuError
+from mgpu_pipe.import_path import python_module
+from mgpu_pipe.inference.export_folder import check_target, copy_tokenizer, put_in_place, working_folder
+from mgpu_pipe.inference.gguf.write import GgufDtype, GgufLayout
+from mgpu_pipe.inference.open import StoredModel
+from mgpu_pipe.system.child_process import bound
+
+if TYPE_CHECKING:
+    import torch
+
+FILE = "model.gguf"
+SAMPLE = "The year 2024 isn't over:\n\n\tx = [1, 22, 333]  # naïve — 日本\n"
+"""Text whose token ids are compared."""
+
+
+@dataclass(frozen=True)
+class GgufReport:
+    """Figures of a finished export.
+
+    Attributes:
+        nbytes: of the file.
+        rounding: largest difference of a logit that the file's type makes, relative to the largest logit.
+        readers: differences of the readers that were tried, by name, relative to the largest logit.
+        note: about the Modelfile; may be empty.
+    """
+
+    nbytes: int
+    rounding: float
+    readers: dict[str, float]
+    note: str
+
+
+def export_gguf(stored: StoredModel, out: Path, dtype: GgufDtype, force: bool = False) -> GgufReport:
+    """Write the folder ``out`` with a GGUF file and a Modelfile; an existing one stays until the new one is checked.
+
+    This process holds one weight at a time, and computes the expected logits block by block. A fresh process reads the
+    file and compares them, by transformers' reader and by llama.cpp's library where these can.
+
+    Args:
+        force: replace an existing model folder.
+
+    Raises:
+        BadInputError: ``out`` must not be replaced, or the family or its tokenizer has no place in such a file.
+        MgpuError: the file does not give the same logits, or cannot be written.
+    """
+    import torch
+
+    from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
+    from mgpu_pipe.inference.gguf.modelfile import write_modelfile
+    from mgpu_pipe.inference.gguf.settings import frequency_divisors, metadata_of
+    from mgpu_pipe.inference.gguf.write import lay_out, write_gguf
+    from mgpu_pipe.inference.model_folder import merge_stored
+    from mgpu_pipe.models.weights.model_files import write_configuration
+
+    check_target(out, force)
+    stored = merge_stored(stored)
+    layout = lay_out(stored.model)
+    metadata = metadata_of(stored.model.config)  # without a name: llama.cpp treats some names' tokens differently
+    with working_folder(out) as partial, working_folder(out, ".tokenizer") as scratch:
+        check_target(out, force)
+        try:
+            write_configuration(stored.model, scratch, torch.float32, stored.maker)
+            copy_tokenizer(stored, scratch)
+            tokens = describe_tokenizer(
+                scratch if stored.tokenizer_folder is not None else None, stored.model.config.vocab_size
+            )
+            context = metadata[f"{layout.family.architecture}.context_length"]
+            note = write_modelfile(scratch, FILE, partial, context)
+            divisors = frequency_divisors(stored.model)
+            write_gguf(layout, stored.read, partial / FILE, dtype, {**metadata, **tokens}, divisors)
+            report = _check(stored, layout, dtype, partial / FILE, scratch, note)
+            put_in_place(partial, out)
+        except OSError as error:
+            raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
+    return report
+
+
+def _check(
+    stored: StoredModel, layout: GgufLayout, dtype: GgufDtype, file: Path, tokenizer: Path, note: str
+) -> GgufReport:
+    """Read the file in a fresh process and compare its logits and token ids with the run's."""
+    import torch
+    from safetensors.torch import save
+
+    from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
+    from mgpu_pipe.inference.gguf.write import rounded_reader
+    from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
+
+    inputs = probe(stored.model)
+    exact = streamed_logits(stored.model, stored.read, inputs, torch.float32)
+    rounded = streamed_logits(stored.model, rounded_reader(layout, stored.read, dtype), inputs, torch.float32)
+    sample = torch.tensor(load_tokenizer_file(tokenizer / TOKENIZER).encode(SAMPLE).ids)
+    done = subprocess.run(
+        bound(python_module("mgpu_pipe.inference.check_gguf", str(file.absolute()), dtype)),
+        input=save({"input_ids": inputs["input_ids"], "logits": rounded.contiguous(), "sample": sample}),
+        capture_output=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    if done.returncode:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        raise MgpuError(f"the GGUF file failed its check and was removed: {last}")
+    answer: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
+    rounding = relative_difference(rounded, exact)
+    return GgufReport(file.stat().st_size, rounding, answer, note)
+
+
+def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-12))

@@ -1,0 +1,108 @@
+"""Writes the Modelfile by which Ollama takes a GGUF file.
+
+Source: https://github.com/ollama/ollama/blob/main/docs/modelfile.mdx.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.tokenizer_folder import chat_of, special_tokens
+from mgpu_pipe.models.weights.model_files import generation_settings
+
+ROLES = ("system", "user", "assistant")
+MARK = "\u2983content\u2984"
+"""Stands for a turn's text while the parts of a template around it are sought."""
+PARAMETERS = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "repetition_penalty": "repeat_penalty"}
+"""Ollama's names of generation settings."""
+
+
+def write_modelfile(folder: Path, file: str, out: Path, context: int) -> str:
+    """Write ``Modelfile`` into ``out`` and return a note about what it lacks, or an empty string.
+
+    Args:
+        folder: with tokenizer and generation settings.
+        file: name of the GGUF file next to it.
+        context: most tokens of the model.
+    """
+    settings = generation_settings(folder) or {}
+    chat, lines, note = chat_of(folder), [f"FROM ./{file}"], ""
+    template = "{{ .Prompt }}" if chat is None else go_template(chat, special_tokens(folder).get("bos_token", ""))
+    if template is None:
+        note = "its chat template has more than turns; Ollama reads the one in the file, or give it a TEMPLATE"
+    else:
+        lines.append(f"TEMPLATE {_quoted(template)}")
+    lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in _stops(folder, settings)]
+    lines.append(f"PARAMETER num_ctx {context}")
+    if settings.get("do_sample"):
+        lines += [f"PARAMETER {PARAMETERS[key]} {settings[key]}" for key in PARAMETERS if settings.get(key) is not None]
+    else:
+        lines.append("PARAMETER temperature 0")
+    (out / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return note
+
+
+def _quoted(text: str) -> str:
+    """``text`` in the three quotes of a Modelfile."""
+    return f'"""{text}"""'
+
+
+def _stops(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Texts of the tokens that end an answer."""
+    from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, token_texts
+
+    ends, texts = settings.get("eos_token_id"), token_texts(folder / TOKENIZER)
+    named = [texts[end] for end in (ends if isinstance(ends, list) else [ends]) if end in texts]
+    return named or [text for name, text in special_tokens(folder).items() if name == "eos_token"]
+
+
+def go_template(chat: ChatTemplate, first: str) -> str | None:
+    """The chat template in the language of Ollama's; None where turns are not joined as they are.
+
+    Args:
+        first: text of the token that Ollama puts first by itself.
+    """
+    try:
+        around = {role: _around(chat, role, first) for role in ROLES}
+        prompt = _without(first, chat.render([_turn("user", MARK)], prompt=True)).partition(MARK)[2]
+        opening = prompt.removeprefix(around["user"][1])
+        turns = [_turn(role, f"{role} {number}") for number, role in enumerate([*ROLES, "user"])]
+        joined = "".join(before + turn["content"] + after for turn in turns for before, after in [around[turn["role"]]])
+        if _without(first, chat.render(turns, prompt=True)) != joined + opening:
+            return None
+        if _without(first, chat.render(turns[1:2], prompt=True)) != "user 1".join(around["user"]) + opening:
+            return None
+    except Exception:  # a template may refuse roles by any error
+        return None
+    if '"""' in "".join(part for parts in around.values() for part in parts) or "{{" in joined + opening:
+        return None
+    cases = "{{ else ".join(
+        f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}' for role, (before, after) in around.items()
+    )
+    return f"{{{{ range .Messages }}}}{{{{ {cases}{{{{ end }}}}{{{{ end }}}}{opening}"
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _without(first: str, text: str) -> str:
+    return text.removeprefix(first) if first else text
+
+
+def _around(chat: ChatTemplate, role: str, first: str) -> Sequence[str]:
+    """Text before and after the content of a turn of ``role``, in the place where it usually stands."""
+    before: list[dict[str, str]] = [] if role != "assistant" else [_turn("user", "hello")]
+    after = [_turn("user", "hello")] if role == "system" else []
+    rendered = _without(first, chat.render([*before, _turn(role, MARK), *after]))
+    head = _without(first, chat.render(before)) if before else ""
+    tail = _without(first, chat.render(after)) if after else ""
+    if not rendered.startswith(head) or not rendered.endswith(tail):
+        raise ValueError("turns depend on each other")
+    middle = rendered[len(head) : len(rendered) - len(tail)]
+    start, _, end = middle.partition(MARK)
+    return start, end

@@ -1,0 +1,205 @@
+"""``mgpu-pipe export --format gguf``. Oracles: transformers' reader of GGUF and, where npm has it, llama.cpp itself."""
+
+from __future__ import annotations
+
+import json
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.errors import BadInputError, MgpuError
+from mgpu_pipe.inference import export_gguf as export
+from mgpu_pipe.inference.export_gguf import FILE, GgufReport, export_gguf
+from mgpu_pipe.inference.gguf import layouts, write
+from mgpu_pipe.inference.gguf.file import GgufFile
+from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
+from mgpu_pipe.inference.gguf.libllama import LIBRARY_VARIABLE
+from mgpu_pipe.inference.import_gguf import open_gguf
+from mgpu_pipe.inference.open import StoredModel, _with_buffers, read_from
+from mgpu_pipe.models.build import build_meta, materialise
+from tests.inference.support import VOCABULARY, write_run, write_texts, write_tokenizer
+from tests.models.tiny import tiny_model
+from tests.support.libllama import libllama
+from tests.support.program import forked_check
+
+FAMILIES = list(GGUF_FAMILIES)
+MORE = {"gemma3_text": {"query_pre_attn_scalar": 16}}
+LLAMA3 = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+}
+
+
+@pytest.fixture(autouse=True)
+def _check_by_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=forked_check))
+    folder = libllama()
+    if folder is not None:
+        monkeypatch.setenv(LIBRARY_VARIABLE, str(folder))
+
+
+def stored_model(family: str, folder: Path, **config: object) -> tuple[StoredModel, PreTrainedModel]:
+    """A model with weights far from its initialisation, and a tokenizer."""
+    settings = tiny_model(
+        family, **{"vocab_size": VOCABULARY + 4, "bos_token_id": None, **MORE.get(family, {}), **config}
+    )
+    model = materialise(build_meta(settings), 1, "cpu").eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4)
+    tokenizer = write_tokenizer(folder / "tokenizer")
+    return StoredModel(
+        _with_buffers(build_meta(settings)), read_from(model), folder, tokenizer, None, None, True
+    ), model
+
+
+def exported(family: str, folder: Path, dtype: Any = "fp32", **config: object) -> GgufReport:
+    return export_gguf(stored_model(family, folder, **config)[0], folder / "out", dtype)
+
+
+def expected_readers(family: str, scaled: bool = False) -> set[str]:
+    transformers = set() if family == "mixtral" or scaled else {"transformers"}
+    return {"this program", *transformers, *({"llama.cpp"} if libllama() else ())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_reader_gives_the_logits_of_every_family(family: str, tmp_path: Path) -> None:
+    report = exported(family, tmp_path)
+    assert report.readers.keys() == expected_readers(family) and report.rounding < 1e-6
+    file = GgufFile(tmp_path / "out" / FILE)
+    tied = family in ("gemma3_text", "gpt2")
+    assert ("output.weight" in file.tensors) != tied
+    assert file.metadata["tokenizer.ggml.add_bos_token"] is False
+    assert file.metadata["tokenizer.ggml.pre"] == "gpt-2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_is_read_back_to_the_last_bit(family: str, tmp_path: Path) -> None:
+    stored, model = stored_model(family, tmp_path)
+    export_gguf(stored, tmp_path / "out", "fp32")
+    (tmp_path / "scratch").mkdir()
+    again = open_gguf(tmp_path / "out" / FILE, tmp_path / "scratch")
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(again.read(name, torch.float32), tensor, rtol=0, atol=3e-7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "q8_0"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_every_type_gives_what_it_rounds_to(family: str, dtype: str, tmp_path: Path) -> None:
+    report = exported(family, tmp_path, dtype)
+    assert 1e-6 < report.rounding < (1 if family == "mixtral" else 0.1), "a router may choose another expert"
+    assert report.readers["this program"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [LLAMA3, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}]
+)
+def test_scaled_rotations_are_those_of_the_run(config: dict[str, object], tmp_path: Path) -> None:
+    report = exported("llama", tmp_path, max_position_embeddings=128, **config)
+    assert report.readers.keys() == expected_readers("llama", scaled=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_file_without_the_permutation_is_caught(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this program's own reader has the same mistake, by the others."""
+    plain = {name: replace(place, rotary_heads="") for name, place in GGUF_FAMILIES[family].tensors.items()}
+    broken = replace(GGUF_FAMILIES[family], tensors=plain)
+    if family == "llama" or libllama():
+        with monkeypatch.context() as patch:
+            patch.setattr(layouts, "GGUF_FAMILIES", {**GGUF_FAMILIES, family: broken})
+            patch.setattr(write, "GGUF_FAMILIES", {**GGUF_FAMILIES, family: broken})
+            with pytest.raises(MgpuError, match=r"logits by (transformers|llama.cpp) differ"):
+                exported(family, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(write, "to_file", lambda place, tensor, config: [tensor])
+        with pytest.raises(MgpuError, match="is not the inverse"):
+            exported("llama", tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "expected"),
+    [
+        ("opt", {}, "--format=gguf: opt has no table; use --format hf"),
+        ("llama", {"hidden_act": "gelu"}, "cannot compute hidden_act=gelu"),
+        ("mistral", {"sliding_window": 16}, "cannot compute sliding_window=16"),
+        ("gemma3_text", {"query_pre_attn_scalar": 8}, "cannot compute query_pre_attn_scalar=8"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "cannot compute scale_attn_by_inverse_layer_idx=True"),
+        ("qwen3", {"attention_bias": True}, "cannot compute attention_bias=True"),
+    ],
+)
+def test_what_llama_cpp_cannot_compute_is_refused_by_name(
+    family: str, config: dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInputError, match="--format") as problem:
+        exported(family, tmp_path, **config)
+    assert expected in str(problem.value) and not (tmp_path / "out").exists()
+
+
+def test_a_run_without_a_tokenizer_or_with_another_kind_is_refused(tmp_path: Path) -> None:
+    stored, _ = stored_model("llama", tmp_path)
+    with pytest.raises(BadInputError, match=r"no tokenizer\.json"):
+        export_gguf(replace(stored, tokenizer_folder=None), tmp_path / "out", "fp32")
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    file.write_text(json.dumps(content))
+    with pytest.raises(BadInputError, match="cuts texts by"):
+        export_gguf(stored, tmp_path / "out", "fp32")
+
+
+TURNS = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.slow
+def test_a_run_becomes_a_file_and_a_modelfile_by_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out = tmp_path / "run", tmp_path / "out"
+    write_run(root, "llama", write_texts(tmp_path / "texts", 12), tmp_path / "cache")
+    words = ["export", str(root), "--out", str(out), "--format", "gguf"]
+    assert main([*words, "--dtype", "q8_0"]) == 0
+    printed = capsys.readouterr().out
+    assert "q8_0" in printed and "transformers" in printed and "ollama create" in printed
+    lines = (out / "Modelfile").read_text().splitlines()
+    assert lines[:3] == [f"FROM ./{FILE}", 'TEMPLATE """{{ .Prompt }}"""', 'PARAMETER stop "<|endoftext|>"']
+    assert main(words) == 2 and "--force" in capsys.readouterr().err
+    assert main([*words, "--force", "--dtype", "bf16"]) == 0
+    assert main([*words, "--force", "--dtype", "q4_k"]) == 2 and "llama-quantize" in capsys.readouterr().err
+    for more in (["--adapter"], ["--push", "a/b"]):
+        assert main([*words, "--force", *more]) == 2
+    assert main(["export", str(root), "--out", str(tmp_path / "hf"), "--dtype", "q8_0"]) == 2
+
+
+def test_a_chat_template_is_translated_where_turns_are_joined_as_they_are() -> None:
+    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.inference.gguf.modelfile import go_template
+
+    special = {"eos_token": "<e>", "bos_token": "<b>"}
+    assert go_template(ChatTemplate(TURNS, special, ("<e>",)), "<b>") == (
+        '{{ range .Messages }}{{ if eq .Role "system" }}<|system|>{{ .Content }}<e>'
+        '{{ else if eq .Role "user" }}<|user|>{{ .Content }}<e>'
+        '{{ else if eq .Role "assistant" }}<|assistant|>{{ .Content }}<e>{{ end }}{{ end }}<|assistant|>'
+    )
+    assert go_template(ChatTemplate("<b>" + TURNS, special, ("<e>",)), "<b>") is not None
+    counted = TURNS.replace("message['role']", "loop.index ~ message['role']")
+    assert go_template(ChatTemplate(counted, special, ("<e>",)), "<b>") is None
