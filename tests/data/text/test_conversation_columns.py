@@ -107,6 +107,14 @@ def test_unused_columns_are_named_once(tmp_path: Path) -> None:
     assert prepare(run).told == ""
 
 
+def test_unused_columns_of_preferences_are_named_once() -> None:
+    template = template_of("qwen3")
+    row = {"system": "", "prompt": "a?", "history": None, "chosen": "b", "rejected": "c", "score_chosen": 1.0}
+    for at in range(3):
+        template.preference(json.dumps({**row, "tools": None}), f"x:{at}", "messages")
+    assert template.notes.summary() == "columns that are not used: score_chosen (first: score_chosen at x:0)"
+
+
 @pytest.mark.parametrize(
     ("row", "prompt"),
     [
