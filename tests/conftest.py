@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sysconfig
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,12 @@ import pytest
 import mgpu_pipe
 from mgpu_pipe import errors
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.inference import export_folder
 from mgpu_pipe.launch.deepspeed_build import prepare_extensions
 from mgpu_pipe.system.threads import limit_threads
 from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from tests.support.needs import need_nvme, need_torch_compile
+from tests.support.program import check_from_server
 from tests.support.tables import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown  # noqa: F401  pytest finds hooks here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
@@ -53,6 +56,12 @@ def pytest_collection_finish() -> None:
 def nothing_concealed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test's environment conceals is not concealed in the next one's messages: a program begins with none."""
     monkeypatch.setattr(errors, "_hidden", {})
+
+
+@pytest.fixture(autouse=True)
+def exports_checked_by_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fresh interpreter for the check of an export imports torch and transformers: 5 seconds of processor time."""
+    monkeypatch.setattr(export_folder, "subprocess", types.SimpleNamespace(run=check_from_server))
 
 
 @pytest.fixture(autouse=True)

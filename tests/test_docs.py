@@ -47,6 +47,14 @@ LONG = tuple(
         "guides/parameter_groups",
         "guides/speech",
         "reference/checkpoint_format",
+        "guides/own_text",
+        "guides/planning",
+        "guides/preferences",
+        "guides/evaluation",
+        "guides/logging",
+        "guides/chat",
+        "tutorials/start",
+        "tutorials/move",
     )
 )
 """Pages whose commands other tests try in their like; ``make test-all`` runs them."""

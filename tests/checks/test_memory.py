@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -18,6 +19,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.launch.composed import with_memory_check
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.system import hardware
+from tests.support.sampling import one_in
 
 ROOM = 80 << 30
 HALF_STATE = ["optimizer=adamw_bf16"]
@@ -60,8 +62,9 @@ def test_a_run_that_cannot_fit_is_refused_with_three_changes() -> None:
     assert changes_of(error)[0] == "strategy=fsdp"
 
 
-@pytest.mark.parametrize("model", ["llama32_1b", "llama3_8b", "llama3_70b", "mixtral_8x7b"])
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    ("device", "model"), one_in(3, product(("cuda", "cpu"), ("llama3_8b", "llama32_1b", "llama3_70b", "mixtral_8x7b")))
+)
 def test_changes_fit_when_they_are_made(monkeypatch: pytest.MonkeyPatch, model: str, device: str) -> None:
     monkeypatch.setattr(memory, "host_memory", lambda: 24 << 30 if device == "cpu" else 2 << 40)
     strategies: tuple[str, ...] = (

@@ -18,7 +18,7 @@ from tests.gpu.conftest import sampled
 from tests.support.command import REPOSITORY
 from tests.support.tables import TOLD
 
-CHOSEN = ("single", "fsdp8", "fsdp64", "pp2 x dp32, last", "experts1", "ep8 x dp64")
+CHOSEN = ("single", "fsdp8", "fsdp64", "experts1", "ep8 x dp64")
 OTHERS = [name for name in NAMES if name not in CHOSEN]
 
 

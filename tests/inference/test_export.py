@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import types
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,6 @@ from mgpu_pipe.models.weights.model_files import saved_groups
 from mgpu_pipe.parallel.device_memory import AllocationWatch
 from mgpu_pipe.training.initial_weights import build_model
 from tests.models.tiny import tiny_model
-from tests.support.program import forked_check
 
 FAMILIES = ["llama", "gpt2", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_neox", "phi3", "opt"]
 
@@ -87,11 +86,8 @@ def test_an_export_generates_with_a_cache(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("keeps_settings", [True, False])
-def test_an_export_generates_as_the_makers_folder_does(
-    cache: bool, keeps_settings: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_generates_as_the_makers_folder_does(cache: bool, keeps_settings: bool, tmp_path: Path) -> None:
     """Oracle: the maker's folder, through training's own model of it and back."""
-    monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=forked_check))
     maker, out = tmp_path / "maker", tmp_path / "out"
     theirs = made("llama")
     theirs.config.update({"use_cache": cache, "eos_token_id": [7, 9], "pad_token_id": 9, "output_router_logits": True})
@@ -225,6 +221,6 @@ def test_a_folder_that_cannot_beput_in_place_leaves_the_one_before(
 
 
 def test_a_context_shorter_than_the_probe_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=forked_check))
+    monkeypatch.setattr(export, "subprocess", subprocess)  # an interpreter of its own, as a user's export has
     run = run_of(tmp_path / "run", "gpt2", n_positions=16)
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0

@@ -23,6 +23,7 @@ from mgpu_pipe.training.deepspeed.zero_engine import prepare_deepspeed
 from tests.inference.support import write_tokenizer
 from tests.models.old_folders import write_old
 from tests.support.processes import run_processes
+from tests.support.sampling import one_in
 
 pytestmark = pytest.mark.slow
 
@@ -211,7 +212,7 @@ def test_the_converter_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pyte
     assert int(found["pid"]) != os.getpid()
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("shards", one_in(2, [3, 1]))
 def test_a_folder_from_before_safetensors_is_converted(
     shards: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

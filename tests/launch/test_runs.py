@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launching import ROOT, alive, until
+from tests.support.command import workers_of
+from tests.support.program import ForkedProgram
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +64,12 @@ def start(place: Path, *overrides: str, program: Sequence[str] = PROGRAM, device
     )
 
 
-def run_to_end(process: subprocess.Popen[str], code: int = 0) -> tuple[Path, str]:
+def start_forked(place: Path, folder: Path, *overrides: str) -> ForkedProgram:
+    """One process in ``folder``, without waiting for imports."""
+    return ForkedProgram([*COMMON, "trainer.devices=1", f"run.dir={folder}", *overrides], place, environment_at(place))
+
+
+def run_to_end(process: subprocess.Popen[str] | ForkedProgram, code: int = 0) -> tuple[Path, str]:
     """The folder that the last line of stdout names, and stderr."""
     out, err = process.communicate(timeout=180)
     assert process.returncode == code, err
@@ -148,15 +155,15 @@ def test_killed_at_any_moment_it_resumes_as_if_nothing_had_happened(
 
 def test_a_run_whose_worker_was_killed_says_the_line_that_goes_on(place: Path) -> None:
     folder = place / "crashed"
-    launcher = start(place, f"run.dir={folder}", "trainer.max_steps=100000", devices=1)
+    launcher = start_forked(place, folder, "trainer.max_steps=100000")
     wait_for_step(folder, 6)
-    words = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _children(launcher.pid)}
-    (worker,) = (pid for pid, command in words.items() if b"launch.worker" in command)
-    os.kill(int(worker), signal.SIGKILL)
+    (worker,) = workers_of(launcher)
+    os.kill(worker, signal.SIGKILL)
     said, _ = launcher.communicate(timeout=60)
     (line,) = (line.removeprefix("go on: ") for line in said.splitlines() if line.startswith("go on: "))
     assert launcher.returncode == 1
-    again = start(place, *shlex.split(line)[len(PROGRAM) :], "trainer.max_steps=12", devices=1)
+    assert line.startswith("mgpu-pipe ")
+    again = ForkedProgram([*shlex.split(line)[1:], "trainer.max_steps=12"], place, environment_at(place))
     assert run_to_end(again)[0] == folder
 
 
@@ -177,12 +184,11 @@ def test_what_may_not_differ_is_refused_and_the_earlier_run_left_as_it_was(
 
 def test_a_folder_in_use_is_refused_with_its_holder(place: Path) -> None:
     folder = place / "busy"
-    holder = start(place, f"run.dir={folder}", "trainer.max_steps=100000", devices=1)
+    holder = start_forked(place, folder, "trainer.max_steps=100000")
     wait_for_step(folder, 2)
-    second = start(place, f"run.dir={folder}", "checkpoint.resume=auto", devices=1)
+    second = start_forked(place, folder, "checkpoint.resume=auto")
     _, said = second.communicate(timeout=120)
     holder.kill()
-    holder.communicate(timeout=60)
     assert second.returncode == 2
     assert f"another launch is training in this folder (process {holder.pid} on " in said
 

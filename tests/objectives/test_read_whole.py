@@ -106,6 +106,7 @@ def test_several_answers_to_learn_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,9 +23,9 @@ from tests.support.worlds import JoinedRun
 
 pytestmark = pytest.mark.slow
 
-KILLS = int(os.environ.get("MGPU_PIPE_KILLS", "5"))
+KILLS = int(os.environ.get("MGPU_PIPE_KILLS", "4"))
 SEED = int(os.environ.get("MGPU_PIPE_KILLS_SEED", "0"))
-STEPS, WORLD_SIZE = 60, 2
+STEPS, WORLD_SIZE = 40, 2
 STARTING = 0.25
 """Share of kills before the first step of an attempt."""
 COMMAND = (

@@ -18,7 +18,7 @@ from benchmarks.cuda_audit import TABLE, versions
 from tests.support.command import REPOSITORY
 
 RECORDED = json.loads(TABLE.read_text())
-SAMPLED = ("fsdp8", "pp2 x tp2 x cp2, last")
+SAMPLED = ("pp2 x tp2 x cp2, last",)
 WATCHED = """
 import json
 from benchmarks.pretend_cuda import load

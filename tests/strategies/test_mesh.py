@@ -111,7 +111,7 @@ def whole(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("world_size", "micro_batch_size", "model_name"),
     one_in(
-        3,
+        5,
         [
             (*sizes, name)
             for sizes in ((1, 8), (1, 1), (2, 2), (4, 1))

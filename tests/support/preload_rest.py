@@ -17,8 +17,9 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed.module_inject.auto_ep_layer
 import deepspeed.runtime.engine
-import deepspeed.runtime.zero.muon  # noqa: F401
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import functorch.compile  # noqa: F401
+import pytest  # noqa: F401  test modules, in which the functions of processes are, import it
 import torch._inductor.compile_fx
 import torch._inductor.compiler_bisector
 import torch.utils.tensorboard  # noqa: F401
