@@ -149,6 +149,7 @@ def test_the_callers_own_hydra_goes_on(tmp_path: Path) -> None:
         assert hydra.compose("mine").a == 1
 
 
+@pytest.mark.slow
 def test_train_is_the_command_lines_run(
     work: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +168,7 @@ def test_train_is_the_command_lines_run(
     assert differences.apart == [[], []] and [row["steps"] for row in differences.table] == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_failed_run_raises_what_its_worker_said_and_is_compared(
     work: Path, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

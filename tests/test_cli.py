@@ -155,6 +155,7 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], arguments:
     assert captured.out == ""
 
 
+@pytest.mark.slow
 def test_hydras_own_flags_work(tmp_path: Path):
     shown = mgpu_pipe("--cfg", "job", "strategy=ddp", "trainer.devices=3", folder=tmp_path)
     assert shown.code == 0
@@ -407,6 +408,7 @@ def test_a_signal_that_comes_too_late_for_a_run_ends_the_sweep_before_the_next(
     assert "2 of 4 runs are left, because the sweep was stopped" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_point_of_a_sweep_is_shown_as_typed_and_knows_the_words_that_start_it_alone(
     launched, capsys: pytest.CaptureFixture[str]
 ):

@@ -96,6 +96,7 @@ def test_control_characters_of_a_name_reach_no_terminal(
             assert err.startswith("error: ") and err.count("\n") == 1, (command, err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ROWS)
 def test_what_stands_in_the_column_of_files_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str

@@ -207,6 +207,7 @@ def _train_and_save_beside(folder: Path) -> list[int]:
     return list(expected)
 
 
+@pytest.mark.slow
 def test_collectives_of_training_and_of_saving_do_not_meet(tmp_path: Path) -> None:
     assert run_processes(3, _train_and_save_beside, tmp_path) == [[3, 6, 9, 12]] * 3
     assert steps_in(tmp_path) == [3, 6, 9, 12]

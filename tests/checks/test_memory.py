@@ -62,6 +62,7 @@ def test_a_run_that_cannot_fit_is_refused_with_three_changes() -> None:
     assert changes_of(error)[0] == "strategy=fsdp"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "model"), one_in(3, product(("cuda", "cpu"), ("llama3_8b", "llama32_1b", "llama3_70b", "mixtral_8x7b")))
 )
@@ -83,6 +84,7 @@ def test_changes_fit_when_they_are_made(monkeypatch: pytest.MonkeyPatch, model: 
                 assert said(*words, *change.split()) == [], (error, change)
 
 
+@pytest.mark.slow
 def test_the_changes_of_an_error_are_what_the_command_line_makes_of_them() -> None:
     sharded = ["strategy=fsdp", "strategy.offload=cpu"]
     for base, words in (("ddp", sharded), ("zero1", ["strategy=zero3"]), ("ddp", ["peft=lora"]), ("fsdp", HALF_STATE)):
@@ -92,6 +94,7 @@ def test_the_changes_of_an_error_are_what_the_command_line_makes_of_them() -> No
         assert predictions[0] == predictions[1], words
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_on_eight_gpus() -> None:
     words = ["model=llama3_70b", "strategy=ddp", "trainer.devices=8", "trainer.accelerator=cuda", H100]
     with pytest.raises(BadInputError) as refused:
@@ -113,6 +116,7 @@ def test_the_user_may_know_better() -> None:
     assert mathematics_hash(plain) == mathematics_hash(other)
 
 
+@pytest.mark.slow
 def test_within_the_uncertainty_a_run_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("strategy=fsdp", "trainer.devices=8", "data.seq_len=4096")
     plan = memory_by_rank(composed(*words))
@@ -123,6 +127,7 @@ def test_within_the_uncertainty_a_run_is_warned(monkeypatch: pytest.MonkeyPatch)
         assert bool(memory_notice(composed(*words), False)) is is_warned
 
 
+@pytest.mark.slow
 def test_elsewhere_the_hardware_has_to_be_named() -> None:
     words = ("strategy=single", "trainer.accelerator=cuda")
     assert said(*words, elsewhere=True) == said(*words, "launch=slurm") == []
@@ -140,6 +145,7 @@ def test_a_machine_without_gpus_checks_runs_for_gpus(monkeypatch: pytest.MonkeyP
     assert said() and said("trainer.accelerator=cpu", elsewhere=True), "here it would run on this machine's CPU"
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("strategy=ddp", "trainer.accelerator=cpu", "precision=fp32", "trainer.devices=8")
     plan = memory_by_rank(composed(*words))

@@ -113,6 +113,7 @@ def test_state_in_bfloat16_is_not_swapped_to_the_disk() -> None:
     assert str(error).startswith("optimizer._target_=mgpu_pipe.optim.adamw_bf16.AdamWBf16: ")
 
 
+@pytest.mark.slow
 def test_shipped_optimizers_are_not_tried(tried: list[str]) -> None:
     for option in ("adamw", "adamw_bf16", "sgd", "muon"):
         assert refusals(f"optimizer={option}", "strategy=fsdp", "trainer.devices=2") == []

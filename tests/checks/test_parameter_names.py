@@ -33,6 +33,7 @@ def lines(*overrides: str) -> list[str]:
     return [str(error) for error in name_errors(compose(overrides)[0])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", one_in(8, MODELS))
 def test_no_name_of_a_model_is_refused(name: str) -> None:
     config, _ = compose([f"model={name}_tiny", "peft=lora"])

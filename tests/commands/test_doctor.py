@@ -63,6 +63,7 @@ def test_a_rank_and_a_link_slowed_on_purpose_are_named(cache: Path, tmp_path: Pa
     assert summary["checkpoint"] is None and len(summary["step_times"]["ranks"]) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_is_wrong_is_refused_in_one_line(cache: Path, tmp_path: Path) -> None:
     for words, line in (
         (("strategy=tp", "trainer.devices=3"), "error: strategy.tp=3: it does not divide the 8 attention heads"),

@@ -200,6 +200,7 @@ def test_it_needs_no_torch(root: Path) -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False, stdout=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_real_run_says_what_it_is(tmp_path: Path, cache: Path) -> None:
     words = ["model=llama_tiny", "data=synthetic", "data.seq_len=32", "data.global_batch_size=8", "trainer.max_steps=3"]
     folder = run_folder(mgpu(cache, tmp_path, *words, "run.tags=[mine]", "run.name=real", "trainer.accelerator=cpu"))

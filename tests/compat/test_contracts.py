@@ -126,6 +126,7 @@ def _of_self(node: ast.Attribute) -> bool:
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
+@pytest.mark.slow
 def test_private_names_are_used_in_compat_alone() -> None:
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if file.parent != COMPAT]
     assert not [use for file in files for use in private_uses(file)]

@@ -42,6 +42,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_point_is_what_hydra_composes(quick: bool) -> None:
     with hydra_session() as hydra:

@@ -21,6 +21,7 @@ MIXED = ("model", "data", "objective")
 """Sections whose keys each state an identity: a new key has to be decided upon."""
 
 
+@pytest.mark.slow
 def test_every_key_of_the_schema_has_a_kind() -> None:
     for key, hint in schema_keys():
         if not (isinstance(hint, type) and is_dataclass(hint)):

@@ -91,11 +91,13 @@ def test_a_pipe_among_them_is_not_waited_for(work: Path) -> None:
     assert cli.main(["ls", "data"]) == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_knows_its_points_options(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "-m", "experiment=mine,quickstart"]) == 0
     assert capsys.readouterr().out.count("own conf ") == 1
 
 
+@pytest.mark.slow
 def test_a_run_outlives_the_folder(work: Path, cache: Path) -> None:
     """The folder is gone, and the run can be evaluated and continued from what was frozen."""
     out = mgpu(cache, work, "experiment=mine", "run.dir=run", "checkpoint.every_n_steps=4", "trainer.max_steps=4")

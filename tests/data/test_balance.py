@@ -148,6 +148,7 @@ def test_the_preview_shows_both(
     assert 1 <= float(told[2]) < float(told[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_pictures_are_dealt_too_and_the_step_is_the_same(tmp_path: Path, packing: str) -> None:
     need_digits()

@@ -69,6 +69,7 @@ def test_pictures_in_rows_are_those_that_a_list_names(tmp_path: Path) -> None:
     assert len({prepare(config).digest for config in configs}) == 1, "a run goes on with the others"
 
 
+@pytest.mark.slow
 def test_recordings_in_rows_are_those_that_a_list_names(tmp_path: Path) -> None:
     need_speech()
     table = list_of_tones(tmp_path, each=4)

@@ -173,6 +173,7 @@ def test_another_seed_is_another_order_of_the_same_data(synthetic: tuple[RunConf
     assert sorted(one.tolist()) == sorted(two.tolist())
 
 
+@pytest.mark.slow
 def test_loader_processes_give_the_same_windows(synthetic: tuple[RunConfig, PreparedData]) -> None:
     run, prepared = synthetic
     plan = BatchPlan(8, 2, 2)
@@ -217,6 +218,7 @@ def test_no_held_out_data_is_no_evaluation(synthetic: tuple[RunConfig, PreparedD
     assert len(evaluation_step_batches(config, prepared, BatchPlan(8, 1, 1), 0)) == 0
 
 
+@pytest.mark.slow
 def test_pictures_and_recordings_are_what_torchs_loader_gives(tmp_path: Path) -> None:
     """By the benchmark, in which both are timed."""
     need_speech()

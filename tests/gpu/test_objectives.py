@@ -45,6 +45,7 @@ def test_no_objective_is_left_out() -> None:
     assert named | {"causal_lm"} | set(PEFT) >= set(plugins.OBJECTIVES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(VARIANTS, "speech_seq2seq"))
 def test_an_objective_in_fp32_is_that_of_one_cpu_process(name: str, programs: Programs) -> None:
     chosen = (*SHORT, *list_overrides(name, programs.folder, VARIANTS))

@@ -22,6 +22,7 @@ CHOSEN = ("single", "fsdp8", "fsdp64", "experts1", "ep8 x dp64")
 OTHERS = [name for name in NAMES if name not in CHOSEN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", sampled([CHOSEN, OTHERS], CHOSEN), ids=["chosen", "others"])
 def test_one_rank_of_many(names: list[str]) -> None:
     command = [sys.executable, "-m", "benchmarks.one_rank", *names]

@@ -50,6 +50,7 @@ def test_a_process_uses_the_gpu_that_it_is_shown(
     assert len(seen["gpus"]) == (0 if programs.dry else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(STEPS, "eager"))
 def test_a_step_waits_once_and_nothing_is_compiled_after_the_first(name: str, programs: Programs, corpus: Path) -> None:
     """The host reads a step's loss and norm, and nothing else; documents of other lengths come with every step."""
@@ -62,6 +63,7 @@ def test_a_step_waits_once_and_nothing_is_compiled_after_the_first(name: str, pr
     assert set(waits[1:]) == {0 if programs.dry else 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(TOGETHER, "fsdp"))
 def test_two_gpus_train_as_one_cpu_process_does(name: str, programs: Programs, corpus: Path) -> None:
     if not programs.dry and torch.cuda.device_count() < 2:

@@ -73,6 +73,7 @@ def test_a_class_that_the_check_has_to_import_comes_from_the_working_folder(fold
     run(folder, tmp_path / "cache", sys.executable, "-m", "mgpu_pipe", "check", *words)
 
 
+@pytest.mark.slow
 def test_the_check_of_a_run_imports_nothing_of_the_working_folder(folder: Path, tmp_path: Path) -> None:
     betas = "optimizer.options.amsgrad=true"  # tried in a process of its own
     run(folder, tmp_path / "cache", sys.executable, "-m", "mgpu_pipe", "check", betas, *TINY)

@@ -233,5 +233,6 @@ def test_a_model(trick: str, made: Path, tmp_path: Path, cache: Path) -> None:
         assert not any("do not read" in path.read_text(errors="replace") for path in (work / "exported").iterdir())
 
 
+@pytest.mark.slow
 def test_it_is_refused_before_anything_slow_is_imported(made: Path, tmp_path: Path, cache: Path) -> None:
     refused_early(TRICKS, ("template_endless",), made, tmp_path, cache)  # the template runs once the model is there

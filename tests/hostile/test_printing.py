@@ -106,6 +106,7 @@ def test_control_and_format_characters_are_visible_and_letters_stay(capsys: pyte
     assert printable("a\nb", keep="") == "a\ufffdb"
 
 
+@pytest.mark.slow
 def test_every_module_prints_by_the_functions_that_make_text_printable() -> None:
     for file in PACKAGE.rglob("*.py"):
         name = str(file.relative_to(PACKAGE))

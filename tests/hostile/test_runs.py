@@ -365,5 +365,6 @@ def test_files_that_the_command_line_names_are_read(made: Path, tmp_path: Path, 
     assert ended == 0 and "perplexity" in said, said
 
 
+@pytest.mark.slow
 def test_it_is_refused_before_anything_slow_is_imported(made: Path, tmp_path: Path, cache: Path) -> None:
     refused_early(TRICKS, LATE, made, tmp_path, cache)

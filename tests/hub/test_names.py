@@ -198,6 +198,7 @@ def test_what_rank_zero_refuses_alone_ends_all_ranks_at_once(place: Place) -> No
     assert "error: model.path=acme/nothing: " in said[0][1] and "Traceback" not in said[1][1], said
 
 
+@pytest.mark.slow
 def test_a_strangers_run_makes_nothing_be_fetched(place: Place, texts: Path) -> None:
     files = 'data.paths=["hf://datasets/acme/texts/data/*.txt"]'
     words = (

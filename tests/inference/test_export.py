@@ -145,6 +145,7 @@ def run_of(folder: Path, family: str, **config: object) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_neither_writing_nor_running_ever_holds_the_model(family: str, tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", family, num_hidden_layers=8, vocab_size=64)
@@ -167,6 +168,7 @@ def test_a_merged_tensor_is_converted_on_its_own() -> None:
     assert len(experts) == 8 and all("block_sparse_moe.experts" in name for name in experts)
 
 
+@pytest.mark.slow
 def test_export_in_shards_loads_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path / "run", "llama")
     out = tmp_path / "out"
@@ -184,6 +186,7 @@ def test_export_in_shards_loads_again(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "use a size such as 5GB" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_that_gives_other_logits_never_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -85,6 +85,7 @@ def pictures(folder: Path) -> dict[str, Path]:
     return files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [(), OWN], ids=["the folder's", "its own"])
 @pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
 def test_pictures_are_prepared_as_in_the_run(
@@ -148,6 +149,7 @@ EXTRACTORS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", EXTRACTORS.values(), ids=EXTRACTORS)
 @pytest.mark.parametrize("kind", HEARD)
 def test_recordings_are_prepared_as_in_the_run(tmp_path: Path, files: Mapping[str, object], kind: str) -> None:

@@ -173,6 +173,7 @@ def test_eval_measures_tasks_of_the_run_and_others(
     assert f"more        {100 * alone[0]['val/quiz']:.2f}% of 5 choice" in said and "perplexity" not in said
 
 
+@pytest.mark.slow
 def test_wrong_tasks_are_refused_in_one_line(place: Path) -> None:
     (place / "bad.jsonl").write_text('{"prompt": "a", "choices": ["b"], "answer": 0}\n')
     (place / "far.jsonl").write_text('{"prompt": "a", "choices": ["b", "c"], "answer": 2}\n')

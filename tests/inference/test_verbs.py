@@ -54,6 +54,7 @@ def test_a_run_a_step_and_a_model_folder_open(runs: dict[str, Run]) -> None:
             assert loaded.tokenizer().eos_token == "<|endoftext|>"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_export_gives_the_same_logits_and_greedy_text(
     runs: dict[str, Run], family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -78,6 +79,7 @@ def test_an_export_gives_the_same_logits_and_greedy_text(
     assert not list(tmp_path.glob("exported.*"))
 
 
+@pytest.mark.slow
 def test_export_replaces_only_when_told_and_only_model_folders(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -131,6 +131,7 @@ def refusals(*overrides: str) -> list[str]:
     return [str(error) for error in errors if str(error).startswith(ASKED)]
 
 
+@pytest.mark.slow
 def test_auto_takes_them_where_they_can_run(gpu: pytest.MonkeyPatch) -> None:
     assert chosen() == chosen("strategy=zero3") == chosen("strategy=pp") == chosen("model.compile=false") == "liger"
     assert chosen("strategy=tp", "strategy.sequence_parallel=true") == "liger"
@@ -154,6 +155,7 @@ def test_asked_for_they_keep_auto_from_compiling(gpu: pytest.MonkeyPatch) -> Non
     assert not compiles(config_of("model.kernels=liger"), torch.device("cuda"), 200_000_000)
 
 
+@pytest.mark.slow
 def test_where_they_cannot_run_the_start_is_refused(gpu: pytest.MonkeyPatch) -> None:
     assert refusals() == []
     otherwise = "; use auto or torch"

@@ -32,6 +32,7 @@ def test_without_a_limit_it_is_never_too_late(monkeypatch: pytest.MonkeyPatch) -
     assert not too_late(1e9)
 
 
+@pytest.mark.slow
 def test_a_run_saves_before_it_is_too_late(tmp_path: Path, cache: Path) -> None:
     """The job's end has passed already: the run stops at a step that follows a save."""
     words = [*RUN, "strategy=ddp", "trainer.devices=2", "checkpoint.every_n_steps=2"]

@@ -66,6 +66,7 @@ def test_strangers_change_nothing(tmp_path: Path, variables: dict[str, str]) -> 
     assert "links of 3 nodes to n0: a round trip takes at most " in said and not (tmp_path / BAD_NODES).exists()
 
 
+@pytest.mark.slow
 def test_a_stranger_cannot_stand_for_a_node(tmp_path: Path) -> None:
     port, elsewhere = free_port(), free_port()
     with strangers(port):

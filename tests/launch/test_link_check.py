@@ -112,6 +112,7 @@ def test_good_links_let_the_ranks_meet(tmp_path: Path, variables: dict[str, str]
     socket.create_server(("", port)).close()  # it is free for the ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -132,6 +133,7 @@ def test_a_bad_link_is_named(tmp_path: Path, kind: dict[str, float] | None, reas
     assert f"error: node {line.replace(' ', ': ', 1)}; the job is queued again without it" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "named"), [(2, ["n0", "n1"]), (3, ["n0"])])
 def test_a_first_node_that_none_reaches_well_is_named(tmp_path: Path, nodes: int, named: list[str]) -> None:
     """Of two nodes nobody can tell whose link it is."""

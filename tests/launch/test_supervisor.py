@@ -60,6 +60,7 @@ def test_the_first_failing_ranks_own_error_is_shown(run: Path) -> None:
     assert "Connection closed" not in shown
 
 
+@pytest.mark.slow
 def test_a_crash_ends_the_others_and_names_the_killed_rank(run: Path) -> None:
     code, shown, _ = run_launcher(run, "rank1_killed", 2)
     assert code == 1
@@ -92,6 +93,7 @@ def test_a_crash_is_restarted_with_a_log_an_attempt(run: Path) -> None:
     assert log.index("--- attempt 1: rank 1 of 2") < log.index("--- attempt 2: rank 1 of 2")
 
 
+@pytest.mark.slow
 def test_restarts_end(run: Path) -> None:
     code, _, outcome = run_launcher(run, "rank1_killed", 2, max_restarts=1)
     assert code == 1
@@ -120,6 +122,7 @@ def test_a_second_interrupt_leaves_at_once(run: Path) -> None:
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_not_the_one_that_waited_for_it(run: Path) -> None:
     launcher = start_launcher(run, "wait_for_rank_1", 2)
     pids = worker_pids(run, 2)
@@ -133,6 +136,7 @@ def test_a_stopped_rank_is_named_and_not_the_one_that_waited_for_it(run: Path) -
     assert not any(map(alive, pids))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_where_it_does(run: Path) -> None:
     code, shown, _ = run_launcher(run, "hang_in_rank_1", 3)
     line = shown.splitlines()[-1]

@@ -68,7 +68,7 @@ CONTRACTS = {
         "objective=image_classification data=digits model=vit_tiny objective.label_smoothing=0.1",
         """
         1: strategy=single
-        2: strategy=ddp; objective.mixup=0.4 strategy=fsdp data.micro_batch_size=2
+        2 slow: strategy=ddp; objective.mixup=0.4 strategy=fsdp data.micro_batch_size=2
         2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1; strategy=zero2;
             strategy=zero3
         4 exhaustive: strategy=fsdp strategy.tp=2
@@ -79,7 +79,7 @@ CONTRACTS = {
         "objective=sequence_classification model=bert_tiny model.config.num_labels=3",
         """
         1: strategy=single
-        2: strategy=ddp; strategy=tp
+        2 slow: strategy=ddp; strategy=tp
         2 exhaustive: strategy=fsdp data.micro_batch_size=2;
             model=llama_tiny model.config.pad_token_id=0 strategy=tp; strategy=zero1; strategy=zero2;
             strategy=zero3
@@ -92,7 +92,7 @@ CONTRACTS = {
         "objective=contrastive data=captioned_digits model=clip_tiny",
         """
         1: strategy=single data.micro_batch_size=2
-        2: strategy=ddp data.micro_batch_size=2
+        2 slow: strategy=ddp data.micro_batch_size=2
         2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2
         4 exhaustive: strategy=ddp
         4 slow: strategy=fsdp strategy.tp=2
@@ -102,14 +102,14 @@ CONTRACTS = {
     "siglip": Contract(
         "objective=contrastive data=captioned_digits model=siglip2_base",
         """
-        2: strategy=zero3
+        2 slow: strategy=zero3
         2 exhaustive: strategy=ddp; strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2
         """,
     ),
     "two_towers": Contract(
         "objective=contrastive model=vit_bert_tiny",
         """
-        2: strategy=fsdp
+        2 slow: strategy=fsdp
         2 exhaustive: strategy=ddp; strategy=ddp @roberta; strategy=tp; strategy=tp @roberta; strategy=zero3;
             strategy=zero3 @roberta
         4 exhaustive: strategy=fsdp strategy.tp=2 precision=bf16
@@ -119,7 +119,7 @@ CONTRACTS = {
         "objective=seq2seq data=number_words model=t5_tiny",
         """
         1: strategy=single objective.loss_chunk_tokens=0
-        2: strategy=ddp
+        2 slow: strategy=ddp
         2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp;
             strategy=tp model.config.feed_forward_proj=relu; strategy=zero1; strategy=zero2; strategy=zero3
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
@@ -129,7 +129,7 @@ CONTRACTS = {
     "ctc": Contract(
         "objective=ctc data=spoken_digits model=wav2vec2_tiny",
         """
-        2: strategy=ddp data.micro_batch_size=2; strategy=tp @head_too
+        2 slow: strategy=ddp data.micro_batch_size=2; strategy=tp @head_too
         2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2;
             strategy=ddp precision=bf16; strategy=zero2 precision=bf16; strategy=ddp @head_too; strategy=fsdp @head_too;
             strategy=zero3 @head_too
@@ -140,7 +140,7 @@ CONTRACTS = {
     "speech_seq2seq": Contract(
         "objective=speech_seq2seq data=spoken_digits model=whisper_tiny",
         """
-        2: strategy=ddp data.micro_batch_size=2 model.config.apply_spec_augment=true; strategy=fsdp peft=lora
+        2 slow: strategy=ddp data.micro_batch_size=2 model.config.apply_spec_augment=true; strategy=fsdp peft=lora
         2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2;
             strategy=ddp peft=lora; strategy=tp peft=lora; strategy=zero3 peft=lora
         1 slow: strategy=single objective.loss_chunk_tokens=0
@@ -151,7 +151,7 @@ CONTRACTS = {
         "objective=vision_language model=llava_tiny data.packing=none",
         """
         1: strategy=single data.micro_batch_size=2 model.config.vision_feature_layer=-2
-        2: strategy=ddp data.micro_batch_size=2; strategy=zero3 model.config.vision_feature_layer=-2
+        2 slow: strategy=ddp data.micro_batch_size=2; strategy=zero3 model.config.vision_feature_layer=-2
         2 exhaustive: strategy=fsdp model.config.vision_feature_layer=-2; strategy=tp; strategy=zero2; strategy=pp;
             strategy.pp=2 strategy=pp strategy.activation_checkpointing=full;
             strategy.pp=2 strategy=pp precision=bf16; strategy.pp=2 strategy=pp model.freeze=[vision,language];
@@ -166,7 +166,7 @@ CONTRACTS = {
         "objective=vision_language model=smolvlm_tiny data.packing=none",
         """
         1 exhaustive: strategy=single data.micro_batch_size=2 @idefics
-        2: strategy=fsdp data.micro_batch_size=2
+        2 slow: strategy=fsdp data.micro_batch_size=2
         2 exhaustive: strategy=ddp; strategy=tp; strategy=zero3; strategy=tp @idefics; strategy=zero3 @idefics;
             strategy=pp; strategy=pp @idefics
         4 exhaustive: strategy=fsdp strategy.tp=2
@@ -176,7 +176,7 @@ CONTRACTS = {
         "objective=vision_language model=paligemma_tiny data.packing=none",
         """
         1 exhaustive: strategy=single data.micro_batch_size=2
-        2: strategy=tp
+        2 slow: strategy=tp
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=zero3; strategy=pp
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
@@ -200,7 +200,7 @@ CONTRACTS = {
             model=qwen3_vl_tiny strategy=ddp precision=bf16; model=qwen3_vl_tiny strategy=fsdp precision=bf16;
             model=qwen3_vl_tiny strategy=tp precision=bf16; model=qwen3_vl_tiny strategy=zero3 precision=bf16
         4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2; model=qwen25_vl_tiny strategy=fsdp strategy.pp=2
-        2: model=qwen3_vl_tiny strategy=tp @adapters; model=qwen3_vl_tiny strategy=zero3
+        2 slow: model=qwen3_vl_tiny strategy=tp @adapters; model=qwen3_vl_tiny strategy=zero3
         """,
         bf16_steps=20,
     ),
@@ -208,7 +208,7 @@ CONTRACTS = {
         "objective=vision_language model=llava_tiny data.packing=best_fit",
         """
         1: strategy=single data.micro_batch_size=2
-        2: model=qwen25_vl_tiny strategy=fsdp; strategy=fsdp
+        2 slow: model=qwen25_vl_tiny strategy=fsdp; strategy=fsdp
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=tp; strategy=zero3;
             model=qwen25_vl_tiny strategy=ddp; model=qwen25_vl_tiny strategy=tp;
             model=qwen25_vl_tiny strategy=zero3; model=qwen25_vl_tiny strategy=pp;

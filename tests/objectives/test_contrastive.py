@@ -60,6 +60,7 @@ def test_features_without_the_other_processes_gradients_are_found() -> None:
     assert "gradient" in found and "loss" not in found
 
 
+@pytest.mark.slow
 def test_the_loss_sends_its_closed_form_and_holds_less_than_the_naive_one() -> None:
     """By the benchmark, whose naive gradients are the oracle."""
     for found in run_processes(4, contrastive_loss.measure, None, 64, 16):
@@ -147,6 +148,7 @@ def in_float64(family: str, samples: int, size: int) -> tuple[float, dict[str, t
     return float(loss), gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "family"),
     sampled(product((2, 4, 8), ("clip", "siglip")), lambda *case: case in ((2, "siglip"), (8, "clip"))),
@@ -319,7 +321,7 @@ def goes_on_and_is_exported(
 @pytest.mark.slow
 def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     need_digits()
-    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
     folder = run_folder(mgpu(cache, tmp_path, "experiment=clip_digits", "trainer.devices=2", *short))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "finished" and summary["model"]["class"] == "CLIPModel"

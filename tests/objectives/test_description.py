@@ -141,6 +141,7 @@ def test_descriptions_need_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
+@pytest.mark.slow
 def test_other_rooms_name_no_objective() -> None:
     """A new objective is its own two files and its option: what others ask, its description answers."""
     others = [file for file in PACKAGE.rglob("*.py") if file.parent.name not in ("objectives", "losses")]

@@ -113,6 +113,7 @@ def trained(folder: str, overrides: list[str]) -> dict[str, Any]:
     return train(config, paths, prepare(config)).summary["metrics"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -172,6 +173,7 @@ def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tu
     assert told in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_tokenizer_or_with_changed_logits_is_refused(tmp_path: Path) -> None:
     from mgpu_pipe.launch.resume import announce_resume
     from mgpu_pipe.objectives.distill import Teacher

@@ -153,6 +153,7 @@ def losses_of(folder: Path) -> list[float]:
     return [float(row.split(",")[at]) for row in rows[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "strategy"), [(1, "single"), pytest.param(2, "fsdp", marks=pytest.mark.exhaustive), (2, "zero3")]
 )
@@ -165,6 +166,7 @@ def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path, processes: int, strateg
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_live_reference_is_the_cached_one(tmp_path: Path) -> None:
     given = (
         file_of(tmp_path, PAIRS),
@@ -182,6 +184,7 @@ def test_a_live_reference_is_the_cached_one(tmp_path: Path) -> None:
     assert not list((tmp_path / "live").glob("reference-*")) and list((tmp_path / "cached").glob("reference-*"))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +206,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
     assert "no such numbers of the reference for these pairs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reference_of_other_first_weights_is_not_taken(tmp_path: Path) -> None:
     """An attempt that ended before its first row leaves its reference to the next one in that ``run.dir``."""
     given, cache = (file_of(tmp_path, PAIRS), "strategy=single", "trainer.val_every_n_steps=100"), tmp_path / "cache"
@@ -213,6 +217,7 @@ def test_a_reference_of_other_first_weights_is_not_taken(tmp_path: Path) -> None
         assert losses_of(tmp_path / name)[0] == pytest.approx(np.log(2), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_damaged_reference_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given, cache = (file_of(tmp_path, PAIRS), "strategy=single", "checkpoint.every_n_steps=2"), tmp_path / "cache"
     run(tmp_path / "run", cache, 1, *given, "checkpoint.keep_last=0")
@@ -228,6 +233,7 @@ def test_a_damaged_reference_is_measured_again(tmp_path: Path, caplog: pytest.Lo
     assert np.array_equal(np.load(kept), whole)
 
 
+@pytest.mark.slow
 def test_a_reference_is_not_measured_again_from_other_weights(tmp_path: Path) -> None:
     files, cache, folder = file_of(tmp_path, PAIRS), tmp_path / "cache", tmp_path / "model"
     config = small_data(cache, files)

@@ -90,6 +90,7 @@ def _train(case: Case, dims: ParallelDims) -> tuple[list[float], list[float], An
     return outcome.losses, outcome.norms, outcome.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled([(name,) for name in TOPOLOGIES], lambda name: name not in ("ddp2", "fsdp2")))
 def test_the_loss_over_the_global_batch_is_one_processs(name: str) -> None:
     dims, zero = TOPOLOGIES[name]
@@ -120,6 +121,7 @@ def _evaluated(dims: ParallelDims, counts: list[int]) -> float:
     return sums[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [ParallelDims(dp_replicate=2), ParallelDims(dp_shard=2)])
 def test_ranks_without_a_sample_join_the_evaluation(dims: ParallelDims) -> None:
     model = filled(built(CASE), seed=CASE.seed)

@@ -102,6 +102,7 @@ def small_data(folder: Path, *overrides: str) -> RunConfig:
     return compose([*PICTURES, *given, *shape, *more, *overrides])[0]
 
 
+@pytest.mark.slow
 def test_mixup_draws_by_seed_and_sample_and_leaves_held_out_pictures(tmp_path: Path) -> None:
     """However the batch is cut; shares and partners are those of the Beta distribution and of all pictures."""
 
@@ -196,7 +197,7 @@ def test_a_folder_of_other_classes_gets_a_new_head(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     need_digits()
-    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "scheduler.warmup_steps=1", "logger=none")
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
     done = mgpu(cache, tmp_path, "experiment=vit_digits", "trainer.devices=2", *short)
     folder = run_folder(done)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))

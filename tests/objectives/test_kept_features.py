@@ -56,6 +56,7 @@ def cells() -> Sequence[Any]:
     return [pytest.param(*one, marks=() if one in sampled else pytest.mark.exhaustive) for one in every]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), cells())
 def test_the_run_is_the_one_that_computes_them_in_every_step(
     plain: Callable[[str], Path], tmp_path: Path, kind: str, strategy: str

@@ -110,6 +110,7 @@ def test_a_picture_keeps_its_shape_and_tokens_stand_where_transformers_puts_them
     assert short.train_samples == 5 and short.too_long_samples == 1
 
 
+@pytest.mark.slow
 def test_a_picture_that_is_too_long_stops_or_is_left_out(tmp_path: Path) -> None:
     chats(tmp_path)
     (tmp_path / "small.png").write_bytes(stored(Image.new("RGB", (402, 2))))

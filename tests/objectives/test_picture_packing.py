@@ -27,6 +27,7 @@ PACKED = "data.packing=best_fit"
 QWEN25, QWEN3, PARTS = "model=qwen25_vl_tiny", "model=qwen3_vl_tiny", "model=smolvlm_tiny"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chats", "overrides", "length", "many"),
     [

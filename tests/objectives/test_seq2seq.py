@@ -32,6 +32,7 @@ def small_data(folder: Path, *overrides: str) -> RunConfig:
     return compose([*T5, *shape, *steps, f"data.cache_dir={folder / 'cache'}", *overrides])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", ["auto", "0"])
 def test_exact_match_is_that_of_greedy_answers(tmp_path: Path, chunk: str) -> None:
     config = small_data(tmp_path, f"objective.loss_chunk_tokens={chunk}")

@@ -81,6 +81,7 @@ def small_data(folder: Path, *overrides: str, model: tuple[str, ...] = BERT[:-1]
     return compose([*model, "data=labelled_jsonl", *shape, *paths, *overrides])[0]
 
 
+@pytest.mark.slow
 def test_classes_are_found_or_given_and_the_model_names_them(tmp_path: Path) -> None:
     config = small_data(tmp_path)
     found = prepare(config)

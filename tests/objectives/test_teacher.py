@@ -58,6 +58,7 @@ def held(folder: str, strategy: list[str]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "shares"),
     [(["strategy=ddp", FSDP], [0.5, 0.5]), (["strategy=ddp"], [1.0, 1.0]), (["strategy=pp", FSDP], [None, 1.0])],
@@ -72,6 +73,7 @@ def test_it_lies_where_it_is_said(strategy: list[str], shares: list[float | None
         assert rank["gathered"] <= 3 if shares[-1] == 0.5 else rank["gathered"] == rank["of"]
 
 
+@pytest.mark.slow
 def test_ranks_with_fewer_held_out_samples_gather_as_often(tmp_path: Path) -> None:
     with_teacher(tmp_path)
     sizes = ["data.validation_max_samples=3", "data.micro_batch_size=1", "trainer.max_steps=1"]
@@ -96,6 +98,7 @@ def validated(folder: str, run: str, overrides: list[str]) -> dict[str, float]:
     return {key: metrics[key] for key in ("val/loss", "val/divergence", "val/perplexity")}
 
 
+@pytest.mark.slow
 def test_a_run_teaches_as_its_export_does(tmp_path: Path) -> None:
     config = with_teacher(tmp_path)
     run = tmp_path / "run"
@@ -112,6 +115,7 @@ def test_a_run_teaches_as_its_export_does(tmp_path: Path) -> None:
         preflight(small_data(tmp_path, f"objective.teacher={run}", "model.config.vocab_size=400"))
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_is_no_teacher(tmp_path: Path) -> None:
     config = with_teacher(tmp_path)
     run = tmp_path / "run"

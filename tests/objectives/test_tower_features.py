@@ -128,6 +128,7 @@ def test_what_would_change_them_is_refused(overrides: tuple[str, ...], told: str
     assert said == [f"data.cache_features=true: {told}"]
 
 
+@pytest.mark.slow
 def test_other_pictures_or_another_model_have_a_file_of_their_own(tmp_path: Path) -> None:
     def name(*overrides: str) -> str:
         config = chats(tmp_path, *KEPT, *overrides)
@@ -143,6 +144,7 @@ def test_other_pictures_or_another_model_have_a_file_of_their_own(tmp_path: Path
     assert len({first, *others}) == 5
 
 
+@pytest.mark.slow
 def test_a_tower_that_learned_before_it_was_frozen_is_measured_as_it_is_now(tmp_path: Path) -> None:
     given = ("strategy=single", "optimizer.lr=1e-2", "data.shift=0")
     run(tmp_path / "first", 1, *given, "trainer.max_steps=2", "scheduler.total_steps=4")

@@ -220,6 +220,7 @@ def test_frames_are_chosen_as_transformers_chooses_them(total: int, rate: float,
     assert seconds == pytest.approx(2 / (len(found) / total * rate)), "its sampled_fps"
 
 
+@pytest.mark.slow
 def test_a_video_that_cannot_be_used_stops_or_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     need_pyav()
     strange = strange_videos(tmp_path)
@@ -277,6 +278,7 @@ def test_without_pyav_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch: p
         prepare(chats(tmp_path))
 
 
+@pytest.mark.slow
 def test_no_frame_tells_the_way_and_clips_are_held_out_whole(cache: Path) -> None:
     frames, questions = moving_shapes()
     again, _ = moving_shapes()
@@ -301,7 +303,8 @@ def test_no_frame_tells_the_way_and_clips_are_held_out_whole(cache: Path) -> Non
 
 @pytest.mark.slow
 def test_four_steps_of_the_experiment_show_frames_beside_answers(cache: Path, tmp_path: Path) -> None:
-    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "logger=none", "trainer.devices=2")
+    few = ("data.global_batch_size=8", "data.micro_batch_size=4", "data.validation_max_samples=16")
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "logger=none", "trainer.devices=2", *few)
     folder = run_folder(mgpu(cache, tmp_path, "experiment=video_shapes", *short, "scheduler.warmup_steps=1"))
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "finished" and 0 <= summary["metrics"]["val/exact_match"] <= 1

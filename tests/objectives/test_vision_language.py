@@ -119,6 +119,7 @@ def chats(folder: Path, *overrides: str, rows: list[Any] = ROWS) -> RunConfig:
 run = partial(small_runs.run, chats)
 
 
+@pytest.mark.slow
 def test_conversations_of_every_form_become_rows_with_places(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
@@ -173,6 +174,7 @@ def test_a_template_that_takes_parts_is_given_them() -> None:
     assert template.prompt(asked) == "USER: <image>\nWhat? ASSISTANT:"
 
 
+@pytest.mark.slow
 def test_digits_are_held_out_by_pairs_and_asked_about_alone_and_together(cache: Path) -> None:
     need_digits()
     config = compose([*GIVEN, "data=digit_questions", f"data.cache_dir={cache}", "data.validation_fraction=0.2"])[0]
@@ -226,6 +228,7 @@ def test_bad_input_is_told_before_the_run(
     assert expected in out and "Traceback" not in out
 
 
+@pytest.mark.slow
 def test_a_picture_that_cannot_be_used_stops_or_is_left_out(tmp_path: Path) -> None:
     from mgpu_pipe.errors import DataError
 
@@ -325,7 +328,8 @@ def test_the_stages_of_a_pipeline_answer_as_one_process_does(tmp_path: Path) -> 
 def test_four_steps_of_both_stages(cache: Path, tmp_path: Path) -> None:
     """The second stage takes its weights from the first, whose towers stayed as they were."""
     need_digits()
-    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=2", "logger=none", "trainer.devices=2")
+    few = ("data.global_batch_size=8", "data.micro_batch_size=4", "data.validation_max_samples=16")
+    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "logger=none", "trainer.devices=2", *few)
     first = run_folder(mgpu(cache, tmp_path, "experiment=vlm_digits_stage1", *short))
     start = (f"checkpoint.init_from={first}", "run.starts_from=null", "scheduler.warmup_steps=1")
     folder = run_folder(mgpu(cache, tmp_path, "experiment=vlm_digits", *start, *short))

@@ -29,6 +29,7 @@ def test_configurations_have_the_same_hash(names: Sequence[str] | None) -> None:
     assert tables.configuration_hashes(names) == {name: OLD["configurations"][name] for name in names}
 
 
+@pytest.mark.slow
 @every(tables.SAMPLED_DATA)
 def test_data_has_the_same_digest(names: Sequence[str] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)

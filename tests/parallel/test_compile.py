@@ -120,6 +120,7 @@ def test_documents_of_any_length_need_no_further_compilation(flash: bool, monkey
     assert len(set(longest)) == (3 if flash else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["full", "selective", pytest.param("none", marks=pytest.mark.exhaustive)])
 def test_compiled_experts_count_their_tokens_once(checkpointing: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     model = whole_model("mixtral")

@@ -72,6 +72,7 @@ def test_under_sequence_parallelism_tokens_are_dropped_apart() -> None:
     assert SEQ_LEN // 2 in lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [{}, SEQUENCE])
 def test_a_recomputation_drops_what_the_first_pass_did(mode: dict[str, Any]) -> None:
     """Gradients with activation checkpointing are those without."""
@@ -100,6 +101,7 @@ def both_ways(case: Case, dims: ParallelDims) -> tuple[Masks, Masks]:
     return drawn(case, dims)[0], drawn(replace(case, steps=1), dims, first_step=1)[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_drops_what_the_uninterrupted_one_did() -> None:
     for whole, resumed in run_processes(2, both_ways, CASE, ParallelDims(tp=2)):
         assert all(torch.equal(a, b) for a, b in zip(whole[len(whole) // 2 :], resumed, strict=True))

@@ -39,6 +39,7 @@ def composed(*words: str) -> RunConfig:
     return compose(list(words))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -155,6 +156,7 @@ def test_keys_of_plans_are_no_part_of_a_runs_identity() -> None:
     assert mathematics_hash(config) == mathematics_hash(other)
 
 
+@pytest.mark.slow
 def test_the_command_prints_plans_and_imports_no_torch(tmp_path: Path) -> None:
     words = [
         "plan",

@@ -136,6 +136,7 @@ def test_passes_in_flight_are_those_of_the_streams(schedule: str) -> None:
                 assert np.all(found == exact) if full else np.all(found >= exact)
 
 
+@pytest.mark.slow
 def test_terms_follow_the_settings() -> None:
     eight = (
         "model=llama3_8b",

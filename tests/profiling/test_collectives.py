@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -101,6 +102,7 @@ def test_clocks_of_several_machines_are_compared() -> None:
     assert first["waiting"] < 0.5 * LATE_S
 
 
+@pytest.mark.slow
 def test_what_trains_imports_nothing_of_it() -> None:
     program = "import sys; from mgpu_pipe.launch.worker import import_all; import_all(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

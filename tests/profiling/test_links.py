@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -74,6 +75,7 @@ def test_links_are_slow_beside_their_like() -> None:
     assert verdict(links[:1]) == ["one link has none to compare it with"]
 
 
+@pytest.mark.slow
 def test_the_verb_measures_the_processes_of_a_run(cache: Path, tmp_path: Path) -> None:
     words = ["doctor", "links", "strategy=ddp", "data.global_batch_size=12", "model=llama_tiny"]
     lines = mgpu(cache, tmp_path, *words, "trainer.devices=2").splitlines()

@@ -200,6 +200,7 @@ def test_keys_zoom_and_move(opened: Browser) -> None:
     assert opened.run(AXES)[3] == [0, 60]
 
 
+@pytest.mark.slow
 def test_a_served_page_shows_new_steps_and_keeps_what_the_reader_chose(browser: Browser, make_run: MakeRun) -> None:
     run = make_run(steps=60)
     *_, last = run.metrics.read_text().splitlines()

@@ -289,6 +289,7 @@ def test_a_comparison_shows_every_key_that_differs(make_run: MakeRun) -> None:
     assert "optimizer.lr 0" not in told, "what is alike"
 
 
+@pytest.mark.slow
 def test_many_runs_and_long_runs_stay_small(make_run: MakeRun) -> None:
     runs = [make_run(folder=f"2026-01-01_00-00-{at:02d}-aaaaaaaa", steps=60, seed=at) for at in range(20)]
     assert len(json.loads(page_of(*runs).data)["charts"][0]["curves"]) == 40

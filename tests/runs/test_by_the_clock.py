@@ -36,6 +36,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_whose_time_is_up_has_finished_and_goes_on_with_more(cache: Path, tmp_path: Path) -> None:
     words = (*WORDS, "scheduler=constant", f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1")
     two = ("strategy=ddp", "trainer.devices=2")
@@ -58,6 +59,7 @@ def test_a_run_whose_time_is_up_has_finished_and_goes_on_with_more(cache: Path, 
     assert list(column(folder, "train/loss")) == list(range(1, last + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "saved"), [("1e-6", [1, 2, 3]), ("1e6", [3])])
 def test_saves_come_by_the_clock(minutes: str, saved: list[int], cache: Path, tmp_path: Path) -> None:
     every = (f"checkpoint.every_n_minutes={minutes}", "checkpoint.keep_last=0")

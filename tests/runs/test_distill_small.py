@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.command import mgpu, run_folder
 
 
+@pytest.mark.slow
 def test_four_steps_learn_from_the_run_of_another_experiment(cache: Path, tmp_path: Path) -> None:
     own = tmp_path / "conf" / "experiment"
     own.mkdir(parents=True)

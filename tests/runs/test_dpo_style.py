@@ -18,6 +18,7 @@ from mgpu_pipe.errors import ConfigErrors
 from tests.support.command import mgpu, run_folder
 
 
+@pytest.mark.slow
 def test_four_steps_start_from_the_run_of_another_experiment(cache: Path, tmp_path: Path) -> None:
     own = tmp_path / "conf" / "experiment"
     own.mkdir(parents=True)
@@ -52,6 +53,7 @@ def test_four_steps_start_from_the_run_of_another_experiment(cache: Path, tmp_pa
     assert len(list((tmp_path / "outputs" / "spoken_base").iterdir())) == 1, "the finished run is taken"
 
 
+@pytest.mark.slow
 def test_both_styles_are_held_out_alike(cache: Path) -> None:
     held = []
     for words in (["data=spoken_chat"], ["data=spoken_preferences", "objective=dpo"]):

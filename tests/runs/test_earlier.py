@@ -28,6 +28,7 @@ def overrides(*more: str) -> list[str]:
     return [*kept, "trainer.max_steps=9", *more]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_it_goes_on_as_it_would_have(strategy: str, cache: Path, tmp_path: Path) -> None:
     shutil.copytree(EARLIER, tmp_path / "run")
@@ -41,6 +42,7 @@ def test_it_goes_on_as_it_would_have(strategy: str, cache: Path, tmp_path: Path)
             assert reached[step] == pytest.approx(truth[step], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_evaluated_exported_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = Path(shutil.copytree(EARLIER, tmp_path / "run"))
     assert main(["eval", str(run)]) == 0

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.data.support import sentences, write_jsonl
 from tests.support.command import column, mgpu, run_folder
 
 
+@pytest.mark.slow
 def test_a_mixture_goes_on_with_the_same_samples_on_other_processes(cache: Path, corpus: Path, tmp_path: Path) -> None:
     rows = [{"prompt": sentences(n, 4), "completion": sentences(-n, 1 + n % 9)} for n in range(200)]
     chat = write_jsonl(tmp_path / "chat.jsonl", rows)

@@ -49,6 +49,7 @@ def verified(overrides: list[str], steps: int) -> list[tuple[str, bool]]:
     return [(one.quantity, one.passed) for one in worst_of(compare(small_run(*overrides, steps=steps)))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name.endswith("8b_lora_8gpu") else pytest.param(name, marks=pytest.mark.exhaustive) for name in RECIPES],

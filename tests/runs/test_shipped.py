@@ -69,6 +69,7 @@ AS_OTHERS = (
 """Commands of docs/guides/images.md and speech.md train them, or tests/objectives; ``make test`` tries the others."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", sampled([(name,) for name in TINY], lambda name: name not in AS_OTHERS))
 def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Path) -> None:
     spoken = DATA.get(model) == "spoken_digits"

@@ -33,6 +33,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     return out.err if code else out.out
 
 
+@pytest.mark.slow
 def test_the_average_is_saved_evaluated_and_exported(
     cache: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

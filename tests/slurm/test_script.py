@@ -279,6 +279,7 @@ def test_composing_names_an_unknown_key() -> None:
         compose(["launch=slurm", "launch.partitoin=x"])
 
 
+@pytest.mark.slow
 def test_the_line_for_other_schedulers_trains_by_the_environment_alone(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,6 @@ from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.save_and_resume import restore_optimizer, restore_weights
 from tests.support.processes import run_processes
-from tests.support.sampling import sampled
 from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained
 
 pytestmark = pytest.mark.slow
@@ -86,7 +85,8 @@ PAIRS = tuple(product(SOURCES, ("mixtral", "gpt2")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "model"), sampled(PAIRS, lambda *pair: pair == ("fsdp 3", "mixtral")))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("source", "model"), PAIRS)
 def test_any_mesh_strategy_goes_on_from_any_other(tmp_path: Path, model: str, source: str) -> None:
     writes = TOPOLOGIES[source]
     run_processes(writes.world_size, saved, model, writes, str(tmp_path))

@@ -65,6 +65,7 @@ def compare(names: list[str]) -> None:
         assert row == recorded[row["case"]], f"{row['case']} differs from {TABLE.name}: write it anew and say why"
 
 
+@pytest.mark.slow
 def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
     ((quiet, waits, refused),) = python("-c", WATCHED)
     assert quiet == 0
@@ -80,6 +81,7 @@ def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
     assert "cuda:0 and cpu" in refused
 
 
+@pytest.mark.slow
 def test_steps_are_as_the_table_says() -> None:
     compare(list(SAMPLED))
 

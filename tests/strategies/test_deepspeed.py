@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -22,7 +20,6 @@ from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from mgpu_pipe.training.deepspeed.deepspeed_config import generate
@@ -36,6 +33,7 @@ from tests.support.bf16 import loss_error
 from tests.support.processes import run_processes
 from tests.support.sampling import sampled
 from tests.support.tiny import MODELS, step_batch
+from tests.support.trainer import quiet_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -106,8 +104,6 @@ def trained(
     samples: int = 8,
     raw: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     settings = generate(
         BatchPlan(samples, world, micro_batch_size),
@@ -129,21 +125,7 @@ def trained(
     )
     objective = CausalLMObjective(build_meta(MODELS[model_name]), adamw, lambda step: 1.0, chunk)
     watch = Watch(poison)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        max_steps=STEPS,
-        logger=False,
-        callbacks=[watch],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        val_check_interval=NEVER,
-        check_val_every_n_epoch=None,
-    )
-    quiet_signals(trainer)
+    trainer = quiet_trainer(strategy, STEPS, watch)
     try:
         step_batches = [step_batch(step, rank, world, micro_batch_size, samples) for step in range(STEPS)]
         trainer.fit(objective, ListedStepBatches(step_batches))

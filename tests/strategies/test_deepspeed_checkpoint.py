@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.parallelize import ParallelOptions
-from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import generate
 from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
@@ -30,6 +27,7 @@ from tests.strategies.test_mesh import LR, relative, whole
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 from tests.support.tiny import MODELS, step_batch
+from tests.support.trainer import quiet_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -97,26 +95,10 @@ def segment(
     precision: str = "fp32",
 ) -> list[float]:
     """Train steps ``start`` to ``stop``, from the checkpoint ``source``, and leave one under ``target``."""
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     strategy, watch = strategy_of(engine, precision), Segment(source)
     objective = CausalLMObjective(built(model_name, frozen), decaying_adamw, lambda step: 1.0, 7)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        max_steps=stop - start,
-        logger=False,
-        callbacks=[watch],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        val_check_interval=NEVER,
-        check_val_every_n_epoch=None,
-    )
-    quiet_signals(trainer)
+    trainer = quiet_trainer(strategy, stop - start, watch)
     trainer.fit(objective, ListedStepBatches([step_batch(step, rank, world, 2) for step in range(start, stop)]))
     if target is not None:
         config = target.parent / "config.yaml"
@@ -195,25 +177,9 @@ class Gradients(pl.Callback):
 
 def fit(strategy: EngineStrategy, model: torch.nn.Module, steps: int) -> set[str]:
     """Train ``model`` from step 0 on this process's share of tests/support/tiny.py's batches."""
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     gradients = Gradients()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        max_steps=steps,
-        logger=False,
-        callbacks=[gradients],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        val_check_interval=NEVER,
-        check_val_every_n_epoch=None,
-    )
-    quiet_signals(trainer)
+    trainer = quiet_trainer(strategy, steps, gradients)
     objective = CausalLMObjective(model, decaying_adamw, lambda step: 1.0, 7)
     trainer.fit(objective, ListedStepBatches([step_batch(step, rank, world, 2) for step in range(steps)]))
     return gradients.names

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.parallel.parallelize import ParallelOptions
-from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.mesh import MeshStrategy
 from mgpu_pipe.training.step import NonFiniteStep
@@ -23,6 +20,7 @@ from tests.support.bf16 import loss_error
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 from tests.support.tiny import MODELS, plain_steps, step_batch
+from tests.support.trainer import quiet_trainer
 
 LR, STEPS = 3e-4, 10
 CPU = torch.device("cpu")
@@ -58,8 +56,6 @@ def trained(
     poison: int | None = None,
     steps: int = STEPS,
 ) -> dict[str, Any]:
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     strategy = MeshStrategy(
         ParallelDims(dp_replicate=world),
@@ -70,21 +66,7 @@ def trained(
     )
     objective = CausalLMObjective(build_meta(MODELS[model_name]), adamw, lambda step: 1.0, chunk)
     watch = Watch(poison)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=strategy,
-        max_steps=steps,
-        logger=False,
-        callbacks=[watch],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        val_check_interval=NEVER,
-        check_val_every_n_epoch=None,
-    )
-    quiet_signals(trainer)
+    trainer = quiet_trainer(strategy, steps, watch)
     step_batches = [step_batch(step, rank, world, micro_batch_size) for step in range(steps)]
     try:
         trainer.fit(objective, ListedStepBatches(step_batches))
@@ -135,6 +117,7 @@ def test_ddp_is_the_plain_loop(model_name: str, world_size: int, micro_batch_siz
         assert torch.equal(whole(result["weights"]), whole(results[0]["weights"]))
 
 
+@pytest.mark.slow
 def test_clipping_uses_the_global_norm() -> None:
     expected = oracle("gpt2", max_norm=0.5)
     (first, _) = run_processes(2, trained, "gpt2", 4, "fp32", 7, 0.5)
@@ -142,6 +125,7 @@ def test_clipping_uses_the_global_norm() -> None:
     assert relative(whole(first["weights"]), whole(expected["weights"])) < 1e-5
 
 
+@pytest.mark.slow
 def test_bf16_is_as_close_to_fp32_as_one_bf16_process() -> None:
     expected = oracle("llama")
     (alone,) = run_processes(1, trained, "llama", 8, "bf16", 0)
@@ -174,6 +158,7 @@ def _saved_between_evaluation_and_training() -> dict[str, Any]:
         globals()["Watch"] = original
 
 
+@pytest.mark.slow
 def test_bf16_state_is_fp32_also_right_after_an_evaluation_and_training_goes_on() -> None:
     untouched = run_processes(2, trained, "llama", 4, "bf16", 7, None, None, 3)
     for result, other in zip(run_processes(2, _saved_between_evaluation_and_training), untouched, strict=True):
@@ -187,6 +172,7 @@ def test_a_nan_on_one_rank_stops_all_before_the_update() -> None:
         assert result == {"error": "the loss at step 4", "steps": 3}
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_topology_are_bit_equal() -> None:
     first, second = (run_processes(3, _six_samples)[0] for _ in range(2))
     assert first["rows"] == second["rows"]

@@ -54,6 +54,7 @@ def both(case: Case, dims: ParallelDims) -> tuple[Outcome, Outcome, int]:
     return expected, outcome, told.abandoned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

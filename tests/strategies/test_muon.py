@@ -49,6 +49,7 @@ def way_of(name: str, model: str) -> Way:
     return Way(WAYS[name], {"model": model, **(MICRO if WAYS[name].pp > 1 else {})})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "model"), [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.exhaustive) for cell in CELLS]
 )

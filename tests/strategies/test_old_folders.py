@@ -84,6 +84,7 @@ def cells() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "strategy"), cells())
 def test_an_old_folder_learns_as_in_one_process(kind: str, strategy: str, tmp_path: Path) -> None:
     folder, processes = write_old(kind, tmp_path), 4 if strategy == "hsdp" else 2

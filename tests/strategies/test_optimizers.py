@@ -132,6 +132,7 @@ def hold(way: Way, names: list[str], folder: Path) -> None:
         assert worst <= 1, (name, where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp 3", "tp 2", "zero2 2"])
 def test_an_optimizer_is_one_process_and_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
     way = WAYS[name]

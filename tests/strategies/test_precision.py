@@ -47,6 +47,7 @@ def test_fp16_keeps_fp32_weights_and_is_as_good_as_one_fp16_process() -> None:
     check_precision(replace(CASE, precision="fp16"), TWO, torch.float32)
 
 
+@pytest.mark.slow
 def test_bf16_true_is_bf16_throughout() -> None:
     case = replace(CASE, precision="bf16_true")
     check_precision(case, ParallelDims(dp_replicate=2), torch.bfloat16)
@@ -79,6 +80,7 @@ def halved(case: Case, dims: ParallelDims) -> tuple[dict[str, float], dict[str, 
     return wide, *sent_and_trained(replace(case, reduce="bf16"), dims)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "micro_batches", "dims"),
     [

@@ -60,6 +60,7 @@ def guarded(case: Case, dims: ParallelDims) -> Outcome:
     return trained(case, dims, on_start=watch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.exhaustive) for name in WAYS]
 )

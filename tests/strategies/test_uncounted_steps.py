@@ -49,6 +49,7 @@ def compare(shards: list[LocalShard], expected: list[LocalShard], where: str) ->
         assert torch.equal(shard.tensor, other.tensor), f"{where}: {shard.tensor_slice.key}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", [name if name in SAMPLED else pytest.param(name, marks=pytest.mark.exhaustive) for name in WAYS]
 )

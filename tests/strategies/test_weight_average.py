@@ -118,6 +118,7 @@ def averages(results: list[Outcome]) -> dict[str, torch.Tensor]:
     return {name.removesuffix(f"/{EMA}"): value for name, value in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in MORE)]
 )
@@ -144,6 +145,7 @@ def test_the_average_goes_from_any_strategy_to_any_as_one_process_has_it(one: st
     assert apart > 10 * BOUND * norm_of(wanted.values()), "the weights themselves would not do"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["fsdp 2", pytest.param("zero3 2", marks=pytest.mark.exhaustive)])
 def test_weights_that_few_steps_use_are_averaged_alike(way: str) -> None:
     dims, more = WAYS[way]

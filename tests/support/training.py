@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,7 +31,6 @@ from mgpu_pipe.optim.optimizers import optimizer_factory
 from mgpu_pipe.parallel.fsdp import ShardingOptions
 from mgpu_pipe.parallel.parallelize import ParallelOptions
 from mgpu_pipe.parallel.pipeline.run_pipeline import PipelinePlan
-from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import generate
 from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
@@ -42,6 +39,7 @@ from mgpu_pipe.training.strategy import EngineStrategy
 from tests.support.encoders import ENCODER_MODELS, ENCODERS, SEEING
 from tests.support.learned import LEARNED as OF_TEXT
 from tests.support.tiny import MODELS, SEQ_LEN, VOCABULARY
+from tests.support.trainer import quiet_trainer
 
 Batch = dict[str, torch.Tensor]
 LEARNED = {**OF_TEXT, **ENCODERS}
@@ -345,9 +343,6 @@ def trained(
     on_end: Callable[[Any], None] | None = None,
 ) -> Outcome:
     """Train ``case`` on this process of the group; a collective call."""
-    for name in ("pytorch_lightning", "pytorch_lightning.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     strategy = strategy_of(case, dims)
     model = built(case)
     branching = TogetherObjective if case.together else BranchObjective
@@ -360,21 +355,7 @@ def trained(
     else:
         objective = learns(model, optimizer_of(case, model), learning_rate)
     watch = Watch(on_start)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size(),
-        strategy=strategy,
-        max_steps=case.steps,
-        logger=False,
-        callbacks=[watch],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        val_check_interval=NEVER,
-        check_val_every_n_epoch=None,
-    )
-    quiet_signals(trainer)
+    trainer = quiet_trainer(strategy, case.steps, watch)
     at, size = dims.data_parallel_rank(dist.get_rank()), dims.data_parallel_size
     steps = range(first_step, first_step + case.steps)
     trainer.fit(objective, ListedStepBatches([step_batch_of(case, step, at, size) for step in steps]))

@@ -110,6 +110,7 @@ def test_it_fits_its_window_and_nothing_is_refused(browser: Browser, tmp_path: P
             assert browser.refused == []
 
 
+@pytest.mark.slow
 @NEEDS_BROWSER
 def test_a_served_page_follows_the_sweep_and_keeps_what_the_reader_chose(browser: Browser, sweep: Store) -> None:
     with ReportServer(SweepPage(sweep).find, 0) as server:

@@ -24,6 +24,7 @@ def test_the_table_is_interpolated_between_its_runs() -> None:
     assert loss((rate, decay, 18.0)) == pytest.approx(statistics.mean(ends), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_tpe_finds_better_runs_than_random_draws() -> None:
     pytest.importorskip("optuna")
     for seeds in ("mean regret after 30 trials, tpe", f"tpe, of the first {FIRST} seeds alone"):

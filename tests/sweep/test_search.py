@@ -179,6 +179,7 @@ def test_an_empty_or_unreadable_space_is_refused(value: object, fix: str) -> Non
         parameter("optimizer.lr", value)
 
 
+@pytest.mark.slow
 def test_a_search_draws_its_trials_and_goes_on_after_more(launches: list[RunConfig]) -> None:
     words = [
         *BASE,
@@ -209,6 +210,7 @@ def test_a_space_with_a_point_that_cannot_run_is_refused_before_anything_starts(
     assert not launches and not list(Path().glob("outputs/sweeps/*"))
 
 
+@pytest.mark.slow
 def test_asha_promotes_by_resume_and_spends_little(launches: list[RunConfig]) -> None:
     words = [*BASE, "sweep.search=random", "sweep.trials=9", "sweep.pruner=asha", "sweep.name=s"]
     assert cli.main([*words, "sweep.metric=val/loss", "optimizer.lr=tag(log,interval(1e-5,1e-2))"]) == 0
@@ -227,6 +229,7 @@ def test_asha_promotes_by_resume_and_spends_little(launches: list[RunConfig]) ->
     assert json.loads((Path(pruned.folder) / "summary.json").read_text())["status"] == "pruned"
 
 
+@pytest.mark.slow
 def test_a_sweep_of_few_trials_trains_its_best_one_to_the_end(launches: list[RunConfig]) -> None:
     words = [*BASE, "sweep.pruner=asha", "sweep.name=s", "sweep.metric=val/loss", "optimizer.lr=1e-4,2e-3"]
     assert cli.main(words) == 0
@@ -235,6 +238,7 @@ def test_a_sweep_of_few_trials_trains_its_best_one_to_the_end(launches: list[Run
     assert [config.trainer.max_steps for config in launches] == [3, 3, 9, 27]
 
 
+@pytest.mark.slow
 def test_seeds_are_added_to_every_point(launches: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
     rates = "optimizer.lr=1e-4,1e-3"
     assert cli.main([*BASE, rates, "sweep.metric=val/loss", "sweep.name=s", "seed=7"]) == 0
@@ -254,6 +258,7 @@ def test_seeds_are_added_to_every_point(launches: list[RunConfig], capsys: pytes
     assert "give sweep.seeds=N alone, above 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_pruner_and_several_seeds_are_refused(launches: list[RunConfig], capsys: pytest.CaptureFixture[str]) -> None:
     words = [*BASE, "optimizer.lr=1e-4,1e-3", "sweep.pruner=asha", "sweep.metric=val/loss"]
     assert cli.main([*words, "sweep.seeds=2"]) == 2 and not launches
@@ -263,6 +268,7 @@ def test_a_pruner_and_several_seeds_are_refused(launches: list[RunConfig], capsy
     assert "sweep.pruner ranks single runs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_ended_badly_and_what_was_cancelled_is_run_by_retry_alone(
     launches: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -304,6 +310,7 @@ def test_a_search_is_cancelled_also_between_two_runs(
     assert cli.main(["sweeps", "retry", "s"]) == 0 and len(launches) == 4
 
 
+@pytest.mark.slow
 def test_several_processes_run_the_points_that_retry_asks_for(
     launches: list[RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +346,7 @@ def test_what_reaches_no_number_at_a_rung_has_diverged(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "diverged"
 
 
+@pytest.mark.slow
 def test_two_extensions_at_once_add_a_point_once(
     launches: list[RunConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,6 +365,7 @@ def test_two_extensions_at_once_add_a_point_once(
     assert [float(point.settings["optimizer.lr"]) for point in the_sweep().points()] == [1e-3, 5e-3, 2e-3, 3e-3]
 
 
+@pytest.mark.slow
 def test_what_diverges_is_no_end_of_a_search(launches: list[RunConfig]) -> None:
     words = [*BASE, "sweep.search=random", "sweep.trials=8", "sweep.seeds=1", "sweep.metric=val/loss"]
     assert cli.main([*words, "optimizer.lr=interval(0.01,0.1)"]) == 1
@@ -366,6 +375,7 @@ def test_what_diverges_is_no_end_of_a_search(launches: list[RunConfig]) -> None:
         assert (point.status == "diverged") == (float(point.settings["optimizer.lr"]) > 0.05)
 
 
+@pytest.mark.slow
 def test_a_sweep_that_hydra_runs_itself_is_stored_too(launches: list[RunConfig]) -> None:
     callback = "+hydra.callbacks.log._target_=hydra.experimental.callbacks.LogJobReturnCallback"
     assert cli.main([*BASE, "seed=1,2", "sweep.name=s", callback]) == 0

@@ -130,6 +130,7 @@ def fails(tmp_path: Path, *words: str) -> int:
     return cli.main([*words, f"run.root={tmp_path}"])
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.csv").write_text("optimizer.lr\n")
     (tmp_path / "torn.csv").write_text("optimizer.lr,seed\n1,2,3\n")

@@ -68,6 +68,7 @@ def test_a_run_from_a_folder_is_saved_resumed_and_exported(kind: str, tmp_path: 
         assert torch.equal(again[name].reshape(tensor.shape), tensor), name
 
 
+@pytest.mark.slow
 def test_an_export_stays_a_folder_of_sentence_transformers(tmp_path: Path) -> None:
     folder = write_old("bert", tmp_path / "hf")
     modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]

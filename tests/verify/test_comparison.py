@@ -90,12 +90,14 @@ def test_data_parallelism_is_the_plain_computation(model: str) -> None:
     assert all(0 < one.ratio < 0.5 for one in first if one.quantity in ("loss", "gradient", "weights"))
 
 
+@pytest.mark.slow
 def test_sharded_pieces_are_compared_too() -> None:
     config = small_run("model=qwen3_tiny", "strategy=ddp", "trainer.devices=4", dp_replicate=2, dp_shard=2)
     assert config.strategy.dp_shard == 2
     assert broken(run_processes(4, verified, config)[0]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     ["optimizer=sgd", "trainer.gradient_clip_val=null", "objective.loss_chunk_tokens=0", "data.packing=none"],
@@ -105,6 +107,7 @@ def test_one_process_under_other_settings(override: str) -> None:
     assert broken(run_processes(1, verified, config)[0]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", one_in(2, ["auto", "0"]))
 def test_bf16_is_as_good_as_one_bf16_process(chunk: str) -> None:
     config = small_run(
@@ -161,6 +164,7 @@ def test_a_wrong_update_shows_in_the_weights_alone() -> None:
     assert set(found) == {"weights"}
 
 
+@pytest.mark.slow
 def test_bf16_hides_no_gross_error() -> None:
     config = small_run("model=llama_tiny", "strategy=ddp", "trainer.devices=2", "precision=bf16")
     found = broken(run_processes(2, verified, config, "normalizer")[0])

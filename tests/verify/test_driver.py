@@ -77,6 +77,7 @@ def test_a_broken_bound_names_parameter_and_step(tmp_path: Path) -> None:
     assert values["worst"]["gradient"]["passed"] is True
 
 
+@pytest.mark.slow
 def test_a_crash_shows_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "my_optimizers.py").write_text(OPTIMIZERS)
     done = run(tmp_path, "strategy=single", "optimizer._target_=my_optimizers.Crashing")

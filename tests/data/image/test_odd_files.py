@@ -174,6 +174,7 @@ def spoiled_videos(folder: Path, number: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_spoiled_videos_never_end_a_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = spoiled_videos(tmp_path, 40)
     assert 5 < found.bad_samples < 36

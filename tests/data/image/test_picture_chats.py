@@ -91,6 +91,7 @@ MISSING = [
 ]
 
 
+@pytest.mark.slow
 def test_broken_rows_and_missing_files_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "0.png").write_bytes(stored(noise(0)))
     whole = [{"messages": said("<image>What?"), "image": "0.png"}, {"messages": said("Well?")}]
@@ -176,6 +177,7 @@ TEMPLATE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "reason"), [("refused", "refuses these messages"), ("hidden", "keeps 0 of 1 places")])
 def test_a_row_that_the_template_refuses_is_left_out_and_others_keep_their_pictures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, word: str, reason: str

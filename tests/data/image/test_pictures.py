@@ -130,6 +130,7 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, content: str, told: str) -
     assert told in str(refused.value)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = folder_of_classes(tmp_path / "pictures", each=2)
     for overrides, told in (
@@ -281,6 +282,7 @@ def test_only_folders_of_pictures_are_classes(tmp_path: Path, caplog: pytest.Log
     assert caplog.text.count(f"1 pictures in no folder of a class are left out: {root}/cover.jpg") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", ["val", "Validation", "test"])
 def test_folders_of_splits_are_no_classes(tmp_path: Path, held: str, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "set"

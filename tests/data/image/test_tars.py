@@ -97,6 +97,7 @@ def cut(tar: Path, size: Callable[[int], int]) -> None:
     tar.write_bytes(content[: size(len(content))])
 
 
+@pytest.mark.slow
 def test_broken_tar_files_are_refused_in_one_line(tmp_path: Path) -> None:
     sample = [("0.png", PICTURE), ("0.cls", b"a")]
     many = sample + [("1.png", PICTURE), ("1.cls", b"b")]
@@ -287,6 +288,7 @@ def read_spoiled(tmp_path: Path, number: int) -> PreparedImages:
     return prepared
 
 
+@pytest.mark.slow
 def test_spoiled_tar_files_never_end_a_run(tmp_path: Path) -> None:
     prepared = read_spoiled(tmp_path, 150)
     assert prepared.bad_samples > 100 and prepared.num_pictures > 100

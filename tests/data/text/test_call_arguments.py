@@ -66,6 +66,7 @@ def test_a_template_that_takes_both_is_given_what_the_row_holds() -> None:
     assert spaced in rendered(template, spaced)[0] and WRITTEN in rendered(template, ARGUMENTS)[0]
 
 
+@pytest.mark.slow
 def test_published_templates_write_either_form_alike() -> None:
     """Of all that write calls, those that take objects alone, strings alone, and both."""
     forms: dict[str, list[str]] = {}

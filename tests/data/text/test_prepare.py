@@ -207,6 +207,7 @@ def _long_corpus(tmp_path: Path) -> None:
         (tmp_path / "corpus" / f"{number:02}.txt").write_text(sentences(number, 40_000), encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_processes_and_one_process_tokenise_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_source, "_POOL_FROM_CHARACTERS", 1 << 19)
     _long_corpus(tmp_path)
@@ -245,6 +246,7 @@ def _alive(process_id: str) -> bool:
     return state != "Z"
 
 
+@pytest.mark.slow
 def test_tokenising_processes_die_with_a_killed_parent(tmp_path: Path) -> None:
     tokenizer = prepare(text_files(tmp_path / "small")).tokenizer_folder
     _long_corpus(tmp_path)

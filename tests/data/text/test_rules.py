@@ -51,6 +51,7 @@ def test_every_answer_is_true_and_nothing_held_out_is_trained_on() -> None:
         assert len(trained) + len(held) == len(rule.operands) and not [one for one in held if one in trained] and held
 
 
+@pytest.mark.slow
 def test_both_sources_hold_out_what_their_keys_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made, "CONVERSATIONS", 800)
     assert document_hash(HELD) < document_hash(TRAINED)

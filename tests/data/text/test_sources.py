@@ -160,6 +160,7 @@ def test_compressed_text_reads_as_the_text(ending: str, tmp_path: Path) -> None:
     assert identities[0] != identities[1], "the same bytes, read as another text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".gz", ".zst", ".xz", ".bz2", ".zip"])
 def test_a_broken_compressed_file_is_named_by_file_and_line(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.jsonl{ending}"
