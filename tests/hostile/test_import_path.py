@@ -98,6 +98,7 @@ def test_workers_take_users_classes_and_nothing_else_from_the_working_folder(fol
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_world_of_torchruns_and_a_sweep_do_likewise(folder: Path, tmp_path: Path) -> None:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     run(

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
-        ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "trainer.devices=8"),
+        ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "trainer.devices=4"),
+        pytest.param(
+            ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "trainer.devices=8"), marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             (
                 "strategy=megatron",
