@@ -37,6 +37,8 @@ MAX_LAYERS = 10_000
 """Layers are counted one by one; no model that can be trained has as many."""
 KNOWN_OPTIMIZERS = ("Adam", "AdamW", "AdamWBf16")
 """Classes whose state is counted exactly."""
+DEQUANTISED = 8
+"""Bytes of a weight in :func:`mgpu_pipe.models.adapters.qlora.dequantise`: codes, fp32 and the compute type."""
 UNKNOWN_FAMILY = 0.3
 """Uncertainty of the state of a family whose parameters are estimated."""
 SPREADS: Mapping[str, tuple[float, float]] = {
@@ -209,6 +211,8 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         block_weight=four or weight,
         weight=weight,
         copy=copy,
+        block_copy=four * by_fsdp if four else copy,
+        dequantised=DEQUANTISED * _largest_matrix(fields) if four else 0.0,
         gradient=gradient,
         optimizer=optimizer,
         trained=trained,
@@ -221,6 +225,13 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         offloads=float(strategy.offload != "none"),
         groups=sum(getattr(dims, axis) > 1 for axis in (*AXES, "ep")) + (dims.world_size > 1),
     )
+
+
+def _largest_matrix(fields: Mapping[str, Any]) -> int:
+    """Parameters of the largest matrix of a block."""
+    sizes = family_of(fields.get("model_type") or "").sizes
+    inner = fields.get(sizes.inner if sizes else "intermediate_size") or 4 * fields["hidden_size"]
+    return int(fields["hidden_size"] * inner)
 
 
 def _dense(fields: Mapping[str, Any]) -> int:

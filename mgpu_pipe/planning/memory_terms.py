@@ -58,6 +58,8 @@ class State:
         block_weight: bytes of a block's weight; of the embedding's and head's, ``weight``.
         weight: bytes of a weight that the optimizer updates, without a half copy.
         copy: bytes of a weight in the compute type beside it; 0 for none.
+        block_copy: bytes of a block's weight that are gathered; those of a four-bit weight keep their four bits.
+        dequantised: bytes of the largest four-bit matrix while it is multiplied by.
         gradient: bytes of a gradient that is kept.
         optimizer: bytes of the optimizer's state of a trained parameter.
         trained: share of the parameters that is trained.
@@ -80,6 +82,8 @@ class State:
     block_weight: Numbers = FP32
     weight: Numbers = FP32
     copy: Numbers = HALF
+    block_copy: Numbers = HALF
+    dequantised: Numbers = 0.0
     gradient: Numbers = FP32
     optimizer: Numbers = ADAM_STATE
     trained: Numbers = 1.0
@@ -135,13 +139,13 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     second = twice * summed * state.gradient * state.trained * whole_blocks
     head = place.last * choose(state.head, state.head, state.embedding) / work.tp
     # Tied tables are in the root unit, which stays gathered; so does the head's between forward and backward pass.
-    gathered = choose(state.gathers_units, minimum(state.units, place.layers) * unit + head, whole_blocks + ends)
-    terms["gathered weights"] = state.copy * gathered
+    units = choose(state.gathers_units, minimum(state.units, place.layers) * unit, whole_blocks)
+    terms["gathered weights"] = state.block_copy * units + state.copy * choose(state.gathers_units, head, ends)
 
     a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)
     tokens_kept = place.passes * a_pass + place.last * around_bytes(work, keeps)
     at_loss = place.last * loss_bytes(work, keeps, state.head_trains * head)
-    in_block = backward_bytes(work, keeps)
+    in_block = backward_bytes(work, keeps) + state.dequantised / work.tp
     in_unit = state.trained * unit * choose(shards > 1, state.copy + state.gradient, state.copy)
     early = maximum(at_loss, in_block + in_unit)
     embedding = place.first * state.trained * state.embedding / work.tp

@@ -70,6 +70,7 @@ def predicted(row: Row) -> dict[str, float]:
         block_weight=2.0 if megatron else 4.0,
         optimizer=12.0 if megatron else 8.0,
         copy=0.0 if megatron else 2.0,
+        block_copy=0.0 if megatron else 2.0,
         gathers_units=float(not pipeline),
         sums_whole=float(pipeline),
     )

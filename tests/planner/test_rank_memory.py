@@ -17,6 +17,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.parallel.pipeline.work_order import micro_batches_fit, most_in_flight, stages_by_rank, streams
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
 from mgpu_pipe.planning.memory_terms import SCHEDULES, passes_in_flight
+from mgpu_pipe.planning.other_models import FOUR_BITS
 from tests.planner.published_memory import GIB, predicted, rows
 from tests.support.sampling import one_in
 
@@ -155,6 +156,10 @@ def test_terms_follow_the_settings() -> None:
         whole.terms["weights"], rel=0.01
     )
     assert planned(*eight, "peft=qlora").terms["weights"] < whole.terms["weights"] / 3
+    alone = (*eight[:3], "trainer.devices=1", "strategy=single", "data.seq_len=512")
+    gathered = planned(*alone, "peft=qlora").terms["gathered weights"]  # the blocks' bytes once more, tables in bf16
+    blocks = 32 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096)
+    assert gathered == pytest.approx(FOUR_BITS * blocks + 2 * (2 * 128_256 * 4096 + 4096), rel=0.001)
     assert planned(*eight, "optimizer=adamw_bf16").terms["optimizer"] == whole.terms["optimizer"] // 2
     chunked, logits = (planned(*eight, f"objective.loss_chunk_tokens={rows}").likely for rows in (512, 0))
     assert chunked < logits
