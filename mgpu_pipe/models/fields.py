@@ -22,6 +22,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.config.synonyms import MODEL_FIELDS
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.models.rotary_fields import check_rotary
 from mgpu_pipe.models.weights.folder import read_config_json
 
 SET_ELSEWHERE = {
@@ -149,6 +150,7 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         kinds[""] = model_type
         settings = model.config.items()
         errors = [error for name, value in settings for error in _check_field(known, name, value, kinds)]
+        errors += [] if errors else _check_rotary_parts(model.config, given_fields(model), model_type)
         fields = resolved_fields(model)
         needs = family_of(model_type).needs.items()
         errors += [ConfigError(f"model.config.{name}", None, fix) for name, fix in needs if fields.get(name) is None]
@@ -230,9 +232,18 @@ def _check_field(
         if inner is None:
             return []
         return [error for field, item in items.items() for error in _check_field(inner, field, item, parts, key)]
-    if name in ("rope_parameters", "rope_scaling") and isinstance(value, Mapping):
-        return _check_rope(key, value, rope_parameter_names(kinds[""]))
     return []
+
+
+def _check_rotary_parts(
+    given: Mapping[str, Any], fields: Mapping[str, Any], model_type: str, within: str = "model.config"
+) -> Iterator[BadInputError]:
+    """Errors of the rotary fields of a model and its parts; see :func:`check_rotary`."""
+    yield from check_rotary(given, fields, rope_parameter_names(model_type), within)
+    for name, value in given.items():
+        part = fields.get(name)
+        if _is_part(name, value) and isinstance(part, Mapping):
+            yield from _check_rotary_parts(value, part, part_type(model_type, name, part), f"{within}.{name}")
 
 
 def part_type(model_type: str, name: str, fields: Mapping[str, Any]) -> str:
@@ -245,19 +256,6 @@ def part_fields(model_type: str, name: str, fields: Mapping[str, Any]) -> dict[s
     """Fields of a model's part with the literal defaults of its class."""
     known = config_class(part_type(model_type, name, fields)) or ConfigClass()
     return {**{field: value for field, value in known.defaults.items() if value is not NO_DEFAULT}, **fields}
-
-
-def _check_rope(key: str, value: Mapping[str, Any], known: set[str]) -> list[BadInputError]:
-    """Errors of misspelt rope keys. Entries that are mappings are per layer type and contain such keys."""
-    if not known:
-        return []
-    errors: list[BadInputError] = []
-    for name, entry in value.items():
-        if isinstance(entry, Mapping):
-            errors += _check_rope(f"{key}.{name}", entry, known)
-        elif entry is not None and name not in known and name != "type" and (close := nearest(name, known)):
-            errors.append(ConfigError(f"{key}.{name}", entry, f"did you mean {close}?", "no such rope parameter"))
-    return errors
 
 
 def _check_folder_sizes(model: ModelConfig, own_names: Mapping[str, str]) -> list[BadInputError]:
