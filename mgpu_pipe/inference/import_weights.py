@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import subprocess
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -131,10 +132,12 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
 
     loaded: Any
     try:
-        try:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format before torch 1.6 cannot be memory-mapped
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols: a file that cannot be read raises
+            try:
+                loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            except RuntimeError:  # the format before torch 1.6 cannot be memory-mapped
+                loaded = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadInputError(
             f"--from={file}: holds more than tensors and plain values ({_reason(error)}), and reading that could run "

@@ -236,11 +236,11 @@ def _check_field(
 
 
 def _check_rotary_parts(
-    given: Mapping[str, Any], fields: Mapping[str, Any], model_type: str, within: str = "model.config"
+    overrides: Mapping[str, Any], fields: Mapping[str, Any], model_type: str, within: str = "model.config"
 ) -> Iterator[BadInputError]:
     """Errors of the rotary fields of a model and its parts; see :func:`check_rotary`."""
-    yield from check_rotary(given, fields, rope_parameter_names(model_type), within)
-    for name, value in given.items():
+    yield from check_rotary(overrides, fields, rope_parameter_names(model_type), within)
+    for name, value in overrides.items():
         part = fields.get(name)
         if _is_part(name, value) and isinstance(part, Mapping):
             yield from _check_rotary_parts(value, part, part_type(model_type, name, part), f"{within}.{name}")

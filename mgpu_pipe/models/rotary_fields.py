@@ -20,22 +20,22 @@ ABOVE_ZERO = (THETA, PARTIAL, "factor", "original_max_position_embeddings")
 
 
 def check_rotary(
-    given: Mapping[str, Any], fields: Mapping[str, Any], known: set[str], within: str
+    overrides: Mapping[str, Any], fields: Mapping[str, Any], known: set[str], within: str
 ) -> list[ConfigError]:
     """Errors of the rotary fields of a model, or of a part of one.
 
     Args:
-        given: fields that the user sets.
+        overrides: fields that the user sets.
         fields: these and the folder's.
         known: names in ``rope_parameters``; empty where they are unknown.
-        within: key of ``given``.
+        within: key of ``overrides``.
     """
-    entries = {name: given[name] for name in (THETA, PARTIAL) if given.get(name) is not None}
+    entries = {name: overrides[name] for name in (THETA, PARTIAL) if overrides.get(name) is not None}
     errors = list(_check_entries(within, entries, set()))
     for name in (PARAMETERS, SCALING):
-        if isinstance(given.get(name), Mapping):
-            errors += _check_entries(f"{within}.{name}", given[name], known)
-    return errors or list(_check_forms(given, fields, within))
+        if isinstance(overrides.get(name), Mapping):
+            errors += _check_entries(f"{within}.{name}", overrides[name], known)
+    return errors or list(_check_forms(overrides, fields, within))
 
 
 def _check_entries(key: str, entries: Mapping[str, Any], known: set[str]) -> Iterator[ConfigError]:
@@ -51,27 +51,32 @@ def _check_entries(key: str, entries: Mapping[str, Any], known: set[str]) -> Ite
             yield ConfigError(f"{key}.{name}", value, f"did you mean {close}?", "no such rope parameter")
 
 
-def _check_forms(given: Mapping[str, Any], fields: Mapping[str, Any], within: str) -> Iterator[ConfigError]:
+def _check_forms(overrides: Mapping[str, Any], fields: Mapping[str, Any], within: str) -> Iterator[ConfigError]:
     """Errors of fields that transformers would drop, as the model has them in the other form."""
     parameters, scaling = fields.get(PARAMETERS), fields.get(SCALING)
     if isinstance(parameters, Mapping) and parameters:
         by_layers = [name for name, entry in parameters.items() if isinstance(entry, Mapping)]
         for name in (THETA, PARTIAL):
-            value = given.get(name)
+            value = overrides.get(name)
             places = [f"{PARAMETERS}.{layers}.{name}" for layers in by_layers] or [f"{PARAMETERS}.{name}"]
             stated = [parameters[layers].get(name) for layers in by_layers] or [parameters.get(name)]
             if value is not None and any(entry is not None and entry != value for entry in stated):
                 fix = "use " + " ".join(f"{within}.{place}={value}" for place in places)
                 yield ConfigError(f"{within}.{name}", value, fix, f"the model has {name} in {PARAMETERS}")
-        asked = given.get(SCALING)
-        if isinstance(asked, Mapping) and asked:
-            entries = {KIND[0] if name == KIND[1] else name: value for name, value in asked.items()}
+        wanted = overrides.get(SCALING)
+        if isinstance(wanted, Mapping) and wanted:
+            entries = {KIND[0] if name == KIND[1] else name: value for name, value in wanted.items()}
             text = ",".join(f"{name}:{value}" for name, value in entries.items())
             fix = f"use {within}.{PARAMETERS}={{{text}}}"
-            yield ConfigError(f"{within}.{SCALING}", dict(asked), fix, f"the model has {PARAMETERS}")
-        elif SCALING in given and parameters.get("rope_type", "default") != "default":
+            yield ConfigError(f"{within}.{SCALING}", dict(wanted), fix, f"the model has {PARAMETERS}")
+        elif SCALING in overrides and parameters.get("rope_type", "default") != "default":
             fix = f"use {within}.{PARAMETERS}.rope_type=default"
-            yield ConfigError(f"{within}.{SCALING}", asked, fix, f"the model has {PARAMETERS}")
-    if isinstance(given.get(PARAMETERS), Mapping) and isinstance(scaling, Mapping) and scaling and SCALING not in given:
+            yield ConfigError(f"{within}.{SCALING}", wanted, fix, f"the model has {PARAMETERS}")
+    if (
+        isinstance(overrides.get(PARAMETERS), Mapping)
+        and isinstance(scaling, Mapping)
+        and scaling
+        and SCALING not in overrides
+    ):
         fix = f"set {within}.{SCALING} and {within}.{THETA}, as the folder's config.json has them"
-        yield ConfigError(f"{within}.{PARAMETERS}", dict(given[PARAMETERS]), fix, f"the folder has {SCALING}")
+        yield ConfigError(f"{within}.{PARAMETERS}", dict(overrides[PARAMETERS]), fix, f"the folder has {SCALING}")

@@ -29,6 +29,8 @@ from mgpu_pipe.sweep.store import Store
 from mgpu_pipe.sweep.sweep_outcome import ended, ended_with, killed_for_memory, refused, say_in_run
 
 POLL_S = 0.2
+MOST_POINTS = 100_000
+"""Runs of a grid, all of which are listed before the first."""
 TABLE_ROWS = 50
 """Limit of runs in the table at a sweep's end."""
 
@@ -261,7 +263,7 @@ def grid(request: SweepRequest) -> list[list[list[str]]]:
     """Trials of every combination of the command line's values and the rows of ``sweep.points``.
 
     Raises:
-        ConfigError: a key has a range of values, which cannot be enumerated.
+        ConfigError: a key has a range of values, which cannot be enumerated; more than :data:`MOST_POINTS` points.
     """
     listed: list[list[list[str]]] = []
     for key, values in request.values.items():
@@ -277,6 +279,9 @@ def grid(request: SweepRequest) -> list[list[list[str]]]:
         if both := [word for word in listed[0][0] if word.partition("=")[0] in request.values]:
             key = both[0].partition("=")[0]
             raise ConfigError(key, "...", f"sweep it here or in {path}", "the points have values of it already")
+    if (number := math.prod(map(len, listed)) * request.config.sweep.seeds) > MOST_POINTS:
+        fix = f"use at most {MOST_POINTS:,}, or a search: sweep=random"
+        raise ConfigError("sweep", "grid", fix, f"these values make {number:,} runs")
     settings = ([word for part in point for word in part] for point in itertools.product(*listed))
     return [with_seeds(point, request.config.seed, request.config.sweep.seeds) for point in settings]
 

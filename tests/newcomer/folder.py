@@ -59,6 +59,7 @@ def make_folder(folder: Path) -> None:
     (folder / "old_weights" / "pytorch_model.bin").write_bytes(b"\x80\x02}q\x00.")
     (folder / "broken_config" / "config.json").write_text("{'model_type': 'llama'}", encoding="utf-8")
     (folder / "weights.ckpt").write_bytes(b"no weights at all" * 100)
+    (folder / "pickled.ckpt").write_bytes(b"\x80\x04}.")  # protocol 4, of which torch warns
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> None:

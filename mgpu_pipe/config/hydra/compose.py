@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -207,6 +208,10 @@ def register() -> None:
         ConfigStore.instance().store(name=SCHEMA_NODE, node=node, provider="mgpu_pipe")
 
 
+MIXED = re.compile(r"Error merging override \+*([^=]+)=(.*): Cannot merge \w+ with \w+ .*object_type=(list|dict)")
+GIVE = {"list": "give a list, [a,b]", "dict": "give a mapping, {name:value}"}
+
+
 @contextmanager
 def composition_errors() -> Iterator[None]:
     """Turns errors of Hydra, OmegaConf and YAML into one line; some of Hydra's are plain ValueErrors.
@@ -228,7 +233,10 @@ def composition_errors() -> Iterator[None]:
                 if isinstance(cause, BadInputError):  # from one of this project's resolvers: already one line
                     raise cause from None
                 cause = cause.__cause__ or cause.__context__
-            raise BadInputError(one_line(error)) from error
+            text = one_line(error)
+            if mixed := MIXED.match(text):
+                raise ConfigError(mixed[1], mixed[2], GIVE[mixed[3]], "wrong type") from error
+            raise BadInputError(text) from error
         except RecursionError as error:
             raise BadInputError("the defaults of a configuration lead too deep; make the chain shorter") from error
         except (AssertionError, AttributeError) as error:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
+from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType, RangeSweep
 from hydra.errors import HydraException
 
 from mgpu_pipe.config.convert import all_keys, key_kind, unknown_key
+from mgpu_pipe.config.hydra.typing_slips import typing_slip
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import all_hints, hints
 from mgpu_pipe.config.suggest import choose_from
@@ -132,6 +133,8 @@ def option_advice(word: str, groups: Sequence[str], lookup: GroupLookup) -> str 
     return f"is an option of {' and '.join(holders)}; write {' or '.join(f'{group}={name}' for group in holders)}"
 
 
+MOST_VALUES = 100_000
+"""Values of a range in a sweep: each is a run, and all are listed before the first."""
 FREE_GROUPS = ("experiment",)
 """Groups of the primary defaults list that are not sections of the schema."""
 
@@ -169,6 +172,9 @@ def check_overrides(
         elif override.is_sweep_override() and not multirun:
             fix = "add -m for one run each, or write a list as [a,b] and a text as '\"a,b\"'"
             errors.append(ConfigError(override.key_or_group, _value_text(override), fix, "several values"))
+        elif (number := _length_of_range(override)) > MOST_VALUES:
+            fix, reason = f"use at most {MOST_VALUES:,}", f"a range of {number:,} values"
+            errors.append(ConfigError(override.key_or_group, _value_text(override), fix, reason))
         elif override.key_or_group in groups or "/" in override.key_or_group:
             wrong = _check_choice(override, groups, lookup)
             errors.extend(wrong)
@@ -201,6 +207,14 @@ def _leaves(parser: OverridesParser, argument: str) -> Iterator[str]:
         yield from _leaves(parser, f"{key}.{name}={text}")
 
 
+def _length_of_range(override: Override) -> int:
+    """Number of values of ``range(...)``; 0 for any other override, or a range without a step."""
+    value = override.value()
+    if not isinstance(value, RangeSweep) or value.start is None or value.stop is None or not value.step:
+        return 0
+    return max(0, int((value.stop - value.start) / value.step))
+
+
 def _is_section(key: str) -> bool:
     hint: Any = RunConfig
     for word in key.split("."):
@@ -215,13 +229,15 @@ def _groups(lookup: GroupLookup) -> list[str]:
 
 
 def _unreadable(argument: str, error: HydraException, groups: list[str], lookup: GroupLookup) -> BadInputError:
+    if slip := typing_slip(argument):
+        return slip
     if "=" not in argument:
         if meant := path_advice(argument) or option_advice(argument, groups, lookup):
             return BadInputError(f"{argument}: {meant}")
         return ConfigError(argument, "", f"write {argument}=<value>", "an override needs a value")
     key, _, value = argument.partition("=")
-    if slip := value_slip(key, value):
-        return ConfigError(key, value, *slip)
+    if malformed := value_slip(key, value):
+        return ConfigError(key, value, *malformed)
     reason = str(error).strip().splitlines()[0].partition(" expecting {")[0].removesuffix(".")
     return ConfigError(key, value, f"quote the value: '{key}=\"...\"'", f"cannot be read ({reason})")
 

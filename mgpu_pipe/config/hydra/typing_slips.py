@@ -1,0 +1,75 @@
+"""Finds what an editor, a web page, another language or a shell left in an override: characters that no key has."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+
+from mgpu_pipe.errors import BadInputError
+
+KEY = re.compile(r"[+~]*[A-Za-z_][\w./@:-]*", re.ASCII)
+"""Words that may be meant as a key, with Hydra's prefixes."""
+DASHES = {chr(number): "-" for number in (*range(0x2010, 0x2016), 0x2212)}
+TYPED = {
+    **DASHES,
+    **dict.fromkeys("\u2018\u2019\u201a\u201b\u2039\u203a", "'"),
+    **dict.fromkeys("\u201c\u201d\u201e\u201f\u00ab\u00bb", '"'),
+}
+"""Typographic marks and what the keyboard has for them."""
+
+
+def typing_slip(argument: str) -> BadInputError | None:
+    """Error of an override with typographic, wide or invisible characters, with JSON, or that is no override at all;
+    None for any other. The value of a key keeps its letters."""
+    key, equals, value = argument.partition("=")
+    if equals and not (plain_key := _plain(key, is_key=True)).isascii():
+        strange = next(letter for letter in plain_key if not letter.isascii())
+        return BadInputError(f"{argument}: has {_named(strange)} in its key; type the key again")
+    plain = _plain(key if equals else argument, is_key=True) + (equals + _plain(value, is_key=False) if equals else "")
+    if plain != argument:
+        strange = next(letter for letter in argument if _plain(letter, is_key=False) != letter or letter not in plain)
+        fix = f"type {plain}" if plain.isascii() else "type it again on a keyboard"
+        return BadInputError(f"{argument}: has {_named(strange)}; {fix}")
+    if argument.startswith("{") or value.startswith(('{"', "{'")):
+        fields = _json_object(value if not argument.startswith("{") else argument)
+        if argument.startswith("{"):
+            fix = " ".join(f"{name}={_written(entry)}" for name, entry in fields.items())
+        else:
+            fix = f"{key}={_written(fields)}"
+        return BadInputError(
+            f"{argument}: is JSON, and an override is KEY=VALUE; write {fix if fields else 'KEY={name:value}'}"
+        )
+    if not equals and not KEY.fullmatch(argument):
+        return BadInputError(f"{argument}: is no override, which is KEY=VALUE; leave it out")
+    return None
+
+
+def _named(letter: str) -> str:
+    return f"U+{ord(letter):04X} ({unicodedata.name(letter, 'a character without a name').lower()})"
+
+
+def _plain(text: str, is_key: bool) -> str:
+    """Text as a keyboard types it; in a value letters of other scripts stay."""
+    marks = "".join("" if unicodedata.category(letter) == "Cf" else TYPED.get(letter, letter) for letter in text)
+    wide = unicodedata.normalize("NFKC", marks)
+    return wide.strip() if is_key or wide.isascii() else marks
+
+
+def _json_object(text: str) -> dict[str, object]:
+    """A JSON object, or Python's form of one; empty for anything else."""
+    for quoted in (text, text.replace("'", '"')):
+        try:
+            value = json.loads(quoted)
+        except (ValueError, RecursionError):
+            continue
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _written(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_written(entry)}" for name, entry in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_written, value)) + "]"
+    return value if isinstance(value, str) and re.fullmatch(r"[\w./-]+", value) else json.dumps(value)
