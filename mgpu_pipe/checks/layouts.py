@@ -178,11 +178,20 @@ def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> A
     tp = fitting("tp", lambda size: tensor_parallel_errors(fields, model_type, size, False, sequence))
     cp = fitting("cp", lambda size: context_parallel_errors(fields, model_type, size, "ring", sequence))
     ep = fitting("ep", lambda size: expert_parallel_errors(fields, model_type, size))
+    ulysses = frozenset(
+        (a, size)
+        for a in tp
+        for size in fitting(
+            "cp",
+            lambda size: context_parallel_errors(fields, model_type, size, "ulysses", sequence, a),  # noqa: B023
+        )
+    )
     has_stages, layers = stages_of(model_type) is not None, fields["num_hidden_layers"]
     return AllowedSizes(
         tp=tp,
         pp=fitting("pp", lambda size: size > layers or not has_stages),
         cp=cp,
+        ulysses=ulysses,
         ep=ep,
         stages_per_rank=INTERLEAVED,
         has_sequence_parallel=family.sequence is not None and all(sequence % (a * b) == 0 for a in tp for b in cp),
@@ -289,7 +298,7 @@ def _fitting(
 
 LAYOUT_KEYS = (
     *("engine", "tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "sequence_parallel", "activation_checkpointing"),
-    *("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "offload"),
+    *("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "context.method", "offload"),
 )
 """Keys of ``strategy`` that a layout sets."""
 
@@ -328,6 +337,7 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
             stages_per_rank=layout.stages_per_rank if layout.stages_per_rank > 1 else "auto",
             layers=[],
         ),
+        context=replace(config.strategy.context, method=layout.context),  # type: ignore[arg-type]
         offload="none",
     )
     return replace(config, strategy=strategy, data=replace(config.data, micro_batch_size=layout.micro_batch_size))

@@ -25,10 +25,13 @@ class AllowedSizes:
     tp: tuple[int, ...] = (1,)
     pp: tuple[int, ...] = (1,)
     cp: tuple[int, ...] = (1,)
+    """Of a ring."""
     ep: tuple[int, ...] = (1,)
     stages_per_rank: tuple[int, ...] = (1,)
     checkpointing: tuple[str, ...] = CHECKPOINTING
     has_sequence_parallel: bool = False
+    ulysses: frozenset[tuple[int, int]] = frozenset()
+    """Sizes of ``tp`` and ``cp`` with which ranks may exchange heads for tokens."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Layout:
     micro_batch_size: int
     checkpointing: str
     sequence_parallel: bool
+    context: str = "ring"
 
     @property
     def overrides(self) -> list[str]:
@@ -62,6 +66,8 @@ class Layout:
         words = ["strategy=megatron", *axes, *(replicas if self.dp_replicate > 1 else [])]
         if self.sequence_parallel:
             words.append("strategy.sequence_parallel=true")
+        if self.context != "ring":
+            words.append(f"strategy.context.method={self.context}")
         if self.stages_per_rank > 1:
             words.append("strategy.pipeline.schedule=interleaved_1f1b")
             words.append(f"strategy.pipeline.stages_per_rank={self.stages_per_rank}")
@@ -76,8 +82,8 @@ def enumerate_layouts(model: Work, world: int, samples: int, allowed: AllowedSiz
         samples: ``data.global_batch_size``.
     """
     rows = list(_layouts(model, world, samples, allowed))
-    columns = np.array(rows, dtype=np.float64).reshape(-1, 10).T
-    tp, pp, cp, ep, dp_shard, dp_replicate, stages, micro, batches, mode = columns
+    columns = np.array(rows, dtype=np.float64).reshape(-1, 11).T
+    tp, pp, cp, ep, dp_shard, dp_replicate, stages, micro, batches, mode, ulysses = columns
     full, selective = mode == CHECKPOINTING.index("full"), mode == CHECKPOINTING.index("selective")
     return replace(
         model,
@@ -88,6 +94,7 @@ def enumerate_layouts(model: Work, world: int, samples: int, allowed: AllowedSiz
         dp_shard=dp_shard,
         dp_replicate=dp_replicate,
         stages_per_rank=stages,
+        ulysses=ulysses,
         rows=micro,
         micro_batches=batches,
         # a pipeline gathers weights and reduces gradients once a step
@@ -108,7 +115,10 @@ def layout_at(layouts: Work, index: int) -> Layout:
     mode = "full" if size("recompute_products") else "selective" if size("recompute_elementwise") else "none"
     axes = {name: size(name) for name in ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "stages_per_rank")}
     sequence_parallel = bool(size("sequence_parallel"))
-    return Layout(**axes, micro_batch_size=size("rows"), checkpointing=mode, sequence_parallel=sequence_parallel)
+    context = "ulysses" if size("ulysses") else "ring"
+    return Layout(
+        **axes, micro_batch_size=size("rows"), checkpointing=mode, sequence_parallel=sequence_parallel, context=context
+    )
 
 
 def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Overheads) -> Array:
@@ -149,7 +159,9 @@ def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Ove
 
 def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> Iterator[tuple[int, ...]]:
     modes = [CHECKPOINTING.index(mode) for mode in allowed.checkpointing]
-    for tp, pp, cp in ((tp, pp, cp) for tp in allowed.tp for pp in allowed.pp for cp in allowed.cp):
+    splits = [(tp, cp, 0) for tp in allowed.tp for cp in allowed.cp]
+    splits += [(tp, cp, 1) for tp, cp in sorted(allowed.ulysses) if tp in allowed.tp and cp > 1]
+    for (tp, cp, ulysses), pp in ((split, pp) for split in splits for pp in allowed.pp):
         if world % (tp * pp * cp):
             continue
         parallel = world // (tp * pp * cp)
@@ -168,7 +180,7 @@ def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> It
                         if stages > 1 and (batches % pp or pp * stages > model.layers):
                             continue
                         for mode in modes:
-                            yield tp, pp, cp, ep, dp_shard, parallel // dp_shard, stages, micro, batches, mode
+                            yield tp, pp, cp, ep, dp_shard, parallel // dp_shard, stages, micro, batches, mode, ulysses
 
 
 def divisors(number: int) -> list[int]:

@@ -86,6 +86,7 @@ def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         micro_batches=float(plan.num_micro_batches),
         zero=float(sharded_stage(config)),
         sequence_parallel=float(config.strategy.sequence_parallel),
+        ulysses=float(config.strategy.context.method == "ulysses"),
         recompute_products=float(mode == "full"),
         recompute_attention=float(mode == "full"),
         recompute_elementwise=float(mode != "none"),

@@ -240,10 +240,12 @@ def _tensor_seconds(work: Work, hardware: Hardware, constants: Constants) -> Num
 
 
 def _context_seconds(work: Work, attention: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
-    """Seconds that passing keys and values round adds to a layer's attention."""
+    """Seconds that passing keys and values round, or exchanging heads for tokens, adds to a layer's attention."""
     size = work.activation_bytes * 2 * work.tokens * work.head_dim * work.key_value_heads / work.tp
     sent = np.where(work.cp > 1, (work.cp - 1) * size / _bandwidth(work.cp, work.tp, hardware, constants), 0)
-    return _exposed(attention, sent, constants)
+    entries = work.tokens * work.head_dim * 2 * (work.heads + work.key_value_heads) / work.tp
+    exchanged = _collective(work.activation_bytes * entries, work.cp, work.tp, hardware, constants)
+    return np.where(np.asarray(work.ulysses) > 0, exchanged, _exposed(attention, sent, constants))
 
 
 def _expert_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:

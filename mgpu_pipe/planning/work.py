@@ -46,6 +46,8 @@ class Work:
     zero: Numbers = 3.0
     """ZeRO stage of ``dp_shard``; 3 is FSDP too."""
     sequence_parallel: Numbers = 0.0
+    ulysses: Numbers = 0.0
+    """1 if context parallelism exchanges heads for tokens (arXiv:2309.14509); 0 if keys and values go round a ring."""
     recompute_products: Numbers = 0.0
     """1 if the backward pass computes the layers' matrix products again, and their collectives."""
     recompute_attention: Numbers = 0.0

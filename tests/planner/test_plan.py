@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.checks.layouts import plan_layouts, with_layout
+from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.preflight import preflight_errors
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
@@ -22,8 +23,11 @@ from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.planning.layout_search import AllowedSizes, enumerate_layouts, layout_at
+from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile
+from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, enumerate_layouts, layout_at
 from mgpu_pipe.planning.memory import memory_by_rank
+from mgpu_pipe.planning.model_work import run_work
+from mgpu_pipe.planning.step_time import step_time
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -84,13 +88,38 @@ def test_every_layout_of_a_small_world_is_tried_once() -> None:
     assert {(s.tp, s.pp, s.cp, s.dp_shard, s.dp_replicate, s.micro_batch_size) for s in seen} == expected
 
 
+def test_heads_are_exchanged_for_tokens_where_that_is_faster() -> None:
+    allowed = AllowedSizes(cp=(1, 2), ulysses=frozenset({(1, 1), (1, 2)}), checkpointing=("none",))
+    tried = enumerate_layouts(TOY, 2, 4, allowed)
+    layouts = [layout_at(tried, index) for index in range(np.size(tried.tp))]
+    assert sum(layout.context == "ulysses" for layout in layouts) == sum(layout.cp == 2 for layout in layouts) // 2 > 0
+    words = ("model=llama3_8b", "data.seq_len=8192", "data.global_batch_size=1", "plan.hardware=[h100]")
+    config = composed(*words, "trainer.devices=8", "plan.rows=40", "precision=bf16")
+    slow = replace(load_profile("h100"), link_gb_s=1.0)  # a ring of 8 sends 7 times the keys and values
+    times = {
+        method: _step_of(config, slow, Layout(1, 1, 8, 1, 1, 1, 1, 1, "none", False, method))
+        for method in ("ring", "ulysses")
+    }
+    assert times["ulysses"] < times["ring"]
+    chosen = with_layout(config, Layout(1, 1, 8, 1, 1, 1, 1, 1, "none", False, "ulysses"))
+    assert chosen.strategy.context.method == "ulysses"
+
+
+def _step_of(config: RunConfig, profile: HardwareProfile, layout: Layout) -> float:
+    changed = with_layout(config, layout)
+    work = run_work(changed, model_fields(changed))
+    return float(np.asarray(step_time(work, profile.hardware, profile.fitted).context_parallel))
+
+
 def test_the_bulk_estimate_of_memory_is_that_of_every_rank() -> None:
     from mgpu_pipe.checks.layouts import _candidates
-    from mgpu_pipe.planning.hardware_profile import load_profile
 
     found = _candidates(composed(*CLUSTER), load_profile("h100"), 64)
     order = np.argsort(found.sizes)
-    for index in order[:: len(order) // 12].tolist():
+    near = order[
+        np.sort(found.sizes) < 4 * load_profile("h100").memory_bytes
+    ]  # what is far too large need not be exact
+    for index in near[:: len(near) // 12].tolist():
         memory = memory_by_rank(with_layout(found.config, layout_at(found.layouts, index)))
         assert memory is not None and found.sizes[index] == pytest.approx(memory.likely, rel=0.1)
 

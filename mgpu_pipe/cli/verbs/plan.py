@@ -157,6 +157,8 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
 def _axes(each: PlannedRun) -> str:
     axes = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
     sizes = [f"{axis} {getattr(each.layout, axis)}" for axis in axes if getattr(each.layout, axis) > 1]
+    if each.layout.context != "ring":
+        sizes.append(each.layout.context)
     if each.layout.stages_per_rank > 1:
         sizes.append(f"{each.layout.stages_per_rank} stages a rank")
     return " x ".join(sizes) or "one process"
