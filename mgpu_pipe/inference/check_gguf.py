@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load
 
 from mgpu_pipe.errors import print_line
-from mgpu_pipe.inference.export_gguf import SAMPLE, relative_difference
+from mgpu_pipe.inference.export_gguf import SAMPLE
+from mgpu_pipe.inference.gguf.accuracy import relative_difference
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.libllama import LlamaLibrary, find_library
 from mgpu_pipe.inference.gguf.settings import FREQUENCIES, model_type_of

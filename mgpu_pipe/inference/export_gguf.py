@@ -7,7 +7,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.errors import MgpuError
 from mgpu_pipe.import_path import python_module
@@ -17,7 +17,7 @@ from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.system.child_process import bound
 
 if TYPE_CHECKING:
-    import torch
+    from mgpu_pipe.inference.gguf.accuracy import Accuracy
 
 FILE = "model.gguf"
 SAMPLE = "The year 2024 isn't over:\n\n\tx = [1, 22, 333]  # naïve — 日本\n"
@@ -30,18 +30,20 @@ class GgufReport:
 
     Attributes:
         nbytes: of the file.
-        rounding: largest difference of a logit that the file's type makes, relative to the largest logit.
+        accuracies: of fp32 and the file's type, or of all types.
         readers: differences of the readers that were tried, by name, relative to the largest logit.
         note: about the Modelfile; may be empty.
     """
 
     nbytes: int
-    rounding: float
+    accuracies: tuple[Accuracy, ...]
     readers: dict[str, float]
     note: str
 
 
-def export_gguf(stored: StoredModel, out: Path, dtype: GgufDtype, force: bool = False) -> GgufReport:
+def export_gguf(
+    stored: StoredModel, out: Path, dtype: GgufDtype, force: bool = False, compare: bool = False
+) -> GgufReport:
     """Write the folder ``out`` with a GGUF file and a Modelfile; an existing one stays until the new one is checked.
 
     This process holds one weight at a time, and computes the expected logits block by block. A fresh process reads the
@@ -49,6 +51,7 @@ def export_gguf(stored: StoredModel, out: Path, dtype: GgufDtype, force: bool = 
 
     Args:
         force: replace an existing model folder.
+        compare: measure all types, and not only fp32 and ``dtype``.
 
     Raises:
         BadInputError: ``out`` must not be replaced, or the family or its tokenizer has no place in such a file.
@@ -56,10 +59,11 @@ def export_gguf(stored: StoredModel, out: Path, dtype: GgufDtype, force: bool = 
     """
     import torch
 
+    from mgpu_pipe.inference.gguf.accuracy import measure_accuracies
     from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
     from mgpu_pipe.inference.gguf.modelfile import write_modelfile
     from mgpu_pipe.inference.gguf.settings import frequency_divisors, metadata_of
-    from mgpu_pipe.inference.gguf.write import lay_out, write_gguf
+    from mgpu_pipe.inference.gguf.write import KINDS, lay_out, write_gguf
     from mgpu_pipe.inference.model_folder import merge_stored
     from mgpu_pipe.models.weights.model_files import write_configuration
 
@@ -76,20 +80,21 @@ def export_gguf(stored: StoredModel, out: Path, dtype: GgufDtype, force: bool = 
                 scratch if stored.tokenizer_folder is not None else None, stored.model.config.vocab_size
             )
             context = metadata[f"{layout.family.architecture}.context_length"]
-            note = write_modelfile(scratch, FILE, partial, context)
+            note = write_modelfile(scratch, FILE, partial, context, tokens["tokenizer.ggml.add_bos_token"])
             divisors = frequency_divisors(stored.model)
             write_gguf(layout, stored.read, partial / FILE, dtype, {**metadata, **tokens}, divisors)
-            report = _check(stored, layout, dtype, partial / FILE, scratch, note)
+            readers = _check(stored, layout, dtype, partial / FILE, scratch)
+            dtypes: tuple[GgufDtype, ...] = tuple(KINDS) if compare else tuple(dict.fromkeys(("fp32", dtype)))
+            accuracies = tuple(measure_accuracies(stored, layout, dtypes))
+            nbytes = (partial / FILE).stat().st_size
             put_in_place(partial, out)
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
-    return report
+    return GgufReport(nbytes, accuracies, readers, note)
 
 
-def _check(
-    stored: StoredModel, layout: GgufLayout, dtype: GgufDtype, file: Path, tokenizer: Path, note: str
-) -> GgufReport:
-    """Read the file in a fresh process and compare its logits and token ids with the run's."""
+def _check(stored: StoredModel, layout: GgufLayout, dtype: GgufDtype, file: Path, tokenizer: Path) -> dict[str, float]:
+    """Read the file in a fresh process, compare logits and token ids with the run's; the differences by reader."""
     import torch
     from safetensors.torch import save
 
@@ -98,7 +103,6 @@ def _check(
     from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
 
     inputs = probe(stored.model)
-    exact = streamed_logits(stored.model, stored.read, inputs, torch.float32)
     rounded = streamed_logits(stored.model, rounded_reader(layout, stored.read, dtype), inputs, torch.float32)
     sample = torch.tensor(load_tokenizer_file(tokenizer / TOKENIZER).encode(SAMPLE).ids)
     done = subprocess.run(
@@ -110,11 +114,5 @@ def _check(
     if done.returncode:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
         raise MgpuError(f"the GGUF file failed its check and was removed: {last}")
-    answer: dict[str, Any] = json.loads(done.stdout.decode().splitlines()[-1])
-    rounding = relative_difference(rounded, exact)
-    return GgufReport(file.stat().st_size, rounding, answer, note)
-
-
-def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest expected value."""
-    return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
+    differences: dict[str, float] = json.loads(done.stdout.decode().splitlines()[-1])
+    return differences

@@ -77,7 +77,7 @@ def expected_readers(family: str, scaled: bool = False) -> set[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_reader_gives_the_logits_of_every_family(family: str, tmp_path: Path) -> None:
     report = exported(family, tmp_path)
-    assert report.readers.keys() == expected_readers(family) and report.rounding < 1e-6
+    assert report.readers.keys() == expected_readers(family) and report.accuracies[0].error < 1e-6
     file = GgufFile(tmp_path / "out" / FILE)
     tied = family in ("gemma3_text", "gpt2")
     assert ("output.weight" in file.tensors) != tied
@@ -101,7 +101,9 @@ def test_a_file_is_read_back_to_the_last_bit(family: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_every_type_gives_what_it_rounds_to(family: str, dtype: str, tmp_path: Path) -> None:
     report = exported(family, tmp_path, dtype)
-    assert 1e-6 < report.rounding < (1 if family == "mixtral" else 0.1), "a router may choose another expert"
+    exact, rounded = report.accuracies
+    assert rounded.nbytes < 0.6 * exact.nbytes and rounded.nbytes <= report.nbytes
+    assert 1e-6 < rounded.error < (1 if family == "mixtral" else 0.1), "a router may choose another expert"
     assert report.readers["this program"] < 1e-5
 
 
@@ -170,6 +172,14 @@ TURNS = (
 )
 
 
+def evaluated(root: Path, capsys: pytest.CaptureFixture[str]) -> float:
+    """Perplexity by ``eval`` of all held-out data, which is few rows here."""
+    assert main(["eval", str(root)]) == 0
+    return float(
+        next(line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("perplexity"))
+    )
+
+
 @pytest.mark.slow
 def test_a_run_becomes_a_file_and_a_modelfile_by_one_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -179,11 +189,15 @@ def test_a_run_becomes_a_file_and_a_modelfile_by_one_command(
     words = ["export", str(root), "--out", str(out), "--format", "gguf"]
     assert main([*words, "--dtype", "q8_0"]) == 0
     printed = capsys.readouterr().out
-    assert "q8_0" in printed and "transformers" in printed and "ollama create" in printed
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.split()[0] in ("fp32", "q8_0")}
+    assert rows["fp32"][3] == "0.0e+00" and float(rows["fp32"][2]) == pytest.approx(evaluated(root, capsys), rel=1e-4)
+    assert float(rows["q8_0"][2]) == pytest.approx(float(rows["fp32"][2]), rel=0.05)
+    assert "transformers" in printed and "ollama create" in printed
     lines = (out / "Modelfile").read_text().splitlines()
     assert lines[:3] == [f"FROM ./{FILE}", 'TEMPLATE """{{ .Prompt }}"""', 'PARAMETER stop "<|endoftext|>"']
     assert main(words) == 2 and "--force" in capsys.readouterr().err
-    assert main([*words, "--force", "--dtype", "bf16"]) == 0
+    assert main([*words, "--force", "--dtype", "bf16", "--compare-dtypes"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:7]] == ["fp32", "fp16", "bf16", "q8_0"]
     assert main([*words, "--force", "--dtype", "q4_k"]) == 2 and "llama-quantize" in capsys.readouterr().err
     for more in (["--adapter"], ["--push", "a/b"]):
         assert main([*words, "--force", *more]) == 2
@@ -201,5 +215,8 @@ def test_a_chat_template_is_translated_where_turns_are_joined_as_they_are() -> N
         '{{ else if eq .Role "assistant" }}<|assistant|>{{ .Content }}<e>{{ end }}{{ end }}<|assistant|>'
     )
     assert go_template(ChatTemplate("<b>" + TURNS, special, ("<e>",)), "<b>") is not None
+    polite = "{% if messages[0]['role'] != 'system' %}<|system|>Be kind.{{ eos_token }}{% endif %}" + TURNS
+    template = go_template(ChatTemplate(polite, special, ("<e>",)), "<b>")
+    assert template is not None and template.startswith("{{ if not .System }}<|system|>Be kind.<e>{{ end }}{{ range")
     counted = TURNS.replace("message['role']", "loop.index ~ message['role']")
     assert go_template(ChatTemplate(counted, special, ("<e>",)), "<b>") is None

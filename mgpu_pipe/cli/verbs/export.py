@@ -38,6 +38,9 @@ def export(argv: Sequence[str]) -> int:
         choices=["hf", "gguf", "peft"],
         help="hf: transformers, vLLM and others (the default); gguf: llama.cpp and Ollama; peft: adapters alone",
     )
+    parser.add_argument(
+        "--compare-dtypes", action="store_true", help="with --format gguf: size, perplexity and error of every type"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--merge", action="store_true", help="add adapters to their weights (the default)")
     how.add_argument("--adapter", action="store_true", help="another word for --format peft")
@@ -67,6 +70,8 @@ def _choose_format(arguments: argparse.Namespace) -> None:
         raise BadInputError("--dtype=q4_k: needs llama.cpp; export fp16, then run llama-quantize model.gguf Q4_K_M")
     if arguments.format != "gguf" and arguments.dtype == "q8_0":
         raise BadInputError(f"--dtype=q8_0: is not written as {arguments.format}; add --format gguf")
+    if arguments.format != "gguf" and arguments.compare_dtypes:
+        raise BadInputError("--compare-dtypes: is for --format gguf; add it, or leave this out")
     if arguments.format == "gguf" and (arguments.push is not None or arguments.max_shard_size is not None):
         raise BadInputError("--format=gguf: writes one file and pushes none; leave out --push and --max-shard-size")
 
@@ -83,13 +88,14 @@ def _export_gguf(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export_gguf import FILE, export_gguf
 
     run = open_model(model_files, arguments.frozen_weights, arguments.weights == "ema")
-    report = export_gguf(run, out, arguments.dtype, arguments.force)
-    readers = ", ".join(f"{reader} {difference:.0e}" for reader, difference in report.readers.items())
+    report = export_gguf(run, out, arguments.dtype, arguments.force, arguments.compare_dtypes)
     print_line(f"exported {run.source} to {out / FILE} ({arguments.dtype}, {report.nbytes / 1e6:.1f} MB)")
-    print_line(
-        f"logits read back, difference of the largest: {readers}; by rounding to {arguments.dtype}: "
-        f"{report.rounding:.0e}"
-    )
+    readers = ", ".join(f"{reader} {difference:.0e}" for reader, difference in report.readers.items())
+    print_line(f"logits read back, largest difference relative to the largest: {readers}")
+    print_line(f"{'dtype':<8}{'MB':>10}{'perplexity':>14}{'error of logits':>18}")
+    for row in report.accuracies:
+        perplexity = "-" if row.perplexity is None else f"{row.perplexity:.4f}"
+        print_line(f"{row.dtype:<8}{row.nbytes / 1e6:>10.1f}{perplexity:>14}{row.error:>18.1e}")
     if report.note:
         print_line(f"note: {report.note}")
     print_line(f"serve it: llama-server -m {out / FILE}, or ollama create my-model -f {out / 'Modelfile'}")

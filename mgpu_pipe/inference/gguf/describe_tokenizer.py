@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mgpu_pipe.data.text.tokenizer_folder import (
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.pre_tokenizers import PRE_TOKENIZERS, same_steps
 from mgpu_pipe.inference.gguf.read_tokenizer import CONTROL, SPECIAL_IDS, USER_DEFINED
+from mgpu_pipe.inference.gguf.sentence_pieces import begins_with_space, is_sentence_pieces, kind_of_piece, scores_of
 from mgpu_pipe.system.local_files import is_file
 
 NORMAL, UNUSED = 1, 5
@@ -47,10 +48,16 @@ def describe_tokenizer(folder: Path | None, rows: int) -> dict[str, Any]:
     named = special_tokens(folder)
     ids = {key: numbers[named[name]] for key, name in SPECIAL_IDS.items() if named.get(name) in numbers}
     first, last = _ends(folder, ids)
+    tokens = [texts.get(number, f"[PAD{number}]") for number in range(rows)]
+    if is_sentence_pieces(content):
+        model = _sentence_pieces(content, folder, tokens)
+        kinds = {number: kind_of_piece(texts[number], kind) for number, kind in kinds.items()}
+    else:
+        model = _byte_pairs(content, folder, numbers)
     template = chat_template(folder)
     return {
-        **_byte_pairs(content, folder, numbers),
-        "tokenizer.ggml.tokens": [texts.get(number, f"[PAD{number}]") for number in range(rows)],
+        **model,
+        "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [kinds.get(number, UNUSED) for number in range(rows)],
         **{f"tokenizer.ggml.{key}_token_id": number for key, number in ids.items()},
         "tokenizer.ggml.add_bos_token": first,
@@ -87,11 +94,33 @@ def _byte_pairs(content: Mapping[str, Any], folder: Path, numbers: Mapping[str, 
                 f"--format=gguf: {folder} has ignore_merges={model.get('ignore_merges')}, which llama.cpp does not "
                 "take with this pre-tokenizer; use --format hf"
             )
-    pairs = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in model.get("merges") or []]
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.merges": [
-            f"{left} {right}" for left, right in pairs if {left, right, left + right} <= numbers.keys()
+            f"{left} {right}" for left, right in _pairs(model) if {left, right, left + right} <= numbers.keys()
         ],
+    }
+
+
+def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The pairs that are merged, in order."""
+    pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model.get("merges") or []]
+    return [(left, right) for left, right in pairs]
+
+
+def _sentence_pieces(content: Mapping[str, Any], folder: Path, tokens: Sequence[str]) -> dict[str, Any]:
+    """Model and scores of a tokenizer of the SentencePiece kind.
+
+    Raises:
+        BadInputError: it marks spaces in another way.
+    """
+    prefix = begins_with_space(content)
+    if prefix is None:
+        raise BadInputError(f"--format=gguf: {folder} marks spaces as llama.cpp cannot; use --format hf")
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": prefix,
+        "tokenizer.ggml.scores": scores_of(tokens, _pairs(content["model"])),
     }

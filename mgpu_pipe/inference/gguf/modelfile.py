@@ -21,17 +21,19 @@ PARAMETERS = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", 
 """Ollama's names of generation settings."""
 
 
-def write_modelfile(folder: Path, file: str, out: Path, context: int) -> str:
+def write_modelfile(folder: Path, file: str, out: Path, context: int, adds_first: bool) -> str:
     """Write ``Modelfile`` into ``out`` and return a note about what it lacks, or an empty string.
 
     Args:
         folder: with tokenizer and generation settings.
         file: name of the GGUF file next to it.
         context: most tokens of the model.
+        adds_first: whether the file says that the first token comes before each text.
     """
     settings = generation_settings(folder) or {}
     chat, lines, note = chat_of(folder), [f"FROM ./{file}"], ""
-    template = "{{ .Prompt }}" if chat is None else go_template(chat, special_tokens(folder).get("bos_token", ""))
+    first = special_tokens(folder).get("bos_token", "") if adds_first else ""
+    template = "{{ .Prompt }}" if chat is None else go_template(chat, first)
     if template is None:
         note = "its chat template has more than turns; Ollama reads the one in the file, or give it a TEMPLATE"
     else:
@@ -67,42 +69,47 @@ def go_template(chat: ChatTemplate, first: str) -> str | None:
         first: text of the token that Ollama puts first by itself.
     """
     try:
-        around = {role: _around(chat, role, first) for role in ROLES}
-        prompt = _without(first, chat.render([_turn("user", MARK)], prompt=True)).partition(MARK)[2]
-        opening = prompt.removeprefix(around["user"][1])
+        around = {role: _around(chat, ROLES[:number], role, first) for number, role in enumerate(ROLES)}
         turns = [_turn(role, f"{role} {number}") for number, role in enumerate([*ROLES, "user"])]
         joined = "".join(before + turn["content"] + after for turn in turns for before, after in [around[turn["role"]]])
-        if _without(first, chat.render(turns, prompt=True)) != joined + opening:
-            return None
-        if _without(first, chat.render(turns[1:2], prompt=True)) != "user 1".join(around["user"]) + opening:
-            return None
+        rendered = _render(chat, turns, first, True)
+        alone = _render(chat, turns[1:2], first, True)
     except Exception:  # a template may refuse roles by any error
         return None
-    if '"""' in "".join(part for parts in around.values() for part in parts) or "{{" in joined + opening:
+    opening, user = rendered.removeprefix(joined), "user 1".join(around["user"])
+    default = alone.removesuffix(user + opening)
+    if rendered != joined + opening or alone != default + user + opening:
+        return None
+    if '"""' in rendered + alone or "{{" in rendered + alone:
         return None
     cases = "{{ else ".join(
         f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}' for role, (before, after) in around.items()
     )
-    return f"{{{{ range .Messages }}}}{{{{ {cases}{{{{ end }}}}{{{{ end }}}}{opening}"
+    start = f"{{{{ if not .System }}}}{default}{{{{ end }}}}" if default else ""
+    return f"{start}{{{{ range .Messages }}}}{{{{ {cases}{{{{ end }}}}{{{{ end }}}}{opening}"
 
 
 def _turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _without(first: str, text: str) -> str:
+def _render(chat: ChatTemplate, turns: list[dict[str, str]], first: str, prompt: bool = False) -> str:
+    """The text of ``turns`` without the token that comes first by itself."""
+    text = chat.render(turns, prompt=prompt)
     return text.removeprefix(first) if first else text
 
 
-def _around(chat: ChatTemplate, role: str, first: str) -> Sequence[str]:
-    """Text before and after the content of a turn of ``role``, in the place where it usually stands."""
-    before: list[dict[str, str]] = [] if role != "assistant" else [_turn("user", "hello")]
-    after = [_turn("user", "hello")] if role == "system" else []
-    rendered = _without(first, chat.render([*before, _turn(role, MARK), *after]))
-    head = _without(first, chat.render(before)) if before else ""
-    tail = _without(first, chat.render(after)) if after else ""
-    if not rendered.startswith(head) or not rendered.endswith(tail):
-        raise ValueError("turns depend on each other")
-    middle = rendered[len(head) : len(rendered) - len(tail)]
-    start, _, end = middle.partition(MARK)
+def _around(chat: ChatTemplate, earlier: Sequence[str], role: str, first: str) -> tuple[str, str]:
+    """Text before and after the content of a turn of ``role``, after turns of ``earlier`` roles."""
+    before = [_turn(name, "hello") for name in earlier]
+    after = [] if earlier else [_turn("user", "hello")]
+    head = _render(chat, before, first) if before else ""
+    rendered = _render(chat, [*before, _turn(role, MARK), *after], first)
+    if not rendered.startswith(head):
+        raise ValueError("a turn depends on the next")
+    start, _, end = rendered[len(head) :].partition(MARK)
+    if after:
+        longer = _render(chat, [_turn(role, MARK), *after, _turn("assistant", "hello")], first)
+        start, _, end = longer.partition(MARK)
+        end = end[: end.index("hello")].removesuffix(_around(chat, ("system",), "user", first)[0])
     return start, end

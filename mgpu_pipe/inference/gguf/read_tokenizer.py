@@ -10,6 +10,7 @@ from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TEMPLATE, TOKENIZER, lo
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.pre_tokenizers import OTHER_NAMES, PRE_TOKENIZERS
+from mgpu_pipe.inference.gguf.sentence_pieces import tokenizer_parts
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of ``tokenizer.ggml.token_type`` of tokens that a text is searched for before it is cut into words."""
@@ -77,8 +78,9 @@ class _Vocabulary:
 
     def tokenizer(self) -> dict[str, Any]:
         """The content of ``tokenizer.json``."""
+        readers = {"gpt2": self._byte_pairs, "llama": self._sentence_pieces}
         model = self._get("model")
-        if model != "gpt2":
+        if model not in readers:
             raise self._refuse(f"is of the kind {model!r}, which cannot be imported")
         added = [
             {
@@ -94,7 +96,7 @@ class _Vocabulary:
             "version": "1.0",
             **dict.fromkeys(("truncation", "padding", "normalizer")),
             "added_tokens": added,
-            **self._byte_pairs(),
+            **readers[model](),
             "post_processor": self._first_token(),
         }
 
@@ -121,6 +123,15 @@ class _Vocabulary:
                 "merges": merges,
             },
         }
+
+    def _sentence_pieces(self) -> dict[str, Any]:
+        """Pieces with scores: normaliser, decoder and model."""
+        scores = self._list("scores", float)
+        if len(scores) != len(self.tokens):
+            raise self._refuse(f"has {len(scores)} scores for {len(self.tokens)} tokens")
+        unknown = self.special_tokens().get("unk_token")
+        prefix = self._get("add_space_prefix") is not False
+        return tokenizer_parts(self.tokens, scores, self.kinds, unknown, prefix)
 
     def _first_token(self) -> dict[str, Any] | None:
         """The post-processor that puts the first token before a text, where the file says so."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,7 +138,7 @@ def write_gguf(
     Raises:
         OSError: the file cannot be written.
     """
-    from gguf import GGML_QUANT_SIZES, GGUFWriter, LlamaFileType
+    from gguf import GGUFWriter, LlamaFileType
 
     writer = GGUFWriter(file, layout.family.architecture)
     writer.add_file_type(
@@ -151,14 +152,8 @@ def write_gguf(
     writer.add_quantization_version(2)
     for key, value in metadata.items():
         _add(writer, key, value)
-    parameters = dict(layout.model.named_parameters(remove_duplicate=False))
-    for name, (place, names) in layout.places.items():
-        shapes = to_file(place, torch.empty(parameters[name].shape, device="meta"), layout.model.config)
-        for stored_name, tensor in zip(names, shapes, strict=True):
-            kind = kind_of(stored_name, tuple(tensor.shape), dtype)
-            block, block_bytes = GGML_QUANT_SIZES[kind]
-            nbytes = tensor.numel() // block * block_bytes
-            writer.add_tensor_info(stored_name, tuple(tensor.shape), _FLOAT32, nbytes, kind)
+    for name, shape, kind in _shapes(layout, dtype):
+        writer.add_tensor_info(name, shape, _FLOAT32, _nbytes(shape, kind), kind)
     for name, tensor in more_tensors.items():
         writer.add_tensor_info(name, tuple(tensor.shape), _FLOAT32, tensor.nbytes)
     writer.write_header_to_file()
@@ -171,6 +166,28 @@ def write_gguf(
         writer.write_tensor_data(tensor.numpy())
     writer.flush()
     writer.close()
+
+
+def file_bytes(layout: GgufLayout, dtype: GgufDtype) -> int:
+    """Bytes of all tensors of a file of ``dtype``."""
+    return sum(_nbytes(shape, kind) for _, shape, kind in _shapes(layout, dtype))
+
+
+def _shapes(layout: GgufLayout, dtype: GgufDtype) -> Iterator[tuple[str, tuple[int, ...], GGMLQuantizationType]]:
+    """Name, shape and type of every tensor of the file."""
+    parameters = dict(layout.model.named_parameters(remove_duplicate=False))
+    for name, (place, names) in layout.places.items():
+        tensors = to_file(place, torch.empty(parameters[name].shape, device="meta"), layout.model.config)
+        for stored_name, tensor in zip(names, tensors, strict=True):
+            shape = tuple(tensor.shape)
+            yield stored_name, shape, kind_of(stored_name, shape, dtype)
+
+
+def _nbytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    from gguf import GGML_QUANT_SIZES
+
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    return math.prod(shape) // block * block_bytes
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

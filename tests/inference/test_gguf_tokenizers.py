@@ -1,0 +1,122 @@
+"""Tokenizers to GGUF and back. Oracles: the tokenizers library on the first folder, and llama.cpp where npm has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, trainers
+from transformers import PreTrainedTokenizerFast
+
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
+from mgpu_pipe.inference.gguf.file import GgufFile
+from mgpu_pipe.inference.gguf.libllama import LlamaLibrary
+from mgpu_pipe.inference.gguf.pre_tokenizers import PRE_TOKENIZERS
+from mgpu_pipe.inference.gguf.read_tokenizer import write_tokenizer_folder
+from mgpu_pipe.inference.gguf.settings import metadata_of
+from mgpu_pipe.inference.gguf.write import lay_out, write_gguf
+from mgpu_pipe.inference.open import read_from
+from mgpu_pipe.models.build import build_meta, materialise
+from tests.inference.support import WORDS, write_tokenizer
+from tests.models.tiny import tiny_model
+from tests.support.libllama import libllama
+
+ROWS = 512
+TEXTS = [
+    "the quick brown fox jumps",
+    "  the  lazy dog\n\n\tsleeps near 2024 an old oak.",
+    "naïve café — 日本 🙂",
+    "IT'S don't 3.14% x=[1,22,333]",
+    "the",
+    " ",
+]
+SPACE = "\u2581"
+MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+
+
+def write_pieces(folder: Path, prefix: bool, first: bool = False) -> Path:
+    """A tokenizer as Llama 2's: pairs of characters, bytes for the rest."""
+    trained = Tokenizer(models.BPE())
+    trained.train_from_iterator(
+        [SPACE.join(["", *WORDS])] * 3, trainers.BpeTrainer(vocab_size=160, show_progress=False, max_token_length=8)
+    )
+    content = json.loads(trained.to_str())
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = [*special, *(f"<0x{number:02X}>" for number in range(256)), *content["model"]["vocab"]]
+    content["model"] |= {
+        "vocab": {piece: number for number, piece in enumerate(pieces)},
+        "byte_fallback": True,
+        "fuse_unk": True,
+        "unk_token": "<unk>",
+    }
+    steps = [{"type": "Prepend", "prepend": SPACE}, MARKS] if prefix else [MARKS]
+    content["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    content["added_tokens"] = [
+        {
+            "id": number,
+            "content": text,
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+            "special": True,
+        }
+        for number, text in enumerate(special)
+    ]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(str(folder))
+    return folder
+
+
+def write_words(folder: Path, name: str) -> Path:
+    """A byte-level tokenizer that cuts texts as ``name`` says."""
+    write_tokenizer(folder)
+    file, known = folder / "tokenizer.json", PRE_TOKENIZERS[name]
+    content = json.loads(file.read_text())
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": known.steps()}
+    content["model"]["ignore_merges"] = known.ignores_merges
+    file.write_text(json.dumps(content))
+    return folder
+
+
+def same_tokens(folder: Path, scratch: Path) -> dict[str, object]:
+    """Write a file with the tokenizer, read it by all readers, compare ids; returns its metadata."""
+    model = materialise(build_meta(tiny_model("llama", vocab_size=ROWS)), 1, "cpu")
+    tokens = describe_tokenizer(folder, ROWS)
+    file = scratch / "model.gguf"
+    write_gguf(lay_out(model), read_from(model), file, "fp32", {**metadata_of(model.config), **tokens}, {})
+    again = scratch / "again"
+    again.mkdir()
+    write_tokenizer_folder(GgufFile(file), again)
+    expected, found = (Tokenizer.from_file(str(place / "tokenizer.json")) for place in (folder, again))
+    library = libllama()
+    theirs = LlamaLibrary(library, file) if library is not None else None
+    for text in TEXTS:
+        ids = expected.encode(text).ids
+        assert found.encode(text).ids == ids, text
+        assert theirs is None or list(theirs.tokenize(text)) == ids, text
+        assert found.decode(ids) == expected.decode(ids) or tokens["tokenizer.ggml.model"] == "llama"
+    return tokens
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_with_scores_cut_texts_as_pairs_in_order(prefix: bool, tmp_path: Path) -> None:
+    tokens = same_tokens(write_pieces(tmp_path / "tokenizer", prefix), tmp_path)
+    assert tokens["tokenizer.ggml.add_space_prefix"] is prefix
+    kinds = tokens["tokenizer.ggml.token_type"]
+    assert isinstance(kinds, list) and kinds[:4] == [3, 3, 3, 6]
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_every_pre_tokenizer_is_named_and_read_back(name: str, tmp_path: Path) -> None:
+    assert same_tokens(write_words(tmp_path / "tokenizer", name), tmp_path)["tokenizer.ggml.pre"] == name
+
+
+def test_pieces_that_mark_spaces_otherwise_are_refused(tmp_path: Path) -> None:
+    folder = write_pieces(tmp_path / "tokenizer", True)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["normalizer"] = {"type": "NFKC"}
+    file.write_text(json.dumps(content))
+    with pytest.raises(BadInputError, match=r"marks spaces as llama\.cpp cannot"):
+        describe_tokenizer(folder, ROWS)
