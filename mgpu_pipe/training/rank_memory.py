@@ -20,11 +20,14 @@ from mgpu_pipe.architectures.formulas.kept_memory import (
 )
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import MgpuError
+from mgpu_pipe.planning import memory as planned_memory
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 GIB = 1 << 30
 PARTS = ("weights", "gradients", "optimizer", "activations")
+ACTIVATIONS = ("activations", "loss head", "backward pass of a block")
+"""Terms of :func:`mgpu_pipe.planning.memory.memory_by_rank` that come and go with a micro-batch's activations."""
 SHOWN = 3
 """Settings named to a user who ran out of memory."""
 
@@ -102,14 +105,22 @@ def estimated_parts(
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     weights = sum(size * p.element_size() for p, size in sizes.items())
     state = state_bytes(weights, trained, shards, sharded_stage(config), optimizer=optimizer_bytes(config.optimizer))
-    fields, tokens = model.config.get_text_config(), plan.micro_batch_size * config.data.seq_len
     estimated = {
         "weights": state.weights,
         "gradients": state.gradients,
         "optimizer": state.optimizer,
-        "activations": activation_bytes(tokens, fields.hidden_size, fields.num_hidden_layers),
+        "activations": _activations(config, plan, model),
     }
     return {name: parts.get(name) or estimated[name] for name in PARTS}
+
+
+def _activations(config: RunConfig, plan: BatchPlan, model: Any) -> int:
+    """Bytes of what a forward pass keeps, as ``check`` predicts them; where it cannot, those of plain blocks."""
+    predicted = planned_memory.memory_by_rank(config)
+    if predicted is not None:
+        return sum(predicted.terms.get(name, 0) for name in ACTIVATIONS)
+    fields, tokens = model.config.get_text_config(), plan.micro_batch_size * config.data.seq_len
+    return activation_bytes(tokens, fields.hidden_size, fields.num_hidden_layers)
 
 
 def _gib(size: int) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.rank_memory import out_of_memory
+from mgpu_pipe.training.rank_memory import estimated_parts, out_of_memory
 
 
 class Model(torch.nn.Module):
@@ -49,6 +50,15 @@ def test_zero_1_and_2_shard_less() -> None:
     assert "strategy=zero3 (saves about 48 MiB)" in said(1, False)
     assert "(gradients 8 MiB, optimizer 16 MiB" in said(2, False)
     assert "strategy=zero3 (saves about 24 MiB)" in said(2, False)
+
+
+def test_activations_are_those_that_check_predicts() -> None:
+    words = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "model=llama_tiny", "data.seq_len=512"]
+    config, _ = compose([*words, "data.global_batch_size=32", "data.micro_batch_size=16"])
+    dims = ParallelDims.resolve(config.strategy, 2)
+    parts = estimated_parts(config, dims, BatchPlan.resolve(config.data, 2), Model(False), {})
+    predicted = memory_by_rank(config)
+    assert predicted is not None and parts["activations"] >= predicted.terms["activations"] > 1 << 20
 
 
 def test_a_model_that_is_cut_is_spread_further_by_its_own_axis() -> None:
