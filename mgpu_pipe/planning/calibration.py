@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,13 @@ def fitted(measured: Measurements) -> Constants:
             parts.append(np.asarray(all_reduce_seconds(reductions[0], reductions[1], hardware, constants)))
         return np.concatenate([*parts, np.asarray(step_time(steps, hardware, constants).total)])
 
-    return fit(predict, seconds, (*FREE, *LINKS) if measured.reductions else FREE)
+    start = replace(Constants(), launch=measured.block["launch"], **_assumed(measured))
+    return fit(predict, seconds, (*FREE, *LINKS) if measured.reductions else FREE, start)
+
+
+def _assumed(measured: Measurements) -> dict[str, float]:
+    """Constants that are not measured: cores that compute also send, so that a CPU hides no communication."""
+    return {"overlap_loss": 1.0, "reduction": 1.0} if measured.device["type"] == "cpu" else {}
 
 
 def profile_text(measured: Measurements) -> str:
@@ -119,6 +125,7 @@ def profile_text(measured: Measurements) -> str:
         lines.append(yaml.safe_dump({name: value}, width=1000, allow_unicode=True).strip() + mark)
     names = (*FREE, *LINKS) if measured.reductions else FREE
     lines += ["constants:", *(f"  {name}: {_rounded(getattr(constants, name))}  # calibrated" for name in names)]
+    lines += [f"  {name}: {value}  # assumed" for name, value in _assumed(measured).items()]
     return "\n".join([*lines, ""])
 
 

@@ -42,7 +42,7 @@ def measured(with_links: bool = True) -> Measurements:
         products=[(*sizes, float(product_seconds(*sizes, 4.0, hardware, TRUE))) for sizes in PRODUCTS],
         bandwidth=5e9,
         reductions=[(*sizes, float(np.asarray(all_reduce_seconds(*sizes, hardware, TRUE)))) for sizes in reductions],
-        steps=[(work, float(step_time(Work(**work), hardware, TRUE).total)) for work in works],  # type: ignore[arg-type]
+        steps=[(work, float(step_time(Work(**work), hardware, TRUE).total)) for work in works],
         block={"forward": 0.1, "backward": 0.2, "launch": 0.001},
         device={"type": "cpu", "name": "a CPU", "memory": 8 << 30, "multiprocessors": 1, "host_memory": 16 << 30},
     )
@@ -54,7 +54,7 @@ def test_the_fitted_profile_predicts_what_was_measured(tmp_path: Path) -> None:
     profile = load_profile(str(file))
     for work, seconds in measured().steps:
         predicted = step_time(Work(**work), profile.hardware, profile.fitted).total
-        assert float(predicted) == pytest.approx(seconds, rel=0.05)  # type: ignore[arg-type]
+        assert float(predicted) == pytest.approx(seconds, rel=0.05)
     for size, ranks, seconds in measured().reductions:
         assert float(np.asarray(all_reduce_seconds(size, ranks, profile.hardware, profile.fitted))) == pytest.approx(
             seconds, rel=0.05
@@ -83,7 +83,7 @@ def test_a_calibrated_cpu_is_planned_for_as_processes(tmp_path: Path) -> None:
 
 def test_fp32_moves_twice_the_bytes() -> None:
     slow = HardwareProfile(name="", **{**uncalibrated(measured()), "memory_gb_s": 1e-3}).hardware  # memory alone counts
-    work = Work(**work_of(DECODERS[0]))  # type: ignore[arg-type]
+    work = Work(**work_of(DECODERS[0]))
     times = [
         float(step_time(replace(work, activation_bytes=size, vocabulary=1.0), slow, replace(TRUE, step=1e-9)).compute)
         for size in (2.0, 4.0)

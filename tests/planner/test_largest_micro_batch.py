@@ -106,7 +106,9 @@ def test_tries_that_run_out_of_memory_end_in_a_smaller_one(cache: Path, tmp_path
     limit = 1_000_000_000
     words = ["model=llama_tiny", "data.seq_len=512", "data.global_batch_size=61", "trainer.max_steps=1"]
     process = start(
-        *(cache, tmp_path, *words, "trainer.accelerator=cpu", "run.dir=run", "data.micro_batch_size=max"),
+        cache,
+        tmp_path,
+        *(*words, "trainer.accelerator=cpu", "run.dir=run", "data.micro_batch_size=max"),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
     _, said = process.communicate(timeout=600)
