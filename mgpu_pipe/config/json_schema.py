@@ -26,7 +26,8 @@ def field_documentation() -> dict[tuple[str, str], str]:
         *sections,
         *(keys for section in SECTIONS.values() for keys in section.all_keys().values()),
     ]
-    files = dict.fromkeys(map(inspect.getfile, classes))
+    owners = [base for cls in classes for base in cls.__mro__ if is_dataclass(base)]
+    files = dict.fromkeys(map(inspect.getfile, owners))
     nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     texts: dict[tuple[str, str], str] = {}
     for node in nodes:
@@ -37,6 +38,12 @@ def field_documentation() -> dict[tuple[str, str], str]:
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
                 texts[node.name, field.target.id] = " ".join(str(after.value.value).split())  # type: ignore[attr-defined]
     return texts
+
+
+def key_documentation(cls: type, name: str) -> str:
+    """Documentation of a field of a section, its own or a base class's; empty without one."""
+    texts = field_documentation()
+    return next((texts[base.__name__, name] for base in cls.__mro__ if (base.__name__, name) in texts), "")
 
 
 def class_documentation(cls: type) -> str:
@@ -61,7 +68,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def _section(cls: Any, defaults: Any) -> dict[str, Any]:
-    documentation = field_documentation()
     properties: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         hint, default = hints(cls)[field.name], getattr(defaults, field.name)
@@ -74,7 +80,7 @@ def _section(cls: Any, defaults: Any) -> dict[str, Any]:
         else:
             entry = _with_interpolation(_type_schema(hint)) | {"default": to_plain(defaults)[field.name]}
             entry |= {LIMITS[name]: bound for name, bound in field.metadata.items() if name in LIMITS}
-        text = documentation.get((cls.__name__, field.name))
+        text = key_documentation(cls, field.name)
         properties[field.name] = {"description": text, **entry} if text else entry
     described = {"description": class_documentation(cls)} if class_documentation(cls) else {}
     return {"type": "object", **described, "properties": properties, "additionalProperties": False}

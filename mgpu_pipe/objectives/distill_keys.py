@@ -11,15 +11,15 @@ from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checkpoint.selection import resolve_source
-from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import CheckpointError, ConfigError, ModelFolderError
 from mgpu_pipe.models.weights.folder import read_config_json
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION as CAUSAL
 from mgpu_pipe.objectives.causal_lm_keys import LOSS, perplexity
+from mgpu_pipe.objectives.text_config import SampledTextConfig
 from mgpu_pipe.system.local_files import is_file, is_folder
 
 DRAWN = "drawn"
@@ -30,7 +30,7 @@ KEY = "objective.teacher"
 
 
 @dataclass
-class DistillConfig(ObjectiveConfig):
+class DistillConfig(SampledTextConfig):
     name: str = "distill"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     teacher: str = ""
@@ -44,19 +44,9 @@ class DistillConfig(ObjectiveConfig):
     """Both models' logits are divided by it in the divergence, which is multiplied by its square."""
     teacher_weight: float = field(default=0.5, metadata={"at_least": 0, "at_most": 1})
     """Share of the divergence in the loss; the rest is the labels' cross-entropy."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
-    sample_prompts: list[str] = field(default_factory=list, metadata=FREE)
-    """Prompts continued after training and shown with the result."""
-    sample_max_new_tokens: int = field(default=64, metadata={**FREE, "at_least": 1})
-    """Tokens a sample continues for."""
 
     def shrunk(self, tokens: int) -> Self:
-        chunk = 0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5)
-        return replace(self, teacher=DRAWN, sample_prompts=[], loss_chunk_tokens=chunk)
-
-    def prompts(self) -> tuple[list[str], int]:
-        return self.sample_prompts, self.sample_max_new_tokens
+        return replace(super().shrunk(tokens), teacher=DRAWN)
 
     def started_from(self, run: Path) -> Self | None:
         return replace(self, teacher=str(run)) if self.teacher == STARTS_FROM else None

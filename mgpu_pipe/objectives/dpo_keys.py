@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from typing_extensions import Self
-
-from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.resolve import world_size
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.text_config import SampledTextConfig
 from mgpu_pipe.topology import ParallelDims
 
 
 @dataclass
-class DPOConfig(ObjectiveConfig):
+class DPOConfig(SampledTextConfig):
     name: str = "dpo"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
@@ -30,19 +28,6 @@ class DPOConfig(ObjectiveConfig):
     without its adapters (peft=lora), a forward pass more."""
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "below": 0.5})
     """Share of the pairs that are taken to be the wrong way round, below 0.5 (loss=sigmoid)."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
-    sample_prompts: list[str] = field(default_factory=list, metadata=FREE)
-    """Questions that are answered after training and shown with the result."""
-    sample_max_new_tokens: int = field(default=64, metadata={**FREE, "at_least": 1})
-    """Most tokens of such an answer."""
-
-    def shrunk(self, tokens: int) -> Self:
-        chunk = 0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5)
-        return replace(self, sample_prompts=[], loss_chunk_tokens=chunk)
-
-    def prompts(self) -> tuple[list[str], int]:
-        return self.sample_prompts, self.sample_max_new_tokens
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         smoothing = self.label_smoothing

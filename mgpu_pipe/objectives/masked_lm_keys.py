@@ -8,15 +8,15 @@ from pathlib import Path
 
 from typing_extensions import Self
 
-from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import Auto, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import existing_file, made_here, mask_token_id
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.objectives.text_config import TokenLossConfig
 
 
 @dataclass
-class MaskedLMConfig(ObjectiveConfig):
+class MaskedLMConfig(TokenLossConfig):
     name: str = "masked_lm"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     mask_share: float = field(default=0.15, metadata={"at_least": 0, "at_most": 1})
@@ -24,12 +24,9 @@ class MaskedLMConfig(ObjectiveConfig):
     mask_token_id: int | Auto = field(default="auto", metadata={"at_least": 0})
     """What stands for a hidden token; auto: the tokenizer's mask token, or, where it has none, the last id of a new
     model's vocabulary, which the tokenizer may not use then."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
 
     def shrunk(self, tokens: int) -> Self:
-        chunk = 0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5)
-        return replace(self, mask_token_id="auto", loss_chunk_tokens=chunk)
+        return replace(super().shrunk(tokens), mask_token_id="auto")
 
     def with_tokenizer(self, folder: Path) -> Self:
         token = mask_token_id(folder) if self.mask_token_id == "auto" else None

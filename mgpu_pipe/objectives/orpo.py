@@ -5,7 +5,6 @@ It needs no reference model and no training on answers before (Hong, Lee and Tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,14 +14,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.orpo_keys import DESCRIPTION, ORPOConfig
-from mgpu_pipe.objectives.preference_pairs import (
-    CHOSEN,
-    NOTHING,
-    REJECTED,
-    PairObjective,
-    documents_of_pairs,
-    plain_answer,
-)
+from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, ReferenceFreePairs, documents_of_pairs, plain_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +23,7 @@ LEAST = 1e-12
 """Least distance of a mean log-probability from 0, where the odds are infinite."""
 
 
-class ORPOObjective(PairObjective):
+class ORPOObjective(ReferenceFreePairs):
     """Cross-entropy of chosen answers, and the odds ratio of both, under a Hugging Face causal language model.
 
     Args:
@@ -39,7 +31,6 @@ class ORPOObjective(PairObjective):
     """
 
     description = DESCRIPTION
-    num_sums = 4
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: ORPOConfig
@@ -53,24 +44,10 @@ class ORPOObjective(PairObjective):
     ) -> Self:
         return cls(model, optimizer_factory, learning_rate, cast(ORPOConfig, config.objective))
 
-    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.contribute_once(self._pair_values(batch)[0].sum())
-
-    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self.contribute_once(torch.stack([values.double().sum() for values in self._pair_values(batch)]))
-
-    def _pair_values(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Loss, preference, loss of the chosen answer and log odds ratio of each pair, (rows,); 0 where none counts."""
-        log_probabilities, tokens = self.answers(batch)
-        counts = batch["pair"] != NOTHING
-        means = log_probabilities / tokens.clamp_min(1.0)
-        # An answer without tokens has infinite odds, whose gradient would be NaN times zero.
-        means = means.where(counts.unsqueeze(1), -1.0)
+    def pair_values(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_odds = means - torch.log(-torch.expm1(means.clamp_max(-LEAST)))
         ratio = log_odds[:, CHOSEN] - log_odds[:, REJECTED]
-        losses = self._weight * -F.logsigmoid(ratio) - means[:, CHOSEN]
-        values = losses, ratio > 0, -means[:, CHOSEN], ratio
-        return tuple(value.where(counts, 0) for value in values)
+        return self._weight * -F.logsigmoid(ratio) - means[:, CHOSEN], ratio
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One answer at a time, from the odds of its mean token."""

@@ -7,6 +7,7 @@ rows do.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,6 +90,36 @@ class PairObjective(Objective):
         """Random tokens of the model's vocabulary, int64 (samples, seq_len)."""
         vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         return torch.randint(0, vocabulary, (samples, seq_len), generator=generator)
+
+
+class ReferenceFreePairs(PairObjective):
+    """Base of objectives over pairs of answers that need no reference model: losses of mean log-probabilities."""
+
+    num_sums = 4
+
+    @abstractmethod
+    def pair_values(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and figure of each pair; the figure is positive where the model prefers the chosen answer.
+
+        Args:
+            means: mean log-probability of the tokens of each pair's answers; float64 (rows, 2).
+        """
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.contribute_once(self._valid_values(batch)[0].sum())
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self.contribute_once(torch.stack([values.double().sum() for values in self._valid_values(batch)]))
+
+    def _valid_values(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Loss, preference, loss of the chosen answer and figure of each pair, (rows,); 0 where none counts."""
+        log_probabilities, tokens = self.answers(batch)
+        counts = batch["pair"] != NOTHING
+        # An answer without tokens has infinite odds, whose gradient would be NaN times zero.
+        means = (log_probabilities / tokens.clamp_min(1.0)).where(counts.unsqueeze(1), -1.0)
+        losses, figures = self.pair_values(means)
+        values = losses, figures > 0, -means[:, CHOSEN], figures
+        return tuple(value.where(counts, 0) for value in values)
 
 
 def random_answers(generator: torch.Generator, step: int, ids: torch.Tensor) -> Batch:

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
-from typing_extensions import Self
-
-from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.text_config import SampledTextConfig
 
 
 @dataclass
-class Seq2SeqConfig(ObjectiveConfig):
+class Seq2SeqConfig(SampledTextConfig):
     name: str = "seq2seq"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
-    sample_prompts: list[str] = field(default_factory=list, metadata=FREE)
-    """Sources that are answered after training and shown with the result, the likeliest token at a time."""
-    sample_max_new_tokens: int = field(default=64, metadata={**FREE, "at_least": 1})
-    """Most tokens of such an answer."""
-
-    def shrunk(self, tokens: int) -> Self:
-        chunk = 0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5)
-        return replace(self, sample_prompts=[], loss_chunk_tokens=chunk)
-
-    def prompts(self) -> tuple[list[str], int]:
-        return self.sample_prompts, self.sample_max_new_tokens
 
     def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
         if config.peft.name != "qlora":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from typing_extensions import Self
-
-from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives import ctc_keys
+from mgpu_pipe.objectives.text_config import TokenLossConfig
 from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, error_rates
 
 REFUSED = ("encoder_layerdrop", "decoder_layerdrop")
@@ -20,11 +17,9 @@ HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 
 
 @dataclass
-class SpeechSeq2SeqConfig(TranscriptConfig):
+class SpeechSeq2SeqConfig(TokenLossConfig, TranscriptConfig):
     name: str = "speech_seq2seq"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
     max_new_tokens: int = field(default=64, metadata={"at_least": 1})
     """Most tokens that an evaluation writes for a recording; it stops where all recordings have ended."""
 
@@ -40,9 +35,6 @@ class SpeechSeq2SeqConfig(TranscriptConfig):
             fix = f"use {encoder}, as the encoder"
             errors.append(ConfigError(f"model.config.{HEADS[1]}", decoder, fix, "both are cut alike"))
         return errors
-
-    def shrunk(self, tokens: int) -> Self:
-        return replace(self, loss_chunk_tokens=0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5))
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:

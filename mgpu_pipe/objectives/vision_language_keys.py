@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-from typing_extensions import Self
-
 from mgpu_pipe.architectures.pictures import PACK_ROWS, READ_QUESTIONS_WHOLE, SEE_PARTS
-from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.cached_features import cached_features_errors
+from mgpu_pipe.objectives.text_config import TokenLossConfig
 
 FAMILIES_WITH_TOWER = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
 """Families with their own vision tower."""
@@ -23,14 +21,9 @@ TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
 @dataclass
-class VisionLanguageConfig(ObjectiveConfig):
+class VisionLanguageConfig(TokenLossConfig):
     name: str = "vision_language"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
-    loss_chunk_tokens: int | Auto = field(default="auto", metadata={**FREE, "at_least": 0})
-    """Tokens whose logits exist at once in the loss; auto bounds them to 64 MiB (GPUs: 256); 0 computes them whole."""
-
-    def shrunk(self, tokens: int) -> Self:
-        return replace(self, loss_chunk_tokens=0 if self.loss_chunk_tokens == 0 else max(1, tokens * 2 // 5))
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         vision = fields.get("vision_config")

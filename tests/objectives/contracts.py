@@ -257,4 +257,13 @@ CONTRACTS = {
         4 exhaustive: strategy=fsdp strategy.tp=2 model=gpt2_tiny
         """,
     ),
+    "simpo": Contract(
+        "objective=simpo data=preferences_jsonl model=llama_tiny",
+        """
+        1: strategy=single objective.margin=0.3
+        2: strategy=tp objective.beta=1
+        2 exhaustive: strategy=ddp; strategy=fsdp; strategy=pp; strategy=cp; strategy=zero1; strategy=zero2;
+            strategy=zero3; strategy=fsdp peft=lora; strategy=fsdp precision=bf16
+        """,
+    ),
 }

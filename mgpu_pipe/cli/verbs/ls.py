@@ -55,7 +55,7 @@ def _print_keys(group: str) -> None:
 
 def _print_fields(path: str, keys: Any, names: Iterable[str]) -> None:
     from mgpu_pipe.config.convert import setting, type_name, written
-    from mgpu_pipe.config.json_schema import field_documentation
+    from mgpu_pipe.config.json_schema import key_documentation
     from mgpu_pipe.config.sections import hints
 
     cls: type = type(keys)
@@ -64,10 +64,7 @@ def _print_fields(path: str, keys: Any, names: Iterable[str]) -> None:
         if is_dataclass(default):
             _print_fields(f"{path}.{name}", default, [field.name for field in fields(default)])
             continue
-        owners = (owner.__name__ for owner in cls.__mro__)
-        text = next(
-            (field_documentation()[owner, name] for owner in owners if (owner, name) in field_documentation()), ""
-        )
+        text = key_documentation(cls, name)
         _print(f"    {path}.{name}={setting(written(default))}  {type_name(hints(cls)[name])}. {text}", 8)
 
 

@@ -1,4 +1,4 @@
-"""ORPO. Oracle: the formulas of arXiv:2403.07691 written by hand over transformers' own model, one answer at a time."""
+"""ORPO and SimPO. Oracle: the formulas of their papers, over transformers' own model, one answer at a time."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.orpo import ORPOObjective
 from mgpu_pipe.objectives.orpo_keys import ORPOConfig
+from mgpu_pipe.objectives.simpo import SimPOObjective
+from mgpu_pipe.objectives.simpo_keys import SimPOConfig
 from tests.models.tiny import tiny_model
 from tests.objectives.test_dpo import PAIRS, file_of
 from tests.support import small_runs
@@ -39,17 +41,33 @@ def answers_of(model: Any, batch: dict[str, torch.Tensor], row: int) -> list[tor
     return found
 
 
-def test_loss_gradients_and_metrics_are_those_of_the_paper() -> None:
-    objective = made()
+def simpo(beta: float = 1.5, margin: float = 0.4) -> SimPOObjective:
+    model = materialise(build_meta(tiny_model("llama")), 2, "cpu")
+    return SimPOObjective(model, None, lambda step: 1.0, SimPOConfig(beta=beta, margin=margin))
+
+
+def orpo_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    log_odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
+    return -chosen + 0.3 * -torch.sigmoid(log_odds).log(), log_odds
+
+
+def simpo_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    reward = 1.5 * chosen - 1.5 * rejected
+    return -torch.sigmoid(reward - 0.4).log(), reward
+
+
+@pytest.mark.parametrize(("build", "formula"), [(made, orpo_loss), (simpo, simpo_loss)], ids=["orpo", "simpo"])
+def test_loss_gradients_and_metrics_are_those_of_the_paper(build: Any, formula: Any) -> None:
+    objective = build()
     model: Any = objective.model
     batch = objective.random_batch(3, 2, 5, 48, packed=True)
     assert batch["pair"].tolist() == [0, 1, 2, 3, -1], "the last pair counts nothing"
     losses, ratios, chosen_losses = [], [], []
     for row in range(4):
         chosen, rejected = answers_of(model, batch, row)
-        log_odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
-        losses.append(-chosen + 0.3 * -torch.sigmoid(log_odds).log())
-        ratios.append(float(log_odds.detach()))
+        loss, ratio = formula(chosen, rejected)
+        losses.append(loss)
+        ratios.append(float(ratio.detach()))
         chosen_losses.append(-float(chosen.detach()))
     expected = torch.stack(losses).sum()
     expected.backward()
@@ -65,8 +83,9 @@ def test_loss_gradients_and_metrics_are_those_of_the_paper() -> None:
     assert sums == pytest.approx([float(expected.detach()), right, sum(chosen_losses), sum(ratios)], rel=1e-5)
 
 
-def test_what_counts_nothing_or_is_certain_has_finite_gradients() -> None:
-    objective = made()
+@pytest.mark.parametrize("build", [made, simpo])
+def test_what_counts_nothing_or_is_certain_has_finite_gradients(build: Any) -> None:
+    objective = build()
     empty = objective.batch_spec.empty(16, torch.device("cpu"))
     objective.micro_batch_loss(empty).backward()
     gradients = [parameter.grad for parameter in objective.model.parameters()]
