@@ -50,7 +50,7 @@ def _print_keys(group: str) -> None:
         for keys, names in alike.items():
             print_line()
             _print(f"keys of {section.chooser}={' or '.join(names)}", 4)
-            _print_fields(group, keys(), own_keys(keys))
+            _print_fields(group, keys(), sorted(own_keys(keys), key=lambda name: name not in keys.__annotations__))
 
 
 def _print_fields(path: str, keys: Any, names: Iterable[str]) -> None:
