@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load
@@ -24,6 +24,9 @@ from mgpu_pipe.inference.gguf.libllama import LlamaLibrary, find_library
 from mgpu_pipe.inference.gguf.settings import FREQUENCIES, model_type_of
 from mgpu_pipe.inference.import_gguf import open_gguf
 from mgpu_pipe.inference.model_arguments import silence_transformers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TOLERANCE = 1e-5
 """Largest difference between two programs that compute in fp32 with the same values, relative to the largest logit."""
@@ -53,31 +56,44 @@ def main(file: Path, dtype: str) -> int:
     return 0
 
 
-@torch.no_grad()
 def _results(file: Path, scratch: Path, ids: torch.Tensor, dtype: str) -> Iterator[Result]:
-    """Name of a reader, its logits, and the largest difference."""
+    """Name of a reader, its logits, and the largest difference; one reader's model is in memory at a time."""
+    logits, config = _read_here(file, scratch, ids)
+    yield "this program", logits, TOLERANCE
+    header = GgufFile(file)
+    if transformers_reads(header):
+        yield "transformers", _read_by_transformers(file, config, ids), TOLERANCE
+    library = find_library()
+    if library is not None:
+        architecture = header.metadata["general.architecture"]
+        tolerance = TABLE_TOLERANCE if architecture in ("gpt2", "gemma3") else LLAMA_CPP_TOLERANCE
+        if dtype != "fp32":  # it rounds activations too, which is reported and not judged
+            tolerance = float("inf")
+        yield "llama.cpp", LlamaLibrary(library, file).logits(ids), tolerance
+
+
+@torch.no_grad()
+def _read_here(file: Path, scratch: Path, ids: torch.Tensor) -> tuple[torch.Tensor, PretrainedConfig]:
+    """Logits by this program's reader, and the settings that it reads."""
     from mgpu_pipe.models.build import materialise_empty
 
     stored = open_gguf(file, scratch)
     model: Any = materialise_empty(stored.model, "cpu")
     for name, parameter in model.named_parameters():
         parameter.data.copy_(stored.read(name, torch.float32))
-    yield "this program", model.eval()(ids, use_cache=False).logits, TOLERANCE
-    header = GgufFile(file)
-    architecture = header.metadata["general.architecture"]
-    if transformers_reads(header):
-        from transformers import AutoModelForCausalLM
+    return model.eval()(ids, use_cache=False).logits, model.config
 
-        theirs: Any = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, config=model.config, dtype=torch.float32, local_files_only=True
-        )  # its reader of settings leaves out some that are not their defaults
-        yield "transformers", theirs.eval()(ids, use_cache=False).logits, TOLERANCE
-    library = find_library()
-    if library is not None:
-        tolerance = TABLE_TOLERANCE if architecture in ("gpt2", "gemma3") else LLAMA_CPP_TOLERANCE
-        if dtype != "fp32":  # it rounds activations too, which is reported and not judged
-            tolerance = float("inf")
-        yield "llama.cpp", LlamaLibrary(library, file).logits(ids), tolerance
+
+@torch.no_grad()
+def _read_by_transformers(file: Path, config: PretrainedConfig, ids: torch.Tensor) -> torch.Tensor:
+    """Logits by transformers' reader of tensors; its reader of settings leaves out some that are not their defaults."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(file.parent), gguf_file=file.name, config=config, dtype=torch.float32, local_files_only=True
+    )
+    logits: torch.Tensor = model.eval()(ids, use_cache=False).logits
+    return logits
 
 
 def transformers_reads(file: GgufFile) -> bool:

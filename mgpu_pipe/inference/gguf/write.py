@@ -24,6 +24,8 @@ GgufDtype = Literal["fp32", "fp16", "bf16", "q8_0"]
 KINDS: Mapping[GgufDtype, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16", "q8_0": "Q8_0"}
 """Names of ggml's types."""
 _FLOAT32 = np.dtype(np.float32)
+CHUNK = 1 << 20
+"""Values that are quantised together."""
 KEPT_WHOLE = ("ffn_gate_inp.weight", "position_embd.weight")
 """Ends of the names of matrices that stay fp32, as in llama.cpp's converter."""
 FLOAT_KEYS = ("_epsilon", "freq_base", "freq_base_swa", "scaling.factor", "softcapping")
@@ -81,7 +83,7 @@ def kind_of(name: str, shape: tuple[int, ...], dtype: GgufDtype) -> GGMLQuantiza
 
 
 def _quantised(name: str, tensor: torch.Tensor, kind: GGMLQuantizationType) -> ndarray[Any, Any]:
-    """The tensor as the file's bytes.
+    """The tensor as the file's bytes, (rows, bytes of a row), made some rows at a time.
 
     Raises:
         MgpuError: a value is not finite, or beyond what the type holds.
@@ -89,9 +91,16 @@ def _quantised(name: str, tensor: torch.Tensor, kind: GGMLQuantizationType) -> n
     import gguf
 
     values = tensor.contiguous().numpy()
+    if kind == gguf.GGMLQuantizationType.F32:
+        return values
     if kind == gguf.GGMLQuantizationType.F16 and not tensor.abs().max() <= torch.finfo(torch.float16).max:
         raise MgpuError(f"--dtype: {name} holds values beyond fp16; use --dtype bf16 or fp32")
-    stored: ndarray[Any, Any] = gguf.quantize(values, kind)
+    rows = values.reshape(-1, values.shape[-1])
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    stored = np.empty((len(rows), rows.shape[1] // block * block_bytes), np.uint8)
+    step = max(1, CHUNK // rows.shape[1])
+    for start in range(0, len(rows), step):
+        stored[start : start + step] = gguf.quantize(rows[start : start + step], kind).view(np.uint8)
     return stored
 
 
@@ -160,8 +169,11 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name in layout.places:
-        for stored_name, tensor in layout.stored(name, read).items():
+        tensors = layout.stored(name, read)
+        for stored_name in list(tensors):
+            tensor = tensors.pop(stored_name)
             writer.write_tensor_data(_quantised(stored_name, tensor, kind_of(stored_name, tuple(tensor.shape), dtype)))
+            del tensor  # before the next is read
     for tensor in more_tensors.values():
         writer.write_tensor_data(tensor.numpy())
     writer.flush()
