@@ -84,6 +84,8 @@ def test_what_libtiff_says_is_the_reason(capfd: pytest.CaptureFixture[str]) -> N
     "exif",
     [
         b"Exif\0\0",
+        b"Exif\0\0garbage",
+        b"Exif\0\0II*\0",
         b"Exif\0\0II*\0\xff\xff\xff\xff",
         b"Exif\0\0II*\0\x08\0\0\0\xff\xff",
         b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x02\0\0\0\x02ab\0\0\0\0\0\0",
@@ -94,10 +96,11 @@ def test_what_libtiff_says_is_the_reason(capfd: pytest.CaptureFixture[str]) -> N
 def test_odd_exif_leaves_the_picture_as_it_lies(exif: bytes, tmp_path: Path) -> None:
     """In training, and as a picture of a prompt."""
     wide = noise(1).resize((12, 6))
-    raw = stored(wide, "JPEG", exif=exif)
-    assert {decode(raw, 3).size} <= {(12, 6), (6, 12)}
-    (tmp_path / "odd.jpg").write_bytes(raw)
-    assert (pixels(_decode_file("--image", tmp_path / "odd.jpg", 3)) == pixels(decode(raw, 3))).all()
+    for form in ("JPEG", "PNG", "WEBP"):
+        raw = stored(wide, form, exif=exif)
+        assert {decode(raw, 3).size} <= {(12, 6), (6, 12)}
+        (tmp_path / "odd").write_bytes(raw)
+        assert (pixels(_decode_file("--image", tmp_path / "odd", 3)) == pixels(decode(raw, 3))).all()
 
 
 def test_the_first_frame_of_a_phones_jpeg_is_the_picture() -> None:

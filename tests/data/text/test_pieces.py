@@ -121,6 +121,7 @@ def test_pieces_have_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest
         one, two = (np.concatenate([getattr(batch, name) for batch in some]) for some in (whole, parts))
         assert one.tolist() == two.tolist(), name
     assert sum(batch.size for batch in parts) == sum(document.size for document in documents)
+    assert lengths, "the documents are encoded in pieces"
     if "whole text" not in kind and kind != "fixed length":
         assert sum(lengths) < 3 * sum(len(document.text) for document in documents)
 
