@@ -37,6 +37,7 @@ NAMES = (
     "checkpoint_save",
     "thread_waits",
     "plan_accuracy",
+    "plan_cpu",
 )
 
 for name in NAMES:

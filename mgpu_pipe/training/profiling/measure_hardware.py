@@ -1,7 +1,7 @@
 """Measures what a machine's processes compute and send, all of them at once, for a hardware profile.
 
-Each time is the least of several windows, for a busy machine has pauses, then the mean over processes. A window is
-long enough for processes that share a core to take turns. Matrix products, copies and training steps of small decoders
+Each time is the median of several windows, then the mean over processes. A window is long enough for processes that
+share a core to take turns. Matrix products, copies and training steps of small decoders
 are in fp32 on the CPU and in bf16 on GPUs, where blocks are not compiled.
 """
 
@@ -100,7 +100,7 @@ def _described(device: torch.device) -> dict[str, Any]:
 
 
 def _everywhere(action: Callable[[], object], device: torch.device) -> float:
-    """Least seconds of ``action``, the mean over ranks, which begin together. Collective."""
+    """Median seconds of ``action``, the mean over ranks, which begin together. Collective."""
     action()
     _wait(device)
     dist.barrier()
@@ -109,7 +109,7 @@ def _everywhere(action: Callable[[], object], device: torch.device) -> float:
     times = [once] if calls == 1 else []
     while not times or (len(times) < WINDOWS and time.perf_counter() - began < LONGEST_S):
         times.append(_seconds(action, calls, device))
-    return statistics.fmean(exchange_json(min(times), None))
+    return statistics.fmean(exchange_json(statistics.median(times), None))
 
 
 def _seconds(action: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -151,7 +151,7 @@ def _reductions(device: torch.device) -> Iterator[tuple[int, int, float]]:
                 message = torch.zeros(size // 4, device=device)
                 send = partial(dist.all_reduce, message, group=group)
                 send()
-                seconds = min(_seconds(send, TRIPS, device) for _ in range(TRIP_WINDOWS))
+                seconds = statistics.median(_seconds(send, TRIPS, device) for _ in range(TRIP_WINDOWS))
             yield size, ranks, statistics.fmean(exchange_json(seconds, None)[:ranks])
         dist.barrier()
 
