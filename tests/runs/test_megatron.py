@@ -17,10 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
-        ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "trainer.devices=4"),
-        pytest.param(
-            ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "trainer.devices=8"), marks=pytest.mark.exhaustive
-        ),
+        ("strategy=megatron", "strategy.tp=2", "strategy.pp=2", "trainer.devices=8"),
         pytest.param(
             (
                 "strategy=megatron",
