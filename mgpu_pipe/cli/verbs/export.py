@@ -36,11 +36,9 @@ def export(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--format",
         choices=["hf", "gguf", "peft"],
-        help="hf: transformers, vLLM and others (the default); gguf: llama.cpp and Ollama; peft: adapters alone",
+        help="hf (the default), gguf for llama.cpp and Ollama, peft for adapters alone",
     )
-    parser.add_argument(
-        "--compare-dtypes", action="store_true", help="with --format gguf: size, perplexity and error of every type"
-    )
+    parser.add_argument("--compare-dtypes", action="store_true", help="measure every type of a GGUF file")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--merge", action="store_true", help="add adapters to their weights (the default)")
     how.add_argument("--adapter", action="store_true", help="another word for --format peft")
