@@ -49,6 +49,7 @@ LONG = tuple(
         "reference/checkpoint_format",
         "guides/own_text",
         "guides/planning",
+        "guides/own_hardware",
         "guides/preferences",
         "guides/evaluation",
         "guides/logging",
