@@ -107,7 +107,7 @@ def prepare_spectrogram_encoder(model: Any) -> None:
 def greedy_transcripts(
     model: Any, features: torch.Tensor, most: int, known: torch.Tensor | None = None
 ) -> list[list[int]]:
-    """Tokens of each recording, up to its end or ``most``.
+    """Tokens of each recording, up to its end, ``most`` or the decoder's positions.
 
     A collective call: with a sharded model no process leaves before the others.
 
@@ -119,7 +119,7 @@ def greedy_transcripts(
     done = torch.zeros(rows, dtype=torch.bool, device=features.device) if known is None else known
     ids = torch.full((rows, 1), int(config.decoder_start_token_id), device=features.device)
     inputs: dict[str, Any] = {"input_features": features}
-    for _ in range(most):
+    for _ in range(min(most, int(config.max_target_positions))):
         if _all_done(done):
             break
         output = model(**inputs, decoder_input_ids=ids[:, -1:], use_cache=True)

@@ -194,3 +194,14 @@ def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     assert summary["status"] == "finished" and summary["model"]["class"] == "WhisperForConditionalGeneration"
     assert summary["metrics"]["val/word_error_rate"] >= 0.5 and len(summary["samples"]) == 12
     assert (folder / "report.html").read_text(encoding="utf-8").count('src="data:audio/ogg;base64,T2dnU') >= 12
+
+
+def test_an_evaluation_writes_no_more_than_the_decoder_has_positions() -> None:
+    """The key's default is 64 tokens; a small model may have fewer positions."""
+    config = compose(["model=whisper_tiny", "objective=speech_seq2seq", "data=spoken_digits"])[0]
+    model: Any = materialise(run_model(config), 3, "cpu").eval()
+    model.config.eos_token_id = -1  # which it never writes
+    most = int(model.config.max_target_positions)
+    features = torch.zeros(2, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    written = greedy_transcripts(model, features, most + 20)
+    assert [len(tokens) for tokens in written] == [most, most]
