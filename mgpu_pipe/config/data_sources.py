@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 PACKAGES = ("mgpu_pipe.data.sources", "mgpu_pipe.data.sources.demo")
-DocumentKind = Literal["text", "chat", "preferences", "pairs", "tokens"]
+DocumentKind = Literal["text", "chat", "preferences", "pairs", "text_groups", "tokens"]
 TEXT_KEYS = ("tokenizer", "seq_len", "on_too_long")
 """Keys of ``data`` that every source of text reads."""
 

@@ -223,6 +223,14 @@ class ObjectiveConfig:
         """Number of last ids of the vocabulary that no tokenizer may use."""
         return 0
 
+    def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
+        """JSON files that other programs read in an exported folder, by their path in it.
+
+        Args:
+            width: of the model's hidden states.
+        """
+        return {}
+
     def prompts(self) -> tuple[list[str], int]:
         """Texts to continue after training, and the tokens of each continuation."""
         return [], 0

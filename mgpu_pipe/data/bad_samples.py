@@ -24,6 +24,7 @@ ALL_RULES = ("refuse", "drop", "truncate", "split")
 UNABLE: dict[str, tuple[tuple[str, ...], str]] = {
     "labelled_text": (("split",), "a piece of a text may be of another class"),
     "pairs": (("split",), "no piece of a target belongs to a piece of its source"),
+    "embedding_pairs": (("split",), "no piece of a text belongs to a piece of another"),
     "preferences": (("truncate", "split"), "conversations that are cut compare other answers"),
     "captioned_images": (("split",), "no piece of a caption describes the whole picture"),
     "picture_chats": (("truncate", "split"), "a cut goes through the places of a picture"),

@@ -35,6 +35,12 @@ def prepare_preferences(config: RunConfig, progress: Progress | None) -> Prepare
     return preferences.prepare_preferences(config, progress)
 
 
+def prepare_embedding_pairs(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.text import embedding_pairs
+
+    return embedding_pairs.prepare_embedding_pairs(config, progress)
+
+
 def prepare_labelled_images(config: RunConfig, progress: Progress | None) -> Prepared:
     from mgpu_pipe.data.images.prepare_images import prepare_images
 

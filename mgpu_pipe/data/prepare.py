@@ -15,6 +15,7 @@ from mgpu_pipe.data.images.prepare_images import PreparedImages
 from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.source import shipped_source
+from mgpu_pipe.data.text.embedding_pairs import PreparedEmbeddingPairs
 from mgpu_pipe.data.text.labels import PreparedLabelled
 from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 from mgpu_pipe.data.text.pairs import PreparedPairs
@@ -25,6 +26,7 @@ KINDS: dict[str, type[Prepared]] = {
     kind.kind: kind
     for kind in (
         *(PreparedData, PreparedLabelled, PreparedPairs, PreparedPreferences, PreparedMixture),
+        PreparedEmbeddingPairs,
         *(PreparedImages, PreparedCaptions, PreparedPictureChats, PreparedSpeech, arrays.PreparedArrays),
     )
 }

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.open import StoredModel
@@ -67,12 +68,23 @@ def export_folder(
                     copy_sentence_modules(stored.maker, partial)
             copy_tokenizer(stored, partial, adapter)
             if not adapter:
+                write_objective_files(stored, partial)
                 write_processor(stored, partial)  # replaces files that the tokenizer's folder may bring
                 _check_loads(stored, weights_type, partial)
             put_in_place(partial, out)
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
     return out
+
+
+def write_objective_files(stored: StoredModel, folder: Path) -> None:
+    """Write the files by which other programs use the objective's model; replaces those of the first folder."""
+    if stored.config is None:
+        return
+    width = getattr(stored.model.config.get_text_config(), "hidden_size", 0)
+    for name, content in stored.config.objective.folder_files(stored.config, width).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_json(folder / name, content)
 
 
 def copy_tokenizer(stored: StoredModel, folder: Path, adapter: bool = False) -> None:

@@ -61,9 +61,12 @@ def probe(model: PreTrainedModel) -> Inputs:
 
 
 def compute_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
-    """The logits of ``model`` for ``inputs``."""
+    """The logits of ``model`` for ``inputs``; the last states of a model without a head."""
     cached = {} if inputs.keys() & {"pixel_values", "input_values"} else {"use_cache": False}
     output = model(**inputs, **cached)
+    if "logits" not in output and "last_hidden_state" in output and "logits_per_image" not in output:
+        states: torch.Tensor = output.last_hidden_state
+        return states
     logits: torch.Tensor = output.logits_per_image if "logits_per_image" in output else output.logits
     return logits
 

@@ -15,7 +15,7 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
 from mgpu_pipe.models.adapters.qlora import pack, packed_weight
-from mgpu_pipe.models.fields import builder_of, check_model_config, class_of, given_fields
+from mgpu_pipe.models.fields import HEADLESS, builder_of, check_model_config, class_of, given_fields
 from mgpu_pipe.models.init.keyed_init import InitRecipe
 from mgpu_pipe.models.local_shards import TensorPart, fill_parameters
 from mgpu_pipe.models.model_parts import freeze_parameters
@@ -213,6 +213,8 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
             raise ConfigError("model.attn_implementation", wanted, "use auto", first_line(error)) from error
         raise _refused(model, error) from error
     scalars_to_vectors(built)
+    if model_class == HEADLESS and (pooler := getattr(built, "pooler", None)) is not None:
+        pooler.requires_grad_(False)  # no state of a token goes through it
     return built.train()
 
 

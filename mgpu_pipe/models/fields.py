@@ -33,6 +33,8 @@ SET_ELSEWHERE = {
     "name_or_path": "use model.path",
 }
 """Fields of every configuration class that another key of this program sets."""
+HEADLESS = "AutoModel"
+"""Class of models without a head."""
 MODEL_CLASSES = {
     "AutoModelForCausalLM": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "causal language model"),
     "AutoModelForSeq2SeqLM": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "sequence-to-sequence model"),
@@ -46,6 +48,7 @@ MODEL_CLASSES = {
     "AutoModelForCTC": ("MODEL_FOR_CTC_MAPPING_NAMES", "model of speech"),
     "AutoModelForSpeechSeq2Seq": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "model that writes down speech"),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
+    HEADLESS: ("MODEL_MAPPING_NAMES", "model without a head"),
 }
 """transformers' ``AutoModelFor...``, likeliest first: table of its types, and what it builds."""
 EXTRA_TYPES = {"AutoModelForZeroShotImageClassification": {"vision-text-dual-encoder": "VisionTextDualEncoderModel"}}
@@ -95,7 +98,7 @@ def model_types(model_class: str = "AutoModelForCausalLM") -> list[str]:
 
 def builder_of(model_type: str, model_class: str) -> str:
     """Name of transformers' class that builds a model of ``model_type`` and ``model_class``."""
-    return "AutoModel" if model_type in EXTRA_TYPES.get(model_class, {}) else model_class
+    return HEADLESS if model_type in EXTRA_TYPES.get(model_class, {}) else model_class
 
 
 def class_of(architectures: Iterable[str] | None) -> str:

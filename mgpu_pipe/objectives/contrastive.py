@@ -17,6 +17,7 @@ from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
+from mgpu_pipe.objectives.losses.softmax_pairing import softmax_pairing
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures, caches_features
 from mgpu_pipe.parallel.random_streams import step_seed
@@ -108,8 +109,8 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
     def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         if self._pairwise:
             return _pairing_losses(_sigmoid_pairing, "images", "texts", features, rows, gradients)
-        by_picture = _pairing_losses(_softmax_pairing, "images", "texts", features, rows, gradients)
-        by_caption = _pairing_losses(_softmax_pairing, "texts", "images", features, rows, gradients)
+        by_picture = _pairing_losses(softmax_pairing, "images", "texts", features, rows, gradients)
+        by_caption = _pairing_losses(softmax_pairing, "texts", "images", features, rows, gradients)
         for gradient in (gradients or {}).values():
             gradient.div_(2)
         return (by_picture + by_caption) / 2
@@ -264,15 +265,6 @@ def _pairing_losses(
             gradients[key_name].addmm_(logits.T, queries[some])
         del logits  # frees memory before the next ones
     return torch.cat(losses)
-
-
-def _softmax_pairing(logits: torch.Tensor, right_column: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each row, in place: ``logits`` become its gradients."""
-    highest = logits.amax(1, keepdim=True)
-    right = logits.gather(1, right_column) - highest
-    total = logits.sub_(highest).exp_().sum(1, keepdim=True)
-    logits.div_(total).scatter_add_(1, right_column, torch.full_like(right, -1))
-    return (total.log() - right).squeeze(1)
 
 
 def _sigmoid_pairing(logits: torch.Tensor, right_column: torch.Tensor) -> torch.Tensor:

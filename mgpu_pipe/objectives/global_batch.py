@@ -36,7 +36,7 @@ class GlobalBatchObjective(Objective):
 
     @abstractmethod
     def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
-        """Features of a micro-batch by name, each of shape (samples, ...).
+        """Features of a micro-batch by name, each of shape (samples, ...); integers have no gradient.
 
         All learned parameters act here: a temperature multiplies one of the features.
         """
@@ -87,9 +87,9 @@ class GlobalBatchObjective(Objective):
             losses = self.losses(whole, rows, None)
             self.collect_heldout(whole, rows)
             return losses, {name: like[:0] for name, like in whole.items()}
-        parts = {name: torch.zeros_like(value) for name, value in whole.items()}
+        parts = {name: torch.zeros_like(value) for name, value in whole.items() if value.is_floating_point()}
         losses = self.losses(whole, rows, parts)
-        return losses, {name: world.sum_of_own(parts.pop(name), rows) for name in whole}
+        return losses, {name: world.sum_of_own(parts.pop(name), rows) for name in list(parts)}
 
     def losses_by_ring(self, mine: Features, world: SampleGroup) -> tuple[torch.Tensor, Features] | None:
         """:meth:`losses` of this process's samples and the gradients of their features, by a ring.
@@ -121,7 +121,8 @@ class GlobalBatchObjective(Objective):
 
 
 def at_least_fp32(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    """``values`` in float32 or more; integers as they are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
 
 
 def _random_state(device: torch.device) -> torch.Tensor:

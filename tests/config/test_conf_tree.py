@@ -71,6 +71,8 @@ NEEDS_MORE = {
     ("experiment", "wav2vec2_base_finetune"),
     ("data", "audio_list"),
     ("data", "git_files"),
+    ("data", "embedding_pairs"),
+    ("data", "stdlib_pairs"),
     ("data", "sqlite"),
     ("data", "image_folder"),
     ("data", "image_list"),

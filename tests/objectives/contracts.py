@@ -246,6 +246,21 @@ CONTRACTS = {
         4 exhaustive: strategy=pp strategy.tp=2; strategy=fsdp strategy.tp=2 model=gpt2_tiny
         """,
     ),
+    "text_embedding": Contract(
+        "objective=text_embedding data=stdlib_pairs model=bert_tiny",
+        """
+        1: strategy=single objective.symmetric=true
+        2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.pooling=cls; strategy=tp;
+            strategy=zero3 objective.symmetric=true
+        2 exhaustive: strategy=zero1; strategy=zero2 objective.mask_equal=false;
+            strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;
+            strategy=fsdp peft=lora; strategy=ddp precision=bf16;
+            strategy=fsdp model.type=roberta model.config.pad_token_id=1
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
+        4 slow: strategy=fsdp strategy.tp=2
+        """,
+        target="encoder.layer.1.output.dense",
+    ),
     "orpo": Contract(
         "objective=orpo data=preferences_jsonl model=llama_tiny",
         """

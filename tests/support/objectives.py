@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.objectives.test_sequence_classification import write_rows
+from tests.support.embedding_pairs import write_pairs
 from tests.support.needs import need_digits, need_speech
 from tests.support.sounds import RATE, list_of_tones
 
@@ -20,6 +21,8 @@ OBJECTIVES = {
     "speech_seq2seq": ("model=whisper_tiny", "objective=speech_seq2seq", "data=audio_list")
     + ("model.config.max_source_positions=100", "objective.max_new_tokens=9"),
     "sequence_classification": ("model=bert_tiny", "objective=sequence_classification", "data=labelled_jsonl")
+    + ("data.seq_len=24", "data.validation_fraction=0.2"),
+    "text_embedding": ("model=bert_tiny", "objective=text_embedding", "data=embedding_pairs")
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "dpo": ("model=llama_tiny", "model.config.vocab_size=384", "objective=dpo", "data=spoken_preferences")
     + ("data.chat_template=chatml", "data.numbers={count: 200, digits: 3}", "data.seq_len=80"),
@@ -41,6 +44,8 @@ def list_overrides(name: str, folder: Path, table: dict[str, tuple[str, ...]] = 
         sounds = folder / f"sounds-{name}"
         sounds.mkdir()
         return *overrides, f"data.paths=[{list_of_tones(sounds)}]"
+    if "data=embedding_pairs" in overrides:
+        return *overrides, f"data.paths=[{write_pairs(folder / 'pairs.jsonl')}]"
     if "data=labelled_jsonl" in overrides:
         return *overrides, f"data.paths=[{write_rows(folder / 'rows.jsonl')}]"
     return overrides

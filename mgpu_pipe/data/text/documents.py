@@ -18,7 +18,8 @@ class Document(NamedTuple):
     """One document: a text, a pair of texts, or token ids.
 
     Attributes:
-        text: the JSON line of a conversation, the source of a pair; empty for token ids.
+        text: the JSON line of a conversation, the source of a pair, the JSON list of a group of texts; empty for
+            token ids.
         origin: its location, for errors.
         size: its share of the progress.
         target: of a pair.
@@ -71,7 +72,7 @@ class Source:
     """Sum of the documents' ``size``; 0 where it is not known beforehand."""
     documents: Callable[[], Iterator[Document]]
     """Yields the documents, unusable ones included (``fault``)."""
-    kind: Literal["text", "chat", "preferences", "pairs", "tokens"] = "text"
+    kind: Literal["text", "chat", "preferences", "pairs", "text_groups", "tokens"] = "text"
 
 
 def refusing_bad(source: Source) -> Source:

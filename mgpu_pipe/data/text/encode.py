@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault
+from mgpu_pipe.data.files import FIX
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.notes import Notes
@@ -168,6 +170,8 @@ class EncoderSpec:
     """The documents are pairs of source and target; only targets count as labels."""
     preferences: bool = False
     """The conversations are pairs, one with the chosen and one with the rejected answer."""
+    groups: bool = False
+    """The documents are groups of texts, of which the loss mask marks the first tokens; no token is added."""
     skips_bad: bool = False
     """Leave out an unusable document, and count it in the notes."""
 
@@ -231,7 +235,7 @@ class Encoder:
         eos = self._spec.eos_token_id
         usable, pieces, masks = self._pieces(self._whole(documents))
         for index, ids in enumerate(pieces):
-            if not ids or ids[-1] != eos:
+            if not self._spec.groups and (not ids or ids[-1] != eos):
                 pieces[index] = [*ids, eos]
                 if masks:
                     masks[index] = np.append(masks[index], masks[index][-1:] if len(masks[index]) else np.uint8(0))
@@ -261,6 +265,8 @@ class Encoder:
                 pieces.append([*source, *target])
                 masks.append((np.arange(len(pieces[-1])) >= len(source)).astype(np.uint8))
             return documents, pieces, masks
+        if self._spec.groups:
+            return self._each(documents, self._group)
         if self._template is None:
             return documents, self._encoded([document.text for document in documents]), []
         return self._each(documents, self._preference if self._spec.preferences else self._conversation)
@@ -292,6 +298,13 @@ class Encoder:
         if not self._spec.skips_bad:
             raise DataError(f"{fault.message}{OR_SKIP}")
         self._notes.add_bad(fault)
+
+    def _group(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
+        texts = self._encoded(json.loads(document.text))
+        if not all(texts):
+            raise DataError(f"{document.origin}: a text has no tokens; {FIX}")
+        starts = [np.arange(len(ids)) == 0 for ids in texts]
+        return list(chain.from_iterable(texts)), np.concatenate(starts).astype(np.uint8)
 
     def _preference(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
         assert self._template is not None

@@ -64,7 +64,9 @@ class _Work:
         return self.encoder.special_ends()
 
     def _is_cut(self, document: Document) -> bool:
-        text_only = document.tokens is None and self.spec.chat_template is None and not self.spec.pairs
+        text_only = (
+            document.tokens is None and self.spec.chat_template is None and not (self.spec.pairs or self.spec.groups)
+        )
         return text_only and len(document.text) > PIECES.piece + PIECES.overlap and self.ends is not None
 
     def batches_of(self, encoded: Iterator[EncodedBatch | EncodedPiece]) -> Iterator[EncodedBatch]:

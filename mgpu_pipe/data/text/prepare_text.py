@@ -42,7 +42,10 @@ from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.hardware import cpu_cores
 
 _FORMAT = 1
-NAMES = {"chat": ("a conversation", "conversations"), **dict.fromkeys(("pairs", "preferences"), ("a pair", "pairs"))}
+NAMES = {
+    "chat": ("a conversation", "conversations"),
+    **dict.fromkeys(("pairs", "preferences", "text_groups"), ("a pair", "pairs")),
+}
 """Names of one document and of several, by the kind of source."""
 PIECES_LOOKED_AT = 1_000_000
 """Pieces that a mean is taken over at most, at even distances, as they are sorted."""

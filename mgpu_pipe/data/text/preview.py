@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.embedding_pairs import PreparedEmbeddingPairs
 from mgpu_pipe.data.text.labels import PreparedLabelled
 from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 from mgpu_pipe.data.text.packing import masked_counts
@@ -99,6 +100,8 @@ def parts_of(
         return [_labelled(tokenizer, batch, row, prepared) for row in range(len(indices))]
     if isinstance(prepared, PreparedPairs):
         return [_pair(tokenizer, batch, row) for row in range(len(indices))]
+    if isinstance(prepared, PreparedEmbeddingPairs):
+        return [_group(tokenizer, batch, row) for row in range(len(indices))]
     if prepared.kind == "picture_chats":
         rows = [_pictured(batch, row, prepared) for row in range(len(indices))]
         return [_packed(tokenizer, row, 0, True) for row in rows]
@@ -161,6 +164,12 @@ def _pair(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int) -> 
     source = batch["input_ids"][row][batch["attention_mask"][row] == 1].numpy()
     labels = batch["labels"][row].numpy()
     return [Part(_text(tokenizer, source), False, True), Part(_text(tokenizer, labels[labels != IGNORE_INDEX]), True)]
+
+
+def _group(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int) -> list[Part]:
+    """The query, and the texts compared with it; the one to find counts."""
+    texts = zip(batch["input_ids"][row].numpy(), batch["lengths"][row].tolist(), strict=True)
+    return [Part(_text(tokenizer, ids[:length]), at == 1, True) for at, (ids, length) in enumerate(texts) if length]
 
 
 def _labelled(

@@ -1,4 +1,4 @@
-"""Rows of text as tensors: preference pairs, pairs of source and target, and labelled texts."""
+"""Rows of text as tensors: preference pairs, pairs of source and target, groups of texts, and labelled texts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mgpu_pipe.data.text.encode import TRAINED
 from mgpu_pipe.data.text.token_store import TokenStore, load_array
 
 if TYPE_CHECKING:
+    from mgpu_pipe.data.text.embedding_pairs import PreparedEmbeddingPairs, Texts
     from mgpu_pipe.data.text.labels import PreparedLabelled
     from mgpu_pipe.data.text.pairs import Pairs
 
@@ -171,3 +172,63 @@ class LabelledSamples:
             "labels": self._labels[indices],
         }
         return {name: torch.from_numpy(value) for name, value in arrays.items()}
+
+
+class TextGroups:
+    """Groups of texts of one split, each text padded or cut to a row, a :class:`mgpu_pipe.data.samples.SampleSet`.
+
+    Args:
+        documents: of the split.
+        reopen: opens the same samples in another process; picklable.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        texts: Texts,
+        prepared: PreparedEmbeddingPairs,
+        documents: NDArray[np.int64],
+        reopen: Callable[[], SampleSet],
+    ) -> None:
+        self._tokens, self._texts, self._prepared, self._reopen = store.tokens, texts, prepared, reopen
+        self._first = texts.first[documents]
+        self._count = texts.first[documents + 1] - self._first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as ``reopen``: another process maps the files itself."""
+        return self._reopen, ()
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return len(indices)
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return len(indices) * self._prepared.texts * self._prepared.seq_len
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.positions(indices) - int(np.minimum(self._ranges(indices)[1], self._prepared.seq_len).sum())
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Batch of the groups ``indices`` as int64 tensors: ``input_ids``, (rows, texts, seq_len); ``lengths`` and
+        ``text_numbers``, (rows, texts), 0 for a text that a sample does not have."""
+        (start, length, number), room = self._ranges(indices), self._prepared.seq_len
+        place, lengths = np.arange(room), np.minimum(length, room)
+        # The last special tokens of a cut text stay at its end.
+        skipped = np.where(place >= room - self._prepared.last_tokens, np.maximum(length - room, 0)[..., None], 0)
+        ids = self._tokens.take(start[..., None] + place + skipped, mode="clip").astype(np.int64)
+        arrays = {
+            "input_ids": np.where(place < lengths[..., None], ids, self._prepared.padding_token_id),
+            "lengths": lengths,
+            "text_numbers": number,
+        }
+        return {name: torch.from_numpy(value) for name, value in arrays.items()}
+
+    def _ranges(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Start, length and number of each text, (rows, texts); length and number are 0 for missing texts."""
+        place = np.arange(self._prepared.texts)
+        there = place < self._count[indices][:, None]
+        at = np.where(there, self._first[indices][:, None] + place, 0)
+        texts = self._texts
+        return texts.start[at], np.where(there, texts.length[at], 0), np.where(there, texts.number[at], 0)

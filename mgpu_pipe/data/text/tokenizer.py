@@ -7,6 +7,7 @@ It always becomes a folder in the cache, named by content, that ``transformers.A
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -116,6 +117,7 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
         stop_tokens=stop_tokens(info.folder),
         pairs=source.kind == "pairs",
         preferences=source.kind == "preferences",
+        groups=source.kind == "text_groups",
         skips_bad=config.data.on_bad_sample == "skip",
     )
 
@@ -317,8 +319,8 @@ def _keyed_texts(
     whole = (document for document in source.documents() if document.fault is None)
     if chat is None:
         for document in whole:
-            both = document.text if document.target is None else f"{document.text}\n{document.target}"
-            yield document.split_key, both
+            text = document.text if document.target is None else f"{document.text}\n{document.target}"
+            yield document.split_key, "\n".join(json.loads(text)) if source.kind == "text_groups" else text
         return
     for document in whole:
         arguments = (document.text, document.origin, config.data.messages_column)

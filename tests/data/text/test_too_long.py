@@ -131,7 +131,7 @@ def test_a_conversation_cut_before_its_answer_is_left_out(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("source", "rule"),
     [
-        *(("labelled_jsonl", "split"), ("pairs_jsonl", "split")),
+        *(("labelled_jsonl", "split"), ("pairs_jsonl", "split"), ("embedding_pairs", "split")),
         *(("preferences_jsonl", rule) for rule in ("split", "truncate")),
         *(("picture_chats", rule) for rule in ("split", "truncate")),
         *(("captions", "split"), ("audio_list", "truncate")),

@@ -1,0 +1,29 @@
+"""Keys of pairs of texts for embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mgpu_pipe.config.identity import CONTENT
+from mgpu_pipe.config.schema import DataConfig
+
+
+@dataclass
+class EmbeddingPairsConfig(DataConfig):
+    query_column: str = field(default="query", metadata=CONTENT)
+    """Name of the text that searches (embedding_pairs)."""
+    positive_column: str = field(default="positive", metadata=CONTENT)
+    """Name of the text to find, or of a list of them, each of which makes a sample (embedding_pairs)."""
+    negative_column: str = field(default="negative", metadata=CONTENT)
+    """Name of a text that the query is not to find, or of a list of them; rows may have none (embedding_pairs)."""
+    query_prompt: str | None = field(default=None, metadata=CONTENT)
+    """Text before every query, such as 'query: '; the exported folder has it too."""
+    document_prompt: str | None = field(default=None, metadata=CONTENT)
+    """Text before every positive and negative, such as 'passage: '; the exported folder has it too."""
+
+    def sample_text(self) -> str:
+        return f"texts of {self.seq_len} tokens, padded"
+
+    def tokens(self) -> int:
+        """Tokens of a query and a positive with padding."""
+        return 2 * self.seq_len

@@ -1,0 +1,102 @@
+"""Rows of a query, a text that it is to find, and texts that it is not to find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.fingerprint import Fingerprint
+from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.documents import Document
+from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
+from mgpu_pipe.data.text.file_source import Rows
+from mgpu_pipe.errors import DataError
+
+SCORE = "score"
+"""Column that is refused: losses on scores are not there yet."""
+
+
+def pair_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
+    """Reads the rows of a file; a row with a list of positives gives a row for each.
+
+    Rows that cannot be parsed pass unchanged; :func:`pair_document` refuses them.
+    """
+    column = cast(EmbeddingPairsConfig, data).positive_column
+    for line, origin, size in row_lines(path, expected, nested=True):
+        for number, positive in enumerate(_each_positive(line, origin, column)):
+            yield positive, origin, 0 if number else size
+
+
+def _each_positive(line: str, origin: str, column: str) -> Iterator[str]:
+    try:
+        row = files.json_row(line, origin, column)
+    except DataError:
+        row = {}
+    positives = row.get(column)
+    if not isinstance(positives, list) or len(positives) < 2:
+        yield line
+        return
+    for positive in positives:
+        yield json.dumps({**row, column: [positive]}, ensure_ascii=False)
+
+
+def check_pair_row(data: DataConfig, line: str, origin: str) -> None:
+    """Checks a row of a file; raises as :func:`pair_document` does."""
+    for positive in _each_positive(line, origin, cast(EmbeddingPairsConfig, data).positive_column):
+        pair_document(data, positive, origin, 0)
+
+
+def pair_document(data: DataConfig, line: str, origin: str, size: int) -> Document:
+    """Makes the document of a row.
+
+    Raises:
+        DataError: the row is broken, lacks a text, has an empty or equal one, or a score.
+    """
+    keys = cast(EmbeddingPairsConfig, data)
+    columns = (keys.query_column, keys.positive_column, keys.negative_column)
+    row = files.json_row(line, origin, *columns)
+    if row.get(SCORE) is not None:
+        raise DataError(f"{origin}: column '{SCORE}' is not supported, a pair is right or wrong; remove the column")
+    for key, column in zip(("query_column", "positive_column"), columns, strict=False):
+        if column not in row:
+            raise files.missing_column(origin, f"data.{key}", column, list(row))
+    query, *others = _texts(row[keys.query_column], keys.query_column, origin)
+    positive, *more = _texts(row[keys.positive_column], keys.positive_column, origin)
+    if others or more:
+        column = keys.query_column if others else keys.positive_column
+        raise DataError(f"{origin}: column '{column}' is a list of lists or of queries; {files.FIX}")
+    negatives = _texts(row.get(keys.negative_column), keys.negative_column, origin, least=0)
+    if positive in negatives:
+        raise DataError(f"{origin}: a text of column '{keys.negative_column}' is the positive; {files.FIX}")
+    return document_of(keys, query, positive, negatives, origin, size)
+
+
+def document_of(
+    keys: EmbeddingPairsConfig, query: str, positive: str, negatives: Sequence[str], origin: str, size: int
+) -> Document:
+    """The document of a pair: its texts with their prompts, a JSON list. The query decides the held-out split."""
+    before = keys.document_prompt or ""
+    texts = [(keys.query_prompt or "") + query, *(before + text for text in (positive, *negatives))]
+    return Document(json.dumps(texts, ensure_ascii=False), origin, size, key=query)
+
+
+def _texts(value: Any, column: str, origin: str, least: int = 1) -> list[str]:
+    """The text of a column, or the texts of its list.
+
+    Raises:
+        DataError: a text is empty or no string, or there are fewer than ``least``.
+    """
+    values = value if isinstance(value, list) else [] if value is None or (value == "" and not least) else [value]
+    for text in values:
+        if not isinstance(text, str):
+            raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string; {files.FIX}")
+        if not text.strip():
+            raise DataError(f"{origin}: column '{column}' is empty; {files.FIX}")
+        files.check_unicode(text, origin)
+    if len(values) < least:
+        raise DataError(f"{origin}: column '{column}' is empty; {files.FIX}")
+    return values

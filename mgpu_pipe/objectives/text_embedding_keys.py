@@ -1,0 +1,99 @@
+"""Keys and metrics of text embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
+
+Pooling = Literal["mean", "cls", "last_token"]
+MOST_RANK = 10
+"""Rank of the last text that a held-out query may find."""
+
+
+@dataclass
+class TextEmbeddingConfig(ObjectiveConfig):
+    name: str = "text_embedding"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    pooling: Pooling = "mean"
+    """Vector of a text: the mean over its tokens, that of its first token (cls), or that of its last token."""
+    normalize: bool = True
+    """Divide each vector by its length, so that scores are cosines; false compares by dot products."""
+    scale: float = field(default=20.0, metadata={"above": 0})
+    """Factor of the scores, the inverse of a temperature."""
+    symmetric: bool = False
+    """Also find the query of each positive among all queries; the loss is the mean of both directions."""
+    mask_equal: bool = True
+    """Leave out negatives that are no negatives: texts equal to the positive, and the positives of equal queries."""
+
+    def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
+        """Files by which sentence-transformers loads the folder: pooling, prompts, longest text."""
+        data = cast(EmbeddingPairsConfig, config.data)
+        kinds = ("Transformer", "Pooling", *(["Normalize"] if self.normalize else []))
+        modes = {"cls": "cls_token", "mean": "mean_tokens", "last_token": "lasttoken"}
+        return {
+            "modules.json": [
+                {
+                    "idx": at,
+                    "name": str(at),
+                    "path": f"{at}_{kind}" if at else "",
+                    "type": f"sentence_transformers.models.{kind}",
+                }
+                for at, kind in enumerate(kinds)
+            ],
+            "1_Pooling/config.json": {
+                "word_embedding_dimension": width,
+                **{f"pooling_mode_{name}": mode == self.pooling for mode, name in modes.items()},
+                "pooling_mode_max_tokens": False,
+                "pooling_mode_mean_sqrt_len_tokens": False,
+                "pooling_mode_weightedmean_tokens": False,
+                "include_prompt": True,
+            },
+            "sentence_bert_config.json": {"max_seq_length": data.seq_len, "do_lower_case": False},
+            "config_sentence_transformers.json": {
+                "prompts": {"query": data.query_prompt or "", "document": data.document_prompt or ""},
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine" if self.normalize else "dot",
+            },
+        }
+
+
+METRICS = {
+    "recall@1": "recall@1",
+    f"recall@{MOST_RANK}": f"recall@{MOST_RANK}",
+    f"mrr@{MOST_RANK}": f"mean reciprocal rank@{MOST_RANK}",
+    f"ndcg@{MOST_RANK}": f"NDCG@{MOST_RANK}",
+}
+"""Titles of the metrics of finding, by name."""
+
+
+def measured(sums: Sequence[float]) -> dict[str, float]:
+    loss, queries, *totals, samples = sums
+    metrics = {f"val/{name}": value / (queries or 1) for name, value in zip(METRICS, totals, strict=True)}
+    return {"val/loss": loss / samples, **metrics}
+
+
+DESCRIPTION = Description(
+    name="text_embedding",
+    keys=TextEmbeddingConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a sample"),
+        *(
+            Metric(f"val/{name}", title, percent="recall" in name, higher_is_better=True, headline=name == "recall@10")
+            for name, title in METRICS.items()
+        ),
+    ),
+    measured=measured,
+    counts="samples",
+    model_class="AutoModel",
+    attention="own",
+    samples="embedding_pairs",
+    families=("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"),
+    refused_axes=("pp", "cp", "ep"),
+    other_names=("embedding", "sentence_transformer"),
+)

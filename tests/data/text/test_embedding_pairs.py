@@ -1,0 +1,193 @@
+"""Pairs for embeddings: rows, their texts as rows of tokens, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.source import check_sources, open_source
+from mgpu_pipe.data.sources.demo.stdlib_pairs import _functions
+from mgpu_pipe.data.text.preview import parts_of
+from mgpu_pipe.errors import BadInputError, ConfigError, DataError
+from tests.data.support import write_jsonl
+
+ROWS: list[dict[str, Any]] = [
+    {"query": "how tall", "positive": "as a house"},
+    {"query": "how wide", "positive": ["as a street", "as a river"], "negative": "red"},
+    {"query": "how old", "positive": "ten years", "negative": ["blue", "green"]},
+    {"query": "how far", "positive": "two miles", "negative": []},
+]
+
+
+def configured(tmp_path: Path, rows: list[Any] = ROWS, *words: str) -> RunConfig:
+    file = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    return of_file(tmp_path, file, *words)
+
+
+def of_file(tmp_path: Path, file: Path, *words: str) -> RunConfig:
+    given = ("objective=text_embedding", "model=bert_tiny", "model.config.vocab_size=300", "data=embedding_pairs")
+    paths = (f"data.paths=[{file}]", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenize_workers=1")
+    return compose([*given, *paths, "data.validation_fraction=0", "data.seq_len=16", *words])[0]
+
+
+def texts_of(config: RunConfig, tmp_path: Path) -> list[list[str]]:
+    return [json.loads(document.text) for document in open_source(config, tmp_path / "opened").documents()]
+
+
+def batch_of(config: RunConfig) -> tuple[Any, dict[str, Any]]:
+    prepared = prepare(config)
+    samples = prepared.open(config, "train")
+    every = np.arange(len(samples))
+    return prepared, samples.batch(every, every)
+
+
+def test_a_list_of_positives_gives_a_sample_each(tmp_path: Path) -> None:
+    assert texts_of(configured(tmp_path), tmp_path) == [
+        ["how tall", "as a house"],
+        ["how wide", "as a street", "red"],
+        ["how wide", "as a river", "red"],
+        ["how old", "ten years", "blue", "green"],
+        ["how far", "two miles"],
+    ]
+
+
+def test_csv_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
+    expected = texts_of(configured(tmp_path), tmp_path)
+    table = tmp_path / "pairs.csv"
+    with open(table, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["query", "positive", "negative"])
+        for row in ROWS:
+            cells = (row["query"], row["positive"], row.get("negative", ""))
+            writer.writerow([json.dumps(cell) if isinstance(cell, list) else cell for cell in cells])
+    assert texts_of(of_file(tmp_path, table), tmp_path) == expected
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows: list[Any] = [
+        {name: [row[name]] if isinstance(row.get(name), str) else row.get(name) for name in row} for row in ROWS
+    ]
+    lists: list[Any] = [{"query": row["query"][0], **{n: row.get(n) for n in ("positive", "negative")}} for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(lists), tmp_path / "pairs.parquet")
+    assert texts_of(of_file(tmp_path, tmp_path / "pairs.parquet"), tmp_path) == expected
+
+
+def test_texts_are_rows_and_equal_texts_have_equal_numbers(tmp_path: Path) -> None:
+    config = configured(tmp_path)
+    prepared, batch = batch_of(config)
+    assert read_prepared(json.loads(json.dumps(prepared.as_dict()))) == prepared
+    assert batch["input_ids"].shape == (5, 4, 16) and (prepared.texts, prepared.num_texts) == (4, 14)
+    assert (batch["lengths"] == 0).tolist() == (batch["text_numbers"] == 0).tolist()
+    assert (batch["lengths"] > 0).sum(1).tolist() == [2, 3, 3, 4, 2]
+    numbers = batch["text_numbers"]
+    assert numbers[1, 0] == numbers[2, 0] and numbers[1, 2] == numbers[2, 2] and (numbers >= 0).all()
+    assert len(set(numbers.flatten().tolist())) == 1 + 12
+    samples = prepared.open(config, "train")
+    every = np.arange(5)
+    assert samples.padding(every) == samples.positions(every) - int(batch["lengths"].sum())
+    shown = parts_of(prepared, samples, every[:2], every[:2], False)
+    assert [[part.text for part in row] for row in shown] == [
+        ["how tall", "as a house"],
+        ["how wide", "as a street", "red"],
+    ]
+    assert [part.trained for part in shown[1]] == [False, True, False]
+
+
+def test_prompts_stand_before_the_texts(tmp_path: Path) -> None:
+    config = configured(tmp_path, ROWS, "data.query_prompt='find: '", "data.document_prompt='text: '")
+    assert texts_of(config, tmp_path)[1] == ["find: how wide", "text: as a street", "text: red"]
+    assert prepare(config).digest != prepare(configured(tmp_path)).digest
+
+
+@pytest.mark.parametrize("specials", [False, True])
+def test_a_long_text_is_cut_as_the_tokenizers_library_does(tmp_path: Path, specials: bool) -> None:
+    from tokenizers import Tokenizer, processors
+
+    long = " ".join(f"word{number}" for number in range(40))
+    rows = [{"query": "how tall", "positive": long}, {"query": long[::-1], "positive": "ten", "negative": long}]
+    config = configured(tmp_path, rows)
+    if specials:
+        folder = tmp_path / "tokenizer"
+        folder.mkdir()
+        made: Any = prepare(config).tokenizer_folder
+        for file in made.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        ends = [("<|endoftext|>", 0)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<|endoftext|> $A <|endoftext|>", special_tokens=ends
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config = configured(tmp_path, rows, f"data.tokenizer={folder}")
+    prepared, batch = batch_of(config)
+    tokenizer = Tokenizer.from_file(str(prepared.tokenizer_folder / "tokenizer.json"))
+    tokenizer.enable_truncation(16)
+    for row, texts in zip(range(2), ([rows[0]["query"], long], [long[::-1], "ten", long]), strict=True):
+        for at, text in enumerate(texts):
+            length = int(batch["lengths"][row, at])
+            assert batch["input_ids"][row, at, :length].tolist() == tokenizer.encode(text).ids
+    assert (prepared.too_long_samples, prepared.on_too_long) == (2, "truncate")
+    with pytest.raises(DataError, match="nothing to train on: 2 of 2 pairs do not fit"):
+        prepare(configured(tmp_path, rows, "data.on_too_long=drop"))
+    with pytest.raises(ConfigError, match=r"data\.seq_len=16: 3 of 5 texts are longer"):
+        prepare(configured(tmp_path, rows, "data.on_too_long=refuse"))
+
+
+BAD: list[tuple[Any, str]] = [
+    ({"query": "a", "positive": ""}, "column 'positive' is empty"),
+    ({"query": " \n", "positive": "b"}, "column 'query' is empty"),
+    ({"query": None, "positive": "b"}, "column 'query' is empty"),
+    ({"query": "a", "positive": []}, "column 'positive' is empty"),
+    ({"query": "a", "positive": [["b"], "c"]}, "column 'positive' holds list, not a string"),
+    ({"query": "a", "positive": 3}, "column 'positive' holds int, not a string"),
+    ({"query": ["a", "b"], "positive": "c"}, "column 'query' is a list"),
+    ({"query": "a"}, "has no column 'positive'; set data.positive_column to one"),
+    ({"query": "a", "positive": "b", "negative": ["c", "b"]}, "a text of column 'negative' is the positive"),
+    ({"query": "a", "positive": ["c", "b"], "negative": "b"}, "a text of column 'negative' is the positive"),
+    ({"query": "a", "positive": "b", "negative": ["c", ""]}, "column 'negative' is empty"),
+    ({"query": "a", "positive": "b", "score": 0.5}, "column 'score' is not supported, a pair is right or wrong"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD)
+def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, row: Any, reason: str) -> None:
+    config = configured(tmp_path, [ROWS[0], row])
+    with pytest.raises(DataError) as error:
+        prepare(config)
+    assert reason in str(error.value) and "pairs.jsonl:2: " in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).endswith("data.on_bad_sample=skip leaves it out")
+    with pytest.raises(BadInputError, match=r"pairs\.jsonl:1: "):
+        check_sources(configured(tmp_path, [row, ROWS[0]]))
+    skipping = configured(tmp_path, [ROWS[0], row], "data.on_bad_sample=skip")
+    check_sources(skipping)
+    prepared: Any = prepare(skipping)
+    assert prepared.bad_samples == 1 and prepared.num_pairs >= 1
+
+
+def test_a_function_is_found_by_its_docstring() -> None:
+    code = '''
+class Box:
+    def size(self, unit):
+        """Measure the box along
+        its longest side.
+
+        More words.
+        """
+        return self.sides.max() * unit
+
+    def empty(self):
+        """Only a docstring of many words."""
+
+def short():
+    """Two words."""
+    return 1
+'''
+    ((query, function, line),) = _functions(code)
+    assert (query, line) == ("Measure the box along its longest side.", 3)
+    assert function == "    def size(self, unit):\n        return self.sides.max() * unit"

@@ -1,0 +1,239 @@
+"""Text embeddings. Oracle: sentence-transformers' loss and its evaluator of information retrieval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from mgpu_pipe.objectives.sample_group import SingleProcess
+from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective
+from mgpu_pipe.objectives.text_embedding_keys import METRICS, TextEmbeddingConfig, measured
+from mgpu_pipe.objectives.text_search import search_sums
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.3,
+}
+SEQ_LEN, SAMPLES = 9, 6
+REASON = "sentence-transformers is the oracle of embeddings: pip install sentence-transformers"
+
+
+def objective_of(model: Any, **keys: Any) -> TextEmbeddingObjective:
+    return TextEmbeddingObjective(model, None, lambda _: 1.0, TextEmbeddingConfig(**keys))
+
+
+def bert(seed: int = 0, dtype: torch.dtype = torch.float32) -> BertModel:
+    torch.manual_seed(seed)
+    model: Any = BertModel(BertConfig(**SIZES))
+    return cast(BertModel, model.to(dtype))
+
+
+def batch_of(texts: int, samples: int = SAMPLES, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Random texts of random lengths, all of them different."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, SIZES["vocab_size"], (samples, texts, SEQ_LEN), generator=generator)
+    lengths = torch.randint(2, SEQ_LEN + 1, (samples, texts), generator=generator)
+    ids[torch.arange(SEQ_LEN) >= lengths.unsqueeze(-1)] = 0
+    return {
+        "input_ids": ids,
+        "lengths": lengths,
+        "text_numbers": torch.arange(1, 1 + samples * texts).view(samples, texts),
+    }
+
+
+def cut(batch: dict[str, torch.Tensor], *sizes: int) -> list[dict[str, torch.Tensor]]:
+    parts = zip(*(value.split(sizes) for value in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
+
+
+def mean_loss(objective: TextEmbeddingObjective, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The loss of a step of these micro-batches; backpropagated."""
+    objective.gather_features(batches, len(batches), SingleProcess())
+    samples = sum(len(batch["lengths"]) for batch in batches)
+    losses = [objective.micro_batch_loss(batch) / samples for batch in batches]
+    torch.stack(losses).sum().backward()
+    return torch.stack(losses).sum().detach()
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Any:
+    """Builds sentence-transformers' model around a BERT."""
+    library = pytest.importorskip("sentence_transformers", reason=REASON)
+
+    def build(model: BertModel, pooling: str, dtype: torch.dtype) -> Any:
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+        model.save_pretrained(tmp_path / "bert")
+        words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
+        PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]").save_pretrained(tmp_path / "bert")
+        modules = library.sentence_transformer.modules
+        encoder = modules.Transformer(str(tmp_path / "bert"))
+        mode = {"last_token": "lasttoken"}.get(pooling, pooling)
+        whole = library.SentenceTransformer(
+            modules=[encoder, modules.Pooling(SIZES["hidden_size"], pooling_mode=mode)], device="cpu"
+        )
+        return whole.to(dtype).train()
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("texts", "pooling", "symmetric", "dtype"),
+    [
+        (2, "mean", False, torch.float32),
+        (3, "cls", False, torch.float32),
+        (4, "last_token", True, torch.float32),
+        (3, "mean", True, torch.float64),
+    ],
+)
+def test_loss_and_gradients_are_those_of_sentence_transformers(
+    published: Any, texts: int, pooling: str, symmetric: bool, dtype: torch.dtype
+) -> None:
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+
+    model, batch = bert(dtype=dtype), batch_of(texts)
+    whole = published(model, pooling, dtype)
+    directions: Any = ("query_to_doc", "doc_to_query") if symmetric else ("query_to_doc",)
+    oracle = MultipleNegativesRankingLoss(whole, scale=20.0, directions=directions, partition_mode="per_direction")
+    mask = (torch.arange(SEQ_LEN) < batch["lengths"].unsqueeze(-1)).long()
+    columns = [{"input_ids": batch["input_ids"][:, at], "attention_mask": mask[:, at]} for at in range(texts)]
+    expected = oracle(columns, torch.zeros(SAMPLES))
+    expected.backward()
+    expected = expected.detach()
+    loss = mean_loss(objective_of(model, pooling=pooling, symmetric=symmetric), cut(batch, 1, 2, 3))
+    bound = 1e-6 if dtype == torch.float32 else 1e-10
+    assert abs(float(loss - expected)) <= bound * float(expected)
+    named = {name.rpartition("model.")[2]: parameter.grad for name, parameter in whole.named_parameters()}
+    largest = max(float(gradient.norm()) for gradient in named.values() if gradient is not None)
+    errors = {}
+    for name, parameter in model.named_parameters():
+        if not name.startswith("pooler."):
+            assert parameter.grad is not None
+            # Attention does not depend on the keys' bias: its gradient is rounding alone.
+            size = largest if name.endswith("key.bias") else float(named[name].norm())
+            errors[name] = float((parameter.grad - named[name]).norm()) / size
+    assert len(errors) == len(named) - 2
+    assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
+
+
+def test_the_loss_does_not_depend_on_the_cut() -> None:
+    batch = batch_of(3)
+    results = []
+    for sizes in ((6,), (2, 2, 2), (1, 5)):
+        model = bert()
+        loss = mean_loss(objective_of(model, symmetric=True), cut(batch, *sizes))
+        results.append((loss, model.embeddings.word_embeddings.weight.grad))
+    for loss, gradient in results[1:]:
+        torch.testing.assert_close(loss, results[0][0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(gradient, results[0][1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_equal_texts_are_no_negatives(symmetric: bool) -> None:
+    """Samples 0 and 1 have one positive, 2 and 3 one query: what is equal leaves the sum of the others."""
+    batch, model = batch_of(3), bert()
+    numbers = batch["text_numbers"]
+    numbers[1, 1], numbers[3, 0], numbers[4, 2] = numbers[0, 1], numbers[2, 0], 0
+    objective = objective_of(model, symmetric=symmetric)
+    masked = mean_loss(objective, cut(batch, 6))
+    reference = objective.reference_loss(lambda **inputs: model(**inputs), model, missing_negative(batch))
+    torch.testing.assert_close(masked, reference.loss_sum / SAMPLES, rtol=1e-5, atol=0)
+    unmasked = mean_loss(objective_of(model, symmetric=symmetric, mask_equal=False), cut(batch, 6))
+    assert float(unmasked) > float(masked) + 1e-3
+
+
+def missing_negative(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**batch, "lengths": batch["lengths"].where(batch["text_numbers"] > 0, 0)}
+
+
+def test_a_missing_negative_changes_nothing() -> None:
+    batch = batch_of(3)
+    batch["text_numbers"][:, 2], batch["lengths"][:, 2] = 0, 0
+    pairs = {name: value[:, :2] for name, value in batch.items()}
+    (with_gap, gap_model), (without, model) = (
+        (mean_loss(objective_of(model), cut(given, 4, 2)), model) for given, model in ((batch, bert()), (pairs, bert()))
+    )
+    torch.testing.assert_close(with_gap, without)
+    torch.testing.assert_close(
+        gap_model.embeddings.word_embeddings.weight.grad, model.embeddings.word_embeddings.weight.grad
+    )
+
+
+@pytest.mark.parametrize("block", [1 << 22, 64])
+def test_metrics_are_those_of_sentence_transformers(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Some queries have two texts to find, some texts are found by two queries; blocks of scores change nothing."""
+    evaluation = pytest.importorskip("sentence_transformers.sentence_transformer.evaluation", reason=REASON)
+    monkeypatch.setattr("mgpu_pipe.objectives.text_search.SCORES_AT_ONCE", block)
+    generator = torch.Generator().manual_seed(3)
+    samples, width = 60, 4
+    numbers = torch.stack([torch.arange(samples) % 50 + 1, torch.arange(samples) % 55 + 100, torch.zeros(samples)], 1)
+    numbers[::2, 2] = torch.arange(30) + 1000
+    numbers = numbers.long()
+    vectors = torch.nn.functional.normalize(torch.randn(2000, width, generator=generator), dim=1)
+    features = {"queries": vectors[numbers[:, 0]], "documents": vectors[numbers[:, 1:]], "numbers": numbers}
+    parts = [({name: value[at : at + 25] for name, value in features.items()}, at) for at in (0, 25, 50)]
+    every = [(part, slice(0, len(part["numbers"]))) for part, _ in parts]
+    halves = [
+        search_sums([(part, slice(0, 10)) for part, _ in parts]),
+        search_sums([(part, slice(10, len(part["numbers"]))) for part, _ in parts]),
+    ]
+    sums = search_sums(every)
+    torch.testing.assert_close(sums, halves[0] + halves[1])
+    names = [str(number) for number in numbers[:, 0].tolist()]
+    wanted: dict[str, set[str]] = {}
+    for query, positive in zip(names, numbers[:, 1].tolist(), strict=True):
+        wanted.setdefault(query, set()).add(str(positive))
+    corpus = {str(number): str(number) for number in numbers[:, 1:].flatten().tolist() if number}
+    oracle = evaluation.InformationRetrievalEvaluator(
+        {name: name for name in names}, corpus, wanted, show_progress_bar=False
+    )
+
+    class Encoder:
+        similarity_fn_name, similarity = "dot", staticmethod(lambda a, b: a @ b.T)
+        model_card_data = None
+
+        def encode(self, texts: list[str], **_: Any) -> torch.Tensor:
+            return vectors[torch.tensor([int(text) for text in texts])]
+
+        encode_query = encode_document = encode
+
+    class Scores(type(oracle)):  # type: ignore[misc]
+        def embed_inputs(self, model: Any, texts: list[str], **_: Any) -> torch.Tensor:
+            return Encoder().encode(list(texts))
+
+    oracle.__class__ = Scores
+    oracle.score_functions, oracle.score_function_names = {"dot": lambda a, b: a @ b.T}, ["dot"]
+    scores = oracle.compute_metrices(Encoder())["dot"]
+    expected = (
+        scores["precision_recall@k"] if "precision_recall@k" in scores else scores["recall@k"][1],
+        scores["recall@k"][10],
+        scores["mrr@k"][10],
+        scores["ndcg@k"][10],
+    )
+    found = measured([0.0, *sums.tolist(), 60])
+    assert [found[f"val/{name}"] for name in METRICS] == pytest.approx(list(expected), abs=1e-9)
+
+
+def test_the_pooler_is_not_trained() -> None:
+    from mgpu_pipe.config.hydra.compose import compose
+    from mgpu_pipe.models.build import run_model
+
+    config, _ = compose(["objective=text_embedding", "model=bert_tiny", "data=stdlib_pairs"])
+    trained = {name: parameter.requires_grad for name, parameter in run_model(config).named_parameters()}
+    assert [name for name, is_trained in trained.items() if not is_trained] == [
+        "pooler.dense.weight",
+        "pooler.dense.bias",
+    ]
+    assert isinstance(run_model(config), BertModel)
