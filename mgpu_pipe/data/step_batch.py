@@ -83,7 +83,10 @@ class BatchSpec:
         return {name: value for name, value in batch.items() if name not in self.fields or name in needed}
 
     def joined(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Concatenates the rows of micro-batches. Sequences are equally long; other short dimensions are padded."""
+        """Concatenates the rows of micro-batches. Sequences are equally long; other short dimensions are padded.
+
+        What is no field, such as the starts of documents, repeats its last values, which are the number of tokens.
+        """
         import torch
 
         joined = {}
@@ -91,12 +94,24 @@ class BatchSpec:
             values = [batch[name] for batch in batches]
             shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
             if any(list(value.shape[1:]) != shape for value in values):
-                padding = self.fields[name].padding
                 for at, value in enumerate(values):
-                    values[at] = value.new_full((len(value), *shape), padding)
-                    values[at][tuple(map(slice, value.shape))] = value
+                    values[at] = self._padded(name, value, shape)
             joined[name] = torch.cat(values)
         return joined
+
+    def _padded(self, name: str, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """``value`` with dimensions of ``shape`` after its first one."""
+        import torch
+
+        if name in self.fields:
+            padded = value.new_full((len(value), *shape), self.fields[name].padding)
+            padded[tuple(map(slice, value.shape))] = value
+            return padded
+        for dim, size in enumerate(shape, start=1):
+            last = value.shape[dim] - 1
+            at = torch.arange(size, device=value.device).clamp(max=last)
+            value = value.index_select(dim, at)
+        return value
 
     def targets(self) -> Iterator[tuple[str, Field]]:
         return ((name, field) for name, field in self.fields.items() if field.target)

@@ -9,6 +9,8 @@ import torch
 
 import mgpu_pipe
 from mgpu_pipe.data.step_batch import BatchSpec, Field
+from mgpu_pipe.models.kernels.packed_attention import document_starts
+from mgpu_pipe.objectives.packed_text import packed_text
 
 NAMES = re.compile(r"\b(input_ids|labels|position_ids)\b")
 KNOWING = (
@@ -76,3 +78,14 @@ def test_a_pipeline_stage_needs_its_fields_alone() -> None:
     assert SPEC.needed(True, False) == ("frames", "at", "words")
     assert SPEC.needed(False, False) == ("frames", "at")
     assert SPEC.needed(False, True) == ("frames", "at", "kind")
+
+
+def test_starts_of_unlike_documents_are_joined() -> None:
+    unlike = ([*range(600)], [position % 20 for position in range(600)])
+    starts = [document_starts(torch.tensor([positions])) for positions in unlike]
+    assert [tuple(each.shape) for each in starts] == [(1, 1, 3, 17), (1, 1, 2, 33)]
+    joined = packed_text().joined([{"document_starts": each} for each in starts])["document_starts"]
+    assert tuple(joined.shape) == (2, 1, 3, 33)
+    for each, whole in zip(starts, joined, strict=True):
+        assert torch.equal(whole[0, 0, : each.shape[-1]], each[0, 0, 0])
+        assert (whole[..., each.shape[-1] :] == 600).all()
