@@ -29,6 +29,7 @@ class Activations:
     Attributes:
         item: bytes of an activation in the compute type.
         compiled: 1 if blocks are compiled.
+        copies: 1 if blocks that are not compiled keep the attention's result twice, as on the CPU.
         recompute: 1 if the backward pass computes a block again.
         products: share of a block's matrix products whose results are kept where it is recomputed, 0 to 1.
         logit_rows: rows of logits that exist at once; 0 computes the loss from whole logits, outside of the head.
@@ -36,6 +37,7 @@ class Activations:
 
     item: Numbers = 2.0
     compiled: Numbers = 1.0
+    copies: Numbers = 0.0
     recompute: Numbers = 0.0
     products: Numbers = 0.0
     logit_rows: Numbers = 0.0
@@ -43,14 +45,14 @@ class Activations:
 
 def block_bytes(work: Work, keeps: Activations) -> Numbers:
     """Bytes of a block that is not recomputed, for the tokens of a micro-batch on a rank."""
-    item, low = keeps.item, keeps.item < FP32
+    item = keeps.item
     inner = work.chosen * work.inner
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
     attention = item * (2 * query + 2 * key_value) + FP32 * work.heads
     attention = attention + (1 - work.flash) * SCORE_COPIES * item * work.heads * work.sequence
-    # Eager norms keep their input, normalised and weighted values, of half types the first two in fp32 besides.
-    eager_norms = 2 * work.width * (item + choose(low, 2 * FP32 + item, 2 * FP32)) + 2 * FP32
-    eager = item * (query + (3 + work.gated - 1) * inner)
+    # Eager norms keep their input in fp32, and normalised and weighted values.
+    eager_norms = 2 * work.width * (FP32 + 2 * item) + 2 * FP32
+    eager = item * (keeps.copies * query + (3 + work.gated - 1) * inner)
     norms = choose(keeps.compiled, item * work.width * (4 - 2 * work.float8), eager_norms)
     products = item * inner * (1 + work.gated)
     feed_forward = choose(

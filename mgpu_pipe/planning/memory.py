@@ -160,6 +160,7 @@ def activations_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelD
     return Activations(
         item=item,
         compiled=float(prefers_compiled(config, device_type(config), _parameters(fields))),
+        copies=float(not on_gpu),
         recompute=float(mode != "none"),
         products=float(mode == "selective"),
         logit_rows=0 if chunk == 0 and dims.tp == 1 else rows,
