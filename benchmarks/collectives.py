@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
+from mgpu_pipe.training.tracing.phase_memory import group_size
 
 STEP = 2
 """The step that is counted; the first builds what later ones reuse."""
@@ -47,7 +48,7 @@ class _Mode(TorchDispatchMode):
 
     def _count(self, operation: str, args: tuple[Any, ...]) -> None:
         messages = [[leaf for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)] for arg in args]
-        size = _group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
+        size = group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
         largest = max((tensor for message in messages for tensor in message), key=lambda tensor: tensor.nbytes)
         share = exchanged(max(sum(tensor.nbytes for tensor in message) for message in messages), size)
         name = NAMES.get(operation, operation)
@@ -61,15 +62,6 @@ class _Mode(TorchDispatchMode):
             share = 0
         self._counted.calls[name] += 1
         self._counted.sent[name] += share
-
-
-def _group_size(groups: list[Any]) -> int:
-    for group in groups:
-        try:
-            return int(torch.distributed.ProcessGroup.unbox(group).size())
-        except (RuntimeError, TypeError):
-            continue
-    raise RuntimeError("a collective without a group that can be read")
 
 
 def _root(args: tuple[Any, ...]) -> int:

@@ -26,8 +26,8 @@ from importlib.metadata import version
 from multiprocessing import get_context
 from typing import Any
 
-from benchmarks.pretend_cuda import load
 from benchmarks.support import RESULTS
+from mgpu_pipe.training.tracing.pretended_cuda import load
 
 TABLE = RESULTS / "cuda_audit.json"
 PACKAGES = ("torch", "pytorch-lightning", "transformers", "deepspeed")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 import transformers.models.llama.modeling_llama
 import transformers.models.mixtral.modeling_mixtral  # noqa: F401  # before processes are forked, each of which needs it
-from torch.distributed import device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.device_watch import Events, watching
 from mgpu_pipe.config.hydra.compose import compose
@@ -29,6 +25,7 @@ from mgpu_pipe.optim.optimizers import optimizer_factory
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.training.tracing.fake_world import process_group
 from mgpu_pipe.training.trainer import bare_trainer, strategy_class
 
 ROWS, TOKENS, MICRO_BATCHES = 2, 64, 2
@@ -89,24 +86,6 @@ CASES = {
     "pp2 x ep8 x tp2 x dp16, last": Case(64, mesh(pp=2, ep=8, tp=2), EXPERTS, rank=63),
     **{f"zero{stage}, {ranks}": Case(ranks, zero(stage, ranks)) for stage in (1, 2, 3) for ranks in (1, 8, 64)},
 }
-
-
-@contextmanager
-def process_group(ranks: int, rank: int) -> Iterator[dict[str, int]]:
-    """A world that sends nothing; gives the sizes of the device's groups that this process is in, the world's aside."""
-    made: dict[str, int] = {}
-    new_group = dist.new_group
-
-    def counted(*args: Any, backend: str | None = None, **options: Any) -> Any:
-        group = new_group(*args, backend="fake", **options)
-        if isinstance(group, dist.ProcessGroup) and backend != "gloo":  # gloo's are the host's
-            made[group.group_name] = group.size()
-        return group
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    with mock.patch.object(dist, "new_group", counted), mock.patch.object(device_mesh, "new_group", counted):
-        yield made
-    dist.destroy_process_group()
 
 
 class _Second(pl.Callback):

@@ -21,18 +21,16 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from multiprocessing import get_context
 from typing import Any
-from unittest import mock
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.cuda_step import CASES, EXPERTS, MICRO_BATCHES, ROWS, TOKENS, Case, fit, process_group
+from benchmarks.cuda_step import CASES, EXPERTS, MICRO_BATCHES, ROWS, TOKENS, Case, fit
 from benchmarks.device_watch import Events
 from benchmarks.support import finish
 from mgpu_pipe.config.hydra.compose import compose
@@ -43,7 +41,7 @@ from mgpu_pipe.objectives.packed_text import random_packed_text
 from mgpu_pipe.parallel.device_memory import AllocationWatch
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.step_gradients import MicroBatchStop
+from mgpu_pipe.training.tracing.fake_world import process_group, without_others
 
 MIB = 1 << 20
 STEPS, COUNTED = 5, 1
@@ -106,22 +104,6 @@ class _Measured(pl.Callback):
         return time.perf_counter()
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """What is received is zero, which the fake group leaves as it was; whole numbers are 1, which torch's stages tell
-    one another where they know their shapes. And nobody is asked, by the clock, whether to stop."""
-    receive: Any = dist.ProcessGroup.recv
-
-    def received(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
-        for tensor in tensors:
-            tensor.fill_(0 if tensor.is_floating_point() else 1)
-        return receive(group, tensors, *args)
-
-    never = mock.patch.object(MicroBatchStop, "should_leave", return_value=False)
-    with mock.patch.object(dist.ProcessGroup, "recv", received), never:
-        yield
-
-
 def one_rank(rank: int, ranks: int, overrides: tuple[str, ...]) -> dict[str, Any]:
     """The figures of a rank, in a process that had no world before."""
     quiet_libraries()
@@ -130,7 +112,7 @@ def one_rank(rank: int, ranks: int, overrides: tuple[str, ...]) -> dict[str, Any
     config, _ = compose(list(overrides))
     dims = ParallelDims.resolve(config.strategy, ranks)
     measured = _Measured(device)
-    with process_group(ranks, rank), _alone():
+    with process_group(ranks, rank), without_others():
         batches = [_step_batch(config, dims, step) for step in range(STEPS)]
         measured.begin()
         strategy = fit(config, dims, device, batches, measured)

@@ -167,6 +167,16 @@ def _on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tup
     return replace(config, trainer=trainer), words
 
 
+def placed_on_one(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The configuration on the processes of its first hardware and number of GPUs, and the overrides for it.
+
+    Raises:
+        ConfigError: no such hardware, or the GPUs fill no whole number of nodes.
+    """
+    profile = _profiles(config)[0]
+    return _on_processes(config, profile, _worlds(config, profile)[0])
+
+
 def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
     model_type, sequence = str(fields["model_type"]), config.data.seq_len
     refused, family = description(config.objective.name).refused_axes, family_of(model_type)

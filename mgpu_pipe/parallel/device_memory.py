@@ -27,7 +27,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device_type: str | None = Non
             continue
         storage = local.detach().untyped_storage()
         if storage.nbytes():
-            seen[storage.data_ptr()] = storage.nbytes()
+            seen[storage_key(storage)] = storage.nbytes()
     return sum(seen.values())
 
 

@@ -21,7 +21,7 @@ RECORDED = json.loads(TABLE.read_text())
 SAMPLED = ("pp2 x tp2 x cp2, last",)
 WATCHED = """
 import json
-from benchmarks.pretend_cuda import load
+from mgpu_pipe.training.tracing.pretended_cuda import load
 
 load()
 import torch
@@ -48,11 +48,13 @@ print(json.dumps([quiet, sorted(key.split(",")[0] for key in events.waits.elemen
 """
 
 
+needs_pretended_gpu = pytest.mark.skipif(
+    which("g++") is None or torch.version.cuda is not None,
+    reason="a pretended GPU is compiled by g++ (apt-get install g++), for a torch without CUDA of its own",
+)
+
+
 def python(*arguments: str) -> list[Any]:
-    if which("g++") is None:
-        pytest.skip("a pretended GPU is compiled: apt-get install g++")
-    if torch.version.cuda is not None:
-        pytest.skip("this torch has a CUDA of its own")
     done = subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, check=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -66,6 +68,7 @@ def compare(names: list[str]) -> None:
 
 
 @pytest.mark.slow
+@needs_pretended_gpu
 def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
     ((quiet, waits, refused),) = python("-c", WATCHED)
     assert quiet == 0
@@ -82,11 +85,13 @@ def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
 
 
 @pytest.mark.slow
+@needs_pretended_gpu
 def test_steps_are_as_the_table_says() -> None:
     compare(list(SAMPLED))
 
 
 @pytest.mark.exhaustive
+@needs_pretended_gpu
 def test_every_row_is_as_the_table_says() -> None:
     compare([row["case"] for row in RECORDED["rows"] if row["case"] not in SAMPLED])
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.errors import EXIT_OK, print_line, print_text
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line, print_text
 
 if TYPE_CHECKING:
     from mgpu_pipe.checks.layouts import Losers, PlannedRun
+    from mgpu_pipe.checks.traced_layout import TracedLayout
     from mgpu_pipe.config.hydra.compose import Composition
 
 DESCRIPTION = """\
 Predict step time, memory and cost of layouts of a configuration, and print
 the best ones with their overrides. Starts nothing. plan.hardware=h100,h200 and
-plan.gpus=8,16 compare; --json prints times and memory by part."""
+plan.gpus=8,16 compare; --json prints times and memory by part. --trace runs a
+step of the best layout, or of a strategy that you type, on fake tensors, and
+prints its memory by phase. --html FILE writes a page with pictures of the plans."""
+TRACE, JSON, HTML = "--trace", "--json", "--html"
+GROWTH = (1, 2, 4)
+"""Multiples of the GPUs that the page compares, where plan.gpus names no others."""
 LISTS = ("plan.hardware", "plan.gpus")
 """Keys whose values may be typed with commas alone."""
 REPLACED = ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accelerator")
@@ -32,24 +39,36 @@ BILLION, KILO, HOUR, DAY = 1e9, 1e3, 3600.0, 86400.0
 
 
 def plan(words: list[str]) -> int:
-    """``mgpu-pipe plan [OVERRIDES] [--json]``."""
+    """``mgpu-pipe plan [OVERRIDES] [--json] [--trace] [--html FILE]``."""
     from mgpu_pipe.launch.composed import composed
 
-    as_json = "--json" in words
+    as_json, traces = JSON in words, TRACE in words
+    words, page = _without_file(words)
+    if traces and page is not None:
+        raise BadInputError(f"{HTML}: the page shows the whole plan; leave {TRACE} out")
 
     def job(composition: Composition) -> int:
         from mgpu_pipe.checks.layouts import plan_layouts
         from mgpu_pipe.checks.model import check_model
         from mgpu_pipe.checks.sizes import range_errors
+        from mgpu_pipe.checks.traced_layout import planned_layout, refuse_untraceable, typed_layout
         from mgpu_pipe.errors import ConfigErrors
 
         errors = composition.errors or range_errors(composition.config)
         if errors:
             raise ConfigErrors(errors)
         check_model(composition.config)
+        if traces and _chooses_layout(composition):
+            return _trace(composition, typed_layout(composition.config), composition.overrides, as_json)
+        if traces:
+            refuse_untraceable(composition.config)
         plans, losers = plan_layouts(composition.config)
         typed = [word for word in composition.overrides if not _is_replaced(word)]
         plans = _with_all_words(plans, [*composition.flags, *typed])
+        if traces:
+            return _trace(composition, planned_layout(plans[0]), typed, as_json)
+        if page is not None:
+            _write_page(composition, plans, Path(page))
         if as_json:
             print_text(json.dumps({"plans": [_plain(each) for each in plans], **_counts(losers)}, indent=2))
         else:
@@ -57,7 +76,77 @@ def plan(words: list[str]) -> int:
             _print(plans, losers, words, _total_tokens(composition, plans[0]))
         return EXIT_OK
 
-    return composed("plan", DESCRIPTION, [_as_list(word) for word in words if word != "--json"], job)
+    return composed("plan", DESCRIPTION, [_as_list(word) for word in words if word not in (JSON, TRACE)], job)
+
+
+def _without_file(words: list[str]) -> tuple[list[str], str | None]:
+    """The words without ``--html FILE``, and the file.
+
+    Raises:
+        BadInputError: no file is named.
+    """
+    for at, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name == HTML:
+            rest = words[at + 1 :] if equals else words[at + 2 :]
+            file = value if equals else "".join(words[at + 1 : at + 2])
+            if not file or (not equals and file.startswith("-")):
+                raise BadInputError(f"{HTML}: no file; write {HTML} plan.html")
+            return [*words[:at], *rest], file
+    return words, None
+
+
+def _write_page(composition: Composition, plans: Sequence[PlannedRun], out: Path) -> None:
+    """Write the page of the plans, with the best layout of each of several numbers of GPUs."""
+    from mgpu_pipe.checks.layouts import plan_layouts
+    from mgpu_pipe.report.plan_page import write_plan_page
+
+    config, best = composition.config, plans[0]
+    worlds = sorted(set(config.plan.gpus)) if len(config.plan.gpus) > 1 else [best.gpus * times for times in GROWTH]
+    hardware = _hardware_word(composition, best)
+    names = [word.partition("=")[2] for word in hardware]
+    small = replace(config, plan=replace(config.plan, gpus=[best.gpus], hardware=names, rank_by="memory"))
+    listed = {tuple(each.overrides) for each in plans}
+    smaller = [each for each in plan_layouts(small)[0] if tuple(each.overrides) not in listed]
+    larger = []
+    for gpus in worlds:
+        try:
+            best_of, _ = plan_layouts(replace(config, plan=replace(config.plan, gpus=[gpus], hardware=names, rows=1)))
+        except ConfigError:  # this number fits no layout, or does not divide the batch
+            continue
+        larger.append(best_of[0])
+    command = shlex.join(["mgpu-pipe", "plan", *composition.flags, *composition.overrides])
+    print_line(f"page: {write_plan_page(plans, smaller, larger, command, out)}", file=sys.stderr)
+
+
+def _chooses_layout(composition: Composition) -> bool:
+    """Whether the command or its experiment chooses a strategy, other than by the planner."""
+    from mgpu_pipe.config.hydra.command_line import compose_one, parse
+
+    strategy = composition.config.strategy
+    typed = any(word.lstrip("+~").startswith("strategy") for word in composition.overrides)
+    return strategy.name != "auto" and (typed or strategy != compose_one(parse(composition.flags)).config.strategy)
+
+
+def _trace(composition: Composition, layout: TracedLayout, typed: Sequence[str], as_json: bool) -> int:
+    """Trace ranks of a layout and print them."""
+    from mgpu_pipe.config.resolve import world_size
+    from mgpu_pipe.launch.trace_ranks import trace_ranks
+    from mgpu_pipe.models.fields import resolved_fields
+    from mgpu_pipe.report.trace_table import print_traces
+
+    words, kind = [*composition.flags, *typed, *layout.words], resolved_fields(layout.config.model)["model_type"]
+    if not as_json:
+        print_line(f"traced on fake tensors: {shlex.join([*typed, *layout.words])}", flush=True)
+    traces = trace_ranks(layout.ranks, world_size(layout.config), words, str(kind))
+    if as_json:
+        formulas = (
+            None if layout.plain is None else {"tensors": layout.plain.allocated, "terms": dict(layout.plain.terms)}
+        )
+        print_text(json.dumps({"overrides": [*typed, *layout.words], "traces": traces, "formulas": formulas}, indent=2))
+    else:
+        print_traces(traces, layout.plain, layout.memory)
+    return EXIT_OK
 
 
 def _is_replaced(word: str) -> bool:

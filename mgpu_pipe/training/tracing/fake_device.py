@@ -1,0 +1,239 @@
+"""Runs code on a device of fake tensors, which have shapes and no values.
+
+On ``cuda:0`` (pretended by :mod:`.pretended_cuda`) tensors of the host are real and those of the device fake, and torch
+refuses operators of both. On the CPU a tensor is fake if it is made of fake ones or is new, large and no whole
+numbers. A number that the host reads of a fake tensor is 0 unless it is known otherwise; collectives are not sent.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgpu_pipe.system.compat.fake_tensors_private import (
+    COPY_INTO,
+    COPY_TO,
+    DEVICE_OF,
+    INDEXING,
+    IS_PINNED,
+    PIN,
+    READ_NUMBER,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    answer_for_cuda,
+    finished_work,
+    lift_host_tensors_only,
+    prepare_fakes,
+    tree_map_only,
+)
+from mgpu_pipe.system.compat.torch_private import TorchDispatchMode, schema_of, tree_leaves
+
+PRODUCT = Path(__file__).parents[2]
+PRETENCE = (Path(__file__).parent, PRODUCT / "system" / "compat")
+"""Folders of this project that no step begins in."""
+LARGE = 16
+"""Elements from which a new tensor of the CPU is fake; those of a world's ranks and of sums stay real."""
+
+
+class FakeDevice(TorchDispatchMode):
+    """Inside, tensors of a device are fake; see above. A subclass may note what happens there.
+
+    Args:
+        kind: ``cpu`` or ``cuda``.
+        known: by function of this project (``folder/file: function``), the whole number that it reads of the device.
+    """
+
+    active: FakeDevice | None = None
+
+    def __init__(self, kind: str, known: Mapping[str, int]) -> None:
+        super().__init__()
+        self._kind = kind
+        self._known = known
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._pinned: list[torch.Tensor] = []
+
+    def note_wait(self, how: str) -> None:
+        """The host waits for the device."""
+
+    def note_operator(self, func: Any) -> None:
+        """An operator runs on the device."""
+
+    def note_collective(self, func: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
+        """A collective of these tensors of the device runs."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A new fake tensor of any size."""
+        with self._fake:
+            return torch.empty(tuple(shape), dtype=dtype, device=self._kind)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):  # three of four operators
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for tensor in tensors):
+            return NotImplemented  # a DTensor's operator comes again, of its local tensors
+        there = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if func.namespace == "c10d":
+            if there:
+                self.note_collective(func, tensors, leaves)
+            work = finished_work()
+            return work if len(schema_of(func).returns) == 1 else (args[0], work)
+        if self._kind == "cpu":
+            return self._on_one_device(func, args, kwargs, there, tensors)
+        device = kwargs.get("device")
+        if not there and (device is None or torch.device(device).type != "cuda"):
+            return self._on_host(func, args, kwargs)
+        if func.namespace == "_c10d_functional":
+            raise NotImplementedError(f"{func} is not counted")
+        self.note_operator(func)
+        return self._on_device(func, args, kwargs)
+
+    def _on_one_device(self, func: Any, args: Any, kwargs: Any, there: bool, tensors: Sequence[torch.Tensor]) -> Any:
+        """An operator on the CPU, which is the host and the device."""
+        if there and func is READ_NUMBER:
+            return self._read(args[0], "").item()
+        if there and func is COPY_INTO and not isinstance(args[0], FakeTensor):
+            return args[0]
+        on_meta = any(tensor.is_meta for tensor in tensors) and str(kwargs.get("device")) == "cpu"
+        if there or on_meta or (not tensors and _is_large(func, args, kwargs)):
+            return self._run(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is IS_PINNED:
+            return self._is_pinned(args[0])
+        if func is PIN:
+            self._pinned.append(args[0].clone())
+            return self._pinned[-1]
+        return func(*args, **kwargs)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        data = tensor.data_ptr()
+        return any(data == pinned.data_ptr() for pinned in self._pinned)
+
+    def _on_device(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is READ_NUMBER:
+            return self._read(args[0], "a number read").item()
+        if func is COPY_TO:
+            to = torch.device(kwargs.get("device") or args[0].device)
+            if to.type == "cpu":
+                return self._read(args[0], "a copy to the host").to(kwargs.get("dtype") or args[0].dtype)
+            self._note_copy(args[0], kwargs.get("non_blocking"))
+        if func is COPY_INTO:
+            if not isinstance(args[0], FakeTensor):
+                return args[0].copy_(self._read(args[1], "a copy to the host"))
+            self._note_copy(args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        if func in INDEXING:
+            for index in args[1]:
+                if index is not None and not isinstance(index, FakeTensor):
+                    self.note_wait("an index of the host")
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operator on fake tensors; where its result's shape depends on values, they are zeros."""
+        try:
+            with self._fake:
+                return func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            self.note_wait(func.overloadpacket.__name__)
+        args, kwargs = tree_map_only(FakeTensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs))
+        result = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda t: self.empty(t.shape, t.dtype), result)
+
+    def _read(self, tensor: torch.Tensor, how: str) -> torch.Tensor:
+        """The host's copy."""
+        self.note_wait(how)
+        value = 0 if tensor.is_floating_point() else self._known.get(function_of_project(), 0)
+        return torch.full(tensor.shape, value, dtype=tensor.dtype)
+
+    def _note_copy(self, source: torch.Tensor, non_blocking: Any) -> None:
+        if isinstance(source, FakeTensor):
+            return
+        if not non_blocking:
+            self.note_wait("a copy to the device")
+        elif not self._is_pinned(source):
+            self.note_wait("a copy of pageable memory")
+
+
+def _is_large(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator without tensors makes a large one of other than whole numbers."""
+    shape = args[0] if args and isinstance(args[0], list | tuple | torch.Size) else ()
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    on_cpu = kwargs.get("device") is None or torch.device(kwargs["device"]).type == "cpu"
+    is_numbers = all(isinstance(size, int) for size in shape)
+    return on_cpu and dtype.is_floating_point and is_numbers and bool(shape) and math.prod(shape) > LARGE
+
+
+def function_of_project() -> str:
+    """The innermost function on the stack that is this project's, else the innermost of a package."""
+    elsewhere = ""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        watches = path.parent in PRETENCE or frame.f_code.co_name == "__torch_dispatch__"
+        if path.is_relative_to(PRODUCT) and not watches:
+            return f"{path.relative_to(PRODUCT).with_suffix('')}: {frame.f_code.co_name}"
+        if not elsewhere and "site-packages" in path.parts and not {"_subclasses", "utils"} & set(path.parts):
+            elsewhere = f"{path.stem}: {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return elsewhere
+
+
+@contextmanager
+def on_fake_device(device: FakeDevice) -> Iterator[None]:
+    """See :class:`FakeDevice`."""
+    lift_host_tensors_only(True)
+    FakeDevice.active = device
+    try:
+        with device:
+            yield
+    finally:
+        FakeDevice.active = None
+        lift_host_tensors_only(False)
+
+
+class _Stream:
+    """A stream, or an event, on which everything is through at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        _synchronized()
+
+    def record(self, *_: Any) -> _Stream:
+        return self
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        return event or _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, *_: Any) -> None: ...
+
+    wait_event = wait_stream = wait
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _synchronized(*_: Any) -> None:
+    if FakeDevice.active is not None:
+        FakeDevice.active.note_wait("synchronize")
+
+
+def stand_in() -> None:
+    """Let ``torch.cuda`` answer as a pretended GPU of 80 GiB."""
+    answer_for_cuda(_Stream, _synchronized, 80 << 30)
+    prepare_fakes()
