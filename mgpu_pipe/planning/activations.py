@@ -29,18 +29,18 @@ class Activations:
     Attributes:
         item: bytes of an activation in the compute type.
         compiled: 1 if blocks are compiled.
-        copies: 1 if blocks that are not compiled keep the attention's result twice, as on the CPU.
         recompute: 1 if the backward pass computes a block again.
         products: share of a block's matrix products whose results are kept where it is recomputed, 0 to 1.
         logit_rows: rows of logits that exist at once; 0 computes the loss from whole logits, outside of the head.
+        copies: 1 if blocks that are not compiled keep the attention's result twice, as on the CPU.
     """
 
     item: Numbers = 2.0
     compiled: Numbers = 1.0
-    copies: Numbers = 0.0
     recompute: Numbers = 0.0
     products: Numbers = 0.0
     logit_rows: Numbers = 0.0
+    copies: Numbers = 0.0
 
 
 def block_bytes(work: Work, keeps: Activations) -> Numbers:
