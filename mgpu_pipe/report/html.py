@@ -7,6 +7,7 @@ security policy blocks other scripts even if escaping fails.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -108,11 +109,16 @@ def document(template: str, scripts: Sequence[str], **values: object) -> str:
     # the library's licence must be part of every copy
     script = f"/*! uPlot\n{_read('uPlot-LICENSE.txt')}*/\n{script}"
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    loader = PackageLoader("mgpu_pipe.report", "static")
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     # only this package's style and script are marked as safe, never a run's text
     trusted = {"style": Markup(style), "script": Markup(script), "script_hash": Markup(f"sha256-{digest}")}
-    return pages.get_template(template).render(**trusted, **values)
+    return templates().get_template(template).render(**trusted, **values)
+
+
+@functools.lru_cache(maxsize=1)
+def templates() -> Environment:
+    """This package's templates, each compiled when it is first used."""
+    loader = PackageLoader("mgpu_pipe.report", "static")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
 
 
 def link(report: Path, out: Path) -> str:

@@ -28,6 +28,7 @@ from hydra.core.singleton import Singleton
 
 import mgpu_pipe
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.report.html import templates
 
 for room in pkgutil.walk_packages(mgpu_pipe.__path__, "mgpu_pipe."):
     if not room.name.endswith("__main__"):
@@ -41,6 +42,8 @@ for module in [module for name, module in sys.modules.items() if name.startswith
     for value in vars(module).values():
         if callable(getattr(value, "cache_clear", None)):
             value.cache_clear()
+for page in templates().list_templates(["html"]):  # every run writes a report; compiling its template takes a tenth
+    templates().get_template(page)
 
 gc.collect()
 gc.freeze()
