@@ -44,7 +44,10 @@ def import_weights(argv: Sequence[str]) -> int:
 def _import(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.gguf.file import is_gguf
 
-    if is_gguf(arguments.source.expanduser()):
+    source = arguments.source.expanduser()
+    if not exists(source):
+        raise BadInputError(f"--from={arguments.source}: no such file or folder; check the path")
+    if is_gguf(source):
         _import_gguf(arguments)
         return
     from mgpu_pipe.config.hydra.compose import compose
@@ -64,9 +67,7 @@ def _import(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export_folder import check_target, export_folder, working_folder
     from mgpu_pipe.inference.import_weights import weight_files
 
-    out, source = arguments.out.expanduser(), arguments.source.expanduser()
-    if not exists(source):
-        raise BadInputError(f"--from={arguments.source}: no such file or folder; check the path")
+    out = arguments.out.expanduser()
     check_target(out, arguments.force)
     weight_files(source, arguments.trust)
     silence_transformers()

@@ -84,15 +84,15 @@ def _byte_pairs(content: Mapping[str, Any], folder: Path, numbers: Mapping[str, 
     if model.get("type", "BPE") != "BPE" or name is None or content.get("normalizer") not in HARMLESS:
         kind = model.get("type") if name is not None else [step.get("type") for step in steps]
         raise BadInputError(
-            f"--format=gguf: {folder} cuts texts by {kind}, for which llama.cpp has no name here; use --format hf"
+            f"--format=gguf: the tokenizer cuts texts by {kind}, for which llama.cpp has no name here; use --format hf"
         )
     if bool(model.get("ignore_merges")) != PRE_TOKENIZERS[name].ignores_merges:
         names = [other for other, known in PRE_TOKENIZERS.items() if same_steps(known.steps(), steps)]
         name = next((n for n in names if PRE_TOKENIZERS[n].ignores_merges == bool(model.get("ignore_merges"))), None)
         if name is None:
             raise BadInputError(
-                f"--format=gguf: {folder} has ignore_merges={model.get('ignore_merges')}, which llama.cpp does not "
-                "take with this pre-tokenizer; use --format hf"
+                f"--format=gguf: the tokenizer has ignore_merges={model.get('ignore_merges')}, which llama.cpp does "
+                "not take with this pre-tokenizer; use --format hf"
             )
     return {
         "tokenizer.ggml.model": "gpt2",
@@ -117,7 +117,7 @@ def _sentence_pieces(content: Mapping[str, Any], folder: Path, tokens: Sequence[
     """
     prefix = begins_with_space(content)
     if prefix is None:
-        raise BadInputError(f"--format=gguf: {folder} marks spaces as llama.cpp cannot; use --format hf")
+        raise BadInputError("--format=gguf: the tokenizer marks spaces as llama.cpp cannot; use --format hf")
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
