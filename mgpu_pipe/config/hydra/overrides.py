@@ -229,10 +229,12 @@ def _groups(lookup: GroupLookup) -> list[str]:
 
 
 def _unreadable(argument: str, error: HydraException, groups: list[str], lookup: GroupLookup) -> BadInputError:
+    if "=" not in argument and (meant := path_advice(argument)):
+        return BadInputError(f"{argument}: {meant}")
     if slip := typing_slip(argument):
         return slip
     if "=" not in argument:
-        if meant := path_advice(argument) or option_advice(argument, groups, lookup):
+        if meant := option_advice(argument, groups, lookup):
             return BadInputError(f"{argument}: {meant}")
         return ConfigError(argument, "", f"write {argument}=<value>", "an override needs a value")
     key, _, value = argument.partition("=")
