@@ -21,9 +21,11 @@ def hardware_here(config: RunConfig) -> str:
     """The profile of this machine's processes or GPUs.
 
     Raises:
-        ConfigError: the run is for GPUs, and this machine has none, or ones without a profile.
+        ConfigError: the run is for GPUs, and this machine has none, or ones without a profile; or a job takes what its
+            nodes have, which a machine without GPUs does not show.
     """
-    if device_type(config) == CPU:
+    is_of_nodes = config.trainer.accelerator == "auto" and config.launch.type != "local"
+    if device_type(config) == CPU and not is_of_nodes:
         return CPU
     name = gpu_name()
     profile = None if name is None else profile_of_gpu(name)

@@ -10,7 +10,7 @@ import yaml
 
 from mgpu_pipe.checks.auto_saves import with_planned_saves
 from mgpu_pipe.checks.layouts import plan_layouts
-from mgpu_pipe.checks.run_hardware import predicted_seconds
+from mgpu_pipe.checks.run_hardware import hardware_here, predicted_seconds
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
 from mgpu_pipe.config.run_identity import mathematics_hash
@@ -76,6 +76,16 @@ def test_what_cannot_be_planned_is_refused_in_one_line(words: list[str], message
     with pytest.raises((ConfigError, ConfigErrors), match=message) as caught:
         notices_of(compose_checked([*AUTO, *words]), elsewhere=True)
     assert "\n" not in str(caught.value)
+
+
+def test_a_job_is_not_planned_for_the_processors_of_the_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mgpu_pipe.config.resolve.usable_gpus", lambda: 0)
+    monkeypatch.setattr("mgpu_pipe.checks.run_hardware.gpu_name", lambda: None)
+    words = ["trainer.accelerator=auto", "trainer.devices=2", "plan.hardware=[]"]
+    assert hardware_here(compose(words)[0]) == "cpu"
+    assert hardware_here(compose([*words, "launch=slurm", "trainer.accelerator=cpu"])[0]) == "cpu"
+    with pytest.raises(ConfigError, match=r"^plan.hardware=\[\]: the kind of GPU is not known; name it: "):
+        hardware_here(compose([*words, "launch=slurm"])[0])
 
 
 @pytest.mark.slow
