@@ -169,10 +169,6 @@ def launched(
     from mgpu_pipe.launch.local import launch
     from mgpu_pipe.runs.resume_command import CommandLine
 
-    if composition.measures_micro_batch and composition.config.run.starts_from is None:
-        from mgpu_pipe.launch.micro_batch_tries import largest_micro_batch
-
-        composition.config = largest_micro_batch(composition.config)
     started = with_base(composition, _base_run)
     if not isinstance(started, Composition):
         return started
@@ -180,6 +176,10 @@ def launched(
     if launcher != "local":
         fix = "use mgpu-pipe submit, or launch=local to train on this machine"
         raise ConfigError("launch.type", launcher, fix, "such a run is a job")
+    if composition.measures_micro_batch:
+        from mgpu_pipe.launch.micro_batch_tries import largest_micro_batch
+
+        composition.config = largest_micro_batch(composition.config)
     alone = [*composition.flags, *composition.overrides]
     command_line = CommandLine(
         composition.overrides, command, alone, composition.swept, composition.local_options, chosen=chosen

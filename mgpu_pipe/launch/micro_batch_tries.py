@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_STOPPED, ConfigError, MgpuError, print_error, print_line
 from mgpu_pipe.import_path import allow_own_classes, python_module
 from mgpu_pipe.launch.short_run import short_run
+from mgpu_pipe.launch.signals import NOT_BEGUN, SignalInbox
+from mgpu_pipe.system.child_process import bound
 from mgpu_pipe.system.hardware import host_memory
 
 STEPS = 2
@@ -29,8 +32,18 @@ KILLED = "SIGKILL"
 TAIL = 300
 
 
+POLL_S = 1.0
+"""Longest sleep between two looks at a try, whose end wakes the launcher at once."""
+
+
 class MicroBatchTryError(MgpuError):
     """A try failed, but not for memory. Exit code 1."""
+
+
+class MicroBatchStoppedError(MgpuError):
+    """A stop signal arrived during a try, before the run began. Exit code 75."""
+
+    exit_code = EXIT_STOPPED
 
 
 def largest_micro_batch(config: RunConfig) -> RunConfig:
@@ -39,6 +52,7 @@ def largest_micro_batch(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: not even the smallest one fits.
         MicroBatchTryError: a try failed for another reason.
+        MicroBatchStoppedError: a stop signal arrived.
     """
     sizes = micro_batch_sizes(config)
     at, fitting, failing = sizes.index(int(config.data.micro_batch_size)), -1, len(sizes)
@@ -63,22 +77,37 @@ def _problem(config: RunConfig) -> str:
 
     Raises:
         MicroBatchTryError: it failed for another reason.
+        MicroBatchStoppedError: a stop signal arrived.
     """
-    with tempfile.TemporaryDirectory(prefix="micro_batch_") as folder:
+    with (
+        SignalInbox() as inbox,
+        tempfile.TemporaryDirectory(prefix="micro_batch_", ignore_cleanup_errors=True) as folder,
+    ):
+        inbox.collect()
         tried = short_run(config, STEPS, "try")
-        file = Path(folder) / "config.yaml"
+        file, said = Path(folder) / "config.yaml", Path(folder) / "stderr"
         freeze(replace(tried, run=replace(tried.run, root=str(Path(folder) / "runs")), callbacks={}), file, flush=False)
-        command = [*python_module("mgpu_pipe.launch.micro_batch_tries"), str(file)]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if not done.returncode:
+        code = _exit_code(bound(python_module("mgpu_pipe.launch.micro_batch_tries", str(file))), said, inbox)
+        error = said.read_text(encoding="utf-8", errors="replace")
+    if inbox.stop_requested or code == EXIT_STOPPED:
+        raise MicroBatchStoppedError(f"{KEY}=max: {NOT_BEGUN}")
+    if not code:
         return ""
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")] or [done.stderr[-TAIL:]]
+    errors = [line for line in error.splitlines() if line.startswith("error: ")] or [error[-TAIL:]]
     text = " ".join(errors).removeprefix("error: ")
     if OUT_OF_MEMORY in text or KILLED in text:
         return text[:TAIL]
-    if done.returncode == EXIT_STOPPED:
-        raise KeyboardInterrupt
     raise MicroBatchTryError(f"{KEY}=max: a try of {config.data.micro_batch_size} failed: {text}")
+
+
+def _exit_code(command: Sequence[str], said: Path, inbox: SignalInbox) -> int:
+    """Exit code of ``command``, which is killed when a stop signal arrives; ``said`` gets its standard error."""
+    with said.open("wb") as error:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=error)
+    while process.poll() is None and not inbox.stop_requested:
+        inbox.wait(POLL_S)
+    process.kill()
+    return process.wait()
 
 
 def _try(file: Path) -> int:

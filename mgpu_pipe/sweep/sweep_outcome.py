@@ -53,8 +53,10 @@ def ended(store: Store, point: Point, code: int, wall_s: float, short: bool = Fa
 
 
 def refused(store: Store, point: Point, error: MgpuError) -> int:
+    """Record the error of a point that did not start; a stopped point can be resumed."""
     print_error(error)
-    return ended_with(store, point, FAILED, error.exit_code, one_line(error), {}, 0.0)
+    status = STOPPED if error.exit_code == EXIT_STOPPED else FAILED
+    return ended_with(store, point, status, error.exit_code, one_line(error), {}, 0.0)
 
 
 def ended_with(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +18,13 @@ import yaml
 from mgpu_pipe.checks.largest_micro_batch import micro_batch_sizes, with_predicted_micro_batch
 from mgpu_pipe.checks.memory_limits import likely_fits
 from mgpu_pipe.config.freeze import freeze
-from mgpu_pipe.config.hydra.compose import compose, compose_checked
+from mgpu_pipe.config.hydra.compose import Composition, compose, compose_checked
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.errors import EXIT_STOPPED, ConfigError, ConfigErrors
 from mgpu_pipe.launch import micro_batch_tries
-from mgpu_pipe.launch.composed import notices_of
+from mgpu_pipe.launch.composed import launched, notices_of
+from mgpu_pipe.launch.outcome import LaunchResult
 from tests.support.command import start
 
 LARGE = [
@@ -99,6 +106,73 @@ def test_the_memory_of_other_objectives_is_measured_alone() -> None:
     config = compose(["model=vit_tiny", "data=digits", "data.global_batch_size=64", "data.micro_batch_size=max"])[0]
     predicted, notice, is_measured = with_predicted_micro_batch(config, None, False)
     assert predicted.data.micro_batch_size == 8 and is_measured and "a first try" in notice.text
+
+
+def try_of(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """A configuration each of whose tries is a Python ``program``, in files below ``folder``."""
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(micro_batch_tries, "python_module", lambda module, file: [sys.executable, "-c", program, file])
+    return with_micro_batch(compose([*LARGE, "trainer.accelerator=cpu"])[0], 4)
+
+
+def test_a_stop_signal_ends_the_try_and_removes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stood = tmp_path / "pid"
+    stood.touch()
+    program = f"import os, time; open({str(stood)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    files = tmp_path / "files"
+    files.mkdir()
+    config = try_of(program, files, monkeypatch)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop() -> None:
+        while not stood.read_text():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # timeout(1) delivers a request twice
+
+    threading.Thread(target=stop).start()
+    with pytest.raises(micro_batch_tries.MicroBatchStoppedError) as caught:
+        micro_batch_tries.largest_micro_batch(config)
+    assert caught.value.exit_code == EXIT_STOPPED and not list(files.iterdir())
+    assert not Path(f"/proc/{stood.read_text()}").exists() and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_try_that_was_stopped_stops_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = try_of(f"raise SystemExit({EXIT_STOPPED})", tmp_path, monkeypatch)
+    with pytest.raises(micro_batch_tries.MicroBatchStoppedError):
+        micro_batch_tries.largest_micro_batch(config)
+
+
+def test_the_kernel_kills_a_try_without_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = "import ctypes; n = ctypes.c_int(); ctypes.CDLL(None).prctl(2, ctypes.byref(n)); exit(f'error: {n.value}')"
+    config = try_of(asks, tmp_path, monkeypatch)
+    with pytest.raises(micro_batch_tries.MicroBatchTryError, match=f"failed: {signal.SIGKILL.value}$"):
+        micro_batch_tries.largest_micro_batch(config)
+
+
+def test_a_run_from_a_base_run_is_measured_with_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunConfig] = []
+
+    def with_base(composition: Composition, run: object) -> Composition:
+        options = replace(composition.config.run, starts_from=None)
+        composition.config = replace(composition.config, run=options)
+        return composition
+
+    def measured(config: RunConfig) -> RunConfig:
+        seen.append(config)
+        return with_micro_batch(config, 3)
+
+    def launch(config: RunConfig, command_line: object) -> LaunchResult:
+        seen.append(config)
+        return LaunchResult("finished", 0, Path())
+
+    monkeypatch.setattr("mgpu_pipe.launch.base_run.with_base", with_base)
+    monkeypatch.setattr(micro_batch_tries, "largest_micro_batch", measured)
+    monkeypatch.setattr("mgpu_pipe.launch.local.launch", launch)
+    composition = compose_checked([*LARGE, "run.starts_from=quickstart"])
+    composition.measures_micro_batch = True
+    launched(composition, [])
+    assert seen[0].run.starts_from is None and seen[1].data.micro_batch_size == 3
 
 
 @pytest.mark.slow

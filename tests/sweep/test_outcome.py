@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from mgpu_pipe.errors import EXIT_STOPPED
+from mgpu_pipe.launch.micro_batch_tries import MicroBatchStoppedError
 from mgpu_pipe.sweep.best import pareto
 from mgpu_pipe.sweep.point import Point
-from mgpu_pipe.sweep.sweep_outcome import outcome
+from mgpu_pipe.sweep.store import create
+from mgpu_pipe.sweep.sweep_outcome import outcome, refused
+from tests.sweep.support import asked
 
 
 @pytest.mark.parametrize(
@@ -26,6 +32,12 @@ def test_an_end_has_a_name(code: int, kind: str, message: str, short: bool, stat
     summary = {"error": {"type": kind, "message": message}} if kind else {"metrics": {"train/loss": 9.0}}
     assert outcome(code, summary, short)[0] == status
     assert outcome(code, summary, short, bound=8.0)[0] == ("diverged" if status == "finished" else status)
+
+
+def test_a_point_that_was_stopped_before_its_run_is_no_failure(tmp_path: Path) -> None:
+    store = create(tmp_path, "s", asked(), [[["seed=1"]]])
+    assert refused(store, store.points()[0], MicroBatchStoppedError("stopped")) == EXIT_STOPPED
+    assert store.points()[0].status == "stopped"
 
 
 def test_the_front_of_two_metrics() -> None:
