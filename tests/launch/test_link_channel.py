@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -141,3 +141,33 @@ def test_the_key_is_its_owners_alone(tmp_path: Path) -> None:
     path.symlink_to("/etc/hostname")  # somebody's
     make_key(tmp_path)
     assert len(wait_for_key(tmp_path, 0)) == 64 and not path.is_symlink()
+
+
+@pytest.mark.parametrize("part", [b"", b"0"], ids=["silent", "slow"])
+def test_a_stranger_that_answers_no_whole_line_is_left(monkeypatch: pytest.MonkeyPatch, part: bytes) -> None:
+    monkeypatch.setattr(link_channel, "LINE_S", 0.3)
+    end = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        with socket.create_connection(listener.getsockname()) as task, listener.accept()[0] as stranger:
+
+            def drip() -> None:
+                while not end.wait(0.05):
+                    with suppress(OSError):
+                        stranger.sendall(part)
+
+            dripping, joining = pool.submit(drip), pool.submit(join, task, KEY, CLAIM)
+            has_left = not wait([joining], timeout=20).not_done
+            end.set()
+            stranger.shutdown(socket.SHUT_RDWR)
+            dripping.result()
+            assert has_left and isinstance(joining.exception(), OSError)
+
+
+def test_the_gate_closes_connections_that_send_no_whole_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_channel, "LINE_S", 0.3)
+    with gate() as (opened, port), socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"0" * 40)
+        assert admitted(opened, 1.0) is None
+        stranger.settimeout(5)
+        stranger.recv(100)
+        assert stranger.recv(1) == b"", "it is closed"
