@@ -153,6 +153,8 @@ def test_what_cannot_be_imported_says_why(
 
 def test_the_model_must_be_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = tmp_path / "a.ckpt", tmp_path / "out"
+    assert "no such file" in imported(capsys, "--from", source, "--out", out, code=2)
+    source.touch()
     assert "model=llama_tiny" in imported(capsys, "--from", source, "--out", out, code=2)
     assert "model overrides only" in imported(capsys, "--from", source, "--out", out, "optimizer.lr=1", code=2)
 

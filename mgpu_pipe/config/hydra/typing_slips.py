@@ -6,7 +6,7 @@ import json
 import re
 import unicodedata
 
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.errors import BadInputError, ConfigError
 
 KEY = re.compile(r"[+~]*[A-Za-z_][\w./@:-]*", re.ASCII)
 """Words that may be meant as a key, with Hydra's prefixes."""
@@ -30,7 +30,8 @@ def typing_slip(argument: str) -> BadInputError | None:
     if plain != argument:
         strange = next(letter for letter in argument if _plain(letter, is_key=False) != letter or letter not in plain)
         fix = f"type {plain}" if plain.isascii() else "type it again on a keyboard"
-        return BadInputError(f"{argument}: has {_named(strange)}; {fix}")
+        problem = f"has {_named(strange)}"
+        return ConfigError(key, value, fix, problem) if equals else BadInputError(f"{argument}: {problem}; {fix}")
     if argument.startswith("{") or value.startswith(('{"', "{'")):
         fields = _json_object(value if not argument.startswith("{") else argument)
         if argument.startswith("{"):
