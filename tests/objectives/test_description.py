@@ -29,7 +29,14 @@ from mgpu_pipe.objectives.registry import objective_class
 from scripts.house import PACKAGE
 
 COMPUTED = re.compile(r"\bcross_entropy\(|\bmath\.exp\(|log_softmax|nll_loss")
-ASKED = ("objectives/", "data/text/", "data/sources/mixture.py", "inference/generation.py", "planning/")
+ASKED = (
+    "objectives/",
+    "data/text/",
+    "data/sources/mixture.py",
+    "inference/generation.py",
+    "inference/gguf/accuracy.py",
+    "planning/",
+)
 
 
 @dataclass
