@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, trainers
+from tokenizers import Tokenizer, models, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mgpu_pipe.errors import BadInputError
@@ -36,7 +36,7 @@ SPACE = "\u2581"
 MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 
 
-def write_pieces(folder: Path, prefix: bool, first: bool = False) -> Path:
+def write_pieces(folder: Path, prefix: bool) -> Path:
     """A tokenizer as Llama 2's: pairs of characters, bytes for the rest."""
     trained = Tokenizer(models.BPE())
     trained.train_from_iterator(
@@ -79,10 +79,24 @@ def write_words(folder: Path, name: str) -> Path:
     return folder
 
 
-def same_tokens(folder: Path, scratch: Path) -> dict[str, object]:
-    """Write a file with the tokenizer, read it by all readers, compare ids; returns its metadata."""
+def put_around(folder: Path, first: str = "", last: str = "") -> Path:
+    """``folder`` with a token before and one after every text."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [(text, tokenizer.token_to_id(text)) for text in {first, last} - {""}]
+    single = " ".join([first, "$A", last]).strip()
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)  # type: ignore
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def same_tokens(folder: Path, scratch: Path, left_out: tuple[str, ...] = ()) -> dict[str, object]:
+    """Write a file with the tokenizer, read it by all readers, compare ids; returns its metadata.
+
+    Args:
+        left_out: ends of keys that the file goes without.
+    """
     model = materialise(build_meta(tiny_model("llama", vocab_size=ROWS)), 1, "cpu")
-    tokens = describe_tokenizer(folder, ROWS)
+    tokens = {key: value for key, value in describe_tokenizer(folder, ROWS).items() if not key.endswith(left_out)}
     file = scratch / "model.gguf"
     write_gguf(lay_out(model), read_from(model), file, "fp32", {**metadata_of(model.config), **tokens}, {})
     again = scratch / "again"
@@ -110,6 +124,29 @@ def test_pieces_with_scores_cut_texts_as_pairs_in_order(prefix: bool, tmp_path: 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_every_pre_tokenizer_is_named_and_read_back(name: str, tmp_path: Path) -> None:
     assert same_tokens(write_words(tmp_path / "tokenizer", name), tmp_path)["tokenizer.ggml.pre"] == name
+
+
+def test_pieces_begin_with_the_first_token_where_the_file_says_nothing(tmp_path: Path) -> None:
+    folder = put_around(write_pieces(tmp_path / "tokenizer", True), "<s>")
+    same_tokens(folder, tmp_path, left_out=("add_bos_token", "add_eos_token", "_token_id"))
+    named = json.loads((tmp_path / "again" / "tokenizer_config.json").read_text())
+    assert [named[f"{name}_token"] for name in ("bos", "eos", "unk")] == ["<s>", "</s>", "<unk>"]
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_words_begin_with_the_first_token_where_llama_cpp_says_so(name: str, tmp_path: Path) -> None:
+    folder = write_words(tmp_path / "tokenizer", name)
+    if name in ("llama-bpe", "tekken"):
+        put_around(folder, "<|endoftext|>")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": "<|endoftext|>"}))
+    same_tokens(folder, tmp_path, left_out=("add_bos_token", "add_eos_token"))
+
+
+@pytest.mark.parametrize(("first", "last"), [("", "</s>"), ("<s>", "</s>"), ("<s>", "")])
+def test_tokens_around_a_text_are_kept(first: str, last: str, tmp_path: Path) -> None:
+    tokens = same_tokens(put_around(write_pieces(tmp_path / "tokenizer", True), first, last), tmp_path)
+    assert [tokens[f"tokenizer.ggml.add_{end}_token"] for end in ("bos", "eos")] == [bool(first), bool(last)]
 
 
 def test_pieces_that_mark_spaces_otherwise_are_refused(tmp_path: Path) -> None:

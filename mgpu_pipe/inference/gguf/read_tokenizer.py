@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,34 @@ from mgpu_pipe.inference.gguf.sentence_pieces import tokenizer_parts
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of ``tokenizer.ggml.token_type`` of tokens that a text is searched for before it is cut into words."""
 SPECIAL_IDS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+PIECES, BYTE_PAIRS = "llama", "gpt2"
+"""Values of ``tokenizer.ggml.model``."""
+DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {PIECES: {"bos": 1, "eos": 2, "unknown": 0}}
+"""Ids of special tokens that a file of this kind need not give; source: llama.cpp's ``src/llama-vocab.cpp``."""
+PUT_FIRST = ("llama-bpe", "tekken")
+"""Pre-tokenizers with which a text begins with the first token unless a file says otherwise; same source."""
+
+
+def special_ids(file: GgufFile) -> dict[str, int]:
+    """Ids of the special tokens by the keys of :data:`SPECIAL_IDS`: the file's, or what llama.cpp takes without them.
+
+    Raises:
+        BadInputError: an id is no number.
+    """
+    model = file.metadata.get("tokenizer.ggml.model")
+    ids = dict(DEFAULT_IDS.get(model, {})) if isinstance(model, str) else {}
+    for key in SPECIAL_IDS:
+        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id", ids.get(key))
+        if number is None:
+            continue
+        if type(number) is not int:
+            raise _refuse(file, f"has {number!r} as {key}_token_id")
+        ids[key] = number
+    return ids
+
+
+def _refuse(file: GgufFile, problem: str) -> BadInputError:
+    return BadInputError(f"--from={file.path}: its tokenizer {problem}; copy the file again, or give another")
 
 
 def write_tokenizer_folder(file: GgufFile, out: Path) -> None:
@@ -48,9 +77,10 @@ class _Vocabulary:
         self.kinds = self._list("token_type", int) if self._has("token_type") else [1] * len(self.tokens)
         if len(self.kinds) != len(self.tokens):
             raise self._refuse(f"has {len(self.kinds)} kinds for {len(self.tokens)} tokens")
+        self.ids = special_ids(file)
 
     def _refuse(self, problem: str) -> BadInputError:
-        return BadInputError(f"--from={self.file.path}: its tokenizer {problem}; copy the file again, or give another")
+        return _refuse(self.file, problem)
 
     def _has(self, key: str) -> bool:
         return f"tokenizer.ggml.{key}" in self.file.metadata
@@ -67,20 +97,17 @@ class _Vocabulary:
     def special_tokens(self) -> dict[str, str]:
         """Texts of the special tokens, by their name in transformers."""
         texts = {}
-        for key, name in SPECIAL_IDS.items():
-            number = self._get(f"{key}_token_id")
-            if number is None:
-                continue
-            if type(number) is not int or not 0 <= number < len(self.tokens):
-                raise self._refuse(f"has {number!r} as {key}_token_id and {len(self.tokens)} tokens")
-            texts[name] = self.tokens[number]
+        for key, number in self.ids.items():
+            if not 0 <= number < len(self.tokens):
+                raise self._refuse(f"has {number} as {key}_token_id and {len(self.tokens)} tokens")
+            texts[SPECIAL_IDS[key]] = self.tokens[number]
         return texts
 
     def tokenizer(self) -> dict[str, Any]:
         """The content of ``tokenizer.json``."""
-        readers = {"gpt2": self._byte_pairs, "llama": self._sentence_pieces}
+        readers = {BYTE_PAIRS: self._byte_pairs, PIECES: self._sentence_pieces}
         model = self._get("model")
-        if model not in readers:
+        if not isinstance(model, str) or model not in readers:
             raise self._refuse(f"is of the kind {model!r}, which cannot be imported")
         added = [
             {
@@ -97,15 +124,14 @@ class _Vocabulary:
             **dict.fromkeys(("truncation", "padding", "normalizer")),
             "added_tokens": added,
             **readers[model](),
-            "post_processor": self._first_token(),
+            "post_processor": self._ends(),
         }
 
     def _byte_pairs(self) -> dict[str, Any]:
         """A byte-level BPE: pre-tokenizer, decoder and model."""
-        name = self._get("pre")
-        chosen = PRE_TOKENIZERS.get(OTHER_NAMES.get(str(name), str(name)))
+        chosen = PRE_TOKENIZERS.get(self._pre_tokenizer())
         if chosen is None:
-            raise self._refuse(f"cuts texts by the unknown tokenizer.ggml.pre={name}")
+            raise self._refuse(f"cuts texts by the unknown tokenizer.ggml.pre={self._get('pre')}")
         merges = [merge.split(" ") for merge in self._list("merges", str)]
         vocabulary = {token: number for number, token in enumerate(self.tokens)}
         strange = [pair for pair in merges if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys()]
@@ -133,19 +159,37 @@ class _Vocabulary:
         prefix = self._get("add_space_prefix") is not False
         return tokenizer_parts(self.tokens, scores, self.kinds, unknown, prefix)
 
-    def _first_token(self) -> dict[str, Any] | None:
-        """The post-processor that puts the first token before a text, where the file says so."""
-        first = self.special_tokens().get("bos_token")
-        if self._get("add_bos_token") is not True or first is None:
+    def _pre_tokenizer(self) -> str:
+        name = str(self._get("pre"))
+        return OTHER_NAMES.get(name, name)
+
+    def _is_put(self, key: str, default: bool) -> bool:
+        """Whether the token ``key`` is put before or after a text."""
+        value = self._get(f"add_{key}_token")
+        if value is not None and type(value) is not bool:
+            raise self._refuse(f"has {value!r} as add_{key}_token")
+        return (default if value is None else value) and key in self.ids
+
+    def _ends(self) -> dict[str, Any] | None:
+        """The post-processor that puts the first token before a text and the last after it, where the file says so."""
+        puts_first = self._is_put("bos", self._get("model") == PIECES or self._pre_tokenizer() in PUT_FIRST)
+        first, last = ["bos"] * puts_first, ["eos"] * self._is_put("eos", False)
+        if not first and not last:
             return None
+
+        def template(text: str, number: int) -> list[dict[str, Any]]:
+            around = [
+                [{"SpecialToken": {"id": self.tokens[self.ids[key]], "type_id": number}} for key in keys]
+                for keys in (first, last)
+            ]
+            return [*around[0], {"Sequence": {"id": text, "type_id": number}}, *around[1]]
+
+        special = {self.tokens[self.ids[key]]: self.ids[key] for key in first + last}
         return {
             "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": first, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [
-                {"SpecialToken": {"id": first, "type_id": 0}},
-                {"Sequence": {"id": "A", "type_id": 0}},
-                {"SpecialToken": {"id": first, "type_id": 1}},
-                {"Sequence": {"id": "B", "type_id": 1}},
-            ],
-            "special_tokens": {first: {"id": first, "ids": [self._get("bos_token_id")], "tokens": [first]}},
+            "single": template("A", 0),
+            "pair": [*template("A", 0), *template("B", 1)],
+            "special_tokens": {
+                text: {"id": text, "ids": [number], "tokens": [text]} for text, number in special.items()
+            },
         }
