@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-IGNORED = ("rope_freqs.weight",)
-"""Tensors that settings replace."""
-
 
 def open_gguf(source: Path, scratch: Path) -> StoredModel:
     """The model of a GGUF file. The weights are dequantised one at a time.
@@ -49,6 +46,7 @@ def _reader(file: GgufFile, model: PreTrainedModel, model_type: str) -> ReadTens
     import torch
 
     from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES, find_place, from_file, to_file
+    from mgpu_pipe.inference.gguf.settings import FREQUENCIES
     from mgpu_pipe.models.build import tied_sources
 
     family, tied = GGUF_FAMILIES[model_type], tied_sources(model)
@@ -67,7 +65,10 @@ def _reader(file: GgufFile, model: PreTrainedModel, model_type: str) -> ReadTens
                 raise BadInputError(f"--from={file.path}: {part} {problem}; copy the file again, or give another")
         places[name] = entry
     used = {part for _, stored in places.values() for part in stored}
-    unused = [name for name in file.tensors if name not in used and name not in IGNORED]
+    rotations = getattr(model.config, "rope_parameters", None) or {}
+    if rotations.get("rope_type") == "llama3":
+        used.add(FREQUENCIES)  # the settings hold it
+    unused = [name for name in file.tensors if name not in used]
     if unused:
         raise BadInputError(
             f"--from={file.path}: {len(unused)} tensors have no place in {model_type}: {', '.join(unused[:3])}; "

@@ -15,13 +15,18 @@ from transformers import PreTrainedModel
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.inference import export_gguf as export
+from mgpu_pipe.inference.check_gguf import TABLE_TOLERANCE
 from mgpu_pipe.inference.export_gguf import FILE, GgufReport, export_gguf
 from mgpu_pipe.inference.gguf import layouts, write
+from mgpu_pipe.inference.gguf.accuracy import relative_difference
+from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
-from mgpu_pipe.inference.gguf.libllama import LIBRARY_VARIABLE
+from mgpu_pipe.inference.gguf.libllama import LIBRARY_VARIABLE, LlamaLibrary
+from mgpu_pipe.inference.gguf.settings import metadata_of, settings_of
 from mgpu_pipe.inference.import_gguf import open_gguf
 from mgpu_pipe.inference.open import StoredModel, _with_buffers, read_from
+from mgpu_pipe.inference.streamed_weights import probe
 from mgpu_pipe.models.build import build_meta, materialise
 from tests.inference.support import VOCABULARY, write_run, write_texts, write_tokenizer
 from tests.models.tiny import tiny_model
@@ -30,6 +35,8 @@ from tests.support.program import forked_check
 
 FAMILIES = list(GGUF_FAMILIES)
 MORE = {"gemma3_text": {"query_pre_attn_scalar": 16}}
+GEMMA3_27B = {"num_hidden_layers": 62, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 8}
+"""Blocks as many as in the published model, by which llama.cpp knows it; its heads too are not a part of the width."""
 LLAMA3 = {
     "rope_parameters": {
         "rope_type": "llama3",
@@ -116,6 +123,19 @@ def test_scaled_rotations_are_those_of_the_run(config: dict[str, object], tmp_pa
     assert report.readers.keys() == expected_readers("llama", scaled=True)
 
 
+def test_gemma_3_27b_scales_queries_by_its_width(tmp_path: Path) -> None:
+    stored, model = stored_model("gemma3_text", tmp_path, **GEMMA3_27B, query_pre_attn_scalar=16)
+    file, tokens = tmp_path / FILE, describe_tokenizer(stored.tokenizer_folder, VOCABULARY + 4)
+    write.write_gguf(write.lay_out(model), stored.read, file, "fp32", {**metadata_of(model.config), **tokens}, {})
+    assert settings_of(GgufFile(file), "gemma3_text")["query_pre_attn_scalar"] == 16
+    library = libllama()
+    if library is not None:
+        inputs = probe(stored.model)["input_ids"]
+        expected = model(inputs, use_cache=False).logits.detach()
+        found = LlamaLibrary(library, file).logits(inputs)
+        assert relative_difference(found, expected) < TABLE_TOLERANCE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_file_without_the_permutation_is_caught(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +162,7 @@ def test_a_file_without_the_permutation_is_caught(family: str, tmp_path: Path, m
         ("llama", {"hidden_act": "gelu"}, "cannot compute hidden_act=gelu"),
         ("mistral", {"sliding_window": 16}, "cannot compute sliding_window=16"),
         ("gemma3_text", {"query_pre_attn_scalar": 8}, "cannot compute query_pre_attn_scalar=8"),
+        ("gemma3_text", {**GEMMA3_27B, "query_pre_attn_scalar": 8}, "cannot compute query_pre_attn_scalar=8"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "cannot compute scale_attn_by_inverse_layer_idx=True"),
         ("qwen3", {"attention_bias": True}, "cannot compute attention_bias=True"),
     ],

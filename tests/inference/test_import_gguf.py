@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+import resource
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.file import GgufFile
+from mgpu_pipe.inference.gguf.settings import settings_of
 from mgpu_pipe.inference.import_gguf import open_gguf
 from tests.inference.gguf_files import ROWS, write_llama
 from tests.support.real_folders import need_smollm2, need_smollm2_file
@@ -75,6 +81,18 @@ def test_a_published_model_keeps_its_logits_and_cuts_digits_apart(tmp_path: Path
     assert [tokenizer.decode(number) for number in tokenizer("in 2024").input_ids] == ["in", " ", "2", "0", "2", "4"]
     turns = [{"role": "user", "content": "Hi"}]
     assert tokenizer.apply_chat_template(turns, tokenize=False).endswith("<|im_start|>user\nHi<|im_end|>\n")
+
+
+@contextmanager
+def limited_memory(more: int) -> Iterator[None]:
+    """At most ``more`` bytes of addresses beyond those in use."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def refused(file: Path, scratch: Path) -> str:
@@ -158,6 +176,75 @@ def test_numbers_that_do_not_fit_are_refused(key: str, value: int, expected: str
     struct.pack_into("<I", raw, raw.index(key.encode()) + len(key) + 4, value)
     file.write_bytes(raw)
     assert expected in refused(file, tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kind", "expected"),
+    [
+        ({"rope.scaling.factor": 4.0}, None, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 2.0}, None, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scale_linear": 2.0, "rope.scaling.factor": 4.0}, "linear", {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.factor": 4.0}, "none", {"rope_type": "default"}),
+        ({"rope.scaling.factor": 0.0}, None, {"rope_type": "default"}),
+        ({}, "linear", {"rope_type": "default"}),
+    ],
+)
+def test_rotations_are_scaled_as_llama_cpp_scales_them(
+    numbers: dict[str, float], kind: str | None, expected: dict[str, object], tmp_path: Path
+) -> None:
+    def scale(writer: GGUFWriter) -> None:
+        for key, value in numbers.items():
+            writer.add_float32(f"llama.{key}", value)
+        if kind is not None:
+            writer.add_string("llama.rope.scaling.type", kind)
+
+    settings = settings_of(GgufFile(write_llama(tmp_path / "model.gguf", tweak=scale)), "llama")
+    assert settings["rope_parameters"] == {"rope_theta": 50_000.0, **expected}
+
+
+def test_heads_of_an_odd_size_are_refused(tmp_path: Path) -> None:
+    def shorten(writer: GGUFWriter) -> None:
+        writer.add_key_length(3)
+
+    file = write_llama(tmp_path / "model.gguf", tweak=shorten)
+    raw = bytearray(file.read_bytes())
+    key = b"llama.rope.dimension_count"
+    struct.pack_into("<I", raw, raw.index(key) + len(key) + 4, 3)
+    file.write_bytes(raw)
+    assert "rotates heads of 3 values" in refused(file, tmp_path / "scratch")
+
+
+def test_divisors_of_frequencies_are_read_or_refused(tmp_path: Path) -> None:
+    """Eight for a head of 16 values, as many as its pairs; with linear scaling llama.cpp takes both, which none has."""
+
+    def divide(writer: GGUFWriter, count: int = 8) -> None:
+        writer.add_tensor("rope_freqs.weight", np.ones(count, np.float32))
+
+    def divide_and_scale(writer: GGUFWriter) -> None:
+        divide(writer)
+        writer.add_float32("llama.rope.scaling.factor", 4.0)
+
+    file = write_llama(tmp_path / "model.gguf", tweak=divide)
+    assert settings_of(GgufFile(file), "llama")["rope_parameters"]["rope_type"] == "llama3"
+    assert opened(file, tmp_path / "scratch")
+    file = write_llama(tmp_path / "model.gguf", tweak=divide_and_scale)
+    assert "no place in llama: rope_freqs.weight" in refused(file, tmp_path / "scratch2")
+    file = write_llama(tmp_path / "model.gguf", tweak=lambda writer: divide(writer, 7))
+    assert "rope_freqs.weight has the shape [7] for [8]" in refused(file, tmp_path / "scratch3")
+
+
+def test_a_huge_head_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+    def enlarge(writer: GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
+        writer.add_key_length(2**31 - 2)
+
+    file = write_llama(tmp_path / "model.gguf", tweak=enlarge)
+    raw = bytearray(file.read_bytes())
+    key = b"llama.rope.dimension_count"
+    struct.pack_into("<I", raw, raw.index(key) + len(key) + 4, 2**31 - 2)
+    file.write_bytes(raw)
+    with limited_memory(1 << 30):
+        assert "rope_freqs.weight has the shape [8]" in refused(file, tmp_path / "scratch")
 
 
 def test_unknown_architectures_and_tokenizers_are_refused_by_name(tmp_path: Path) -> None:

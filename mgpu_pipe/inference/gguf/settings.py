@@ -12,6 +12,7 @@ from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
+from mgpu_pipe.inference.gguf.read_tokenizer import special_ids
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 MAX_NUMBER = 2**31 - 1
 FREQUENCIES = "rope_freqs.weight"
 """Divisors of the rotations' frequencies: llama 3's scaling."""
+DIVIDED = "llama"
+"""The only architecture here whose rotations llama.cpp divides by :data:`FREQUENCIES`."""
 
 
 def model_type_of(file: GgufFile) -> str:
@@ -29,7 +32,10 @@ def model_type_of(file: GgufFile) -> str:
         BadInputError: the architecture has no table.
     """
     architecture = file.metadata.get("general.architecture")
-    mixture = file.metadata.get(f"{architecture}.expert_count") not in (None, 0)
+    if not isinstance(architecture, str):
+        raise BadInputError(f"--from={file.path}: has no general.architecture; copy the file again, or give another")
+    experts = file.metadata.get(f"{architecture}.expert_count")
+    mixture = type(experts) is int and experts > 0
     for model_type, family in GGUF_FAMILIES.items():
         if family.architecture == architecture and mixture == ("expert_count" in family.fields):
             return model_type
@@ -61,9 +67,10 @@ def settings_of(file: GgufFile, model_type: str) -> dict[str, Any]:
         raise source.refuse(f"has fewer tensors than {family.architecture}.block_count")
     if family.is_rotary:
         fields.update(_rotations(file, source, fields, model_type))
+    ids = special_ids(file)
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        number = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
-        fields[f"{name}_token_id"] = number if type(number) is int and 0 <= number < fields["vocab_size"] else None
+        number = ids.get(key, -1)
+        fields[f"{name}_token_id"] = number if 0 <= number < fields["vocab_size"] else None
     for flag, tensor in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_gate.bias")):
         if tensor in file.tensors and flag in _known_fields(model_type):
             fields[flag] = True
@@ -73,6 +80,8 @@ def settings_of(file: GgufFile, model_type: str) -> dict[str, Any]:
 _OPTIONAL = ("attention.head_count_kv", "attention.sliding_window")
 GEMMA3_PERIOD = 6
 """Of gemma 3's blocks every sixth sees all tokens."""
+GEMMA3_27B_LAYERS = 62
+"""By this number of blocks llama.cpp knows gemma 3 of 27 thousand million parameters."""
 
 
 def metadata_of(config: PretrainedConfig) -> dict[str, Any]:
@@ -102,6 +111,15 @@ def head_size(config: PretrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def gemma3_scalar(layers: int, hidden: int, heads: int, size: int) -> int:
+    """The number by whose root llama.cpp divides gemma 3's queries; source: its ``src/models/gemma3.cpp``.
+
+    Args:
+        size: of a head.
+    """
+    return hidden // heads if layers == GEMMA3_27B_LAYERS else size
+
+
 def _refuse_setting(name: str, value: object) -> BadInputError:
     return BadInputError(f"--format=gguf: llama.cpp cannot compute {name}={value} of this family; use --format hf")
 
@@ -116,7 +134,10 @@ def _scaling(config: PretrainedConfig) -> dict[str, Any]:
         if parameters["sliding_attention"]["rope_type"] != "default":
             raise _refuse_setting("rope_parameters", parameters)
         parameters, period = parameters["full_attention"], GEMMA3_PERIOD
-        if config.query_pre_attn_scalar != head_size(config):
+        scalar = gemma3_scalar(
+            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, head_size(config)
+        )
+        if config.query_pre_attn_scalar != scalar:
             raise _refuse_setting("query_pre_attn_scalar", config.query_pre_attn_scalar)
     kinds = [
         "full_attention" if not period or not (i + 1) % period else "sliding_attention"
@@ -133,7 +154,7 @@ def _scaling(config: PretrainedConfig) -> dict[str, Any]:
         raise _refuse_setting("partial_rotary_factor", parameters["partial_rotary_factor"])
     if kind == "linear":
         metadata |= {"rope.scaling.type": "linear", "rope.scaling.factor": parameters["factor"]}
-    elif kind not in ("default", "llama3"):
+    elif kind != "default" and (kind != "llama3" or GGUF_FAMILIES[config.model_type].architecture != DIVIDED):
         raise _refuse_setting("rope_type", kind)
     return {**metadata, "rope.freq_base": parameters["rope_theta"]}
 
@@ -179,6 +200,8 @@ def _rotations(file: GgufFile, source: _Metadata, fields: Mapping[str, Any], mod
     rotated = int(source.number("rope.dimension_count")) if source.has("rope.dimension_count") else size
     if rotated != size:
         raise source.refuse(f"rotates {rotated} of a head's {size} values, which is not supported")
+    if size % 2:
+        raise source.refuse(f"rotates heads of {size} values, and rotations take pairs")
     rotations: dict[str, Any] = {
         "num_key_value_heads": fields.get("num_key_value_heads", fields["num_attention_heads"])
     }
@@ -188,19 +211,36 @@ def _rotations(file: GgufFile, source: _Metadata, fields: Mapping[str, Any], mod
         raise source.refuse(f"has heads of {size}, and {model_type} needs {default}")
     base = source.number("rope.freq_base") if source.has("rope.freq_base") else 10_000.0
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-    kind = source.values.get(f"{source.architecture}.rope.scaling.type", "none")
-    if kind == "linear":
-        parameters |= {"rope_type": "linear", "factor": source.number("rope.scaling.factor")}
-    elif kind != "none":
-        raise source.refuse(f"scales its rotations by {kind!r}, which is not supported")
-    elif FREQUENCIES in file.tensors:
+    factor = _linear_factor(source)
+    if factor != 1:
+        parameters |= {"rope_type": "linear", "factor": factor}
+    elif FREQUENCIES in file.tensors and source.architecture == DIVIDED:
         parameters |= _llama3_scaling(file, base, size)
     if model_type == "gemma3_text":
         local = source.number("rope.freq_base_swa") if source.has("rope.freq_base_swa") else 10_000.0
         sliding = {"rope_type": "default", "rope_theta": local}
-        rotations |= {"query_pre_attn_scalar": size}
+        heads = fields["num_attention_heads"]
+        rotations["query_pre_attn_scalar"] = gemma3_scalar(
+            fields["num_hidden_layers"], fields["hidden_size"], heads, size
+        )
         return {**rotations, "rope_parameters": {"full_attention": parameters, "sliding_attention": sliding}}
     return {**rotations, "rope_parameters": parameters}
+
+
+def _linear_factor(source: _Metadata) -> int | float:
+    """The number that positions are divided by: 1 without scaling. Keys and defaults are those of llama.cpp's
+    ``src/llama-model.cpp``.
+
+    Raises:
+        BadInputError: the rotations are scaled in another way.
+    """
+    kind = source.values.get(f"{source.architecture}.rope.scaling.type", "linear")
+    if not isinstance(kind, str) or kind not in ("linear", "none"):
+        raise source.refuse(f"scales its rotations by {kind!r}, which is not supported")
+    keys = [key for key in ("rope.scaling.factor", "rope.scale_linear") if source.has(key)]
+    if kind == "none" or not keys or source.values[f"{source.architecture}.{keys[0]}"] == 0:
+        return 1
+    return source.number(keys[0])
 
 
 def _llama3_scaling(file: GgufFile, base: float, size: int) -> dict[str, Any]:
@@ -211,6 +251,11 @@ def _llama3_scaling(file: GgufFile, base: float, size: int) -> dict[str, Any]:
     """
     import torch
 
+    if file.tensors[FREQUENCIES].shape != (size // 2,):
+        shape = list(file.tensors[FREQUENCIES].shape)
+        raise BadInputError(
+            f"--from={file.path}: {FREQUENCIES} has the shape {shape} for [{size // 2}]; copy the file again"
+        )
     divisors = file.read(FREQUENCIES)
     scaling: dict[str, Any] = {
         "rope_type": "llama3",
@@ -223,7 +268,7 @@ def _llama3_scaling(file: GgufFile, base: float, size: int) -> dict[str, Any]:
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
     smooth = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)
     expected = 1 / ((1 - smooth) / scaling["factor"] + smooth)
-    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-4):
+    if not torch.allclose(divisors, expected, rtol=1e-4):
         raise BadInputError(f"--from={file.path}: {FREQUENCIES} is not Llama 3's scaling; give another file")
     return scaling
 
