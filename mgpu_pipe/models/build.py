@@ -15,7 +15,7 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
 from mgpu_pipe.models.adapters.qlora import pack, packed_weight
-from mgpu_pipe.models.fields import HEADLESS, builder_of, check_model_config, class_of, given_fields
+from mgpu_pipe.models.fields import HEADLESS, builder_of, check_model_config, class_of_folder, given_fields
 from mgpu_pipe.models.init.keyed_init import InitRecipe
 from mgpu_pipe.models.local_shards import TensorPart, fill_parameters
 from mgpu_pipe.models.model_parts import freeze_parameters
@@ -200,7 +200,8 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
     """Model of ``config`` on the meta device, in training mode; see :func:`build_meta`."""
     import transformers
 
-    maker = getattr(transformers, builder_of(config.model_type, model_class or class_of(config.architectures)))
+    chosen = model_class or class_of_folder(config.model_type, config.architectures)
+    maker = getattr(transformers, builder_of(config.model_type, chosen))
     wanted = None if model.attn_implementation == "auto" else model.attn_implementation
     try:
         with torch.device("meta"):

@@ -18,6 +18,7 @@ from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.pictures import picture_places
 from mgpu_pipe.config.convert import merged
 from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.config.objective import descriptions
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.config.synonyms import MODEL_FIELDS
@@ -110,6 +111,19 @@ def class_of(architectures: Iterable[str] | None) -> str:
     return "AutoModelForCausalLM"
 
 
+def class_of_folder(model_type: str, architectures: Iterable[str] | None) -> str:
+    """:func:`class_of` for a folder's weights. A causal language model may be stored without its head, tied to them."""
+    named = class_of(architectures)
+    has_head = named == HEADLESS and model_type in model_types() and model_type not in _headless_types()
+    return "AutoModelForCausalLM" if has_head else named
+
+
+def _headless_types() -> set[str]:
+    """Model types that an objective trains without a head."""
+    trained = (known.families or model_types(HEADLESS) for known in descriptions() if known.model_class == HEADLESS)
+    return {name for families in trained for name in families}
+
+
 def config_fields(model_type: str) -> set[str] | None:
     """Keywords of the configuration class of ``model_type``; None if its source is not found."""
     cls = config_class(model_type)
@@ -120,7 +134,8 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
     """Raises for all mistakes of ``model`` that the source of its configuration class shows.
 
     Args:
-        model_class: class to build, one of :data:`MODEL_CLASSES`; None: any of them.
+        model_class: class to build, one of :data:`MODEL_CLASSES`; None: any of them, and without a head only types
+            that an objective trains so.
 
     Raises:
         ConfigErrors: neither or both of ``model.type`` and ``model.path``, an unknown type, an unknown field (with
@@ -137,9 +152,9 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
     if package_folder() is None:
         raise ConfigErrors([ConfigError("model.type", model.type, "install transformers")])
     model_type = _model_type(model)
-    classes = [model_class] if model_class else list(MODEL_CLASSES)
+    classes = [model_class] if model_class else [name for name in MODEL_CLASSES if name != HEADLESS]
     types = {name for known_class in classes for name in model_types(known_class)}
-    if model_type not in types:
+    if model_type not in types and (model_class or model_type not in _headless_types()):
         key, value = ("model.type", model.type) if model.path is None else ("model.path", model.path)
         close, kind = nearest(model_type, types), MODEL_CLASSES[classes[0]][1]
         a = "an" if kind.startswith("image") else "a"

@@ -40,6 +40,8 @@ def search_sums(held_out: Sequence[tuple[Features, slice]]) -> torch.Tensor:
         offset += len(features["numbers"])
     chosen = torch.arange(len(first_rows), device=numbers.device)[mine[first_rows]]
     sums = torch.zeros(5, dtype=torch.float64, device=queries.device)
+    if not len(chosen):  # other processes have the first rows of all queries
+        return sums
     gains = 1 / torch.arange(2, MOST_RANK + 2, dtype=torch.float64, device=queries.device).log2()
     for some in chosen.split(max(1, SCORES_AT_ONCE // len(documents))):
         nearest = _nearest(queries[first_rows[some]], documents)

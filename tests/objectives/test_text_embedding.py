@@ -226,6 +226,17 @@ def test_metrics_are_those_of_sentence_transformers(monkeypatch: pytest.MonkeyPa
     assert [found[f"val/{name}"] for name in METRICS] == pytest.approx(list(expected), abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("queries", "rows"), [((1, 2, 3), slice(3, 3)), ((1, 1, 1), slice(1, 2))], ids=["no row", "no first row"]
+)
+def test_a_process_without_the_first_row_of_a_query_adds_nothing(queries: tuple[int, ...], rows: slice) -> None:
+    numbers = torch.tensor([[query, 101 + at] for at, query in enumerate(queries)])
+    vectors = torch.eye(3)
+    features = {"queries": vectors, "documents": vectors[:, None], "numbers": numbers}
+    assert search_sums([(features, rows)]).tolist() == [0] * 5
+    assert search_sums([(features, slice(0, 3))])[0] == len(set(queries))
+
+
 def test_the_pooler_is_not_trained() -> None:
     from mgpu_pipe.config.hydra.compose import compose
     from mgpu_pipe.models.build import run_model
