@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
-from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
 
 Pooling = Literal["mean", "cls", "last_token"]
 MOST_RANK = 10
@@ -33,7 +32,7 @@ class TextEmbeddingConfig(ObjectiveConfig):
 
     def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
         """Files by which sentence-transformers loads the folder: pooling, prompts, longest text."""
-        data = cast(EmbeddingPairsConfig, config.data)
+        data = config.data  # a plug-in's data may have no prompts
         kinds = ("Transformer", "Pooling", *(["Normalize"] if self.normalize else []))
         modes = {"cls": "cls_token", "mean": "mean_tokens", "last_token": "lasttoken"}
         return {
@@ -56,7 +55,7 @@ class TextEmbeddingConfig(ObjectiveConfig):
             },
             "sentence_bert_config.json": {"max_seq_length": data.seq_len, "do_lower_case": False},
             "config_sentence_transformers.json": {
-                "prompts": {"query": data.query_prompt or "", "document": data.document_prompt or ""},
+                "prompts": {kind: getattr(data, f"{kind}_prompt", None) or "" for kind in ("query", "document")},
                 "default_prompt_name": None,
                 "similarity_fn_name": "cosine" if self.normalize else "dot",
             },

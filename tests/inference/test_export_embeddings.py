@@ -80,3 +80,8 @@ def test_the_files_name_pooling_length_and_scores(pooling: Pooling) -> None:
     assert [module["path"] for module in files["modules.json"]] == ["", "1_Pooling"]
     assert files["sentence_bert_config.json"]["max_seq_length"] == 40
     assert files["config_sentence_transformers.json"]["similarity_fn_name"] == "dot"
+
+
+def test_data_of_a_plug_in_without_prompts_gives_empty_ones() -> None:
+    files = description("text_embedding").keys().folder_files(RunConfig(), 64)
+    assert files["config_sentence_transformers.json"]["prompts"] == {"query": "", "document": ""}

@@ -126,6 +126,13 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     if not train:
         left = f"{long:,} of {known.num_pairs:,} pairs do not fit (data.seq_len={data.seq_len}), {held_out:,} held out"
         raise DataError(f"data.source={data.source}: there is nothing to train on: {left}")
+    if known.texts == 2 and 1 in (data.global_batch_size, train):
+        reason = "a pair has no text to tell from its positive, so its loss is always 0"
+        if train == 1:
+            raise DataError(
+                f"data.source={data.source}: there is 1 pair to train on: {reason}; give more, or negatives"
+            )
+        raise ConfigError("data.global_batch_size", 1, "use at least 2, or pairs with negatives", reason)
     identity = (data.seq_len, known.padding_token_id, *([rule] if long else []))
     return replace(
         known,

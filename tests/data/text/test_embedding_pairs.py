@@ -14,7 +14,8 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.source import check_sources, open_source
-from mgpu_pipe.data.sources.demo.stdlib_pairs import _functions
+from mgpu_pipe.data.sources.demo.stdlib_pairs import _functions, function_document
+from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from tests.data.support import write_jsonl
@@ -164,7 +165,7 @@ def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, row: Any, reason: 
     assert str(error.value).endswith("data.on_bad_sample=skip leaves it out")
     with pytest.raises(BadInputError, match=r"pairs\.jsonl:1: "):
         check_sources(configured(tmp_path, [row, ROWS[0]]))
-    skipping = configured(tmp_path, [ROWS[0], row], "data.on_bad_sample=skip")
+    skipping = configured(tmp_path, [ROWS[0], row, ROWS[3]], "data.on_bad_sample=skip")
     check_sources(skipping)
     prepared: Any = prepare(skipping)
     assert prepared.bad_samples == 1 and prepared.num_pairs >= 1
@@ -191,3 +192,23 @@ def short():
     ((query, function, line),) = _functions(code)
     assert (query, line) == ("Measure the box along its longest side.", 3)
     assert function == "    def size(self, unit):\n        return self.sides.max() * unit"
+
+
+def test_the_split_of_functions_does_not_depend_on_where_python_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+    for prefix in ("/usr/lib/python", "/opt/conda/lib/python"):
+        monkeypatch.setattr("sysconfig.get_path", lambda name, at=prefix: at)
+        line = json.dumps(["what the function returns", "def f(): pass"])
+        keys.append(function_document(EmbeddingPairsConfig(), line, f"{prefix}/json/decoder.py:12", 0).key)
+    assert keys == ["json/decoder.py"] * 2
+
+
+def test_pairs_that_have_nothing_to_tell_apart_are_refused(tmp_path: Path) -> None:
+    pairs = [{"query": f"how tall is {at}", "positive": f"as house {at}"} for at in range(3)]
+    with pytest.raises(ConfigError, match=r"data\.global_batch_size=1: a pair .* always 0; use at least 2") as caught:
+        prepare(configured(tmp_path, pairs, "data.global_batch_size=1", "data.micro_batch_size=1"))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="there is 1 pair to train on"):
+        prepare(configured(tmp_path, pairs[:1]))
+    negative = [{**pair, "negative": "as a mouse"} for pair in pairs]
+    assert prepare(configured(tmp_path, negative, "data.global_batch_size=1", "data.micro_batch_size=1")).texts == 3

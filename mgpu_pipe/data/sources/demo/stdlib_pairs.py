@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +57,9 @@ def _functions(text: str) -> Iterator[tuple[str, str, int]]:
 def function_document(data: DataConfig, line: str, origin: str, size: int) -> Document:
     query, code = json.loads(line)
     document = document_of(cast(EmbeddingPairsConfig, data), query, code, (), origin, size)
-    return document._replace(key=origin.rpartition(":")[0])  # the functions of a module stay on one side
+    # The functions of a module stay on one side, the same for every prefix of Python.
+    module = os.path.relpath(origin.rpartition(":")[0], sysconfig.get_path("stdlib"))
+    return document._replace(key=Path(module).as_posix())
 
 
 FORMAT = FileFormat(
