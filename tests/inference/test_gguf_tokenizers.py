@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.libllama import LlamaLibrary
 from mgpu_pipe.inference.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mgpu_pipe.inference.gguf.read_tokenizer import write_tokenizer_folder
+from mgpu_pipe.inference.gguf.sentence_pieces import merges_of
 from mgpu_pipe.inference.gguf.settings import metadata_of
 from mgpu_pipe.inference.gguf.write import lay_out, write_gguf
 from mgpu_pipe.inference.open import read_from
@@ -147,6 +150,21 @@ def test_words_begin_with_the_first_token_where_llama_cpp_says_so(name: str, tmp
 def test_tokens_around_a_text_are_kept(first: str, last: str, tmp_path: Path) -> None:
     tokens = same_tokens(put_around(write_pieces(tmp_path / "tokenizer", True), first, last), tmp_path)
     assert [tokens[f"tokenizer.ggml.add_{end}_token"] for end in ("bos", "eos")] == [bool(first), bool(last)]
+
+
+@pytest.mark.parametrize(("lengths", "problem"), [([1025], "a piece of 1025"), (range(1, 1025), "pairs take more")])
+def test_pieces_with_more_cuts_than_any_tokenizer_s_are_refused(lengths: Sequence[int], problem: str) -> None:
+    texts = ["a" * length for length in lengths]
+    with pytest.raises(ValueError, match=problem):
+        merges_of(texts, [0.0] * len(texts), [1] * len(texts))
+
+
+def test_cuts_of_long_pieces_take_no_memory_unless_they_are_pieces() -> None:
+    texts = [f"{number:05d}" + "b" * 1000 for number in range(100)]
+    tracemalloc.start()
+    assert merges_of(texts, [0.0] * len(texts), [1] * len(texts)) == []
+    assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    tracemalloc.stop()
 
 
 def test_pieces_that_mark_spaces_otherwise_are_refused(tmp_path: Path) -> None:

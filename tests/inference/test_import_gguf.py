@@ -233,9 +233,11 @@ def test_divisors_of_frequencies_are_read_or_refused(tmp_path: Path) -> None:
     assert "rope_freqs.weight has the shape [7] for [8]" in refused(file, tmp_path / "scratch3")
 
 
-def test_a_huge_head_is_refused_before_anything_is_allocated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_huge_head_is_refused_before_anything_is_allocated(divided: bool, tmp_path: Path) -> None:
     def enlarge(writer: GGUFWriter) -> None:
-        writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
+        if divided:
+            writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32))
         writer.add_key_length(2**31 - 2)
 
     file = write_llama(tmp_path / "model.gguf", tweak=enlarge)
@@ -244,7 +246,30 @@ def test_a_huge_head_is_refused_before_anything_is_allocated(tmp_path: Path) -> 
     struct.pack_into("<I", raw, raw.index(key) + len(key) + 4, 2**31 - 2)
     file.write_bytes(raw)
     with limited_memory(1 << 30):
-        assert "rope_freqs.weight has the shape [8]" in refused(file, tmp_path / "scratch")
+        problem = refused(file, tmp_path / "scratch")
+    assert "has no blk.0.attn_q.weight of 4 heads of 2147483646 values" in problem
+
+
+def test_a_list_of_numbers_takes_no_more_memory_than_the_file(tmp_path: Path) -> None:
+    file, count = write_llama(tmp_path / "model.gguf", tweak=lambda writer: writer.add_array("flags", [True])), 64 << 20
+    raw = file.read_bytes()
+    place = raw.index(b"flags") + len("flags") + 8
+    file.write_bytes(
+        raw[:place] + struct.pack("<Q", count + 1) + raw[place + 8 : place + 9] + bytes(count) + raw[place + 9 :]
+    )
+    with limited_memory(3 * count):
+        assert len(GgufFile(file).metadata["flags"]) == count + 1
+
+
+@pytest.mark.parametrize("key", ["general.architecture", "llama.expert_count", "llama.rope.scaling.factor"])
+def test_lists_in_the_place_of_a_value_are_read_or_refused(key: str, tmp_path: Path) -> None:
+    file = write_llama(tmp_path / "model.gguf", tweak=lambda writer: writer.add_array("x" * len(key), [1.0, 2.0]))
+    raw = file.read_bytes().replace(key.encode(), b"y" * len(key)).replace(b"x" * len(key), key.encode())
+    file.write_bytes(raw)
+    if key == "llama.expert_count":
+        assert opened(file, tmp_path / "scratch")
+    else:
+        assert refused(file, tmp_path / "scratch")
 
 
 def test_unknown_architectures_and_tokenizers_are_refused_by_name(tmp_path: Path) -> None:

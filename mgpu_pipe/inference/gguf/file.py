@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
+
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.system.local_files import check_plain
 
@@ -25,7 +27,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Codes of the struct module of the types of metadata."""
+"""Codes of the types of metadata, for the struct module and NumPy."""
 MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 """Fewest bytes of a metadata entry and of a tensor's description."""
 
@@ -110,16 +112,17 @@ class _Header:
             return [self.text(what) for _ in range(count)]
         if kind not in NUMBERS:
             raise self.refuse(f"{what} is a list of the unknown type {kind}")
-        code = NUMBERS[kind]
-        self.require(count, struct.calcsize("<" + code), what)
-        return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code), what)))
+        dtype = np.dtype("<" + NUMBERS[kind])
+        self.require(count, dtype.itemsize, what)
+        return np.frombuffer(self.take(count * dtype.itemsize, what), dtype)
 
 
 class GgufFile:
     """Metadata and tensors of a GGUF file. Holds the header in memory and reads tensors on demand.
 
     Attributes:
-        metadata: texts, numbers, truths, and lists of these.
+        metadata: texts, numbers, truths, lists of texts, and vectors of numbers or truths, which take no more memory
+            than bytes of the file.
         tensors: by name, in the file's order.
     """
 
@@ -157,7 +160,6 @@ class GgufFile:
         """
         import torch
         from gguf import GGMLQuantizationType, dequantize
-        from numpy import frombuffer, uint8
 
         entry, kind = self.tensors[name], GGMLQuantizationType(self.tensors[name].kind)
         with self.path.open("rb") as stream:
@@ -166,7 +168,7 @@ class GgufFile:
         if len(raw) != entry.nbytes:
             raise BadInputError(f"--from={self.path}: {name} is cut off; copy the file again")
         try:
-            values = dequantize(frombuffer(raw, uint8).reshape(*entry.shape[:-1], -1), kind)
+            values = dequantize(np.frombuffer(raw, np.uint8).reshape(*entry.shape[:-1], -1), kind)
         except NotImplementedError as error:
             raise BadInputError(
                 f"--from={self.path}: {name} is of type {kind.name}, which cannot be read; "

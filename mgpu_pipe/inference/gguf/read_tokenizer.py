@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TEMPLATE, TOKENIZER, load_tokenizer_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.pre_tokenizers import OTHER_NAMES, PRE_TOKENIZERS
-from mgpu_pipe.inference.gguf.sentence_pieces import tokenizer_parts
+from mgpu_pipe.inference.gguf.sentence_pieces import NORMAL, tokenizer_parts
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of ``tokenizer.ggml.token_type`` of tokens that a text is searched for before it is cut into words."""
@@ -71,12 +73,10 @@ class _Vocabulary:
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
-        self.tokens = self._list("tokens", str)
+        self.tokens = self._texts("tokens")
         if len(set(self.tokens)) != len(self.tokens):
             raise self._refuse("lists a token twice")
-        self.kinds = self._list("token_type", int) if self._has("token_type") else [1] * len(self.tokens)
-        if len(self.kinds) != len(self.tokens):
-            raise self._refuse(f"has {len(self.kinds)} kinds for {len(self.tokens)} tokens")
+        self.kinds = self._numbers("token_type", "iu") if self._has("token_type") else [NORMAL] * len(self.tokens)
         self.ids = special_ids(file)
 
     def _refuse(self, problem: str) -> BadInputError:
@@ -88,11 +88,20 @@ class _Vocabulary:
     def _get(self, key: str) -> Any:
         return self.file.metadata.get(f"tokenizer.ggml.{key}")
 
-    def _list(self, key: str, kind: type) -> list[Any]:
-        values = self._get(key)
-        if not isinstance(values, list) or not values or any(type(value) is not kind for value in values):
+    def _texts(self, key: str) -> list[str]:
+        texts = self._get(key)
+        if not isinstance(texts, list) or not texts:
             raise self._refuse(f"has no list {key}")
-        return values
+        return texts
+
+    def _numbers(self, key: str, kinds: str) -> list[Any]:
+        """A number for each token; ``kinds``: of NumPy's dtypes."""
+        numbers = self._get(key)
+        if not isinstance(numbers, np.ndarray) or numbers.dtype.kind not in kinds:
+            raise self._refuse(f"has no list {key}")
+        if len(numbers) != len(self.tokens):
+            raise self._refuse(f"has a {key} of {len(numbers)} numbers for {len(self.tokens)} tokens")
+        return numbers.tolist()
 
     def special_tokens(self) -> dict[str, str]:
         """Texts of the special tokens, by their name in transformers."""
@@ -132,7 +141,7 @@ class _Vocabulary:
         chosen = PRE_TOKENIZERS.get(self._pre_tokenizer())
         if chosen is None:
             raise self._refuse(f"cuts texts by the unknown tokenizer.ggml.pre={self._get('pre')}")
-        merges = [merge.split(" ") for merge in self._list("merges", str)]
+        merges = [merge.split(" ") for merge in self._texts("merges")]
         vocabulary = {token: number for number, token in enumerate(self.tokens)}
         strange = [pair for pair in merges if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys()]
         if strange:
@@ -152,12 +161,13 @@ class _Vocabulary:
 
     def _sentence_pieces(self) -> dict[str, Any]:
         """Pieces with scores: normaliser, decoder and model."""
-        scores = self._list("scores", float)
-        if len(scores) != len(self.tokens):
-            raise self._refuse(f"has {len(scores)} scores for {len(self.tokens)} tokens")
+        scores = self._numbers("scores", "f")
         unknown = self.special_tokens().get("unk_token")
         prefix = self._get("add_space_prefix") is not False
-        return tokenizer_parts(self.tokens, scores, self.kinds, unknown, prefix)
+        try:
+            return tokenizer_parts(self.tokens, scores, self.kinds, unknown, prefix)
+        except ValueError as error:
+            raise self._refuse(str(error)) from error
 
     def _pre_tokenizer(self) -> str:
         name = str(self._get("pre"))

@@ -16,6 +16,8 @@ NORMAL, BYTE = 1, 6
 """Values of ``tokenizer.ggml.token_type``."""
 NEVER = -1e9
 """Score of a piece that no pair makes."""
+MAX_PIECE, MAX_CHARACTERS = 1024, 1 << 26
+"""Most characters of a piece, and of all pairs together; those of the largest vocabularies take about 1 << 23."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -56,15 +58,29 @@ def scores_of(texts: Sequence[str], merges: Sequence[tuple[str, str]]) -> list[f
 
 
 def merges_of(texts: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[list[str]]:
-    """The pairs that make each piece, the piece with the highest score first."""
+    """The pairs that make each piece, the piece with the highest score first.
+
+    Raises:
+        ValueError: a piece, or all pairs together, are longer than any tokenizer's.
+    """
     numbers = {text: number for number, text in enumerate(texts) if kinds[number] == NORMAL}
     pieces = sorted((-scores[number], number, text) for text, number in numbers.items() if len(text) > 1)
-    merges = []
+    longest = max((len(text) for _, _, text in pieces), default=0)
+    if longest > MAX_PIECE:
+        raise ValueError(f"has a piece of {longest} characters, and {MAX_PIECE} are the most")
+    merges: list[list[str]] = []
+    characters = 0
     for _, _, text in pieces:
-        pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        known = [pair for pair in pairs if pair[0] in numbers and pair[1] in numbers]
-        merges += sorted(known, key=lambda pair: (numbers[pair[0]], numbers[pair[1]]))
-    return [list(pair) for pair in merges]
+        known = []
+        for cut in range(1, len(text)):
+            left, right = numbers.get(text[:cut]), numbers.get(text[cut:])
+            if left is not None and right is not None:
+                known.append((left, right))
+        merges += [[texts[left], texts[right]] for left, right in sorted(known)]
+        characters += len(text) * len(known)
+        if characters > MAX_CHARACTERS:
+            raise ValueError(f"has pieces whose pairs take more than {MAX_CHARACTERS} characters")
+    return merges
 
 
 def kind_of_piece(text: str, kind: int) -> int:

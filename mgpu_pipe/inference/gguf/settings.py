@@ -62,6 +62,8 @@ def settings_of(file: GgufFile, model_type: str) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors:
         raise source.refuse("has no token_embd.weight")
     fields["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    if file.tensors["token_embd.weight"].shape[1:] != (fields[family.fields["embedding_length"]],):
+        raise source.refuse(f"has no token_embd.weight of {family.architecture}.embedding_length")
     fields["tie_word_embeddings"] = "output.weight" not in file.tensors
     if fields[family.fields["block_count"]] > len(file.tensors):
         raise source.refuse(f"has fewer tensors than {family.architecture}.block_count")
@@ -200,12 +202,15 @@ def _rotations(file: GgufFile, source: _Metadata, fields: Mapping[str, Any], mod
     rotated = int(source.number("rope.dimension_count")) if source.has("rope.dimension_count") else size
     if rotated != size:
         raise source.refuse(f"rotates {rotated} of a head's {size} values, which is not supported")
-    if size % 2:
+    if not size or size % 2:
         raise source.refuse(f"rotates heads of {size} values, and rotations take pairs")
     rotations: dict[str, Any] = {
         "num_key_value_heads": fields.get("num_key_value_heads", fields["num_attention_heads"])
     }
     if "head_dim" in _known_fields(model_type):
+        queries, heads = file.tensors.get("blk.0.attn_q.weight"), fields["num_attention_heads"]
+        if queries is None or queries.shape[0] != heads * size:
+            raise source.refuse(f"has no blk.0.attn_q.weight of {heads} heads of {size} values")
         rotations["head_dim"] = size
     elif size != default:
         raise source.refuse(f"has heads of {size}, and {model_type} needs {default}")
@@ -237,10 +242,9 @@ def _linear_factor(source: _Metadata) -> int | float:
     kind = source.values.get(f"{source.architecture}.rope.scaling.type", "linear")
     if not isinstance(kind, str) or kind not in ("linear", "none"):
         raise source.refuse(f"scales its rotations by {kind!r}, which is not supported")
-    keys = [key for key in ("rope.scaling.factor", "rope.scale_linear") if source.has(key)]
-    if kind == "none" or not keys or source.values[f"{source.architecture}.{keys[0]}"] == 0:
-        return 1
-    return source.number(keys[0])
+    key = "rope.scaling.factor" if source.has("rope.scaling.factor") else "rope.scale_linear"
+    factor = source.values.get(f"{source.architecture}.{key}", 0.0)
+    return 1 if kind == "none" or (type(factor) is float and not factor) else source.number(key)
 
 
 def _llama3_scaling(file: GgufFile, base: float, size: int) -> dict[str, Any]:
