@@ -112,7 +112,14 @@ def _check(stored: StoredModel, layout: GgufLayout, dtype: GgufDtype, file: Path
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     if done.returncode:
-        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
-        raise MgpuError(f"the GGUF file failed its check and was removed: {last}")
+        problem = _problem(done.stderr.decode(errors="replace"), file)
+        raise MgpuError(f"the GGUF file failed its check and was removed: {problem}")
     differences: dict[str, float] = json.loads(done.stdout.decode().splitlines()[-1])
     return differences
+
+
+def _problem(messages: str, file: Path) -> str:
+    """The last line of ``messages``; of an error about ``file`` without its name and its fix, which the user lacks."""
+    last = (messages.strip().splitlines() or ["no message"])[-1]
+    _, is_about_file, problem = last.partition(f"--from={file.absolute()}: ")
+    return problem.rpartition("; ")[0] or problem if is_about_file else last

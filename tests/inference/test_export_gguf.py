@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import types
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
 from mgpu_pipe.inference.gguf.libllama import LIBRARY_VARIABLE, LlamaLibrary
+from mgpu_pipe.inference.gguf.modelfile import write_modelfile
 from mgpu_pipe.inference.gguf.settings import metadata_of, settings_of
 from mgpu_pipe.inference.import_gguf import open_gguf
 from mgpu_pipe.inference.open import StoredModel, _with_buffers, read_from
@@ -223,6 +225,30 @@ def test_a_run_becomes_a_file_and_a_modelfile_by_one_command(
     for more in (["--adapter"], ["--push", "a/b"]):
         assert main([*words, "--force", *more]) == 2
     assert main(["export", str(root), "--out", str(tmp_path / "hf"), "--dtype", "q8_0"]) == 2
+
+
+def test_a_modelfile_takes_numbers_only(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    settings = {"do_sample": True, "temperature": "1\nADAPTER /x", "top_k": True, "top_p": 0.5, "repetition_penalty": 2}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    write_modelfile(folder, FILE, tmp_path, 64, False)
+    lines = (tmp_path / "Modelfile").read_text().splitlines()
+    assert lines[-3:] == ["PARAMETER num_ctx 64", "PARAMETER top_p 0.5", "PARAMETER repeat_penalty 2"]
+
+
+def test_a_failed_check_names_the_problem_and_not_the_file_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(command: Sequence[str], **rest: Any) -> Any:
+        file = Path(command[-2])
+        file.write_bytes(file.read_bytes()[:-4096])
+        return forked_check(command, **rest)
+
+    monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=cut_off))
+    with pytest.raises(MgpuError) as problem:
+        exported("llama", tmp_path)
+    assert "failed its check and was removed: is cut off: " in str(problem.value)
+    assert str(tmp_path) not in str(problem.value) and "copy" not in str(problem.value)
 
 
 def test_a_chat_template_is_translated_where_turns_are_joined_as_they_are() -> None:

@@ -41,7 +41,8 @@ def write_modelfile(folder: Path, file: str, out: Path, context: int, adds_first
     lines += [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in _stops(folder, settings)]
     lines.append(f"PARAMETER num_ctx {context}")
     if settings.get("do_sample"):
-        lines += [f"PARAMETER {PARAMETERS[key]} {settings[key]}" for key in PARAMETERS if settings.get(key) is not None]
+        numbers = {key: settings[key] for key in PARAMETERS if type(settings.get(key)) in (int, float)}
+        lines += [f"PARAMETER {PARAMETERS[key]} {number}" for key, number in numbers.items()]
     else:
         lines.append("PARAMETER temperature 0")
     (out / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
