@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.collectives import CollectiveCounter, _group_size, _Mode
+from benchmarks.collectives import CollectiveCounter, _Mode
 from mgpu_pipe.architectures.formulas.traffic import BACKWARD, FORWARD, all_reduced, exchanged
+from mgpu_pipe.training.tracing.phase_memory import group_size
 
 FUNCTIONS = {
     # parallel.tensor.collectives
@@ -54,7 +55,7 @@ class _NamedMode(_Mode):
         if operation == "recv_":
             return  # counted where it is sent
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-        size = _group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
+        size = group_size([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)])
         largest = max(tensor.nbytes for tensor in tensors)
         name = _name(operation, args)
         if name == BY_THE_CLOCK:
