@@ -19,6 +19,8 @@ FREE = (
     *("launch", "micro_batch", "step"),
 )
 """Constants that one process decides."""
+SOURCE = "mgpu-pipe calibrate on this machine"
+"""``source`` of the profiles that are written here."""
 LINKS = ("link", "link_latency")
 """Constants that several processes decide."""
 SMALLEST_BANDWIDTH_BYTES = 1 << 20
@@ -70,7 +72,7 @@ def uncalibrated(measured: Measurements) -> dict[str, Any]:
     tflops = _rounded(measured.peak / TERA)
     return {
         "description": f"{measured.processes} processes of {measured.device['name']}, measured at once",
-        "source": "mgpu-pipe calibrate on this machine",
+        "source": SOURCE,
         "accelerator": str(measured.device["type"]),
         "memory_gib": _rounded(measured.device["memory"] / GIB),
         "bf16_tflops": tflops,
@@ -122,11 +124,16 @@ def profile_text(measured: Measurements) -> str:
     lines = []
     for name, value in figures.items():
         mark = "" if name in texts else "  # assumed" if name in assumed else "  # calibrated"
-        lines.append(yaml.safe_dump({name: value}, width=1000, allow_unicode=True).strip() + mark)
+        lines.append(_line(name, value) + mark)
     names = (*FREE, *LINKS) if measured.reductions else FREE
-    lines += ["constants:", *(f"  {name}: {_rounded(getattr(constants, name))}  # calibrated" for name in names)]
-    lines += [f"  {name}: {value}  # assumed" for name, value in _assumed(measured).items()]
+    lines += ["constants:", *(f"  {_line(name, _rounded(getattr(constants, name)))}  # calibrated" for name in names)]
+    lines += [f"  {_line(name, value)}  # assumed" for name, value in _assumed(measured).items()]
     return "\n".join([*lines, ""])
+
+
+def _line(name: str, value: object) -> str:
+    """YAML of an entry; ``repr`` of a float such as 2e-05 would be a text."""
+    return yaml.safe_dump({name: value}, width=1000, allow_unicode=True).strip()
 
 
 def _rounded(value: float) -> float:

@@ -6,7 +6,6 @@ Shipped profiles stand in ``profiles/``; a path ending in ``.yaml`` names one of
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -17,8 +16,9 @@ from typing import Any
 import yaml
 
 from mgpu_pipe.config.suggest import choose_from, nearest
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import ConfigError, one_line
 from mgpu_pipe.planning.work import Constants, Hardware, constant_names
+from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, NotPlainError, parse_yaml, read_bytes, shortened
 
 FOLDER = Path(__file__).parent / "profiles"
 NETWORKS = "networks"
@@ -150,13 +150,7 @@ def load_profile(name: str, network: str | None = None, key: str = "plan.hardwar
         fix = choose_from(close or name, profile_names()) if close != name else ""
         raise ConfigError(key, name, f"{fix}, or give the path of a profile of yours, <file>.yaml", "no such hardware")
     file = Path(name).expanduser() if is_path else FOLDER / f"{name}.yaml"
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(key, name, "check the path", "there is no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(key, name, "correct the file", f"is no YAML: {error}") from None
-    profile = _read(content, name, key)
+    profile = _profile(yaml_of(file, name, key), name, key)
     if network is not None:
         if network not in networks():
             raise ConfigError("plan.network", network, choose_from(network, networks()), "no such network")
@@ -164,7 +158,56 @@ def load_profile(name: str, network: str | None = None, key: str = "plan.hardwar
     return profile
 
 
-def _read(content: Any, name: str, key: str) -> HardwareProfile:
+def yaml_of(file: Path, name: str, key: str) -> Any:
+    """Content of a YAML file, which may be a stranger's.
+
+    Args:
+        name: the file as ``key`` names it.
+
+    Raises:
+        ConfigError: no such file, or no plain YAML.
+    """
+    try:
+        return _parsed(read_bytes(file, MAX_CONFIG_BYTES), name, key)
+    except FileNotFoundError:
+        raise ConfigError(key, name, "check the path", "there is no such file") from None
+    except NotPlainError as error:
+        raise ConfigError(key, name, "copy the profile to a file of its own", str(error)) from None
+
+
+def read_profile(text: str, name: str, key: str) -> HardwareProfile:
+    """The profile of a YAML ``text``.
+
+    Args:
+        name: file that has the text or gets it.
+
+    Raises:
+        ConfigError: a profile with nonsense.
+    """
+    return _profile(_parsed(text, name, key), name, key)
+
+
+def _parsed(text: bytes | str, name: str, key: str) -> Any:
+    try:
+        return parse_yaml(text)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(key, name, "correct the file", f"is no YAML: {shortened(one_line(error))}") from None
+
+
+def _key_text(word: object) -> str:
+    """A key for an error message."""
+    return shortened(word) if isinstance(word, str) else _value_text(word)
+
+
+def _value_text(value: object) -> str:
+    """A value for an error message."""
+    try:
+        return shortened(repr(value))
+    except ValueError:  # a whole number of thousands of digits
+        return "<a very long number>"
+
+
+def _profile(content: Any, name: str, key: str) -> HardwareProfile:
     """The profile of a file's content.
 
     Raises:
@@ -179,7 +222,7 @@ def _read(content: Any, name: str, key: str) -> HardwareProfile:
     known = {entry.name: entry for entry in fields(HardwareProfile) if entry.name != "name"}
     for word in content:
         if word not in known:
-            raise refuse(f"{word} is no key of a profile", choose_from(str(word), known))
+            raise refuse(f"{_key_text(word)} is no key of a profile", choose_from(_key_text(word), known))
     for word, entry in known.items():
         required = entry.default is MISSING and entry.default_factory is MISSING
         if required and content.get(word) is None and not (word == "network" and "network_gb_s" in content):
@@ -188,15 +231,17 @@ def _read(content: Any, name: str, key: str) -> HardwareProfile:
     for word, value in values.items():
         if word in TEXTS:
             if not isinstance(value, str):
-                raise refuse(f"{word}={value!r} is no text", "write a text")
+                raise refuse(f"{word}={_value_text(value)} is no text", "write a text")
         elif word != "constants":
             values[word] = _positive(word, value, refuse)
     values["constants"] = _constants(values.get("constants") or {}, refuse)
     profile = HardwareProfile(name=Path(name).stem, **values)
     if not profile.network_gb_s and profile.network not in networks():
-        raise refuse(f"network={profile.network} is unknown", choose_from(profile.network, networks()))
+        text = shortened(profile.network)
+        raise refuse(f"network={text} is unknown", choose_from(text, networks()))
     if profile.accelerator not in ACCELERATORS:
-        raise refuse(f"accelerator={profile.accelerator} is unknown", choose_from(profile.accelerator, ACCELERATORS))
+        text = shortened(profile.accelerator)
+        raise refuse(f"accelerator={text} is unknown", choose_from(text, ACCELERATORS))
     if profile.gpus_per_node % 1 or profile.multiprocessors % 1:
         raise refuse("gpus_per_node and multiprocessors are counts", "write whole numbers")
     if 0 < profile.float8_tflops < profile.bf16_tflops:
@@ -206,8 +251,10 @@ def _read(content: Any, name: str, key: str) -> HardwareProfile:
 
 def _positive(word: str, value: Any, refuse: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 < value <= LARGEST:
-        raise refuse(f"{word}={value!r} is no number above 0 and up to {LARGEST:g}", "write the data sheet's figure")
+    if not is_number or not 0 < value <= LARGEST:  # also not NaN
+        raise refuse(
+            f"{word}={_value_text(value)} is no number above 0 and up to {LARGEST:g}", "write the data sheet's figure"
+        )
     return float(value)
 
 
@@ -218,5 +265,5 @@ def _constants(content: Any, refuse: Any) -> dict[str, float]:
         )
     for word in content:
         if word not in constant_names():
-            raise refuse(f"constants.{word} is no constant", choose_from(str(word), constant_names()))
+            raise refuse(f"constants.{_key_text(word)} is no constant", choose_from(_key_text(word), constant_names()))
     return {word: _positive(f"constants.{word}", value, refuse) for word, value in content.items()}

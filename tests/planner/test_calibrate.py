@@ -117,6 +117,35 @@ def test_a_profile_of_an_unknown_accelerator_is_refused(tmp_path: Path) -> None:
         load_profile(str(file))
 
 
+def test_a_small_constant_is_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mgpu_pipe.planning.calibration.fitted", lambda measured: replace(TRUE, launch=2e-5))
+    file = tmp_path / "mine.yaml"
+    file.write_text(profile_text(measured()))
+    assert load_profile(str(file)).fitted.launch == 2e-5
+
+
+def test_calibrate_replaces_its_own_profile_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mgpu_pipe.launch.calibrate.measure", lambda config: measured())
+    file = tmp_path / "mine.yaml"
+    words = ["trainer.accelerator=cpu", "--out", str(file)]
+    assert calibrate(words) == 0
+    calibrated = file.read_text()
+    assert calibrate(words) == 0
+    for text in (calibrated.replace("source: ", "source: not "), "a: [", "", "[1]"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"^--out=.*mine.yaml: .*calibrate did not write it; name another"):
+            calibrate(words)
+        assert file.read_text() == text
+
+
+def test_a_profile_that_cannot_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mgpu_pipe.launch.calibrate.measure", lambda config: measured())
+    monkeypatch.setattr("mgpu_pipe.planning.calibration.fitted", lambda measured: replace(TRUE, launch=-1.0))
+    with pytest.raises(ConfigError, match=r"^--out=.*constants.launch=-1.0"):
+        calibrate(["trainer.accelerator=cpu", f"--out={tmp_path / 'mine.yaml'}"])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_two_processes_are_measured_and_planned_for(cache: Path, tmp_path: Path) -> None:
     out = mgpu(cache, tmp_path, "calibrate", "trainer.accelerator=cpu", "trainer.devices=2", "--out", "mine.yaml")

@@ -69,6 +69,9 @@ def test_hardware_without_a_profile_names_the_nearest(name: str, said: str) -> N
         ({"constants": {"gem": 0.5}}, "did you mean gemm"),
         ({"constants": {"gemm": 0}}, "constants.gemm=0"),
         ({"source": 3}, "source=3 is no text"),
+        ({"memory_gib": int("9" * 400)}, "memory_gib=9999"),
+        ({"source": ["long"] * 10_000}, "source=['long'"),
+        ({"x" * 10_000: 3}, "is no key of a profile"),
     ],
 )
 def test_nonsense_in_a_profile_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -79,14 +82,34 @@ def test_nonsense_in_a_profile_is_refused(tmp_path: Path, changes: dict[str, Any
         load_profile(str(file))
     message = str(error.value)
     assert said.removesuffix(".0") in message.replace("-1.0", "-1") and "\n" not in message
+    assert len(message) < 2000
 
 
-@pytest.mark.parametrize("text", ["", "[1, 2]", "a: [", "3"])
+NESTED = "a: &a [x, x]\n" + "".join(
+    f"{new}: &{new} [*{old}, *{old}]\n" for old, new in zip("abcde", "bcdef", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1, 2]",
+        "a: [",
+        "3",
+        "source: 2020-13-45",
+        "[" * 3000,
+        NESTED,
+        f"watts: 0x{'f' * 9000}",
+        "watts: " + "9" * 5000,
+    ],
+)
 def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"^plan\.hardware="):
+    with pytest.raises(ConfigError, match=r"^plan\.hardware=") as error:
         load_profile(str(file))
+    assert len(str(error.value)) < 1000
     with pytest.raises(ConfigError, match="there is no such file"):
         load_profile(str(tmp_path / "none.yaml"))
 

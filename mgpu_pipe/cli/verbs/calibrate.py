@@ -32,16 +32,18 @@ def calibrate(words: list[str]) -> int:
         from mgpu_pipe.errors import ConfigErrors
         from mgpu_pipe.launch.calibrate import measure
         from mgpu_pipe.planning.calibration import profile_text
-        from mgpu_pipe.planning.hardware_profile import load_profile
+        from mgpu_pipe.planning.hardware_profile import read_profile
         from mgpu_pipe.system.local_files import replace_file
 
         errors = composition.errors or range_errors(composition.config)
         if errors:
             raise ConfigErrors(errors)
+        _refuse_other_file(file)
         measured = measure(composition.config)
-        replace_file(file, profile_text(measured))
         _print(measured)
-        load_profile(str(file), key=OUT)
+        text = profile_text(measured)
+        read_profile(text, str(file), OUT)
+        replace_file(file, text)
         print_line(f"profile: {file}; use it: mgpu-pipe plan plan.hardware={file}")
         return EXIT_OK
 
@@ -65,6 +67,25 @@ def _split_file(words: list[str]) -> tuple[Path, list[str]]:
     if not file.parent.is_dir():
         raise ConfigError(OUT, name, "make the folder, or name another", f"there is no folder {file.parent}")
     return file, rest
+
+
+def _refuse_other_file(file: Path) -> None:
+    """Refuse to replace a file that no earlier ``calibrate`` wrote.
+
+    Raises:
+        ConfigError: there is such a file.
+    """
+    from mgpu_pipe.planning.calibration import SOURCE
+    from mgpu_pipe.planning.hardware_profile import yaml_of
+
+    if not file.exists():
+        return
+    try:
+        content = yaml_of(file, str(file), OUT)
+    except ConfigError:
+        content = None
+    if not isinstance(content, dict) or content.get("source") != SOURCE:
+        raise ConfigError(OUT, file, "name another", "this file is there, and calibrate did not write it")
 
 
 def _print(measured: Measurements) -> None:
