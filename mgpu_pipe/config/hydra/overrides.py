@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -172,8 +173,8 @@ def check_overrides(
         elif override.is_sweep_override() and not multirun:
             fix = "add -m for one run each, or write a list as [a,b] and a text as '\"a,b\"'"
             errors.append(ConfigError(override.key_or_group, _value_text(override), fix, "several values"))
-        elif (number := _length_of_range(override)) > MOST_VALUES:
-            fix, reason = f"use at most {MOST_VALUES:,}", f"a range of {number:,} values"
+        elif _length_of_range(override) > MOST_VALUES:
+            fix, reason = f"use at most {MOST_VALUES:,}", "the range has too many values"
             errors.append(ConfigError(override.key_or_group, _value_text(override), fix, reason))
         elif override.key_or_group in groups or "/" in override.key_or_group:
             wrong = _check_choice(override, groups, lookup)
@@ -208,11 +209,18 @@ def _leaves(parser: OverridesParser, argument: str) -> Iterator[str]:
 
 
 def _length_of_range(override: Override) -> int:
-    """Number of values of ``range(...)``; 0 for any other override, or a range without a step."""
+    """Number of values of ``range(...)``; 0 for any other override, or a range without a step.
+
+    It is above :data:`MOST_VALUES` where the range has no end.
+    """
     value = override.value()
     if not isinstance(value, RangeSweep) or value.start is None or value.stop is None or not value.step:
         return 0
-    return max(0, int((value.stop - value.start) / value.step))
+    try:
+        number = (value.stop - value.start) / value.step
+    except OverflowError:  # integers that no float holds
+        return MOST_VALUES + 1
+    return max(0, int(number)) if math.isfinite(number) else MOST_VALUES + 1
 
 
 def _is_section(key: str) -> bool:
