@@ -19,7 +19,7 @@ from mgpu_pipe.architectures.formulas.kept_memory import (
     state_bytes,
 )
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import MgpuError
+from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.planning import memory as planned_memory
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -116,7 +116,10 @@ def estimated_parts(
 
 def _activations(config: RunConfig, plan: BatchPlan, model: Any) -> int:
     """Bytes of what a forward pass keeps, as ``check`` predicts them; where it cannot, those of plain blocks."""
-    predicted = planned_memory.memory_by_rank(config)
+    try:
+        predicted = planned_memory.memory_by_rank(config)
+    except BadInputError:  # the out-of-memory error must not be lost
+        predicted = None
     if predicted is not None:
         return sum(predicted.terms.get(name, 0) for name in ACTIVATIONS)
     fields, tokens = model.config.get_text_config(), plan.micro_batch_size * config.data.seq_len

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.rank_memory import estimated_parts, out_of_memory
@@ -59,6 +62,14 @@ def test_activations_are_those_that_check_predicts() -> None:
     parts = estimated_parts(config, dims, BatchPlan.resolve(config.data, 2), Model(False), {})
     predicted = memory_by_rank(config)
     assert predicted is not None and parts["activations"] >= predicted.terms["activations"] > 1 << 20
+
+
+def test_a_prediction_that_fails_does_not_hide_that_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: RunConfig) -> None:
+        raise ConfigError("model.type", "odd", "use another")
+
+    monkeypatch.setattr("mgpu_pipe.planning.memory.memory_by_rank", refuse)
+    assert "rank 1 ran out of memory" in said(3, partitioned=True)
 
 
 def test_a_model_that_is_cut_is_spread_further_by_its_own_axis() -> None:
