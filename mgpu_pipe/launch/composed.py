@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mgpu_pipe.config.hub import names_files
 from mgpu_pipe.config.hydra import command_line as hydra_cli
+from mgpu_pipe.config.unplanned import MICRO_BATCH, SAVES, STRATEGY, unplanned_keys
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
@@ -241,9 +242,8 @@ def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
         elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.
     """
     config = composition.config
-    plans_strategy, saves = config.strategy.name == "auto", config.checkpoint.every_n_steps == "auto"
-    largest = config.data.micro_batch_size == "max"
-    if not (plans_strategy or saves or largest):
+    keys = unplanned_keys(config)
+    if not keys:
         return []
     from mgpu_pipe.checks.sizes import range_errors
     from mgpu_pipe.runs.resumed import resumed_config
@@ -251,18 +251,18 @@ def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
     if range_errors(config):  # preflight reports these
         return []
     notices: list[Notice] = []
-    resumed = resumed_config(config)
-    if plans_strategy:
+    resumed = resumed_config(config, composition.swept)
+    if STRATEGY in keys:
         from mgpu_pipe.checks.auto_layout import with_planned_strategy
 
         config, notices = with_planned_strategy(config)
-    if largest:
+    if MICRO_BATCH in keys:
         from mgpu_pipe.checks.largest_micro_batch import with_predicted_micro_batch
 
         predicted = with_predicted_micro_batch(config, resumed, elsewhere)
         config, composition.measures_micro_batch = predicted[0], predicted[2]
         notices.append(predicted[1])
-    if saves:
+    if SAVES in keys:
         from mgpu_pipe.checks.auto_saves import with_planned_saves
 
         config, more = with_planned_saves(config, resumed)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.run_identity import differences
+from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.runs.latest import runs_in
+from mgpu_pipe.runs.latest import HASH_DIGITS, find_own, runs_in
 
 
 def resumable_folders(config: RunConfig) -> list[Path]:
@@ -22,14 +23,20 @@ def resumable_folders(config: RunConfig) -> list[Path]:
     return runs_in(Path(run.root).expanduser() / run.name) if resume == "auto" else []
 
 
-def resumed_config(config: RunConfig) -> RunConfig | None:
-    """Configuration of the run that ``config`` resumes; None for a new run."""
-    is_searched = config.run.dir is None and config.checkpoint.resume == "auto"
-    for folder in resumable_folders(config):
+def resumed_config(config: RunConfig, swept: Sequence[str] = ()) -> RunConfig | None:
+    """Configuration of the run that ``config`` resumes; None for a new run.
+
+    Args:
+        swept: see :func:`mgpu_pipe.runs.run_folder.choose_folder`, which takes the same run.
+    """
+    folders = resumable_folders(config)
+    if config.run.dir is None and config.checkpoint.resume == "auto":
+        runs = Path(config.run.root).expanduser() / config.run.name
+        found, _ = find_own(config, runs, mathematics_hash(config, HASH_DIGITS), swept)
+        folders = [] if found is None else [found]
+    for folder in folders:
         try:
-            before, _ = load_untrusted(RunPaths(folder).config)
+            return load_untrusted(RunPaths(folder).config)[0]
         except BadInputError:
             continue
-        if not (is_searched and differences(config, before)):
-            return before
     return None

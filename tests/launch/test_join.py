@@ -8,14 +8,16 @@ import signal
 import subprocess
 import threading
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
 from mgpu_pipe.config import resolve
+from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, RunOptions, TrainerConfig
@@ -25,7 +27,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch import join
 from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.join import SharedPlan, _with_its_cause, agree, check_world, prepare_on_every_node
-from mgpu_pipe.launch.worker import NODE_LOCK
+from mgpu_pipe.launch.worker import NODE_LOCK, train_in
 from mgpu_pipe.launch.workers import is_stopped
 from mgpu_pipe.runs.lock import process_identity
 from mgpu_pipe.runs.resume_command import CommandLine
@@ -265,3 +267,42 @@ def test_rank_zero_of_a_complete_run_stays_until_the_others_know(
     assert shared == complete
     first.join(5.0)
     assert not first.is_alive()
+
+
+def test_a_rank_that_did_not_plan_takes_rank_zeros_plan(tmp_path: Path) -> None:
+    store, asks = HashStore(), RunConfig(strategy=StrategyConfig(name="auto"), run=RunOptions(dir=str(tmp_path)))
+    asks = replace(
+        asks, data=replace(asks.data, micro_batch_size="max"), checkpoint=replace(asks.checkpoint, every_n_steps="auto")
+    )
+    planned = replace(
+        asks,
+        strategy=StrategyConfig(name="fsdp", dp_shard="auto"),
+        data=replace(asks.data, micro_batch_size=4),
+        checkpoint=replace(asks.checkpoint, every_n_steps=7),
+        plan=replace(asks.plan, predicted_seconds=0.1 + 0.2, predicted_gib=1 / 3),
+    )
+    freeze(planned, RunPaths(tmp_path).config)
+    plan = SharedPlan(str(tmp_path), join._hash(planned), "", 1, train=True)
+    store.set(join.OFFER, json.dumps(asdict(plan)))
+    assert join._plan_from_rank_zero(asks, store, 1) == plan
+    for other in (
+        replace(asks, seed=asks.seed + 1),
+        replace(asks, strategy=StrategyConfig(name="ddp")),
+        replace(asks, checkpoint=replace(asks.checkpoint, every_n_steps=8)),
+    ):
+        with pytest.raises(ConfigError, match="the nodes' configurations differ"):
+            join._plan_from_rank_zero(other, store, 1)
+
+
+def test_a_complete_run_needs_no_plan(tmp_path: Path) -> None:
+    store, asks = HashStore(), RunConfig(strategy=StrategyConfig(name="auto"))
+    plan = SharedPlan(str(tmp_path), "of the plan", "", 1, train=False)
+    store.set(join.OFFER, json.dumps(asdict(plan)))
+    assert join._plan_from_rank_zero(asks, store, 1) == plan
+
+
+def test_no_worker_trains_what_nobody_planned(tmp_path: Path) -> None:
+    nothing: Any = None
+    config = RunConfig(strategy=StrategyConfig(name="auto"))
+    with pytest.raises(AssertionError, match=r"no launch planned strategy$"):
+        train_in(World(0, 0, 1, 1, "127.0.0.1", 0), config, RunPaths(tmp_path), nothing, nothing, resume=None)

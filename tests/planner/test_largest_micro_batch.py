@@ -87,6 +87,23 @@ def test_a_resumed_run_keeps_its_micro_batch(tmp_path: Path) -> None:
     assert composition.config.data.micro_batch_size == 3 and not composition.measures_micro_batch
 
 
+def test_a_point_of_a_sweep_takes_the_micro_batch_of_its_own_run(tmp_path: Path) -> None:
+    words = [*LARGE, f"run.root={tmp_path}", "run.name=swept", "checkpoint.resume=auto", "trainer.memory_check=off"]
+    run = tmp_path / "swept" / "first"
+    run.mkdir(parents=True)
+    freeze(with_micro_batch(compose(words)[0], 3), run / "config.yaml")
+    (run / "overrides.txt").write_text("strategy=fsdp\n")
+    for strategy, is_resumed in (("ddp", False), ("fsdp", True)):
+        composition = compose_checked([*words, f"strategy={strategy}"])
+        composition.swept = [f"strategy={strategy}"]
+        notices_of(composition, elsewhere=True)
+        assert composition.measures_micro_batch == (not is_resumed)
+    freeze(replace(compose(words)[0], seed=9), run / "config-attempt-1.yaml")
+    composition = compose_checked(words)
+    notices_of(composition, elsewhere=True)
+    assert composition.measures_micro_batch  # an attempt of that run was another run
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
