@@ -32,8 +32,8 @@ def resumed_config(config: RunConfig, swept: Sequence[str] = ()) -> RunConfig | 
     folders = resumable_folders(config)
     if config.run.dir is None and config.checkpoint.resume == "auto":
         runs = Path(config.run.root).expanduser() / config.run.name
-        found, _ = find_own(config, runs, mathematics_hash(config, HASH_DIGITS), swept)
-        folders = [] if found is None else [found]
+        latest, _ = find_own(config, runs, mathematics_hash(config, HASH_DIGITS), swept)
+        folders = [] if latest is None else [latest]
     for folder in folders:
         try:
             return load_untrusted(RunPaths(folder).config)[0]
