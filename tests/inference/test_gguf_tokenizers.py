@@ -87,7 +87,7 @@ def put_around(folder: Path, first: str = "", last: str = "") -> Path:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     special = [(text, tokenizer.token_to_id(text)) for text in {first, last} - {""}]
     single = " ".join([first, "$A", last]).strip()
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)  # type: ignore
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
