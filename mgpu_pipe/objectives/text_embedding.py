@@ -71,8 +71,9 @@ class TextEmbeddingObjective(GlobalBatchObjective):
         )
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Each text a row. A missing text has one token of padding, for a row without a token to attend to is NaN."""
-        ids, lengths = batch["input_ids"].flatten(0, 1), batch["lengths"].flatten().clamp_min(1)
+        """Each text that is there a row, and at least one row, so that every process runs the model."""
+        there = _is_there(batch)
+        ids, lengths = batch["input_ids"].flatten(0, 1)[there], batch["lengths"].flatten()[there].clamp_min(1)
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
         return {"input_ids": ids, "attention_mask": mask.long()}
 
@@ -81,7 +82,9 @@ class TextEmbeddingObjective(GlobalBatchObjective):
         vectors = self._pooled(self.model(**inputs).last_hidden_state, inputs["attention_mask"])
         if self._keys.normalize:
             vectors = F.normalize(vectors, dim=-1)
-        queries, *documents = vectors.unflatten(0, batch["lengths"].shape).unbind(1)
+        there = _is_there(batch)
+        every = vectors.new_zeros(len(there), vectors.shape[1]).index_put((there,), vectors)
+        queries, *documents = every.unflatten(0, batch["lengths"].shape).unbind(1)
         return {
             "queries": queries * self._keys.scale,
             "documents": torch.stack(documents, 1),
@@ -203,6 +206,13 @@ class TextEmbeddingObjective(GlobalBatchObjective):
                 sides = [[right, *side] for side in sides]
             losses.append(sum(torch.stack(side).logsumexp(0) - right for side in sides) / len(sides))
         return Reference(torch.stack(cast("list[torch.Tensor]", losses)).sum())
+
+
+def _is_there(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Whether each text is encoded, (rows * texts,): all that samples have, and the first."""
+    there = batch["lengths"].flatten() > 0
+    there[:1] = True
+    return there
 
 
 def _chunks(rows: slice, vectors: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

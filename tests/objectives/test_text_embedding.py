@@ -171,6 +171,17 @@ def test_a_missing_negative_changes_nothing() -> None:
     )
 
 
+def test_missing_texts_are_not_encoded() -> None:
+    batch, model, rows = batch_of(4), bert(), list[int]()
+    batch["text_numbers"][1:, 2:], batch["lengths"][1:, 2:] = 0, 0
+    model.register_forward_pre_hook(lambda _, args, given: rows.append(len(given["input_ids"])), with_kwargs=True)
+    features = objective_of(model).encode(batch)
+    assert rows == [2 * SAMPLES + 2] and features["documents"].shape == (SAMPLES, 3, SIZES["hidden_size"])
+    assert not features["documents"][1:, 1:].any() and features["documents"][0].any(-1).all()
+    objective_of(model).encode({**batch, "lengths": torch.zeros_like(batch["lengths"])})
+    assert rows[1:] == [1], "a process without texts has to run the model too"
+
+
 @pytest.mark.parametrize("block", [1 << 22, 64])
 def test_metrics_are_those_of_sentence_transformers(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Some queries have two texts to find, some texts are found by two queries; blocks of scores change nothing."""
