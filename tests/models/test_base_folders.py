@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from transformers import (
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.cli.verbs.eval import _evaluation_config
-from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
+from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.inference.open import load_run, open_model
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.models.weights.folder import ModelFolderError
@@ -74,3 +77,23 @@ def test_a_type_that_no_objective_trains_is_refused(tmp_path: Path) -> None:
 def test_a_model_of_pictures_without_a_head_has_none(tmp_path: Path) -> None:
     folder = stored(ViTModel(ViTConfig(image_size=32, **SIZES)), tmp_path / "vit")
     assert isinstance(load_run(folder).model, ViTModel)
+
+
+def test_vectors_of_a_folder_are_evaluated_by_its_files(tmp_path: Path) -> None:
+    folder = stored(BertModel(BertConfig(vocab_size=64, **SIZES)), tmp_path / "bert")
+    run = load_run(folder)
+    keys = description("text_embedding").keys(pooling="last_token", normalize=False)
+    given = RunConfig(data=EmbeddingPairsConfig(query_prompt="find: ", document_prompt="text: "))
+    (folder / "1_Pooling").mkdir()
+    for name, content in keys.folder_files(given, 16).items():
+        (folder / name).write_text(json.dumps(content))
+    words = ["data=embedding_pairs", "data.paths=[a.jsonl]", "data.document_prompt='other: '"]
+    config: Any = _evaluation_config(run, words)
+    assert (config.objective.pooling, config.objective.normalize) == ("last_token", False)
+    assert (config.data.query_prompt, config.data.document_prompt) == ("find: ", "other: ")
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    config = _evaluation_config(run, words)
+    assert config.objective.pooling == "cls"
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(BadInputError, match="text_embedding has no max_tokens; measure it with"):
+        _evaluation_config(run, words)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.verbs import Verb
@@ -22,10 +22,14 @@ from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line
 from mgpu_pipe.inference.model_arguments import add_device_argument, build_parser, open_run, parse_arguments
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.fields import class_of
+from mgpu_pipe.models.weights.sentence_modules import read_sentence_modules
 from mgpu_pipe.runs.hub_names import at_commits
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
+
+PROMPTS = ("query", "document")
+"""Kinds of prompts that the data of embeddings has."""
 
 
 def evaluate(argv: Sequence[str]) -> int:
@@ -129,7 +133,8 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
         built_by = class_of([type(run.model).__name__])
         objective = next(candidate.name for candidate in descriptions() if candidate.model_class == built_by)
         folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective}"]
-        return _with_classes(compose([*folder, *overrides])[0], run)
+        config = _with_classes(compose([*folder, *overrides])[0], run)
+        return _with_vectors_of(run.source, config, overrides) if objective == "text_embedding" else config
     typed = {text.lstrip("+").split("=")[0] for text in overrides}
     config = replace(run.config, eval=_tasks_of(run, overrides))
     on_data = [text for text in overrides if text.lstrip("+").startswith("data")]
@@ -165,6 +170,21 @@ def _with_classes(config: RunConfig, run: LoadedRun) -> RunConfig:
         return config
     classes = [name for _, name in sorted(dict(run.model.config.id2label or {}).items())]
     return replace(config, data=replace(config.data, classes=classes))
+
+
+def _with_vectors_of(folder: Path, config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """``config`` with pooling, normalisation and prompts of a folder for sentence-transformers."""
+    modules = read_sentence_modules(folder)
+    if modules is None:
+        return config
+    keys: Any = config.objective
+    typed = {text.lstrip("+").split("=")[0] for text in overrides}
+    prompts: dict[str, Any] = {
+        f"{kind}_prompt": text or None for kind, text in modules.prompts.items() if kind in PROMPTS
+    }
+    missing = {key: text for key, text in prompts.items() if hasattr(config.data, key) and f"data.{key}" not in typed}
+    objective = replace(keys, pooling=modules.pooling, normalize=modules.normalize)
+    return replace(config, objective=objective, data=replace(config.data, **missing))
 
 
 def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
