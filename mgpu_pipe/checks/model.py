@@ -116,6 +116,7 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
 def check_model(config: RunConfig) -> None:
     from mgpu_pipe.data.text.tokenizer_folder import existing_file
     from mgpu_pipe.models.fields import ModelClassError, check_model_config
+    from mgpu_pipe.models.reached_fields import check_reached
     from mgpu_pipe.models.weights.folder import (
         check_model_folder,
         check_vocabulary,
@@ -146,6 +147,7 @@ def check_model(config: RunConfig) -> None:
         check_model_config(model, objective.model_class)
     except ModelClassError as error:
         raise ConfigError(error.key, error.value, model_fix(config, error.fix), error.reason) from error
+    check_reached(model)
 
 
 def check_tokenizer_size(config: RunConfig) -> None:

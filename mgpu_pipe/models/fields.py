@@ -257,7 +257,7 @@ def _check_rotary_parts(
     overrides: Mapping[str, Any], fields: Mapping[str, Any], model_type: str, within: str = "model.config"
 ) -> Iterator[BadInputError]:
     """Errors of the rotary fields of a model and its parts; see :func:`check_rotary`."""
-    yield from check_rotary(overrides, fields, rope_parameter_names(model_type), within)
+    yield from check_rotary(overrides, rope_parameter_names(model_type), within)
     for name, value in overrides.items():
         part = fields.get(name)
         if _is_part(name, value) and isinstance(part, Mapping):
