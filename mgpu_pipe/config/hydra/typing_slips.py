@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import unicodedata
 
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 KEY = re.compile(r"[+~]*[A-Za-z_][\w./@:-]*", re.ASCII)
 """Words that may be meant as a key, with Hydra's prefixes."""
+NUMBER = re.compile(r"[-+.\d]+(e[-+]?\d+)?", re.ASCII | re.IGNORECASE)
 DASHES = {chr(number): "-" for number in (*range(0x2010, 0x2016), 0x2212)}
 TYPED = {
     **DASHES,
@@ -28,8 +30,12 @@ def typing_slip(argument: str) -> BadInputError | None:
         return BadInputError(f"{argument}: has {_named(strange)} in its key; type the key again")
     plain = _plain(key if equals else argument, is_key=True) + (equals + _plain(value, is_key=False) if equals else "")
     if plain != argument:
-        strange = next(letter for letter in argument if _plain(letter, is_key=False) != letter or letter not in plain)
+        changed = (letter for letter in argument if _typed(letter) != letter and letter not in plain)
+        strange = next(changed, None) or next(letter for letter in argument if letter.isspace())
         fix = f"type {plain}" if plain.isascii() else "type it again on a keyboard"
+        if quoted := _quoted(value):
+            word = shlex.quote(f"{key}={quoted}")
+            fix = f"quote the value, {word}" + ("" if "'" in plain or not plain.isascii() else f", or {fix}")
         problem = f"has {_named(strange)}"
         return ConfigError(key, value, fix, problem) if equals else BadInputError(f"{argument}: {problem}; {fix}")
     if argument.startswith("{") or value.startswith(('{"', "{'")):
@@ -50,10 +56,36 @@ def _named(letter: str) -> str:
     return f"U+{ord(letter):04X} ({unicodedata.name(letter, 'a character without a name').lower()})"
 
 
+def _quoted(value: str) -> str:
+    """A text, or a list of texts, with quotes around what has typographic marks inside; empty for other values."""
+    is_list = value.startswith("[") and value.endswith("]")
+    texts = [text.strip() for text in value[1:-1].split(",")] if is_list else [value]
+    strange = [text for text in texts if not set(text).isdisjoint(TYPED)]
+    if (
+        not strange
+        or len(_marks(value)) < len(value)
+        or any(mark in value for mark in "'\"{}\\")
+        or any(text[0] in TYPED for text in strange)
+    ):
+        return ""
+    if all(NUMBER.fullmatch(_typed(text)) for text in strange):
+        return ""
+    quoted = ",".join(f'"{text}"' if text in strange else text for text in texts)
+    return f"[{quoted}]" if is_list else quoted
+
+
+def _marks(text: str) -> str:
+    """Text with the keyboard's marks for typographic ones, without invisible characters."""
+    return "".join("" if unicodedata.category(letter) == "Cf" else TYPED.get(letter, letter) for letter in text)
+
+
+def _typed(text: str) -> str:
+    return unicodedata.normalize("NFKC", _marks(text))
+
+
 def _plain(text: str, is_key: bool) -> str:
     """Text as a keyboard types it; in a value letters of other scripts stay."""
-    marks = "".join("" if unicodedata.category(letter) == "Cf" else TYPED.get(letter, letter) for letter in text)
-    wide = unicodedata.normalize("NFKC", marks)
+    marks, wide = _marks(text), _typed(text)
     return wide.strip() if is_key or wide.isascii() else marks
 
 
