@@ -10,7 +10,8 @@ from typing import Any
 from mgpu_pipe import __version__
 from mgpu_pipe.checks.layouts import PlannedRun
 from mgpu_pipe.report.columns import count, figure, gibibytes, seconds
-from mgpu_pipe.report.html import document, write_page
+from mgpu_pipe.report.html import document
+from mgpu_pipe.system.local_files import replace_file
 
 GIB = 1 << 30
 RIVALS = 5
@@ -47,7 +48,7 @@ class Scale:
 
 def write_plan_page(
     plans: Sequence[PlannedRun], smaller: Sequence[PlannedRun], larger: Sequence[PlannedRun], command: str, out: Path
-) -> Path:
+) -> None:
     """Write the page to ``out``.
 
     Args:
@@ -57,9 +58,9 @@ def write_plan_page(
         command: what was typed.
 
     Raises:
-        RunFolderError: the page cannot be written.
+        OSError: the page cannot be written.
     """
-    return write_page(plan_page(plans, smaller, larger, command), out)
+    replace_file(out, plan_page(plans, smaller, larger, command))
 
 
 def plan_page(

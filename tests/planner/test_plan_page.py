@@ -46,3 +46,16 @@ def test_names_are_escaped() -> None:
 def test_a_page_without_a_file_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *WORDS, *words]) == EXIT_BAD_INPUT
     assert capsys.readouterr().err == "error: --html: no file; write --html plan.html\n"
+
+
+def test_an_override_in_place_of_the_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WORDS, "--html", "plan.gpus=8"]) == EXIT_BAD_INPUT
+    fix = "is an override, no file; write --html plan.html plan.gpus=8"
+    assert capsys.readouterr().err == f"error: --html plan.gpus=8: {fix}\n"
+
+
+def test_a_page_that_cannot_be_written_names_its_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "no" / "plan=1.html"
+    assert main(["plan", *WORDS, "plan.hardware=h100", "plan.rows=1", "--html", str(out)]) == EXIT_BAD_INPUT
+    line = f"error: --html {out}: cannot be written (No such file or directory); choose another file\n"
+    assert capsys.readouterr().err == line

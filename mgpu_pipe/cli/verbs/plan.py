@@ -83,7 +83,7 @@ def _without_file(words: list[str]) -> tuple[list[str], str | None]:
     """The words without ``--html FILE``, and the file.
 
     Raises:
-        BadInputError: no file is named.
+        BadInputError: no file is named, or an override.
     """
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -92,6 +92,8 @@ def _without_file(words: list[str]) -> tuple[list[str], str | None]:
             file = value if equals else "".join(words[at + 1 : at + 2])
             if not file or (not equals and file.startswith("-")):
                 raise BadInputError(f"{HTML}: no file; write {HTML} plan.html")
+            if "=" in file and not file.endswith(".html"):
+                raise BadInputError(f"{HTML} {file}: is an override, no file; write {HTML} plan.html {file}")
             return [*words[:at], *rest], file
     return words, None
 
@@ -116,7 +118,11 @@ def _write_page(composition: Composition, plans: Sequence[PlannedRun], out: Path
             continue
         larger.append(best_of[0])
     command = shlex.join(["mgpu-pipe", "plan", *composition.flags, *composition.overrides])
-    print_line(f"page: {write_plan_page(plans, smaller, larger, command, out)}", file=sys.stderr)
+    try:
+        write_plan_page(plans, smaller, larger, command, out)
+    except OSError as error:
+        raise BadInputError(f"{HTML} {out}: cannot be written ({error.strerror}); choose another file") from error
+    print_line(f"page: {out}", file=sys.stderr)
 
 
 def _chooses_layout(composition: Composition) -> bool:
