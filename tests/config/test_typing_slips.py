@@ -34,6 +34,7 @@ def test_marks_in_a_value_are_quoted(word: str, letter: str, paths: list[str]) -
         ("optimizer.lr=1e\u20133", "U+2013", "optimizer.lr=1e-3"),
         ("model=\u201cllama_tiny\u201d", "U+201C", 'model="llama_tiny"'),
         ("model=llama\u200b_tiny", "U+200B", "model=llama_tiny"),
+        ("\u201cmodel=llama_tiny\u201d", "U+201C", '"model=llama_tiny"'),
         (" model=llama_tiny", "U+0020", "model=llama_tiny"),
     ],
 )

@@ -33,7 +33,7 @@ def typing_slip(argument: str) -> BadInputError | None:
         changed = (letter for letter in argument if _typed(letter) != letter and letter not in plain)
         strange = next(changed, None) or next(letter for letter in argument if letter.isspace())
         fix = f"type {plain}" if plain.isascii() else "type it again on a keyboard"
-        if quoted := _quoted(value):
+        if (quoted := _quoted(value)) and _typed(key) == key:
             word = shlex.quote(f"{key}={quoted}")
             fix = f"quote the value, {word}" + ("" if "'" in plain or not plain.isascii() else f", or {fix}")
         problem = f"has {_named(strange)}"
