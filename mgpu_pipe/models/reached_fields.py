@@ -104,10 +104,10 @@ def _dropped_rotary(
         wanted[place, entry] = name, value
     dropped: dict[str, list[str]] = {}
     for (place, entry), (name, value) in wanted.items():
-        found = [layers.get(layer, {}).get(entry) for layer in ([place] if place else homes)]
-        is_renamed = entry == KIND[0] and RENAMED.get(value) in found
-        is_attribute = name in declared and name != PARAMETERS and found == [None] * len(found)
-        if value not in found and not is_renamed and not is_attribute:
+        present = [layers.get(layer, {}).get(entry) for layer in ([place] if place else homes)]
+        is_renamed = entry == KIND[0] and RENAMED.get(value) in present
+        is_attribute = name in declared and name != PARAMETERS and present == [None] * len(present)
+        if value not in present and not is_renamed and not is_attribute:
             dropped.setdefault(name, []).append(entry)
     holder = SCALING if folder.get(SCALING) and "" in layers else PARAMETERS
     for name, entries in dropped.items():
@@ -118,9 +118,9 @@ def _dropped_rotary(
             else ""
         )
         fix = fix or _fix(name, value, f"{within}.{holder}", homes, built)
-        shown = dict(value) if isinstance(value, Mapping) else value
+        printed = dict(value) if isinstance(value, Mapping) else value
         lost = f"the model's {entries[0]} with it" if name == SCALING and entries[0] in (THETA, PARTIAL) else "it"
-        yield ConfigError(f"{within}.{name}", shown, fix, f"transformers would drop {lost} without a word")
+        yield ConfigError(f"{within}.{name}", printed, fix, f"transformers would drop {lost} without a word")
 
 
 def _fix(name: str, value: Any, holder: str, homes: list[str], built: Any) -> str:
