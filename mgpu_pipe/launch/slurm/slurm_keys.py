@@ -10,6 +10,7 @@ from mgpu_pipe.config.schema import Auto, LaunchConfig
 from mgpu_pipe.errors import ConfigError
 
 TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d{1,2})(?::(?P<seconds>\d{1,2}))?")
+MEMORY = re.compile(r"\d+[KMGTkmgt]?[Bb]?|all")
 KEYS = {
     **dict.fromkeys(("--nodes", "-N"), "trainer.num_nodes"),
     **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "trainer.devices and launch.tasks"),
@@ -99,6 +100,8 @@ class SlurmConfig(LaunchConfig):
             errors.append(ConfigError("launch.time", self.time, fix, reason))
         elif self.time is not None and limit is None:
             errors.append(ConfigError("launch.time", self.time, "use [days-]hours:minutes[:seconds], such as 12:00:00"))
+        if self.memory is not None and not MEMORY.fullmatch(self.memory):
+            errors.append(ConfigError("launch.memory", self.memory, "use a size, such as 64G, or all"))
         return errors
 
     def whole_time(self) -> str | None:
