@@ -134,7 +134,7 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
         objective = next(candidate.name for candidate in descriptions() if candidate.model_class == built_by)
         folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective}"]
         config = _with_classes(compose([*folder, *overrides])[0], run)
-        return _with_vectors_of(run.source, config, overrides) if objective == "text_embedding" else config
+        return _with_vectors_of(run.source, config, overrides) if hasattr(config.objective, "pooling") else config
     typed = {text.lstrip("+").split("=")[0] for text in overrides}
     config = replace(run.config, eval=_tasks_of(run, overrides))
     on_data = [text for text in overrides if text.lstrip("+").startswith("data")]
