@@ -259,7 +259,7 @@ class BatchPlan:
             raise ConfigError("data.global_batch_size", total, f"use {nearest}", reason)
         share = total // data_parallel_size
         divisors = [n for n in range(1, share + 1) if share % n == 0]
-        if isinstance(data.micro_batch_size, str):  # the start puts a number in the place of max
+        if isinstance(data.micro_batch_size, str):  # the start replaces max by a number
             small = [n for n in divisors if n <= MAX_AUTO_MICRO_BATCH]
             for count in (2 * stages, stages) if stages > 1 else ():
                 fits = [n for n in small if share // n >= count and (share // n) % stages == 0]

@@ -15,7 +15,7 @@ KEY = "checkpoint.every_n_steps"
 
 
 def with_planned_saves(config: RunConfig, resumed: RunConfig | None) -> tuple[RunConfig, list[Notice]]:
-    """``config`` with a number of steps in the place of ``auto``, and a notice that says which.
+    """Replaces ``auto`` in ``config`` by a number of steps; the notice names it.
 
     Args:
         resumed: configuration of the run that continues, whose number stays; None for a new run.

@@ -20,7 +20,7 @@ MAX = "max"
 def with_predicted_micro_batch(
     config: RunConfig, resumed: RunConfig | None, elsewhere: bool
 ) -> tuple[RunConfig, Notice, bool]:
-    """``config`` with a number in the place of ``max``, a notice that says which, and whether a launch measures it.
+    """Replaces ``max`` in ``config`` by a number; returns a notice of it, and whether a launch measures it.
 
     Args:
         resumed: configuration of the run that continues, whose number stays where it can; None for a new run.

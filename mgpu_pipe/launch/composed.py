@@ -236,7 +236,7 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
 
 
 def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
-    """Put what is planned in the place of ``auto`` and ``max``; notices say what it is.
+    """Replace ``auto`` and ``max`` by planned values; the notices name them.
 
     Args:
         elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.

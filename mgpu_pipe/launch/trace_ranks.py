@@ -1,4 +1,4 @@
-"""Traces ranks of a layout in processes of their own, as many at once as there are cores; see :mod:`.trace_rank`."""
+"""Traces ranks of a layout in child processes, one a core at once; see :mod:`.trace_rank`."""
 
 from __future__ import annotations
 

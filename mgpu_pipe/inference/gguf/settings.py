@@ -81,7 +81,7 @@ def settings_of(file: GgufFile, model_type: str) -> dict[str, Any]:
 
 _OPTIONAL = ("attention.head_count_kv", "attention.sliding_window")
 GEMMA3_PERIOD = 6
-"""Of gemma 3's blocks every sixth sees all tokens."""
+"""Every sixth block of Gemma 3 attends to all tokens."""
 GEMMA3_27B_LAYERS = 62
 """By this number of blocks llama.cpp knows gemma 3 of 27 thousand million parameters."""
 
