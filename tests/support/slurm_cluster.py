@@ -104,9 +104,15 @@ class Cluster:
 
 
 def start_cluster(folder: Path) -> Cluster:
+    """Start a cluster whose jobs have other numbers than those of pytest's other workers.
+
+    The ranks' port follows from the job's number, and all clusters of the tests share this machine's ports.
+    """
     need_slurm()
+    first_job = 1 + 200 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     clean = {name: value for name, value in environment(folder).items() if not name.startswith("SLURM")}
-    done = subprocess.run([str(SCRIPT), "up", str(folder)], env=clean, capture_output=True, text=True)
+    command = [str(SCRIPT), "up", str(folder), "--first-job", str(first_job)]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("export SLURM_CONF="), last
