@@ -10,17 +10,15 @@ import io
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field, StepBatch
 from mgpu_pipe.errors import BadInputError
@@ -141,21 +139,15 @@ class DPOObjective(PairObjective):
     """
 
     description = DESCRIPTION
+    keys: DPOConfig
     num_sums = 8
     measures_weights: Literal["first", "loaded"] = "first"
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: DPOConfig
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens)
-        self._keys = keys
+        super().__init__(model, optimizer_factory, learning_rate, keys)
         self._reference = PairReference()
-
-    @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(DPOConfig, config.objective))
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -168,7 +160,7 @@ class DPOObjective(PairObjective):
     # -- the reference ------------------------------------------------------------------------------------------
 
     def needs_first_weights(self, start: RunStart) -> bool:
-        return self._keys.reference == "cached" and not self._reference.load(start)
+        return self.keys.reference == "cached" and not self._reference.load(start)
 
     def first_weights(self, start: RunStart) -> None:
         self._reference.measure(start, self.trainer.strategy, self)
@@ -202,7 +194,7 @@ class DPOObjective(PairObjective):
 
         All are 0 where a pair counts nothing.
         """
-        if self._keys.reference == "live":
+        if self.keys.reference == "live":
             with torch.no_grad(), without_adapters(self.model):
                 reference, _ = self.answers(batch)
         else:
@@ -210,7 +202,7 @@ class DPOObjective(PairObjective):
         log_probabilities, tokens = self.answers(batch)
         self._reference.record(batch["pair"], log_probabilities)
         counts = batch["pair"] != NOTHING
-        losses, rewards = preference_losses(log_probabilities, reference, tokens, self._keys)
+        losses, rewards = preference_losses(log_probabilities, reference, tokens, self.keys)
         answer_values = (rewards, log_probabilities.detach().exp(), reference.exp())
         return losses.where(counts, 0.0), *[value.where(counts.unsqueeze(1), 0.0) for value in answer_values]
 
@@ -235,17 +227,17 @@ class DPOObjective(PairObjective):
             for side, document in enumerate(documents):
                 answer, tokens = plain_answer(forward, batch, row, document)
                 before = batch["reference"][row, side].to(answer.dtype)
-                if self._keys.reference == "live":
+                if self.keys.reference == "live":
                     with torch.no_grad(), without_adapters(model):
                         before, _ = plain_answer(forward, batch, row, document)
                 gain = answer - before
-                gained.append(gain / tokens if self._keys.loss == "ipo" else gain)
+                gained.append(gain / tokens if self.keys.loss == "ipo" else gain)
             losses.append(self._plain_loss(gained[CHOSEN] - gained[REJECTED]))
         return Reference(torch.stack(losses).sum())
 
     def _plain_loss(self, margin: torch.Tensor) -> torch.Tensor:
-        beta, flipped = self._keys.beta, self._keys.label_smoothing
-        if self._keys.loss == "ipo":
+        beta, flipped = self.keys.beta, self.keys.label_smoothing
+        if self.keys.loss == "ipo":
             return (margin - 0.5 / beta) ** 2
         wins = torch.sigmoid(beta * margin)
         return -(1 - flipped) * wins.log() - flipped * (1 - wins).log()

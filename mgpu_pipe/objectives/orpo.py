@@ -5,14 +5,12 @@ It needs no reference model and no training on answers before (Hong, Lee and Tho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from typing_extensions import Self
 
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, Reference
 from mgpu_pipe.objectives.orpo_keys import DESCRIPTION, ORPOConfig
 from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, ReferenceFreePairs, documents_of_pairs, plain_answer
 
@@ -24,30 +22,15 @@ LEAST = 1e-12
 
 
 class ORPOObjective(ReferenceFreePairs):
-    """Cross-entropy of chosen answers, and the odds ratio of both, under a Hugging Face causal language model.
-
-    Args:
-        keys: ``objective.*``.
-    """
+    """Cross-entropy of chosen answers, and the odds ratio of both, under a Hugging Face causal language model."""
 
     description = DESCRIPTION
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: ORPOConfig
-    ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens)
-        self._weight = keys.odds_weight
-
-    @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(ORPOConfig, config.objective))
+    keys: ORPOConfig
 
     def pair_values(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_odds = means - torch.log(-torch.expm1(means.clamp_max(-LEAST)))
         ratio = log_odds[:, CHOSEN] - log_odds[:, REJECTED]
-        return self._weight * -F.logsigmoid(ratio) - means[:, CHOSEN], ratio
+        return self.keys.odds_weight * -F.logsigmoid(ratio) - means[:, CHOSEN], ratio
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One answer at a time, from the odds of its mean token."""
@@ -56,7 +39,7 @@ class ORPOObjective(ReferenceFreePairs):
             answers = [plain_answer(forward, batch, row, document) for document in documents]
             chosen, rejected = ((value.double() / tokens).exp() for value, tokens in answers)
             odds_ratio = chosen / (1 - chosen) / (rejected / (1 - rejected))
-            losses.append(-chosen.log() - self._weight * (odds_ratio / (1 + odds_ratio)).log())
+            losses.append(-chosen.log() - self.keys.odds_weight * (odds_ratio / (1 + odds_ratio)).log())
         return Reference(torch.stack(losses).sum())
 
 

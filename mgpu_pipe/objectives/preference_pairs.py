@@ -10,18 +10,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from typing_extensions import Self
 
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.losses.router_balance import SummedOverRanks
 from mgpu_pipe.objectives.packed_text import packed_text
+from mgpu_pipe.objectives.text_config import TokenLossConfig
 from mgpu_pipe.parallel.random_streams import step_seed
 
 NOTHING = -1
@@ -34,15 +37,22 @@ class PairObjective(Objective):
     """Base of objectives over pairs of answers under a Hugging Face causal language model.
 
     Args:
-        chunk_tokens: ``objective.loss_chunk_tokens``; 0 computes the logits whole.
+        keys: ``objective.*``; a subclass narrows the type of the attribute ``keys``.
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, chunk_tokens: int | str
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: TokenLossConfig
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
-        self._loss = TokenLoss(model, chunk_tokens)
+        self.keys = keys
+        self._loss = TokenLoss(model, keys.loss_chunk_tokens)
         self._sequences: dist.ProcessGroup | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        return cls(model, optimizer_factory, learning_rate, cast(TokenLossConfig, config.objective))
 
     @property
     def batch_spec(self) -> BatchSpec:
