@@ -27,7 +27,7 @@ class ORPOObjective(ReferenceFreePairs):
     description = DESCRIPTION
     keys: ORPOConfig
 
-    def pair_values(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair_values(self, means: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         log_odds = means - torch.log(-torch.expm1(means.clamp_max(-LEAST)))
         ratio = log_odds[:, CHOSEN] - log_odds[:, REJECTED]
         return self.keys.odds_weight * -F.logsigmoid(ratio) - means[:, CHOSEN], ratio

@@ -108,11 +108,12 @@ class ReferenceFreePairs(PairObjective):
     num_sums = 4
 
     @abstractmethod
-    def pair_values(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair_values(self, means: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and figure of each pair; the figure is positive where the model prefers the chosen answer.
 
         Args:
             means: mean log-probability of the tokens of each pair's answers; float64 (rows, 2).
+            tokens: token counts of the answers; float64 (rows, 2).
         """
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -127,7 +128,7 @@ class ReferenceFreePairs(PairObjective):
         counts = batch["pair"] != NOTHING
         # An answer without tokens has infinite odds, whose gradient would be NaN times zero.
         means = (log_probabilities / tokens.clamp_min(1.0)).where(counts.unsqueeze(1), -1.0)
-        losses, figures = self.pair_values(means)
+        losses, figures = self.pair_values(means, tokens)
         values = losses, figures > 0, -means[:, CHOSEN], figures
         return tuple(value.where(counts, 0) for value in values)
 

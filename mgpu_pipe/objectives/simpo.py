@@ -24,7 +24,7 @@ class SimPOObjective(ReferenceFreePairs):
     description = DESCRIPTION
     keys: SimPOConfig
 
-    def pair_values(self, means: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pair_values(self, means: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rewards = self.keys.beta * (means[:, CHOSEN] - means[:, REJECTED])
         return -F.logsigmoid(rewards - self.keys.margin), rewards
 

@@ -272,6 +272,15 @@ CONTRACTS = {
         4 exhaustive: strategy=fsdp strategy.tp=2 model=gpt2_tiny
         """,
     ),
+    "cpo": Contract(
+        "objective=cpo data=preferences_jsonl model=llama_tiny",
+        """
+        1: strategy=single objective.label_smoothing=0.1
+        2: strategy=fsdp objective.chosen_weight=0.5
+        2 exhaustive: strategy=ddp; strategy=pp; strategy=cp; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=zero3; strategy=fsdp peft=lora; strategy=fsdp precision=bf16
+        """,
+    ),
     "simpo": Contract(
         "objective=simpo data=preferences_jsonl model=llama_tiny",
         """

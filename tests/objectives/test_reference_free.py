@@ -1,4 +1,4 @@
-"""ORPO and SimPO. Oracle: the formulas of their papers, over transformers' own model, one answer at a time."""
+"""ORPO, SimPO and CPO. Oracle: the formulas of their papers, over transformers' own model, one answer at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.cpo import CPOObjective
+from mgpu_pipe.objectives.cpo_keys import CPOConfig
 from mgpu_pipe.objectives.orpo import ORPOObjective
 from mgpu_pipe.objectives.orpo_keys import ORPOConfig
 from mgpu_pipe.objectives.simpo import SimPOObjective
@@ -30,14 +32,14 @@ def made(weight: float = 0.3) -> ORPOObjective:
 
 
 def answers_of(model: Any, batch: dict[str, torch.Tensor], row: int) -> list[torch.Tensor]:
-    """Mean log-probability of the tokens of the chosen and of the rejected answer, each read alone."""
+    """Log-probabilities of the tokens of the chosen and of the rejected answer, each read alone."""
     found, starts = [], (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
     ends = [starts[1], starts[1] + int(batch["rejected"][row].sum())]
     for start, stop in zip(starts[:2], ends, strict=True):
         labels = batch["labels"][row, start:stop]
         shares = model(input_ids=batch["input_ids"][row, None, start:stop]).logits[0].log_softmax(-1)
         places = (labels != -100).nonzero().flatten()
-        found.append(shares[places, labels[places]].mean())
+        found.append(shares[places, labels[places]])
     return found
 
 
@@ -46,17 +48,29 @@ def simpo(beta: float = 1.5, margin: float = 0.4) -> SimPOObjective:
     return SimPOObjective(model, None, lambda step: 1.0, SimPOConfig(beta=beta, margin=margin))
 
 
+def cpo() -> CPOObjective:
+    model = materialise(build_meta(tiny_model("llama")), 2, "cpu")
+    return CPOObjective(model, None, lambda step: 1.0, CPOConfig(beta=0.2, chosen_weight=0.7, label_smoothing=0.1))
+
+
+def cpo_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    margin = 0.2 * (chosen.sum() - rejected.sum())
+    preference = 0.9 * torch.log1p((-margin).exp()) + 0.1 * torch.log1p(margin.exp())
+    return preference - 0.7 * chosen.mean(), margin
+
+
 def orpo_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen, rejected = chosen.mean(), rejected.mean()
     log_odds = (chosen - rejected) - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
     return -chosen + 0.3 * -torch.sigmoid(log_odds).log(), log_odds
 
 
 def simpo_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    reward = 1.5 * chosen - 1.5 * rejected
+    reward = 1.5 * chosen.mean() - 1.5 * rejected.mean()
     return -torch.sigmoid(reward - 0.4).log(), reward
 
 
-@pytest.mark.parametrize(("build", "formula"), [(made, orpo_loss), (simpo, simpo_loss)], ids=["orpo", "simpo"])
+@pytest.mark.parametrize(("build", "formula"), [(made, orpo_loss), (simpo, simpo_loss), (cpo, cpo_loss)])
 def test_loss_gradients_and_metrics_are_those_of_the_paper(build: Any, formula: Any) -> None:
     objective = build()
     model: Any = objective.model
@@ -68,7 +82,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_paper(build: Any, formula: 
         loss, ratio = formula(chosen, rejected)
         losses.append(loss)
         ratios.append(float(ratio.detach()))
-        chosen_losses.append(-float(chosen.detach()))
+        chosen_losses.append(-float(chosen.detach().mean()))
     expected = torch.stack(losses).sum()
     expected.backward()
     wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -83,7 +97,7 @@ def test_loss_gradients_and_metrics_are_those_of_the_paper(build: Any, formula: 
     assert sums == pytest.approx([float(expected.detach()), right, sum(chosen_losses), sum(ratios)], rel=1e-5)
 
 
-@pytest.mark.parametrize("build", [made, simpo])
+@pytest.mark.parametrize("build", [made, simpo, cpo])
 def test_what_counts_nothing_or_is_certain_has_finite_gradients(build: Any) -> None:
     objective = build()
     empty = objective.batch_spec.empty(16, torch.device("cpu"))
