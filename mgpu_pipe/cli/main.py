@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from typing import NoReturn
@@ -22,27 +21,11 @@ from mgpu_pipe.errors import (
 )
 from mgpu_pipe.launch.signals import asks_for_a_run
 from mgpu_pipe.system.local_files import is_text, shortened
+from mgpu_pipe.system.machine_errors import FIXES
 from mgpu_pipe.system.process_end import exit_now
 from mgpu_pipe.system.standard_streams import outliving_streams, print_logs_safely
 
 PROGRAM = "mgpu-pipe"
-MACHINE_ERRORS = {
-    errno.ENAMETOOLONG: "shorten the path",
-    errno.ELOOP: "remove the link that leads to itself",
-    errno.EACCES: "change its permissions, or choose another place",
-    errno.EPERM: "change its permissions, or choose another place",
-    errno.EROFS: "choose a place that can be written",
-    errno.ENOTDIR: "check the path",
-    errno.EISDIR: "give a file",
-    errno.ENOSPC: "make room on the disk",
-    errno.EDQUOT: "make room in your quota",
-    errno.EFBIG: "raise the limit of the size of files (ulimit -f)",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "close some programs",
-    errno.EIO: "the disk failed; look at the system's log",
-    errno.ESTALE: "mount the network file system again",
-}
-"""Fixes for errors of the machine, by errno. Any other OSError keeps its traceback."""
 HELP = """\
 usage: mgpu-pipe [VERB] [OVERRIDES]
 One Hydra configuration, one reproducible multi-GPU training run. Start with:
@@ -92,10 +75,10 @@ def _main(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except OSError as error:
-        if error.errno not in MACHINE_ERRORS:
+        if error.errno not in FIXES:
             raise
         where = f"{shortened(str(error.filename))}: " if error.filename else ""
-        print_error(BadInputError(f"{where}{(error.strerror or '').lower()}; {MACHINE_ERRORS[error.errno]}"))
+        print_error(BadInputError(f"{where}{(error.strerror or '').lower()}; {FIXES[error.errno]}"))
         return EXIT_BAD_INPUT
 
 

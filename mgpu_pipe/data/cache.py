@@ -22,6 +22,7 @@ from typing import Any
 
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.local_files import flush_folder, replace_file
+from mgpu_pipe.system.machine_errors import fix_of_writing
 
 BLOCK_BYTES = 4 << 20
 
@@ -104,12 +105,9 @@ def writing_to_cache(cache: Path) -> Iterator[None]:
         if error.errno not in _UNWRITABLE:
             raise
         where = f" ({error.filename})" if error.filename else ""
-        raise ConfigError(
-            "data.cache_dir",
-            cache,
-            "give a folder that can be written and has room, or set MGPU_PIPE_CACHE",
-            f"the cache cannot be written: {error.strerror}{where}",
-        ) from error
+        fix = fix_of_writing(str(error), "give a folder that can be written and has room, or set MGPU_PIPE_CACHE")
+        reason = f"the cache cannot be written: {error.strerror}{where}"
+        raise ConfigError("data.cache_dir", cache, fix, reason) from error
 
 
 class EarlierVersion(ValueError):

@@ -23,6 +23,7 @@ from types import TracebackType
 
 from mgpu_pipe.errors import RunFolderError, print_line
 from mgpu_pipe.system.local_files import NotPlainError, check_plain, read_bytes
+from mgpu_pipe.system.machine_errors import fix_of_writing
 
 BEAT_S = 4.0
 MISSED_BEATS = 5
@@ -188,10 +189,8 @@ class RunLock:
         )
 
     def _not_writable(self, error: OSError) -> RunFolderError:
-        return RunFolderError(
-            f"{self.path.parent}: its lock file cannot be written ({error.strerror}); set run.dir or run.root to a "
-            "folder that can be written and has room"
-        )
+        fix = fix_of_writing(str(error), "set run.dir or run.root to a folder that can be written and has room")
+        return RunFolderError(f"{self.path.parent}: its lock file cannot be written ({error.strerror}); {fix}")
 
     def _announce(self, line: str) -> None:
         if not self._announced:

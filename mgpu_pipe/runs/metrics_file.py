@@ -18,6 +18,7 @@ from pathlib import Path
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.system.local_files import MAX_TABLE_BYTES, NotPlainError, read_bytes, replace_file
+from mgpu_pipe.system.machine_errors import fix_of_writing
 
 STEP_COLUMNS = (
     "step",
@@ -244,7 +245,8 @@ def _cut_torn_tail(descriptor: int) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(f"{path}: cannot write metrics ({error.strerror}); free space or make the folder writable")
+    fix = fix_of_writing(str(error), "free space or make the folder writable")
+    return RunFolderError(f"{path}: cannot write metrics ({error.strerror}); {fix}")
 
 
 RANK_COLUMNS = ("step", "data_s", "cpu_s", "peak_gib")

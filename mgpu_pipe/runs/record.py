@@ -21,6 +21,7 @@ from mgpu_pipe.runs.environment import write_environment
 from mgpu_pipe.runs.latest import RUN, STARTS_FROM, attempts, recorded, start_time
 from mgpu_pipe.runs.run_folder import RunFolder, writing_to
 from mgpu_pipe.system.local_files import MAX_JSON_BYTES, read_bytes, replace_file
+from mgpu_pipe.system.machine_errors import fix_of_writing
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
@@ -78,7 +79,8 @@ def _parsed(line: str) -> tuple[int, list[dict[str, Any]]] | None:
 
 
 def _unwritable(path: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(f"{path}: cannot write samples ({error.strerror}); free space or make the folder writable")
+    fix = fix_of_writing(str(error), "free space or make the folder writable")
+    return RunFolderError(f"{path}: cannot write samples ({error.strerror}); {fix}")
 
 
 CLOCK_STEP_S = 0.001

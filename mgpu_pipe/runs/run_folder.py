@@ -28,6 +28,7 @@ from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.runs.latest import HASH_DIGITS, find_own, is_run_folder, named_after, recorded, runs_in
 from mgpu_pipe.runs.resume_command import line_for
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
+from mgpu_pipe.system.machine_errors import fix_of_writing
 
 if TYPE_CHECKING:
     pass
@@ -256,7 +257,5 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def _not_writable(folder: Path, why: str) -> RunFolderError:
-    return RunFolderError(
-        f"{folder}: the run's folder cannot be written ({why}); set run.dir or run.root to a folder that can be "
-        "written and has room"
-    )
+    fix = fix_of_writing(why, "set run.dir or run.root to a folder that can be written and has room")
+    return RunFolderError(f"{folder}: the run's folder cannot be written ({why}); {fix}")

@@ -28,6 +28,7 @@ from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
 from mgpu_pipe.optim.moving_average import EMA
+from mgpu_pipe.system.machine_errors import fix_of_writing
 from mgpu_pipe.training.run_clock import RunClock
 
 _log = logging.getLogger(__name__)
@@ -310,7 +311,8 @@ class Checkpointer:
             return
         if not isinstance(error, CheckpointSaveError):
             raise error
-        fix = "free space or lower checkpoint.keep_last, and resume with checkpoint.resume=auto"
+        fix = fix_of_writing(str(error), "free space or lower checkpoint.keep_last")
+        fix = f"{fix}, and resume with checkpoint.resume=auto"
         if not self._paths.root.is_dir():
             fix = "the run's folder was moved or deleted"
         raise CheckpointSaveError(f"{error}; {self._last_good()}; {fix}") from error

@@ -17,7 +17,10 @@ RUN = ("model=llama_tiny", "trainer.accelerator=cpu", "trainer.max_steps=1", "ru
     [
         (("init", "project"), "mgpu-pipe init project: cannot be written (File too large)"),
         (("schema",), "file too large; raise the limit of the size of files (ulimit -f)"),
-        (RUN, "run: its lock file cannot be written (File too large)"),
+        (
+            RUN,
+            "run: its lock file cannot be written (File too large); raise the limit of the size of files (ulimit -f)",
+        ),
     ],
     ids=["init", "schema", "train"],
 )
