@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.local_files import shortened
+
+MOST_DIGITS = sys.int_info.default_max_str_digits
+"""Digits of a number; a longer name counts as a word."""
 
 
 def class_names(config: RunConfig, there: Collection[str]) -> list[str]:
@@ -22,7 +27,7 @@ def class_names(config: RunConfig, there: Collection[str]) -> list[str]:
         names, key = sorted(there, key=in_order), "data.label_column"
     strange = sorted((name for name in there if class_number(name, names) is None), key=in_order)
     if strange:
-        reason = f"the data has a class {strange[0]!r} besides"
+        reason = f"the data has a class {shortened(strange[0])!r} besides"
         raise ConfigError(
             key, ",".join(names), "name every class by data.classes, in the order of their numbers", reason
         )
@@ -43,7 +48,7 @@ def class_number(name: str, classes: Sequence[str]) -> int | None:
     """Number of a class, given by its name or by the number itself."""
     if name in classes:
         return classes.index(name)
-    return int(name) if name.isascii() and name.isdigit() and int(name) < len(classes) else None
+    return int(name) if _is_number(name) and int(name) < len(classes) else None
 
 
 def _of_the_model(config: RunConfig) -> list[str]:
@@ -57,6 +62,10 @@ def _of_the_model(config: RunConfig) -> list[str]:
 
 def in_order(name: str) -> tuple[bool, int, str]:
     """Sort key: numbers by value, before words."""
-    number = name.removeprefix("-")
-    is_number = number.isascii() and number.isdigit()
+    is_number = _is_number(name.removeprefix("-"))
     return not is_number, int(name) if is_number else 0, name
+
+
+def _is_number(name: str) -> bool:
+    """Whether a class is a number without a sign; Python reads no longer ones."""
+    return name.isascii() and name.isdigit() and len(name) <= MOST_DIGITS
