@@ -70,7 +70,7 @@ def hydra_quoted(value: str) -> str:
 def this_program() -> list[str]:
     """The command that calls this program from a shell."""
     script = Path(sys.argv[0])
-    if script.name == "__main__.py":
+    if script.parts[-2:] == ("mgpu_pipe", "__main__.py"):
         python = "python" if shutil.which("python") == sys.executable else sys.executable
         return [python, "-m", "mgpu_pipe"]
     installed = shutil.which(PROGRAM)
