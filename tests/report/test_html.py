@@ -82,6 +82,17 @@ def test_samples_that_are_left_out_are_counted(make_run: MakeRun) -> None:
         assert told in words, told
 
 
+def test_a_transcript_names_missed_words_and_keeps_its_own_asterisks(make_run: MakeRun) -> None:
+    pytest.importorskip("jiwer")
+    from mgpu_pipe.inference.audio_samples import mark_mistakes
+
+    said, heard = "please press * * * now", "please * * * now then"
+    sample = {"prompt": said, "text": f" \u2192 {mark_mistakes(said, heard)}"}
+    words = page_of(make_run(steps=60, summary={"samples": [sample]})).words
+    assert f"{said} \u2192 {heard} missed: press; added: then" in words
+    assert words.count("* * *") == 2
+
+
 def test_the_page_is_well_formed_and_tells_the_key_figures(make_run: MakeRun) -> None:
     run = make_run(steps=60, summary={"metrics": {"train/loss": 3.25, "val/loss": 3.5, "val/perplexity": 33.1154}})
     words = page_of(run).words
