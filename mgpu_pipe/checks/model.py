@@ -295,12 +295,16 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuse patterns that match no parameter of the model, which is built on the meta device.
+    """Refuse unknown activation functions, and patterns that match no parameter; builds the model on the meta device.
 
     If a tower's features are cached, refuse trained parameters in it.
     """
+    from mgpu_pipe.models.activations import unknown_activations
+    from mgpu_pipe.models.fields import given_fields
+
     caches_features = getattr(config.data, "cache_features", False)
-    if config.model.freeze or config.peft.name != "none" or config.optimizer.groups or caches_features:
+    names_parts = config.model.freeze or config.peft.name != "none" or config.optimizer.groups or caches_features
+    if names_parts or any(unknown_activations(given_fields(config.model))):
         from mgpu_pipe.models.build import run_model
         from mgpu_pipe.optim.groups import treatments
 

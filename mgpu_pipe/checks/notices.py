@@ -159,12 +159,24 @@ def notices(config: RunConfig) -> list[Notice]:
         dims = ParallelDims.resolve(config.strategy, world_size(config))
         devices = dims.world_size // config.trainer.num_nodes
         notices += [Notice(key, text) for key, text in across_nodes(dims, devices)]
-    notices += [*_warm_up_notice(config), *_noise_notice(config)]
+    notices += [*_name_notice(config), *_warm_up_notice(config), *_noise_notice(config)]
     keep = config.checkpoint
     if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
         text = f"{keep.best_metric} is measured at the end only; set trainer.val_every_n_steps"
         notices.append(Notice("checkpoint.keep_best", text))
     return notices
+
+
+def _name_notice(config: RunConfig) -> list[Notice]:
+    """Notice of a ``model.name`` that is another family's, or the option of one: it chooses nothing."""
+    from mgpu_pipe.models.presets import choice_of, family_named
+
+    name, model_type = config.model.name, model_fields(config).get("model_type")
+    family = family_named(name)
+    if family is None or model_type is None or family == model_type:
+        return []
+    text = f"only names the model, which stays of the {model_type} family; for {name} use {choice_of(name)}"
+    return [Notice("model.name", text)]
 
 
 def _warm_up_notice(config: RunConfig) -> list[Notice]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,11 +61,8 @@ def run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInputE
             return [ConfigError(name, shortened(value), "shorten it", problem)]
     if exists(folder) and not is_folder(folder):
         return [ConfigError(key, folder, "give another folder", "this is a file")]
-    existing = folder
-    while not exists(existing) and existing != existing.parent:
-        existing = existing.parent
-    if not is_folder(existing) or not os.access(existing, os.W_OK | os.X_OK):
-        return [ConfigError(key, folder, "give a folder that can be written", f"{existing} cannot be written")]
+    if problem := _writing_problem(folder):
+        return [ConfigError(key, folder, "give a folder that can be written", problem)]
     if run.dir is None or not is_folder(folder):
         return []
     from mgpu_pipe.runs.lock import is_held
@@ -81,13 +79,27 @@ def cache_errors(config: RunConfig) -> list[BadInputError]:
     folder = cache_folder(config.data.cache_dir)
     if problem := name_problem(folder):
         return [ConfigError("data.cache_dir", shortened(folder), "shorten it, or set MGPU_PIPE_CACHE", problem)]
-    existing = folder.absolute()
+    if problem := _writing_problem(folder.absolute()):
+        fix = "give a folder that can be written, or set MGPU_PIPE_CACHE"
+        return [ConfigError("data.cache_dir", folder, fix, problem)]
+    return []
+
+
+def _writing_problem(folder: Path) -> str:
+    """Reason why a folder cannot be written, or cannot be made where it is to be; empty if it can."""
+    existing = folder
     while not exists(existing) and existing != existing.parent:
         existing = existing.parent
-    if is_folder(existing) and os.access(existing, os.W_OK | os.X_OK):
-        return []
-    reason = f"{existing} cannot be written" if is_folder(existing) else f"{existing} is a file"
-    return [ConfigError("data.cache_dir", folder, "give a folder that can be written, or set MGPU_PIPE_CACHE", reason)]
+    if not is_folder(existing):
+        return f"{existing} is a file"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} cannot be written"
+    if existing != folder:
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=".", dir=existing))  # permissions alone do not tell: /proc, a full disk
+        except OSError as error:
+            return f"no folder can be made in {existing} ({error.strerror})"
+    return ""
 
 
 def joined() -> bool:

@@ -46,9 +46,7 @@ def parquet_rows(
         DataError: the file cannot be read or holds no rows, or the column is missing or holds no text.
     """
     with _opened(path, expected) as (file, size):
-        kind, steps = _leaf(path, file.schema_arrow, column, key)
-        if not _is_text(kind):
-            raise DataError(f"{path}: column '{column}' holds {kind}, not strings; set {key} to a text column")
+        steps = _text_column(path, file.schema_arrow, column, key)
         rows, number = file.metadata.num_rows, 0
         first = column if column in file.schema_arrow.names else column.split(".")[0]
         _warn_of_twins(path, file.schema_arrow.names, [first])
@@ -90,6 +88,16 @@ def parquet_lines(
                 yield json.dumps(plain, ensure_ascii=False), where, share
 
 
+def check_column(path: Path, column: str) -> None:
+    """Check that a Parquet file can be opened, and that its column holds texts; reads no row.
+
+    Raises:
+        DataError: see :func:`parquet_rows`.
+    """
+    with _opened(path, None) as (file, _):
+        _text_column(path, file.schema_arrow, column, "data.text_column")
+
+
 @contextmanager
 def _opened(path: Path, expected: Fingerprint | None) -> Iterator[tuple[Any, int]]:
     """Opens a file with rows; returns it and its size in bytes."""
@@ -114,6 +122,14 @@ def _opened(path: Path, expected: Fingerprint | None) -> Iterator[tuple[Any, int
 def _warn_of_twins(path: Path, names: Sequence[str], wanted: Sequence[str]) -> None:
     if twins := sorted(name for name in set(wanted) if names.count(name) > 1):
         _log.warning("%s: has several columns %r; the first one is read", path, twins[0])
+
+
+def _text_column(path: Path, schema: Any, column: str, key: str) -> list[str]:
+    """The struct fields on the way to a column's texts."""
+    kind, steps = _leaf(path, schema, column, key)
+    if not _is_text(kind):
+        raise DataError(f"{path}: column '{column}' holds {kind}, not strings; set {key} to a text column")
+    return steps
 
 
 def _leaf(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str]]:

@@ -134,6 +134,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         ),
         (["checkpoint.best_metric=val/los"], "did you mean val/loss?"),
         (["+callbacks.x._target_=pytorch_lightning.callbacks.ModelCheckpoint"], "use checkpoint.every_n_steps"),
+        (["run.dir=/proc/x"], "run.dir=/proc/x: no folder can be made in /proc (No such file or directory); give"),
+        (["data.cache_dir=/proc/x"], "data.cache_dir=/proc/x: no folder can be made in /proc (No such file or"),
+        (["model.config.hidden_act=relu9"], "model.config.hidden_act=relu9: transformers has no such activation"),
         (["+logger.x=3"], "logger.x._target_=3: give the dotted path"),
     ],
 )
@@ -336,6 +339,25 @@ def test_a_pattern_that_freezes_nothing_is_refused_by_check():
     (message,) = messages("model=llama_tiny", "model.freeze=['*']")
     assert "no parameter is left to train" in message
     preflight(compose([CPU, "model=llama_tiny", "model.freeze=['model.embed_tokens.*']"])[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "choice"),
+    [
+        (["model.name=gpt2"], "model=gpt2_124m"),
+        (["model.name=qwen3_8b"], "model=qwen3_8b"),
+        (["model.name=opt"], "model=hf model.type=opt"),
+        (["model.name=llama"], ""),
+        (["model.name=my_gpt2"], ""),
+        (["model=gpt2_tiny", "model.name=gpt2"], ""),
+        (["model=gpt2_tiny"], ""),
+    ],
+)
+def test_a_name_of_another_family_is_noticed_for_it_chooses_nothing(words: list[str], choice: str) -> None:
+    texts = [notice.text for notice in preflight(compose([CPU, *words])[0]) if notice.key == "model.name"]
+    name = words[-1].removeprefix("model.name=")
+    noticed = [f"only names the model, which stays of the llama family; for {name} use {choice}"]
+    assert texts == (noticed if choice else [])
 
 
 def test_a_short_run_of_a_longer_warm_up_is_noticed_and_is_the_same_run() -> None:

@@ -9,7 +9,7 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.kinds import prepare_packed_text
-from mgpu_pipe.data.parquet import is_parquet, parquet_rows
+from mgpu_pipe.data.parquet import check_column, is_parquet, parquet_rows
 from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, whole_document
 from mgpu_pipe.errors import DataError
@@ -22,6 +22,7 @@ def read_column(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
 def check_parquet(data: DataConfig, path: Path, whole: bool) -> None:
     if not is_parquet(path):
         raise DataError(f"{path}: is not a readable Parquet file: it does not begin with PAR1; {files.REPLACE}")
+    check_column(path, data.text_column)
 
 
 FORMAT = FileFormat("parquet", read_column, whole_document, check_parquet, columns=lambda data: data.text_column)

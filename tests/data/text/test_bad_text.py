@@ -15,7 +15,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare, read_prepared
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.source import check_sources
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.errors import BadInputError, ConfigErrors
 from tests.data.support import config
 from tests.data.text.test_too_long import row_of, trained_tokens, words
 
@@ -120,6 +120,24 @@ def test_texts_of_parquet_files(tmp_path: Path) -> None:
         run = config(tmp_path, source=source, paths=paths, on_bad_sample="skip", validation_fraction=0.0)
         found = prepared(run)
         assert (found.bad_samples, found.amounts()[0]) == (3, (2, "documents"))
+
+
+def test_check_refuses_parquet_files_that_preparation_would(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1" + bytes(100) + b"\x10\0\0\0PAR1")
+    parquet.write_table(pyarrow.table({"text": ["a"], "id": [1]}), tmp_path / "good.parquet")
+    cases = {"cut.parquet": "is not a readable Parquet file", "good.parquet": "has no column 'words'"}
+    for name, reason in cases.items():
+        run = config(tmp_path, source="parquet", paths=[str(tmp_path / name)], text_column="words")
+        with pytest.raises(ConfigErrors, match=reason):
+            check_sources(run)
+    number = config(tmp_path, source="parquet", paths=[str(tmp_path / "good.parquet")], text_column="id")
+    with pytest.raises(ConfigErrors, match="holds int64, not strings"):
+        check_sources(number)
+    paths = [str(tmp_path / name) for name in cases]
+    check_sources(config(tmp_path, source="parquet", paths=paths, on_bad_sample="skip"))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
