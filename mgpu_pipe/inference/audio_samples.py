@@ -15,6 +15,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.decode_audio import Wave, soundfile
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
+from mgpu_pipe.data.audio.recordings import SpeechSamples
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.transcript_tokens import Words
 from mgpu_pipe.data.samples import evaluation_numbers
@@ -39,6 +40,7 @@ def transcript_samples(config: RunConfig, prepared: PreparedSpeech, model: PreTr
     if not len(chosen):
         return []
     recordings = prepared.open(config, "validation")
+    assert isinstance(recordings, SpeechSamples)
     samples = objective_class(config.objective.name).samples(config, recordings)
     alphabet = prepared.alphabet()
     was_training, device, results = model.training, next(model.parameters()).device, list[tuple[str, str, int]]()

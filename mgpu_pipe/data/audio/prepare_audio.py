@@ -8,15 +8,13 @@ recordings, and the numbers of their characters. Recordings stay where they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.config.paths import cache_folder, private_folder
@@ -29,7 +27,8 @@ from mgpu_pipe.data.audio.transcript_tokens import Words, words_of
 from mgpu_pipe.data.bad_samples import describe_too_long, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.order import GlobalOrder, Order, SortedSteps
-from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
+from mgpu_pipe.data.prepared_splits import PreparedSplits
+from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER
@@ -44,48 +43,28 @@ TOO_LONG = ("lasts ", "has a text of ", "has a text that needs ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedSpeech(Prepared):
-    """Everything a worker needs to load recordings with transcripts; :func:`prepare_speech` makes it."""
+class PreparedSpeech(PreparedSplits):
+    """Everything a worker needs to load recordings with transcripts; :func:`prepare_speech` makes it.
+
+    ``on_too_long`` is the rule; it is empty with auto, where too long recordings count as bad samples.
+    """
 
     kind: ClassVar[str] = "speech"
-    places: ClassVar[tuple[str, ...]] = ("folder", "held_out_folder", "labels", "held_out_labels", "tokenizer_folder")
-    """The fields that are paths."""
 
-    folder: Path
-    """Cache folder of the training recordings."""
-    held_out_folder: Path
-    """Cache folder of the held-out recordings; the same where a share is held out."""
     labels: Path
     """Cache folder of the training transcripts' numbers."""
     held_out_labels: Path
-    fraction: float
-    """Held-out share; 1 means all of the held-out folder, which is then also the training folder."""
     tokenizer_folder: Path
     """Alphabet and feature extractor in transformers' form."""
     new_alphabet: bool
     """The model is new: it takes its vocabulary from the alphabet, or its special tokens from the tokenizer."""
     recordings: int
-    bad_samples: int
-    """Recordings left out."""
     hours: float
-    train_samples: int
-    held_out_samples: int
-    """Held-out recordings; an evaluation takes ``validation_samples`` of them."""
-    validation_samples: int
-    digest: str
-    validation_digest: str
-    told: str = ""
-    too_long_samples: int = 0
-    on_too_long: str = ""
-    """The rule; empty with auto, where too long recordings count as bad samples."""
-    unigram_perplexity: float | None = None
 
-    def open(self, config: RunConfig, split: Split) -> SpeechSamples:
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SpeechSamples:
         from mgpu_pipe.data.audio.recordings import SpeechSamples
 
-        if split == "validation" and not self.held_out_samples:
-            raise ValueError("this data holds nothing out")
-        return SpeechSamples(config, split, self, partial(self.open, config, split))
+        return SpeechSamples(config, split, self, reopen)
 
     def order(self, config: RunConfig, samples: int) -> Order:
         order, data = super().order(config, samples), config.data
@@ -94,9 +73,6 @@ class PreparedSpeech(Prepared):
             return order
         lengths = load_array(self.folder / "lengths.npy")[self.chosen("train")]
         return SortedSteps(order, lengths, data.global_batch_size, data.sort_steps)
-
-    def folder_of(self, split: Split) -> Path:
-        return self.folder if split == "train" else self.held_out_folder
 
     def labels_of(self, split: Split) -> Path:
         return self.labels if split == "train" else self.held_out_labels
@@ -118,25 +94,15 @@ class PreparedSpeech(Prepared):
 
     def _side(self, split: Split) -> NDArray[np.bool_]:
         stored_rows = load_array(self.labels_of(split) / "kept.npy")
-        if self.held_out_folder != self.folder or self.fraction == 1:
-            return np.ones(len(stored_rows), np.bool_)
-        chosen = held_out(load_array(self.folder_of(split) / "hashes.npy")[stored_rows], self.fraction)
-        return chosen if split == "validation" else ~chosen
+        return self.in_split(split, load_array(self.folder_of(split) / "hashes.npy")[stored_rows])
 
     def chosen(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's recordings in its folder."""
         rows: NDArray[np.int64] = load_array(self.labels_of(split) / "kept.npy")[self.among_kept(split)]
         return rows
 
-    def evaluated_samples(self) -> NDArray[np.int64]:
-        return evaluated_samples(self.held_out_samples, self.validation_samples)
-
-    def is_here(self) -> bool:
-        return all(getattr(self, name).exists() for name in self.places)
-
     def amounts(self) -> list[tuple[int, str]]:
-        left_out = [(self.bad_samples, "left out")] if self.bad_samples else []
-        return [(self.recordings, "recordings"), (round(60 * self.hours), "minutes"), *left_out]
+        return [(self.recordings, "recordings"), (round(60 * self.hours), "minutes"), *self.left_out()]
 
     def context(self, config: RunConfig) -> float:
         return 0.0
@@ -152,15 +118,6 @@ class PreparedSpeech(Prepared):
 
     def model_fields(self) -> dict[str, Any]:
         return self.alphabet().model_fields if self.new_alphabet else {}
-
-    def as_dict(self) -> dict[str, Any]:
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {"kind": self.kind, **plain}
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        fields = {name: entry for name, entry in value.items() if name != "kind"}
-        return cls(**{**fields, **{name: Path(fields[name]) for name in cls.places}})
 
 
 def prepare_speech(config: RunConfig, progress: Progress | None = None) -> PreparedSpeech:
@@ -205,32 +162,23 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
         tokenizer_folder=tokenizer,
         new_alphabet=new,
         recordings=sum(manifest.get("recordings", 0) for manifest in manifests),
-        bad_samples=0,
         hours=sum(manifest.get("seconds", 0.0) for manifest in manifests) / 3600,
-        train_samples=0,
-        held_out_samples=0,
-        validation_samples=0,
-        digest="",
-        validation_digest="",
     )
     bad += known.unlearnable()
     long, bad = _among_rules(bad, data)
     report_bad_samples(bad, data.on_bad_sample, ("the recording or its text", "recordings"))
     train, available = len(known.chosen("train")), len(known.chosen("validation"))
-    if not train:
-        raise DataError(f"data.source={data.source}: there is nothing to train on")
     identity = (_FORMAT, asdict(sound), tokenizer.name)
     trained = (_content(folder), _content(labels), known.fraction, data.speed, data.noise, data.sort_steps)
     evaluated = (_content(held_folder), _content(held_labels))
-    return replace(
-        known,
+    return known.with_counts(
+        config,
+        train,
+        available,
         bad_samples=len(bad),
         too_long_samples=len(long),
         on_too_long="" if data.on_too_long == "auto" else data.on_too_long,
         told=_note_of_strange(known),
-        train_samples=train,
-        held_out_samples=available,
-        validation_samples=min(available, data.validation_max_samples or available),
         digest=digest_of(*trained, *identity),
         validation_digest=digest_of(*evaluated, *identity) if apart and available else "",
     )

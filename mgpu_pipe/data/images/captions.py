@@ -7,9 +7,8 @@ each template, consecutively.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -47,21 +46,17 @@ class PreparedCaptions(PreparedImages):
     """Everything a worker needs to load pictures with captions; :func:`prepare_captions` makes it."""
 
     kind: ClassVar[str] = "captioned_images"
-    places: ClassVar[tuple[str, ...]] = (*PreparedImages.places, "tokenizer_folder", "table", "held_out_table")
 
     table: Path
     """Folder with the tokens of the training pictures' captions."""
     held_out_table: Path
     end_of_text: int
     on_too_long: str = "truncate"
-    too_long_samples: int = 0
 
-    def open(self, config: RunConfig, split: Split) -> ArraySamples:
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> ArraySamples:
         from mgpu_pipe.data.array_samples import ArraySamples
 
-        if split == "validation" and not self.held_out_samples:
-            raise ValueError("this data holds nothing out")
-        return ArraySamples(config, CaptionedImages(config, split, self), partial(self.open, config, split))
+        return ArraySamples(config, CaptionedImages(config, split, self), reopen)
 
     def pictures(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's pictures in its folder; those with too long captions may be left out."""
@@ -87,7 +82,7 @@ class PreparedCaptions(PreparedImages):
 
     def is_here(self) -> bool:
         tables = (self.table, self.held_out_table)
-        return super().is_here() and all(table.exists() and _lengths_folder(table).exists() for table in tables)
+        return super().is_here() and all(_lengths_folder(table).exists() for table in tables)
 
     def too_long(self, config: RunConfig) -> str:
         return describe_too_long(
@@ -95,9 +90,7 @@ class PreparedCaptions(PreparedImages):
         )
 
     def amounts(self) -> list[tuple[int, str]]:
-        samples = sum(
-            len(load_array(folder / "labels.npy")) for folder in dict.fromkeys((self.folder, self.held_out_folder))
-        )
+        samples = sum(len(load_array(folder / "labels.npy")) for folder in self.folders)
         captions = [(samples, "captions")] if samples > self.num_pictures else []
         pictures, _, *left_out = super().amounts()
         return [pictures, *captions, *left_out]
@@ -160,14 +153,8 @@ def prepare_captions(config: RunConfig, progress: Progress | None = None) -> Pre
         tokenizer = resolve_tokenizer(config, [(config, source)], cache, report)
         tables = {folder: _table(config, each, tokenizer, cache) for folder, each in texts.items()}
     known = PreparedCaptions(
-        **scan.fields(config),
+        **scan.fields(),
         classes=[],
-        train_samples=0,
-        held_out_samples=0,
-        validation_samples=0,
-        majority_accuracy=None,
-        digest="",
-        validation_digest="",
         tokenizer_folder=tokenizer.folder,
         table=tables[scan.folder],
         held_out_table=tables[scan.held_out_folder],

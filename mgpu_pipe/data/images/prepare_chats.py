@@ -30,14 +30,15 @@ from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.images.videos import StoredClips
 from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualIndex
 from mgpu_pipe.data.model_field import model_field, resolve_packing
+from mgpu_pipe.data.prepared_splits import held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.source import validation_source_config
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.data.text.notes import notes_of
-from mgpu_pipe.data.text.prepared_rows import FOLDERS, PreparedRows, documents_of
+from mgpu_pipe.data.text.prepared_rows import PreparedRows
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import ConfigError
 
 _FORMAT = 1
 
@@ -47,11 +48,6 @@ class PreparedPictureChats(PreparedRows):
     """Everything a worker needs to load conversations with pictures; :func:`prepare_picture_chats` makes it."""
 
     kind: ClassVar[str] = "picture_chats"
-    places: ClassVar[tuple[str, ...]] = (
-        *FOLDERS,
-        *(f"{split}{name}" for split in ("", "held_out_") for name in ("shown", "pictures", "clips")),
-    )
-    """The fields that are paths."""
 
     shown: Path
     """Folder of the :class:`VisualIndex` of the conversations in ``folder``."""
@@ -72,9 +68,6 @@ class PreparedPictureChats(PreparedRows):
     parts: Parts | None = None
     """How pictures are cut into parts; a part takes ``tokens_a_picture``."""
     num_conversations: int
-    bad_samples: int
-    """Conversations left out: broken rows and unusable pictures."""
-    told: str = ""
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         from mgpu_pipe.data.images.chat_tensors import PictureChatSamples
@@ -139,10 +132,9 @@ class PreparedPictureChats(PreparedRows):
         return bad, (self.lengths(split) > self.seq_len) & ~bad
 
     def documents(self, split: Split) -> NDArray[np.int64]:
-        leaders = VisualIndex.leaders(self.shown)
-        documents = documents_of(self.folder, self.held_out_folder, self.fraction, split, leaders)
+        hashes, leaders = TokenStore.open(self.folder_of(split)).hashes, VisualIndex.leaders(self.shown)
         bad, long = self.faults(split)
-        return documents[~(bad | long)[documents]]
+        return np.flatnonzero(self.in_split(split, hashes, leaders) & ~(bad | long))
 
     def long_documents(self, folder: Path) -> NDArray[np.bool_]:
         return self.faults("train" if folder == self.folder else "validation")[1]
@@ -152,12 +144,8 @@ class PreparedPictureChats(PreparedRows):
         limit = f"data.seq_len={self.seq_len} tokens ({each})"
         return describe_too_long(self.too_long_samples, "conversations", self.on_too_long, limit)
 
-    def is_here(self) -> bool:
-        return all(Path(getattr(self, name)).exists() for name in self.places)
-
     def amounts(self) -> list[tuple[int, str]]:
-        left = [(self.bad_samples, "left out")] if self.bad_samples else []
-        return [(self.num_conversations, "conversations"), *left]
+        return [(self.num_conversations, "conversations"), *self.left_out()]
 
     def model_fields(self) -> dict[str, Any]:
         if self.grid is not None:
@@ -177,9 +165,8 @@ class PreparedPictureChats(PreparedRows):
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        fields = {name: entry for name, entry in value.items() if name != "kind"}
-        cut = {name: kind(**fields[name]) for name, kind in (("grid", Grid), ("parts", Parts)) if fields.get(name)}
-        return cls(**{**fields, **cut, **{name: Path(fields[name]) for name in cls.places}})
+        cut = {name: kind(**value[name]) for name, kind in (("grid", Grid), ("parts", Parts)) if value.get(name)}
+        return super().from_dict({**value, **cut})
 
 
 def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -> PreparedPictureChats:
@@ -218,7 +205,7 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     known = PreparedPictureChats(
         folder=folder,
         held_out_folder=held_folder,
-        fraction=float(held_folder == folder) if data.validation_paths else data.validation_fraction,
+        fraction=held_out_share(data, folder, held_folder),
         tokenizer_folder=tokenizer.folder,
         padding_token_id=tokenizer.eos_token_id,
         seq_len=data.seq_len,
@@ -236,12 +223,7 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         num_conversations=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
         bad_samples=refused
         + sum(len(source.skipped) for source in ((train,) if held_source is train else (train, held_source))),
-        train_samples=0,
-        held_out_samples=0,
-        validation_samples=0,
         told=notes.summary(),
-        digest="",
-        validation_digest="",
     )
     changes = (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop, tokens, data.seq_len, _FORMAT)
     return _add_figures(known, config, changes)
@@ -249,7 +231,7 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
 
 def _add_figures(known: PreparedPictureChats, config: RunConfig, seen: tuple[object, ...]) -> PreparedPictureChats:
     """Adds sample counts and digests to ``known``."""
-    data, apart = config.data, known.held_out_folder != known.folder
+    data, apart = config.data, known.is_apart
     splits: tuple[Split, ...] = ("train", "validation") if apart else ("train",)
     faults = [known.faults(split) for split in splits]
     bad, long = (sum(int(fault[kind].sum()) for fault in faults) for kind in (0, 1))
@@ -258,24 +240,21 @@ def _add_figures(known: PreparedPictureChats, config: RunConfig, seen: tuple[obj
         for split in splits:
             lengths = np.where(known.faults(split)[0], 0, known.lengths(split))
             refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "conversations, with their pictures,"), lengths)
-    if not train:
-        left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad picture"
-        raise DataError(f"data.source={data.source}: there is nothing to train on: {left}, {held_out} are held out")
-    if (packed := resolve_packing(config)) != "none":
+    left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad picture"
+    if train and (packed := resolve_packing(config)) != "none":
         from mgpu_pipe.data.images.chat_tensors import rows_of_lengths
 
         chosen = known.lengths("train")[known.documents("train")]
         train, seen = len(rows_of_lengths(chosen, data.seq_len)[0]) - 1, (*seen, packed)
-    evaluated = min(held_out, data.validation_max_samples or held_out)
-    return replace(
-        known,
-        train_samples=train,
-        held_out_samples=held_out,
-        validation_samples=evaluated,
+    return known.with_counts(
+        config,
+        train,
+        held_out,
+        f"{left}, {held_out} are held out",
         bad_samples=known.bad_samples + bad,
         too_long_samples=long,
         digest=digest_of(known.folder.name, VisualIndex.content(known.shown), known.fraction, *seen),
-        validation_digest=digest_of(VisualIndex.content(known.held_out_shown), *seen) if apart and evaluated else "",
+        validation_digest=digest_of(VisualIndex.content(known.held_out_shown), *seen) if apart and held_out else "",
     )
 
 

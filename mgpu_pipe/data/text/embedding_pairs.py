@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -114,18 +114,10 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
         num_texts=sum(len(texts.start) for texts in every),
         num_tokens=sum(int(texts.length.sum()) for texts in every),
         bad_samples=notes_of(map(read_manifest, rows.names)).bad,
-        train_samples=0,
-        held_out_samples=0,
-        validation_samples=0,
         on_too_long=rule,
-        digest="",
-        validation_digest="",
     )
     long = known.count_long()
     train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
-    if not train:
-        left = f"{long:,} of {known.num_pairs:,} pairs do not fit (data.seq_len={data.seq_len}), {held_out:,} held out"
-        raise DataError(f"data.source={data.source}: there is nothing to train on: {left}")
     if known.texts == 2 and 1 in (data.global_batch_size, train):
         reason = "a pair has no text to tell from its positive, so its loss is always 0"
         if train == 1:
@@ -134,12 +126,12 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
             )
         raise ConfigError("data.global_batch_size", 1, "use at least 2, or pairs with negatives", reason)
     identity = (data.seq_len, known.padding_token_id, *([rule] if long else []))
-    return replace(
-        known,
+    return known.with_counts(
+        config,
+        train,
+        held_out,
+        f"{long:,} of {known.num_pairs:,} pairs do not fit (data.seq_len={data.seq_len}), {held_out:,} held out",
         too_long_samples=long,
-        train_samples=train,
-        held_out_samples=held_out,
-        validation_samples=min(held_out, data.validation_max_samples or held_out),
         digest=digest_of("embedding_pairs", rows.folder.name, rows.fraction, *identity),
         validation_digest=digest_of(rows.held_out_folder.name, *identity) if data.validation_paths else "",
     )

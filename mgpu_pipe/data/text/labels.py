@@ -11,7 +11,7 @@ decide the held-out split.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,7 +27,8 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, r
 from mgpu_pipe.data.classes import class_names, class_number, in_order
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.samples import Split, evaluated_samples
+from mgpu_pipe.data.prepared_splits import held_out_share, majority_accuracy
+from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.source import validation_source_config
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.documents import Document, Source
@@ -58,7 +59,7 @@ class PreparedLabelled(PreparedRows):
     classes: list[str]
     """Class names in the order of their numbers."""
     num_documents: int
-    majority_accuracy: float | None
+    majority_accuracy: float | None = None
     """Accuracy of always predicting the most frequent training class, on the evaluated samples."""
 
     def labels(self, split: Split) -> NDArray[np.int64]:
@@ -106,24 +107,17 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
             held_folder = held_source.encoded(tokenizer)
         source.measure(folder, tokenizer)
         held_source.measure(held_folder, tokenizer)
-    fraction = float(held_folder == folder) if data.validation_paths else data.validation_fraction
     padding = model_field(config.model, "pad_token_id")
     known = PreparedLabelled(
         folder=folder,
         held_out_folder=held_folder,
-        fraction=fraction,
+        fraction=held_out_share(data, folder, held_folder),
         tokenizer_folder=tokenizer.folder,
         padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
         seq_len=data.seq_len,
         classes=class_names(config, {name for store in (folder, held_folder) for name in _names(store)}),
         num_documents=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
-        train_samples=0,
-        held_out_samples=0,
-        validation_samples=0,
-        majority_accuracy=None,
         on_too_long=rule_of(data),
-        digest="",
-        validation_digest="",
     )
     if data.on_too_long == "refuse":
         for each in known.folders:
@@ -135,28 +129,21 @@ def _add_figures(known: PreparedLabelled, config: RunConfig) -> PreparedLabelled
     """Adds sample counts, the majority accuracy and digests to ``known``."""
     train, held_labels = known.labels("train"), known.labels("validation")
     long = known.count_long()
-    if not len(train):
-        left = f"{long:,} texts are longer than data.seq_len={known.seq_len}, {len(held_labels):,} are held out"
-        raise DataError(f"data.source={SOURCE}: there is nothing to train on: {left}; lower data.validation_fraction")
-    evaluated = min(len(held_labels), config.data.validation_max_samples or len(held_labels))
-    majority = None
-    if evaluated:
-        chosen = held_labels[evaluated_samples(len(held_labels), evaluated)]
-        majority = float((chosen == np.bincount(train).argmax()).mean())
+    left = f"{long:,} texts are longer than data.seq_len={known.seq_len}, {len(held_labels):,} are held out"
     # Cutting rows was the only rule of earlier versions, so it adds nothing to the identity.
     ruled = [known.on_too_long] if long and known.on_too_long != "truncate" else []
     identity = (_FORMAT, known.classes, known.seq_len, known.padding_token_id, *ruled)
-    apart = known.held_out_folder != known.folder
-    return replace(
-        known,
+    apart = known.is_apart and len(held_labels)
+    return known.with_counts(
+        config,
+        len(train),
+        len(held_labels),
+        f"{left}; lower data.validation_fraction",
         too_long_samples=long,
         bad_samples=notes_of(map(read_manifest, known.folders)).bad,
-        train_samples=len(train),
-        held_out_samples=len(held_labels),
-        validation_samples=evaluated,
-        majority_accuracy=majority,
+        majority_accuracy=majority_accuracy(train, held_labels, config),
         digest=digest_of(known.folder.name, known.fraction, *identity),
-        validation_digest=digest_of(known.held_out_folder.name, *identity) if apart and evaluated else "",
+        validation_digest=digest_of(known.held_out_folder.name, *identity) if apart else "",
     )
 
 

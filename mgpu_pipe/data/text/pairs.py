@@ -7,7 +7,7 @@ marks the target's tokens. So pairs share tokenising, caching and the held-out s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore
-from mgpu_pipe.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,24 +100,17 @@ def prepare_pairs(config: RunConfig, progress: Progress | None = None) -> Prepar
         num_pairs=sum(manifest["documents"] for manifest in manifests),
         num_tokens=sum(manifest["tokens"] for manifest in manifests),
         bad_samples=notes_of(manifests).bad,
-        train_samples=0,
-        held_out_samples=0,
-        validation_samples=0,
         on_too_long=rule_of(data),
-        digest="",
-        validation_digest="",
     )
     long = known.count_long()
     train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
-    if not train:
-        left = f"{long:,} of {known.num_pairs:,} pairs do not fit (data.seq_len={sizes[0]}, data.target_len={sizes[1]})"
-        raise DataError(f"data.source={data.source}: there is nothing to train on: {left}, {held_out:,} are held out")
+    limits = f"data.seq_len={sizes[0]}, data.target_len={sizes[1]}"
     identity = (*sizes, *([known.on_too_long] if long else []))
-    return replace(
-        known,
-        train_samples=train,
-        held_out_samples=held_out,
-        validation_samples=min(held_out, data.validation_max_samples or held_out),
+    return known.with_counts(
+        config,
+        train,
+        held_out,
+        f"{long:,} of {known.num_pairs:,} pairs do not fit ({limits}), {held_out:,} are held out",
         too_long_samples=long,
         digest=digest_of("pairs", folder.name, fraction, *identity),
         validation_digest=digest_of("pairs", held_folder.name, *identity) if data.validation_paths else "",

@@ -9,7 +9,7 @@ pairs longer than ``data.seq_len`` would change them: both are counted and left 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,6 @@ from mgpu_pipe.data.text.encode import REJECTED
 from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
-from mgpu_pipe.errors import DataError
 
 _LENGTHS, _EQUAL = "chosen_lengths.npy", "equal.npy"
 
@@ -42,8 +41,6 @@ class PreparedPreferences(PreparedRows):
     """Tokens of all pairs of both splits."""
     equal_pairs: int
     """Pairs left out because their conversations are equal."""
-    told: str = ""
-    """Notice for users about their conversations (:mod:`.notes`)."""
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         from mgpu_pipe.data.text.row_tensors import PreferenceSamples
@@ -93,9 +90,6 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
         equal_pairs=equal,
         told=notes.summary(),
         bad_samples=notes.bad,
-        train_samples=0,
-        held_out_samples=0,
-        validation_samples=0,
         digest=digest_of("preferences", rows.folder.name, rows.fraction, data.seq_len),
         validation_digest=digest_of(rows.held_out_folder.name, data.seq_len) if data.validation_paths else "",
     )
@@ -105,17 +99,13 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
             limit = LengthLimit("data.seq_len", data.seq_len, "pairs")
             refuse_too_long(limit, np.where(equal_pairs(folder), 0, store.lengths))
     train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
-    if not train:
-        left = f"{equal} pairs are equal, {long} longer than data.seq_len={data.seq_len}, {held_out} held out"
-        raise DataError(f"data.source={data.source}: there is nothing to train on: {left}")
-    evaluated = min(held_out, data.validation_max_samples or held_out)
-    return replace(
-        known,
+    return known.with_counts(
+        config,
+        train,
+        held_out,
+        f"{equal} pairs are equal, {long} longer than data.seq_len={data.seq_len}, {held_out} held out",
         num_pairs=sum(store.num_documents for store in stores) - equal - long,
         too_long_samples=long,
-        train_samples=train,
-        held_out_samples=held_out,
-        validation_samples=evaluated,
     )
 
 

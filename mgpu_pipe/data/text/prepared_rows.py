@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, no_progress, writing_to_cache
-from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
+from mgpu_pipe.data.prepared_splits import PreparedSplits, held_out_share
+from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.source import open_source, validation_source_config
 from mgpu_pipe.data.text.encode import EncodedBatch, library_threads, token_dtype
-from mgpu_pipe.data.text.heldout_split import document_hash, held_out, held_out_groups
+from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.label_rows import Row
 from mgpu_pipe.data.text.prepare_text import tokenise
 from mgpu_pipe.data.text.token_store import TokenStore
@@ -91,80 +90,29 @@ class RowEncoder:
         return ids, len(head) + 1
 
 
-FOLDERS = ("folder", "held_out_folder", "tokenizer_folder")
-
-
 @dataclass(frozen=True, kw_only=True)
-class PreparedRows(Prepared):
-    """Everything a worker needs to load rows of text; a subclass reads them."""
+class PreparedRows(PreparedSplits):
+    """Everything a worker needs to load rows of text, each a document of a token store; a subclass reads them."""
 
-    folder: Path
-    """Token store of the training documents."""
-    held_out_folder: Path
-    """Token store of the held-out documents; the same where a share is held out."""
-    fraction: float
-    """Held-out share; 1 means all of the held-out folder, which is then also the training folder."""
     tokenizer_folder: Path
     padding_token_id: int
     seq_len: int
     """Tokens of a padded row."""
-    train_samples: int
-    held_out_samples: int
-    """Held-out samples; an evaluation takes ``validation_samples`` of them."""
-    validation_samples: int
-    digest: str
-    validation_digest: str
-    unigram_perplexity: float | None = None
-    too_long_samples: int = 0
-    bad_samples: int = 0
     on_too_long: str = "drop"
-
-    @abstractmethod
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
-        """Opens the samples of a nonempty split; ``reopen`` opens them in another process."""
-
-    def open(self, config: RunConfig, split: Split) -> SampleSet:
-        if split == "validation" and not self.held_out_samples:
-            raise ValueError("this data holds nothing out")
-        return self.samples(config, split, partial(self.open, config, split))
-
-    def folder_of(self, split: Split) -> Path:
-        return self.folder if split == "train" else self.held_out_folder
-
-    def documents(self, split: Split) -> NDArray[np.int64]:
-        """Indices of a split's used documents in its folder."""
-        documents = documents_of(self.folder, self.held_out_folder, self.fraction, split)
-        if self.on_too_long != "drop":
-            return documents
-        return documents[~self.long_documents(self.folder_of(split))[documents]]
 
     @abstractmethod
     def long_documents(self, folder: Path) -> NDArray[np.bool_]:
         """Which documents of a folder do not fit, (documents,)."""
 
-    def evaluated_samples(self) -> NDArray[np.int64]:
-        return evaluated_samples(self.held_out_samples, self.validation_samples)
-
-    @property
-    def folders(self) -> list[Path]:
-        """Token stores, each once."""
-        return list(dict.fromkeys((self.folder, self.held_out_folder)))
+    def documents(self, split: Split) -> NDArray[np.int64]:
+        """Indices of a split's used documents in its folder."""
+        folder = self.folder_of(split)
+        chosen = self.in_split(split, TokenStore.open(folder).hashes)
+        return np.flatnonzero(chosen & ~self.long_documents(folder) if self.on_too_long == "drop" else chosen)
 
     def count_long(self) -> int:
         """Number of documents of both splits that do not fit."""
         return sum(int(self.long_documents(folder).sum()) for folder in self.folders)
-
-    def is_here(self) -> bool:
-        return self.folder.exists()
-
-    def as_dict(self) -> dict[str, Any]:
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {"kind": self.kind, **plain}
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        fields = {name: entry for name, entry in value.items() if name != "kind"}
-        return cls(**{**fields, **{name: Path(fields[name]) for name in FOLDERS}})
 
 
 @dataclass(frozen=True)
@@ -198,20 +146,5 @@ def prepare_rows(config: RunConfig, progress: Progress | None = None) -> RowFold
         tokenizer = resolve_tokenizer(config, [(config, source)], cache, report)
         folder = tokenise(config, source, tokenizer, cache, report)
         held_folder = tokenise(held_config, held_source, tokenizer, cache, report) if held_config else folder
-    fraction = float(held_folder == folder) if held_config else data.validation_fraction
+    fraction = held_out_share(data, folder, held_folder)
     return RowFolders(folder, held_folder, fraction, tokenizer.folder, tokenizer.eos_token_id)
-
-
-def documents_of(
-    folder: Path, held_out_folder: Path, fraction: float, split: Split, leaders: NDArray[np.int64] | None = None
-) -> NDArray[np.int64]:
-    """Chooses the documents of a split: all of its folder, or by their hashes.
-
-    Args:
-        leaders: see :func:`held_out_groups`; None without groups.
-    """
-    if held_out_folder != folder or fraction == 1:
-        return np.arange(TokenStore.open(folder if split == "train" else held_out_folder).num_documents)
-    hashes = TokenStore.open(folder).hashes
-    chosen = held_out(hashes, fraction) if leaders is None else held_out_groups(hashes, fraction, leaders)
-    return np.flatnonzero(chosen if split == "validation" else ~chosen)

@@ -1,0 +1,135 @@
+"""Prepared data in one cache folder, a share of which is held out, or in two folders."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
+from mgpu_pipe.data.text.heldout_split import held_out, held_out_groups
+from mgpu_pipe.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSplits(Prepared):
+    """Everything a worker needs to load samples from cache folders; a subclass reads them.
+
+    A function that prepares such data makes it without counts, then adds them by :meth:`with_counts`.
+    """
+
+    folder: Path
+    """Cache folder of the training data."""
+    held_out_folder: Path
+    """Cache folder of the held-out data; the same where a share is held out."""
+    fraction: float
+    """Held-out share; 1 means all of the held-out folder, which is then also the training folder."""
+    train_samples: int = 0
+    held_out_samples: int = 0
+    """Held-out samples; an evaluation takes ``validation_samples`` of them."""
+    validation_samples: int = 0
+    bad_samples: int = 0
+    digest: str = ""
+    validation_digest: str = ""
+    told: str = ""
+    too_long_samples: int = 0
+    on_too_long: str = ""
+    tokenizer_folder: Path | None = None
+    unigram_perplexity: float | None = None
+
+    @abstractmethod
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+        """Opens the samples of a nonempty split; ``reopen`` opens them in another process."""
+
+    def open(self, config: RunConfig, split: Split) -> SampleSet:
+        if split == "validation" and not self.held_out_samples:
+            raise ValueError("this data holds nothing out")
+        return self.samples(config, split, partial(self.open, config, split))
+
+    def folder_of(self, split: Split) -> Path:
+        return self.folder if split == "train" else self.held_out_folder
+
+    @property
+    def folders(self) -> list[Path]:
+        """Cache folders of both splits, each once."""
+        return list(dict.fromkeys((self.folder, self.held_out_folder)))
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the held-out data has its own folder."""
+        return self.held_out_folder != self.folder
+
+    def in_split(
+        self, split: Split, hashes: NDArray[np.uint64], leaders: NDArray[np.int64] | None = None
+    ) -> NDArray[np.bool_]:
+        """Which items of a split's folder belong to the split, (items,).
+
+        Args:
+            hashes: of the items of the folder, (items,).
+            leaders: see :func:`held_out_groups`; None without groups.
+        """
+        if self.is_apart or self.fraction == 1:
+            return np.ones(len(hashes), np.bool_)
+        chosen = held_out(hashes, self.fraction) if leaders is None else held_out_groups(hashes, self.fraction, leaders)
+        return chosen if split == "validation" else ~chosen
+
+    def with_counts(self, config: RunConfig, train: int, held_out: int, reason: str = "", **facts: Any) -> Self:
+        """Adds the numbers of training and held-out samples, and other fields.
+
+        Args:
+            reason: why there may be nothing to train on.
+
+        Raises:
+            DataError: there is no training sample.
+        """
+        data = config.data
+        if not train:
+            why = f": {reason}" if reason else ""
+            raise DataError(f"data.source={data.source}: there is nothing to train on{why}")
+        evaluated = min(held_out, data.validation_max_samples or held_out)
+        counts: dict[str, Any] = {"train_samples": train, "held_out_samples": held_out, "validation_samples": evaluated}
+        return replace(self, **counts, **facts)
+
+    def evaluated_samples(self) -> NDArray[np.int64]:
+        return evaluated_samples(self.held_out_samples, self.validation_samples)
+
+    def is_here(self) -> bool:
+        return all(value.exists() for value in vars(self).values() if isinstance(value, Path))
+
+    def as_dict(self) -> dict[str, Any]:
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return {"kind": self.kind, **plain}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        known = {name: entry for name, entry in value.items() if name != "kind"}
+        paths = [field.name for field in fields(cls) if "Path" in str(field.type) and known.get(field.name) is not None]
+        return cls(**{**known, **{name: Path(known[name]) for name in paths}})
+
+
+def held_out_share(data: DataConfig, folder: Path, held_out_folder: Path) -> float:
+    """Share of the held-out folder that is held out, as :attr:`PreparedSplits.fraction` defines it."""
+    return float(held_out_folder == folder) if data.validation_paths else data.validation_fraction
+
+
+def majority_accuracy(train: NDArray[np.int64], held_labels: NDArray[np.int64], config: RunConfig) -> float | None:
+    """Accuracy of always predicting the most frequent training class on the evaluated samples; None without any.
+
+    Args:
+        train: class of each training sample, (samples,).
+        held_labels: class of each held-out sample, (held-out samples,).
+    """
+    available = len(held_labels)
+    evaluated = min(available, config.data.validation_max_samples or available)
+    if not evaluated:
+        return None
+    chosen = held_labels[evaluated_samples(available, evaluated)]
+    return float((chosen == np.bincount(train).argmax()).mean())
