@@ -23,8 +23,8 @@ NAMES = frozenset(
 """Participles that say what happened and not what a thing is, and words that name nothing."""
 STORED = frozenset(
     {
-        *("prepare_audio.told", "prepare_chats.shown", "prepare_chats.told", "samples.told", "mixed_samples.told"),
-        *("preferences.told", "prepare_text.told", "listing.begun", "point.begun", "memory_use.held", "rank_times.own"),
+        *("prepared_splits.told", "prepare_chats.shown", "samples.told", "mixed_samples.told", "prepare_text.told"),
+        *("listing.begun", "point.begun", "memory_use.held", "rank_times.own"),
     }
 )
 """Fields whose names stand in the files of runs, by ``file.field``."""

@@ -30,7 +30,7 @@ def calibrate(words: list[str]) -> int:
     def job(composition: Composition) -> int:
         from mgpu_pipe.checks.sizes import range_errors
         from mgpu_pipe.errors import ConfigErrors
-        from mgpu_pipe.launch.calibrate import measure
+        from mgpu_pipe.launch.measure import measure_hardware
         from mgpu_pipe.planning.calibration import profile_text
         from mgpu_pipe.planning.hardware_profile import read_profile
         from mgpu_pipe.system.local_files import replace_file
@@ -39,7 +39,7 @@ def calibrate(words: list[str]) -> int:
         if errors:
             raise ConfigErrors(errors)
         _refuse_other_file(file)
-        measured = measure(composition.config)
+        measured = measure_hardware(composition.config)
         _print(measured)
         text = profile_text(measured)
         read_profile(text, str(file), OUT)

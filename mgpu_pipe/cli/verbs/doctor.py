@@ -64,9 +64,12 @@ def doctor(words: list[str]) -> int:
 
     def links(composition: Composition) -> int:
         config = checked(composition)
-        from mgpu_pipe.launch.links import measure
+        from mgpu_pipe.launch.measure import measure_links
+        from mgpu_pipe.report.measurements import show_links
 
-        return measure(config)
+        if table := measure_links(config):
+            show_links(table, config)
+        return EXIT_OK
 
     asks_links = words[:1] == [LINKS]
     return composed("doctor [links]", DESCRIPTION, words[1:] if asks_links else words, links if asks_links else job)

@@ -1,4 +1,4 @@
-"""Worker that measures its links: ``python -m mgpu_pipe.launch.links_worker <folder>``, or a joined rank."""
+"""Worker that measures: ``python -m mgpu_pipe.launch.measure_worker <folder> hardware|links``, or a joined rank."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import EXIT_OK
 from mgpu_pipe.launch.worker import leave_error
-from mgpu_pipe.report.measurements import show_links as show
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.process_end import Lifeline, exit_now
 
@@ -23,12 +21,13 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from mgpu_pipe.launch.distributed import World
-    from mgpu_pipe.training.profiling.link_table import Link
 
-FOUND = "links.json"
+HARDWARE, LINKS = "hardware", "links"
+"""Subjects of a measurement."""
+RESULT = "measured.json"
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, subject: str) -> None:
     """Measure as one worker; an error is written for the supervisor and ends the process."""
     lifeline = Lifeline.attach(os.environ)
     from mgpu_pipe.config.freeze import load
@@ -39,15 +38,15 @@ def main(folder: Path) -> None:
         if lifeline is not None:
             lifeline.wait_for_go()
         config = load(paths.config)
-        links = _measured(world, launcher_store(world, config.launch.collective_timeout), config)
+        result = _measure(config, world, launcher_store(world, config.launch.collective_timeout), subject)
         if world.rank == 0:
-            replace_file(paths.root / FOUND, json.dumps([asdict(link) for link in links]))
+            replace_file(folder / RESULT, json.dumps(result))
     except BaseException as error:
         leave_error(paths, error, world.rank)
 
 
-def measure_joined(config: RunConfig, joined: Mapping[str, str]) -> int:
-    """Measure as a rank of the joined world; rank 0 prints."""
+def measure_joined(config: RunConfig, joined: Mapping[str, str], subject: str) -> Any:
+    """Measure as a rank of the joined world; the result on rank 0, None on others."""
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.launch.join import check_world, rendezvous
     from mgpu_pipe.launch.workers import worker_environment
@@ -56,23 +55,26 @@ def measure_joined(config: RunConfig, joined: Mapping[str, str]) -> int:
     world = World.from_environment(os.environ)
     check_world(config, world)
     os.environ.update(worker_environment(1, one_host=world.local_world_size == world.world_size))
-    links = _measured(world, rendezvous(config), config)
-    if world.rank == 0:
-        show(links, config)
-    return EXIT_OK
+    result = _measure(config, world, rendezvous(config), subject)
+    return result if world.rank == 0 else None
 
 
-def _measured(world: World, store: Store, config: RunConfig) -> list[Link]:
+def _measure(config: RunConfig, world: World, store: Store, subject: str) -> Any:
+    """JSON of what this rank measures together with all others."""
     import torch
 
     from mgpu_pipe.launch.distributed import process_group
+    from mgpu_pipe.training.profiling.measure_hardware import measure_hardware
     from mgpu_pipe.training.profiling.measure_links import measure_links
 
     kind = device_type(config)
     with process_group(world, store, kind, config.launch.collective_timeout):
-        return measure_links(torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu"))
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+        if subject == LINKS:
+            return [asdict(link) for link in measure_links(device)]
+        return asdict(measure_hardware(device))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
     exit_now(0)
