@@ -49,6 +49,7 @@ LONG = tuple(
         "reference/checkpoint_format",
         "guides/own_text",
         "guides/planning",
+        "guides/serving",
         "guides/own_hardware",
         "guides/preferences",
         "guides/evaluation",

@@ -12,7 +12,7 @@ from mgpu_pipe.system.local_files import exists
 
 COMPARISON = "comparison.html"
 """A report of several runs."""
-CACHE_CONTENT = {"fingerprints", "tokenizers", "tokens", "extensions", "configurations", "compiled"}
+CACHE_CONTENT = {"fingerprints", "tokenizers", "tokens", "extensions", "configurations", "compiled", "served"}
 """Names of everything in the folder of cached data."""
 
 

@@ -67,12 +67,16 @@ def run(command: str, cwd: Path, environment: Mapping[str, str]) -> subprocess.C
     program, *words = shlex.split(command)
     if program == "mgpu-pipe":
         trains = words[0] not in {*verb_names(), "--help"}
+        if words[0] == "serve" and "--print" not in words:
+            words += ["--port", "0", "--check"]
         short = SHORT[1:] if "objective=vision_language" in words else SHORT  # pictures have their places
         return run_program([*words, *(short if trains else [])], cwd, environment, 300)
     if program == "torchrun":
         arguments = ["-m", "torch.distributed.run", *words, *SHORT]
     elif program == "pip":
-        assert words[0] == "install" and words[1].startswith("./"), command
+        assert words[0] == "install", command
+        if not words[1].startswith("./"):  # an extra, which the tests have
+            return subprocess.CompletedProcess(command, 0, "", "")
         (cwd / "site").mkdir(exist_ok=True)
         arguments = [
             "-m",

@@ -84,6 +84,17 @@ def need_trackio() -> None:
     _need_module("trackio", "runs of Trackio need it: pip install trackio")
 
 
+def need_server() -> None:
+    """Skip where what the embedded server is built on is not installed."""
+    for package in ("starlette", "uvicorn"):
+        _need_module(package, f"the embedded server needs {package}: pip install {package}")
+
+
+def need_openai() -> None:
+    """Skip where OpenAI's client is not installed."""
+    _need_module("openai", "the server's oracle is OpenAI's client: pip install openai")
+
+
 def _need(missing: Sequence[Exception]) -> None:
     if missing:
         pytest.skip("; ".join(map(str, missing)))

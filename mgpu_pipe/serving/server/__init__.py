@@ -1,0 +1,1 @@
+"""The embedded server: OpenAI's interface to one model, on Starlette and uvicorn."""

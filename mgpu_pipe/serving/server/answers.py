@@ -1,0 +1,209 @@
+"""Generates the answers of the embedded server: one at a time, in the order of their requests, streamed by pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NoReturn
+
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
+from mgpu_pipe.errors import BadInputError, one_line
+from mgpu_pipe.inference.generation import end_tokens, generate_text
+from mgpu_pipe.serving.server.requests import AnswerRequest, RequestError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from mgpu_pipe.inference.open import LoadedRun
+
+INCOMPLETE = "\ufffd"
+"""Ends a text whose last character lacks bytes."""
+MAX_TOKENS = 4096
+"""Tokens of an answer where neither the request nor the model's context limits them."""
+NEIGHBOURS = 16
+"""Last tokens of a prompt that are decoded with its continuation."""
+MAX_WAITING = 64
+"""Requests in progress; further ones are refused until one ends."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of an answer.
+
+    Attributes:
+        text: the new text.
+        finish_reason: of the last piece: ``stop`` or ``length``; None before.
+        prompt_tokens, answer_tokens: numbers of tokens so far.
+    """
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int
+    answer_tokens: int
+
+
+class AnswerEnded(Exception):
+    """Leaves the generation of an answer that a stop string ended, or that nobody waits for."""
+
+
+class PieceStreamer:
+    """transformers' streamer of one answer: turns token ids into pieces of text, and ends at stop strings.
+
+    Args:
+        send: takes each piece.
+        lead: the chat template's text before an answer; it is not part of it.
+        ends: token ids that end an answer.
+        stops: texts that end an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        send: Callable[[Piece], None],
+        cancelled: threading.Event,
+        lead: str,
+        ends: Sequence[int],
+        stops: Sequence[str],
+        is_chat: bool,
+    ) -> None:
+        self._tokenizer, self._send, self._cancelled = tokenizer, send, cancelled
+        self._lead, self._ends, self._stops, self._is_chat = lead, ends, stops, is_chat
+        self._prompt: list[int] | None = None
+        self._before = ""
+        self._ids: list[int] = []
+        self._sent = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the ids of the prompt, then those of each step."""
+        ids = value.reshape(-1).tolist()
+        if self._cancelled.is_set():
+            raise AnswerEnded
+        if self._prompt is None:
+            self._prompt = ids
+            self._before = "" if self._is_chat else self._decode([])
+            return
+        self._ids += ids
+        text = self._text()
+        cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        if cut is not None:
+            self._piece(text[:cut], "stop")
+            raise AnswerEnded
+        withheld = 0 if self._stops == () else max(_overlap(text, stop) for stop in self._stops)
+        self._piece(text[: len(text) - withheld].rstrip(INCOMPLETE), None)
+
+    def end(self) -> None:
+        """Send the last piece."""
+        ended = bool(self._ids) and self._ids[-1] in self._ends
+        self._piece(self._text(), "stop" if ended else "length")
+
+    def _decode(self, new: list[int]) -> str:
+        before = (self._prompt or [])[-NEIGHBOURS:]
+        return str(self._tokenizer.decode([*before, *new], skip_special_tokens=True))
+
+    def _text(self) -> str:
+        """The answer so far. Without the prompt, decoding would lose the space before a continuation's first word."""
+        new = self._ids[:-1] if self._ids and self._ids[-1] in self._ends else self._ids
+        if not self._is_chat:
+            text = self._decode(new)
+            if text.startswith(self._before):
+                return text[len(self._before) :]
+        return str(self._tokenizer.decode(new, skip_special_tokens=True)).removeprefix(self._lead)
+
+    def _piece(self, text: str, finish_reason: str | None) -> None:
+        if self._lead.startswith(text) and finish_reason is None:
+            return  # the lead may be what began
+        new, self._sent = text[self._sent :], max(self._sent, len(text))
+        if new or finish_reason is not None:
+            self._send(Piece(new, finish_reason, len(self._prompt or []), len(self._ids)))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest beginning of ``stop`` with which ``text`` ends."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request in the queue, where its pieces or its error go, and whether somebody still waits for them."""
+
+    request: AnswerRequest
+    send: Callable[[Piece | RequestError], None]
+    cancelled: threading.Event
+
+
+class Answerer:
+    """The model of a server. The main thread computes, as chat templates are bounded by a signal; others ask."""
+
+    def __init__(self, run: LoadedRun) -> None:
+        self._run, self._tokenizer = run, run.tokenizer()
+        self._chat = None if run.tokenizer_folder is None else chat_of(run.tokenizer_folder)
+        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._waiting = 0
+
+    async def answer(self, request: AnswerRequest) -> AsyncIterator[Piece]:
+        """The pieces of an answer; closing the iterator ends its generation at the next token.
+
+        Raises:
+            RequestError: the server is busy, the prompt fills the context, or the model has no chat template.
+        """
+        if request.is_chat and self._chat is None:
+            raise RequestError("messages: the model has no chat template; use /v1/completions", "messages")
+        if self._waiting >= MAX_WAITING:
+            raise RequestError(f"{MAX_WAITING} requests are in progress; try again later", None, 429, "busy")
+        loop, cancelled = asyncio.get_running_loop(), threading.Event()
+        pieces: asyncio.Queue[Piece | RequestError] = asyncio.Queue()
+
+        def send(item: Piece | RequestError) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, item)
+
+        self._waiting += 1
+        self._jobs.put(Job(request, send, cancelled))
+        try:
+            while True:
+                item = await pieces.get()
+                if isinstance(item, RequestError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+        finally:
+            self._waiting -= 1
+            cancelled.set()
+
+    def work(self) -> NoReturn:
+        """Compute answers, one after the other, in the main thread."""
+        while True:
+            job = self._jobs.get()
+            field = "messages" if job.request.is_chat else "prompt"
+            try:
+                if not job.cancelled.is_set():
+                    self._generate(job)
+            except AnswerEnded:
+                continue
+            except BadInputError as error:
+                job.send(RequestError(one_line(error), field))
+            except Exception as error:  # the next requests are answered all the same
+                job.send(RequestError(f"the generation failed: {one_line(error)}", None, 500))
+
+    def _generate(self, job: Job) -> None:
+        request = job.request
+        chat = self._chat if request.is_chat else None
+        lead, ends = "" if chat is None else chat.lead(), end_tokens(self._tokenizer, chat)
+        streamer = PieceStreamer(self._tokenizer, job.send, job.cancelled, lead, ends, request.stops, request.is_chat)
+        generate_text(
+            self._run.model,
+            self._tokenizer,
+            [request.prompt],
+            chat=chat,
+            max_new_tokens=request.max_tokens or MAX_TOKENS,
+            temperature=request.temperature,
+            top_k=None,
+            top_p=request.top_p,
+            seed=secrets.randbits(32) if request.seed is None else request.seed,
+            streamer=streamer,  # type: ignore[arg-type]
+        )
