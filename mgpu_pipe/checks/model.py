@@ -115,6 +115,7 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
 
 def check_model(config: RunConfig) -> None:
     from mgpu_pipe.data.text.tokenizer_folder import existing_file
+    from mgpu_pipe.models.activations import check_activations
     from mgpu_pipe.models.fields import ModelClassError, check_model_config
     from mgpu_pipe.models.reached_fields import check_reached
     from mgpu_pipe.models.weights.folder import (
@@ -147,6 +148,7 @@ def check_model(config: RunConfig) -> None:
         check_model_config(model, objective.model_class)
     except ModelClassError as error:
         raise ConfigError(error.key, error.value, model_fix(config, error.fix), error.reason) from error
+    check_activations(model)
     check_reached(model)
 
 
@@ -300,11 +302,10 @@ def check_names(config: RunConfig) -> None:
     If a tower's features are cached, refuse trained parameters in it.
     """
     from mgpu_pipe.models.activations import unknown_activations
-    from mgpu_pipe.models.fields import given_fields
 
     caches_features = getattr(config.data, "cache_features", False)
     names_parts = config.model.freeze or config.peft.name != "none" or config.optimizer.groups or caches_features
-    if names_parts or any(unknown_activations(given_fields(config.model))):
+    if names_parts or unknown_activations(config.model):
         from mgpu_pipe.models.build import run_model
         from mgpu_pipe.optim.groups import treatments
 

@@ -6,6 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mgpu_pipe.architectures.config_source import modeling_source
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.config.suggest import choose_from
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.fields import given_fields, part_type
+
 KNOWN = frozenset(
     (
         *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python", "gelu_python_tanh"),
@@ -18,10 +24,38 @@ _NAMES_ONE = re.compile(r"(^|_)(act|activation)(_fn|_function)?$|^hidden_mamba_a
 """Fields that name an activation function."""
 
 
-def unknown_activations(fields: Mapping[str, Any], within: str = "model.config") -> Iterator[tuple[str, str]]:
+def check_activations(model: ModelConfig) -> None:
+    """Raise for an unknown activation function that the family's source takes from transformers' table alone.
+
+    It imports neither torch nor transformers. What another family takes, a built model tells.
+
+    Raises:
+        ConfigError: the field, with the nearest known name.
+    """
+    fields = given_fields(model)
+    for key, name, model_type in _unknown(fields, str(fields.get("model_type", model.type)), "model.config"):
+        field, source = key.rpartition(".")[2], "\n".join(modeling_source(model_type) or ())
+        takes_others = re.search(rf"\.{field}\s*(==|!=|in\b|not in\b)", source)
+        if re.search(rf"ACT2FN\[\s*(self\.)?config\.{field}\s*\]", source) and not takes_others:
+            raise refused_activation(key, name)
+
+
+def unknown_activations(model: ModelConfig) -> list[tuple[str, str]]:
     """Key and value of each field, parts of the model included, that names none of :data:`KNOWN`."""
+    fields = given_fields(model)
+    unknown = _unknown(fields, str(fields.get("model_type", model.type)), "model.config")
+    return [(key, name) for key, name, _ in unknown]
+
+
+def refused_activation(key: str, name: str) -> ConfigError:
+    """Error of a field that names no activation function of transformers."""
+    return ConfigError(key, name, choose_from(name, sorted(KNOWN)), "transformers has no such activation function")
+
+
+def _unknown(fields: Mapping[str, Any], model_type: str, within: str) -> Iterator[tuple[str, str, str]]:
+    """Key, value and model type of each field that names no known activation function."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and name.endswith("_config"):
-            yield from unknown_activations(value, f"{within}.{name}")
+            yield from _unknown(value, part_type(model_type, name, value), f"{within}.{name}")
         elif isinstance(value, str) and _NAMES_ONE.search(name) and value not in KNOWN:
-            yield f"{within}.{name}", value
+            yield f"{within}.{name}", value, model_type

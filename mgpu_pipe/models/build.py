@@ -12,9 +12,8 @@ from torch import nn
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.activations import KNOWN, unknown_activations
+from mgpu_pipe.models.activations import refused_activation, unknown_activations
 from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
 from mgpu_pipe.models.adapters.qlora import pack, packed_weight
 from mgpu_pipe.models.fields import HEADLESS, builder_of, check_model_config, class_of_folder, given_fields
@@ -222,10 +221,9 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
 
 
 def _refused(model: ModelConfig, error: Exception) -> ConfigError:
-    for key, name in unknown_activations(given_fields(model)):
+    for key, name in unknown_activations(model):
         if isinstance(error, LookupError) and name in str(error):
-            fix = choose_from(name, sorted(KNOWN))
-            return ConfigError(key, name, fix, "transformers has no such activation function")
+            return refused_activation(key, name)
     key, value = ("model.type", model.type) if model.path is None else ("model.path", model.path)
     return ConfigError(
         key, value, "change model.config", f"transformers refuses this configuration: {first_line(error)}"

@@ -98,7 +98,7 @@ def test_fields_that_pass_are_taken_by_the_class() -> None:
 
 def test_what_only_transformers_can_refuse_is_one_line_too() -> None:
     with pytest.raises(ConfigErrors.__mro__[1], match="refuses") as caught:
-        build_meta(ModelConfig(type="llama", config={"hidden_act": "no_such_act", "num_hidden_layers": 1}))
+        build_meta(ModelConfig(type="llama", config={"pad_token_id": 99_999_999, "num_hidden_layers": 1}))
     assert "\n" not in str(caught.value)
 
 
