@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 from mgpu_pipe.system.joined_world import joined_processes
 from mgpu_pipe.system.local_files import exists, is_folder, name_problem, shortened
+from mgpu_pipe.system.machine_errors import creation_problem
 
 
 def base_run_errors(config: RunConfig) -> list[ConfigError]:
@@ -94,12 +94,7 @@ def _writing_problem(folder: Path) -> str:
         return f"{existing} is a file"
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{existing} cannot be written"
-    if existing != folder:
-        try:
-            os.rmdir(tempfile.mkdtemp(prefix=".", dir=existing))  # permissions alone do not tell: /proc, a full disk
-        except OSError as error:
-            return f"no folder can be made in {existing} ({error.strerror})"
-    return ""
+    return creation_problem(existing) if existing != folder else ""
 
 
 def joined() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
+from pathlib import Path
 
 FIXES = {
     errno.ENAMETOOLONG: "shorten the path",
@@ -32,3 +34,15 @@ def fix_of_writing(why: str, otherwise: str) -> str:
         otherwise: for any error but the limit of the size of files, which no other folder and no free space mends.
     """
     return FIXES[errno.EFBIG] if os.strerror(errno.EFBIG) in why else otherwise
+
+
+def creation_problem(folder: Path) -> str:
+    """Reason why nothing can be made in a folder that is there; empty if something can.
+
+    It makes a folder and removes it: permissions do not tell of ``/proc``, a quota or a full disk.
+    """
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".", dir=folder))
+    except OSError as error:
+        return f"no folder can be made in {folder} ({error.strerror})"
+    return ""

@@ -97,6 +97,7 @@ def test_fp32_moves_twice_the_bytes() -> None:
         (["--out", "mine.txt"], r"^--out=mine.txt: a profile is a YAML file; name it like calibrated.yaml"),
         (["--out"], r"^--out=: a profile is a YAML file"),
         (["--out=nowhere/mine.yaml"], r"^--out=nowhere/mine.yaml: there is no folder nowhere"),
+        (["--out=/proc/mine.yaml"], r"^--out=/proc/mine.yaml: no folder can be made in /proc"),
         (["trainer.num_nodes=2"], r"^trainer.num_nodes=2: one node's processes are measured"),
         (["trainer.devices=0"], r"^trainer.devices=0: use a number of at least 1"),
     ],

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.errors import EXIT_OK, ConfigError, print_line
+from mgpu_pipe.system.machine_errors import creation_problem
 
 if TYPE_CHECKING:
     from mgpu_pipe.config.hydra.compose import Composition
@@ -54,7 +55,7 @@ def _split_file(words: list[str]) -> tuple[Path, list[str]]:
     """The profile's file, and the other words.
 
     Raises:
-        ConfigError: no YAML file, or a folder that is not there.
+        ConfigError: no YAML file, or a folder that is not there or cannot be written.
     """
     rest, name = list(words), USUAL
     for at, word in enumerate(words):
@@ -66,6 +67,8 @@ def _split_file(words: list[str]) -> tuple[Path, list[str]]:
         raise ConfigError(OUT, name, f"name it like {USUAL}", "a profile is a YAML file")
     if not file.parent.is_dir():
         raise ConfigError(OUT, name, "make the folder, or name another", f"there is no folder {file.parent}")
+    if problem := creation_problem(file.parent):
+        raise ConfigError(OUT, name, "name a file in another folder", problem)
     return file, rest
 
 

@@ -173,6 +173,9 @@ def check_overrides(
         elif override.is_sweep_override() and not multirun:
             fix = "add -m for one run each, or write a list as [a,b] and a text as '\"a,b\"'"
             errors.append(ConfigError(override.key_or_group, _value_text(override), fix, "several values"))
+        elif _stands_still(override):
+            fix, reason = "use a step above or below 0", "the range has a step of 0"
+            errors.append(ConfigError(override.key_or_group, _value_text(override), fix, reason))
         elif _length_of_range(override) > MOST_VALUES:
             fix, reason = f"use at most {MOST_VALUES:,}", "the range has too many values"
             errors.append(ConfigError(override.key_or_group, _value_text(override), fix, reason))
@@ -206,6 +209,12 @@ def _leaves(parser: OverridesParser, argument: str) -> Iterator[str]:
     for name, value in override.value().items():  # type: ignore[union-attr]
         text = dataclasses.replace(override, _value=value).get_value_element_as_str()
         yield from _leaves(parser, f"{key}.{name}={text}")
+
+
+def _stands_still(override: Override) -> bool:
+    """Whether an override is ``range(...)`` with a step of 0."""
+    value = override.value()
+    return isinstance(value, RangeSweep) and value.step == 0
 
 
 def _length_of_range(override: Override) -> int:
