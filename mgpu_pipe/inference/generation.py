@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from mgpu_pipe.data.text.encode import TurnEncoder
 from mgpu_pipe.data.text.tokenizer_folder import chat_of, check_tokenizer, json_file, refuse_library_errors
 from mgpu_pipe.errors import BadInputError, print_text
+from mgpu_pipe.inference.sampling import RowSampling, Sampling
 from mgpu_pipe.models.rotary import length_at_hand
 from mgpu_pipe.models.weights.model_files import GENERATION
 from mgpu_pipe.system.local_files import is_file
@@ -68,27 +69,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Choice of the next token, see :func:`generate_text`."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-
-    def settings(self) -> dict[str, Any]:
-        """Fields of transformers' ``GenerationConfig``."""
-        if self.temperature > 0:
-            return {
-                "do_sample": True,
-                "temperature": self.temperature,
-                "top_k": self.top_k or 0,
-                "top_p": self.top_p or 1.0,
-            }
-        return {"do_sample": False}
-
-
 def generate_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | Path,
@@ -137,35 +117,33 @@ def generate_text(
         temperature = 0.0 if is_encoder_decoder else 0.8
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p)
     device, end_ids = next(model.parameters()).device, end_tokens(tokenizer, chat)
-    with _generation_mode(model, forward, device):
+    with generation_mode(model, forward):
         token_ids = [encode(tokenizer, prompt, chat) for prompt in prompts]
         token_ids = token_ids if visuals is None else [visuals.expand(ids) for ids in token_ids]
         continuations = []
         for first in range(0, len(token_ids), batch_size):
             batch = token_ids[first : first + batch_size]
-            continuations += _generate_batch(
+            torch.manual_seed(seed + first)
+            continuations += continue_batch(
                 model,
                 tokenizer,
                 batch,
                 sampling,
-                seed + first,
-                together,
-                use_cache=forward is None,
-                end_ids=end_ids,
+                end_ids,
                 is_answer=chat is not None,
+                together=together,
+                use_cache=forward is None,
                 streamer=streamer,
-                visual_inputs={} if visuals is None else visuals.inputs(batch, device),
+                visual_inputs=None if visuals is None else visuals.inputs(batch, device),
             )
         lead = "" if chat is None else chat.lead()
-        return [text.removeprefix(lead) for text in continuations]
+        return [answer.text.removeprefix(lead) for answer in continuations]
 
 
 @contextmanager
-def _generation_mode(
-    model: PreTrainedModel, forward: Callable[..., Any] | None, device: torch.device
-) -> Iterator[None]:
+def generation_mode(model: PreTrainedModel, forward: Callable[..., Any] | None = None) -> Iterator[None]:
     """Evaluation without gradients, by ``forward`` if given; the mode and the random state come back."""
-    was_training = model.training
+    was_training, device = model.training, next(model.parameters()).device
     model.eval()
     try:
         with (
@@ -214,19 +192,45 @@ def _forward_in_place(model: PreTrainedModel, forward: Callable[..., Any] | None
         restore()
 
 
-def _generate_batch(
+@dataclass(frozen=True)
+class Answer:
+    """A continuation, without its prompt.
+
+    Attributes:
+        num_tokens: its new tokens, without the one that ended it.
+        is_ended: whether an end token ended it, and not the limit of tokens.
+    """
+
+    text: str
+    num_tokens: int
+    is_ended: bool
+
+
+def continue_batch(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     token_ids: list[list[int]],
     sampling: Sampling,
-    seed: int,
-    together: bool,
-    use_cache: bool,
     end_ids: list[int],
+    *,
     is_answer: bool,
-    streamer: BaseStreamer | None,
-    visual_inputs: Mapping[str, torch.Tensor],
-) -> list[str]:
+    row_seeds: Sequence[int] | None = None,
+    together: bool = False,
+    use_cache: bool = True,
+    streamer: BaseStreamer | None = None,
+    visual_inputs: Mapping[str, torch.Tensor] | None = None,
+) -> list[Answer]:
+    """The continuations of prompts that go through the model together, inside :func:`generation_mode`.
+
+    Args:
+        end_ids: tokens that end a text.
+        is_answer: whether a continuation stands by itself.
+        row_seeds: seeds of the draws of each prompt; None draws from the process's random state.
+        together: see :func:`generate_text`.
+
+    Raises:
+        BadInputError: the longest prompt fills the model's context.
+    """
     from transformers.modeling_outputs import BaseModelOutput
 
     is_encoder_decoder, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
@@ -235,8 +239,12 @@ def _generate_batch(
             ids if ids[-1] == end else [*ids, int(end)] for ids in token_ids
         ]  # sources end like this in training
     longest, filler = max(map(len, token_ids)), end if end is not None else 0
+    start = 1 if is_encoder_decoder else longest
+    processors = []
+    if row_seeds is not None and sampling.temperature > 0:
+        processors = [RowSampling(sampling, row_seeds, start)]
+        sampling = replace(sampling, temperature=0.0)
     settings = _generation_config(model, sampling, longest, end_ids, filler, use_cache)
-    torch.manual_seed(seed)
     inputs, mask = _padded_left(token_ids, filler, next(model.parameters()).device)
     encoded = (
         {"encoder_outputs": BaseModelOutput(inputs[..., None].float())} if is_encoder_decoder and not use_cache else {}
@@ -247,13 +255,19 @@ def _generate_batch(
         attention_mask=mask.long(),
         synced_gpus=together,
         streamer=streamer,
+        logits_processor=processors,
         **encoded,
-        **visual_inputs,
+        **(visual_inputs or {}),
     )
-    if is_encoder_decoder:
-        return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in output]
-    new = [_cut_at_end(row[longest:], end_ids) for row in output.tolist()]
-    return [_decode_answer(tokenizer, ids, row, is_answer) for ids, row in zip(token_ids, new, strict=True)]
+    answers = []
+    for ids, row in zip(token_ids, output[:, start:].tolist(), strict=True):
+        new = _cut_at_end(row, end_ids)
+        if is_encoder_decoder:
+            text = str(tokenizer.decode(row, skip_special_tokens=True))
+        else:
+            text = _decode_answer(tokenizer, ids, new, is_answer)
+        answers.append(Answer(text, len(new), len(new) < len(row)))
+    return answers
 
 
 def _generation_config(

@@ -63,7 +63,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
         BadInputError: a wrong argument.
     """
     words, root = split_root(argv)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_intermixed_args(words)  # overrides may follow options
     first = arguments.folder
     if first is not None and "overrides" in arguments and "=" in str(first) and not exists(first):
         arguments.overrides = [str(first), *arguments.overrides]

@@ -114,7 +114,7 @@ def train_in(
     if device_type(config) == "cuda":
         keep_traces_in(paths.logs)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    live = _live_stream() if world.rank == 0 else None
+    live = live_stream() if world.rank == 0 else None
     with process_group(world, store, device_type(config), config.launch.collective_timeout):
         usual, sys.stderr = sys.stderr, live or sys.stderr
         try:
@@ -229,7 +229,7 @@ def _set_up_streams() -> None:
         os.set_inheritable(int(fd), False)
 
 
-def _live_stream() -> TextIO | None:
+def live_stream() -> TextIO | None:
     """Stream for progress, created after the imports so that libraries' log handlers keep the log."""
     if LIVE_FD not in os.environ:
         return None

@@ -36,12 +36,18 @@ class Progress:
             width is then ``COLUMNS``.
         stream: where to write; stderr by default.
         run_name: shown before the bar.
+        unit: what is counted, in the singular.
     """
 
     def __init__(
-        self, total_steps: int, mode: Mode = "auto", stream: TextIO | None = None, run_name: str = "training"
+        self,
+        total_steps: int,
+        mode: Mode = "auto",
+        stream: TextIO | None = None,
+        run_name: str = "training",
+        unit: str = "step",
     ) -> None:
-        self.total_steps, self.run_name = total_steps, run_name
+        self.total_steps, self.run_name, self.unit = total_steps, run_name, unit
         self.stream = sys.stderr if stream is None else stream
         self.mode: Mode = _choose(self.stream) if mode == "auto" else mode
         self._bar: RichProgress | None = None
@@ -143,7 +149,7 @@ class Progress:
     def _line(self) -> str:
         share = 100 * self._step // max(1, self.total_steps)
         elapsed = _clock(time.monotonic() - self._started)
-        head = f"step {self._step}/{self.total_steps} ({share}%)"
+        head = f"{self.unit} {self._step}/{self.total_steps} ({share}%)"
         parts = (head, self._facts("  "), f"elapsed {elapsed}", f"left {self._left()}")
         return "  ".join(part for part in parts if part)
 

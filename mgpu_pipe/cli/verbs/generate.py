@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import non_negative, positive_int, share
+from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line, print_text
+from mgpu_pipe.inference.batch.settings import BATCH_SIZE, BatchSettings
 from mgpu_pipe.inference.model_arguments import (
     add_device_argument,
     add_visual_arguments,
@@ -16,13 +20,14 @@ from mgpu_pipe.inference.model_arguments import (
     find_inputs,
     open_run,
     parse_arguments,
+    resolve_device,
 )
 
 
 def generate(argv: Sequence[str]) -> int:
     """``mgpu-pipe generate [FOLDER] --prompt TEXT``: continues each prompt; prints prompt and continuation.
 
-    A model that was trained on conversations answers it.
+    A model that was trained on conversations answers it. ``--input FILE --output FILE`` answers a file of prompts.
     """
     parser = build_parser("generate", "Continue prompts.")
     parser.add_argument(
@@ -42,10 +47,73 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--raw", action="store_true", help="continue the prompt, also where the model has a chat template"
     )
+    parser.add_argument("--input", type=Path, metavar="FILE", help="prompts to answer, one JSON object a line")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="answers to --input, one a line in their order")
+    parser.add_argument(
+        "--batch-size",
+        type=positive_int,
+        metavar="N",
+        help=f"prompts of --input in a forward pass; default {BATCH_SIZE}",
+    )
+    parser.add_argument("--on-bad-row", choices=["refuse", "skip"], help="for rows of --input; default refuse")
     add_visual_arguments(parser)
     add_device_argument(parser)
-    _generate(parse_arguments(parser, argv))
+    help_text = "with --input: trainer.devices, trainer.num_nodes, trainer.accelerator or launch.* to answer with"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
+    arguments = parse_arguments(parser, argv)
+    _check_file_arguments(arguments)
+    if arguments.input is not None:
+        return _answer_file(arguments)
+    _generate(arguments)
     return EXIT_OK
+
+
+def _check_file_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse options that belong to ``--input`` without it, and options that do not go with it."""
+    has_file = arguments.input is not None
+    names = ("prompt", "image", "video") if has_file else ("output", "batch_size", "on_bad_row", "overrides")
+    for name in names:
+        if getattr(arguments, name):
+            option = arguments.overrides[0] if name == "overrides" else f"--{name.replace('_', '-')}"
+            problem = "a file of prompts holds all prompts" if has_file else "only works with --input"
+            raise BadInputError(f"{option}: {problem}; leave it out" + ("" if has_file else ", or add --input FILE"))
+    if has_file and arguments.output is None:
+        raise BadInputError(f"--input={arguments.input}: nowhere to write the answers; add --output FILE")
+
+
+def _answer_file(arguments: argparse.Namespace) -> int:
+    """Answer the file of prompts on the processes that the overrides name."""
+    from mgpu_pipe.config.hydra.compose import compose
+    from mgpu_pipe.inference.find_model import find_model
+    from mgpu_pipe.launch.answer import answer
+
+    source = find_model(find_inputs(arguments))
+    allowed = ("trainer.devices=", "trainer.num_nodes=", "trainer.accelerator=", "launch.", "launch=")
+    strange = [text for text in arguments.overrides if not text.lstrip("+").startswith(allowed)]
+    if strange:
+        raise BadInputError(f"{strange[0]}: generate takes trainer.devices, num_nodes, accelerator and launch.* only")
+    config = compose(["strategy=ddp", *arguments.overrides])[0]
+    if arguments.device != "auto" and arguments.overrides:
+        raise BadInputError(f"--device={arguments.device}: goes with one process; use trainer.accelerator instead")
+    if arguments.device != "auto":
+        config = replace(config, trainer=replace(config.trainer, devices=1))
+    settings = BatchSettings(
+        model=source.folder.absolute(),
+        input=arguments.input.expanduser().absolute(),
+        output=arguments.output.expanduser().absolute(),
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        raw=arguments.raw,
+        batch_size=arguments.batch_size or BATCH_SIZE,
+        on_bad_row=arguments.on_bad_row or "refuse",
+        average=arguments.weights == "ema",
+        frozen_weights=arguments.frozen_weights,
+        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config),
+    )
+    return answer(settings, source, config)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

@@ -236,10 +236,19 @@ def _completion(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
     return sides
 
 
-def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
+def prompt_messages(value: object, column: str, origin: str) -> list[dict[str, Any]]:
+    """Converts the value of ``column`` to messages that need no answer.
+
+    Raises:
+        DataError: no list of messages; names ``origin``.
+    """
     if not isinstance(value, list) or not value:
         raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content")
-    messages = [_message(_from_sharegpt(message), number, origin) for number, message in enumerate(value, start=1)]
+    return [_message(_from_sharegpt(message), number, origin) for number, message in enumerate(value, start=1)]
+
+
+def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
+    messages = prompt_messages(value, column, origin)
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(message["role"] for message in messages)

@@ -1,0 +1,1 @@
+"""Batch inference: a file of prompts becomes a file of answers."""

@@ -1,0 +1,68 @@
+"""Choice of the next token: its settings, and draws from a random stream of each row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Choice of the next token, see :func:`mgpu_pipe.inference.generation.generate_text`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of transformers' ``GenerationConfig``."""
+        if self.temperature > 0:
+            return {
+                "do_sample": True,
+                "temperature": self.temperature,
+                "top_k": self.top_k or 0,
+                "top_p": self.top_p or 1.0,
+            }
+        return {"do_sample": False}
+
+
+class RowSampling(LogitsProcessor):
+    """Leaves one token of each row: the one drawn. Used with a greedy search, which takes it.
+
+    Args:
+        seeds: of each row.
+        prompt_length: tokens of the padded prompts.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int], prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+        if sampling.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p is not None:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+        draws = [torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=stream) for stream in streams]
+        self._draws = torch.stack(draws, 1)
+        """Uniform numbers of shape ``(new tokens, rows)``."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        warped: torch.Tensor = self._warpers(input_ids, scores)
+        sums = warped.double().softmax(-1).cumsum(-1)
+        draws = self._draws[input_ids.shape[1] - self._prompt_length].to(sums.device) * sums[:, -1]
+        # right: a token of probability 0 is never drawn, also where the number drawn is 0
+        tokens = torch.searchsorted(sums, draws[:, None], right=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)  # type: ignore[return-value]
+
+
+def row_seed(seed: int, line: int) -> int:
+    """The seed of the row at ``line`` of a file of prompts, in a job with ``seed``."""
+    digest = hashlib.sha256(f"answer/{seed}/{line}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)

@@ -1,0 +1,205 @@
+"""Files of prompts answered by real processes. The oracle of greedy answers is transformers' own ``generate`` on the
+export, prompt by prompt; of everything else, a job of one process that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.cli.main import main
+from tests.inference.support import WORDS, write_run, write_texts
+from tests.support.command import launched, mgpu
+
+PROMPTS = [" ".join(WORDS[(at * 3 + k) % len(WORDS)] for k in range(1 + at % 7)) for at in range(20)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("answers")
+    write_run(folder / "run", "llama", write_texts(folder / "texts", 12), folder / "cache")
+    write_rows(folder / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    return folder
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def answer(place: Path, name: str, *words: str) -> bytes:
+    """What a job of this process writes."""
+    arguments = ["generate", str(place / "run"), "--input", str(place / "prompts.jsonl"), "--output"]
+    assert main([*arguments, str(place / name), *words]) == 0
+    assert not (place / f"{name}.unfinished").exists()
+    return (place / name).read_bytes()
+
+
+GREEDY = ("--temperature", "0", "--max-new-tokens", "9")
+SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--max-new-tokens", "9", "--seed", "5")
+
+
+def test_greedy_answers_are_those_of_transformers_prompt_by_prompt(place: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [json.loads(line) for line in answer(place, "greedy.jsonl", *GREEDY, "--batch-size", "6").splitlines()]
+    assert main(["export", str(place / "run"), "--out", str(place / "exported")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(place / "exported", local_files_only=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained(place / "exported", local_files_only=True)
+    assert [row["line"] for row in rows] == list(range(1, 1 + len(PROMPTS)))
+    for prompt, row in zip(PROMPTS, rows, strict=True):
+        inputs = tokenizer(prompt, return_tensors="pt")
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=9, pad_token_id=0)[0]
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        assert whole == prompt + row["answer"]
+        ended = ids[-1] == tokenizer.eos_token_id
+        new = len(ids) - inputs["input_ids"].shape[1] - int(ended)
+        assert (row["tokens"], row["finish_reason"]) == (new, "stop" if ended else "length")
+
+
+def test_sampled_answers_depend_on_neither_processes_nor_batches(place: Path, cache: Path) -> None:
+    one = answer(place, "one.jsonl", *SAMPLED, "--batch-size", "4")
+    assert answer(place, "other.jsonl", *SAMPLED, "--batch-size", "7") == one
+    assert answer(place, "seed.jsonl", *SAMPLED[:-1], "6", "--batch-size", "4") != one
+    words = ["run", "--input", "prompts.jsonl", "--output", "two.jsonl", *SAMPLED, "--batch-size", "4"]
+    said = mgpu(cache, place, "generate", *words, "trainer.devices=2", "trainer.accelerator=cpu")
+    assert (place / "two.jsonl").read_bytes() == one and said == ""
+    texts = [json.loads(line)["answer"] for line in one.splitlines()]
+    assert len(set(texts)) > len(texts) // 2, "rows draw from different streams"
+
+
+@pytest.mark.slow
+def test_a_killed_job_goes_on_with_another_number_of_processes(place: Path, cache: Path) -> None:
+    rows = [{"prompt": PROMPTS[at % len(PROMPTS)]} for at in range(120)]
+    write_rows(place / "many.jsonl", rows)
+    words = ["generate", "run", "--input", "many.jsonl", *SAMPLED, "--max-new-tokens", "24", "--batch-size", "2"]
+    mgpu(cache, place, *words, "--output", "whole.jsonl")
+    job = launched(cache, place, *words, "--output", "killed.jsonl", "trainer.devices=2", "trainer.accelerator=cpu")
+    parts = place / "killed.jsonl.unfinished"
+    while sum(part.read_bytes().count(b"\n") for part in parts.glob("rank-*.jsonl")) < 10:
+        assert job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(signal.SIGKILL)
+    job.communicate()
+    while not_ended := [part for part in parts.glob("rank-*.jsonl") if is_open(part)]:
+        assert not_ended
+        time.sleep(0.05)
+    kept = sum(part.read_bytes().count(b"\n") for part in parts.glob("rank-*.jsonl"))
+    assert 10 <= kept < len(rows)
+    torn = parts / "rank-00000.jsonl"
+    torn.write_bytes(torn.read_bytes() + b'{"line": 3, "ans')  # a kill in the middle of a write
+    with pytest.raises(AssertionError, match="another seed"):
+        mgpu(cache, place, *words[:-2], "--batch-size", "2", "--seed", "8", "--output", "killed.jsonl")
+    mgpu(cache, place, *words, "--output", "killed.jsonl", "trainer.devices=3", "trainer.accelerator=cpu")
+    assert (place / "killed.jsonl").read_bytes() == (place / "whole.jsonl").read_bytes()
+    assert not parts.exists()
+
+
+def is_open(path: Path) -> bool:
+    """Whether any process has the file open."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.path.realpath(link) == str(path.resolve()):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+BAD: list[Any] = [
+    '{"prompt": "the',
+    {"text": "the"},
+    {"prompt": 3},
+    {"prompt": "a", "messages": []},
+    {"prompt": "the " * 3000},
+]
+BAD = [*BAD, {"messages": [{"role": "user", "content": "the"}]}]
+
+
+def test_bad_rows_are_named_and_refused_or_skipped(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_rows(place / "bad.jsonl", [{"prompt": "the quick"}, *BAD, {"prompt": "lazy"}])
+    words = ["generate", str(place / "run"), "--input", str(place / "bad.jsonl"), *GREEDY]
+    words += ["--output", str(place / "some.jsonl")]
+    assert main(words) == 2
+    told = capfd.readouterr().err
+    assert "bad.jsonl:2: is not valid JSON" in told and "5 more rows are bad" in told and "--on-bad-row skip" in told
+    assert not (place / "some.jsonl.unfinished").exists()
+    assert main([*words, "--on-bad-row", "skip"]) == 0
+    told = capfd.readouterr().err
+    for line, problem in enumerate(
+        (
+            "is not valid JSON",
+            "has neither prompt nor messages",
+            "prompt is a int",
+            "has both prompt and messages",
+            "tokens: the model's context is",
+            "the model has no chat template",
+        ),
+        start=2,
+    ):
+        assert any(f"bad.jsonl:{line}: " in text and problem in text for text in told.splitlines()), (line, told)
+    rows = [json.loads(line) for line in (place / "some.jsonl").read_bytes().splitlines()]
+    assert ["error" in row for row in rows] == [False, *[True] * len(BAD), False]
+    assert [row["line"] for row in rows] == list(range(1, len(BAD) + 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--input", "nosuch.jsonl", "--output", "x.jsonl"], "--input=nosuch.jsonl: no such file"),
+        (["--input", "prompts.jsonl"], "nowhere to write the answers; add --output FILE"),
+        (["--prompt", "a", "--output", "x.jsonl"], "--output: only works with --input"),
+        (["--prompt", "a", "trainer.devices=2"], "trainer.devices=2: only works with --input"),
+        (["--input", "prompts.jsonl", "--output", "x.jsonl", "--prompt", "a"], "--prompt: a file of prompts holds all"),
+        (["--input", "prompts.jsonl", "--output", "no/x.jsonl"], "--output=no/x.jsonl: cannot be written"),
+        (["--input", "prompts.jsonl", "--output", "prompts.jsonl"], "exists already"),
+        (["--input", "prompts.jsonl", "--output", "x.jsonl", "optimizer.lr=1"], "optimizer.lr=1: generate takes"),
+    ],
+)
+def test_wrong_jobs_are_one_line(
+    place: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    assert main(["generate", "run", *words]) == 2
+    told = capfd.readouterr().err
+    assert said in told.replace(f"{place}/", "") and told.count("\n") == 1
+    assert not (place / "x.jsonl.unfinished").exists()
+
+
+def test_a_chat_model_answers_messages_and_prompts_by_its_template(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is ``generate_text``, which encodes a prompt as one message of the user."""
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    from mgpu_pipe.data.text.tokenizer_folder import chat_of
+    from mgpu_pipe.inference.generation import generate_text
+    from mgpu_pipe.inference.open import load_run
+
+    if not (place / "exported").exists():
+        assert main(["export", str(place / "run"), "--out", str(place / "exported")]) == 0
+    folder = shutil.copytree(place / "exported", tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    talk = [{"role": "system", "content": "the dog"}, {"role": "user", "content": "quick"}]
+    write_rows(tmp_path / "talks.jsonl", [{"prompt": "a fox"}, {"messages": talk}])
+    words = ["--input", str(tmp_path / "talks.jsonl"), "--output", str(tmp_path / "talked.jsonl"), *GREEDY]
+    assert main(["generate", str(folder), *words]) == 0
+    told = [json.loads(line)["answer"] for line in (tmp_path / "talked.jsonl").read_text().splitlines()]
+    run = load_run(folder)
+    expected = [
+        generate_text(run.model, run.tokenizer(), [prompt], chat=chat_of(folder), max_new_tokens=9, temperature=0.0)[0]
+        for prompt in ("a fox", talk)
+    ]
+    assert told == expected and all(expected)
