@@ -14,8 +14,12 @@ from mgpu_pipe.config.hub import hub_name, is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.data.model_field import model_vocab_size, resolve_packing
+from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, existing_file, json_file, token_texts
+from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
+from mgpu_pipe.models.fields import ModelClassError, check_model_config, resolved_fields
+from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
 from mgpu_pipe.topology import ParallelDims
 
@@ -103,8 +107,6 @@ POSITIONS_AFTER_PADDING = (
 
 def model_fields(config: RunConfig) -> dict[str, Any]:
     """The model's configuration fields that are known without torch; empty without a valid model."""
-    from mgpu_pipe.models.fields import resolved_fields
-
     if (config.model.type is None) == (config.model.path is None):
         return {}
     try:
@@ -114,16 +116,8 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
 
 
 def check_model(config: RunConfig) -> None:
-    from mgpu_pipe.data.text.tokenizer_folder import existing_file
     from mgpu_pipe.models.activations import check_activations
-    from mgpu_pipe.models.fields import ModelClassError, check_model_config
     from mgpu_pipe.models.reached_fields import check_reached
-    from mgpu_pipe.models.weights.folder import (
-        check_model_folder,
-        check_vocabulary,
-        check_weights_listed,
-        read_config_json,
-    )
 
     model = config.model
     if (model.type is None) == (model.path is None):
@@ -157,7 +151,6 @@ def check_tokenizer_size(config: RunConfig) -> None:
 
     :func:`check_model_folder` compares the vocabulary of a folder without overrides.
     """
-    from mgpu_pipe.data.model_field import model_vocab_size
     from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size, transcripts_vocab_size
 
     samples = samples_of(config.data.source)
@@ -186,7 +179,6 @@ def check_tokenizer_size(config: RunConfig) -> None:
 def _check_alphabet(config: RunConfig) -> None:
     """Refuse an alphabet that cannot be read, or has more characters than the folder's model has outputs."""
     from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
-    from mgpu_pipe.data.model_field import model_vocab_size
 
     folder = named_alphabet(config)
     if folder is None:
@@ -220,9 +212,6 @@ def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
 
     Each is None if unknown: without a tokenizer.json, or without the vocabulary size in its settings.
     """
-    from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, json_file, token_texts
-    from mgpu_pipe.data.text.tokenizer_record import REPLACE
-
     chosen = config.model.path if config.data.tokenizer == "auto" else config.data.tokenizer
     path = local_folder(str(chosen), "model.path" if config.data.tokenizer == "auto" else "data.tokenizer")
     file = path / "tokenizer.json" if is_folder(path) else path

@@ -14,6 +14,7 @@ from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.fields import noise_fields
 from mgpu_pipe.system.hardware import gpu_count, torch_has_cuda
 from mgpu_pipe.topology import ParallelDims
 
@@ -191,7 +192,5 @@ def _warm_up_notice(config: RunConfig) -> list[Notice]:
 
 
 def _noise_notice(config: RunConfig) -> list[Notice]:
-    from mgpu_pipe.models.fields import noise_fields
-
     text = "drops at random: under another strategy or number of processes the result is equal statistically only"
     return [Notice(f"model.config.{name}", text) for name in noise_fields(model_fields(config))[:1]]

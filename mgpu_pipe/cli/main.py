@@ -9,6 +9,7 @@ from typing import NoReturn
 from mgpu_pipe.cli.completion import complete, completing_shell
 from mgpu_pipe.cli.verbs import find_verb, verb_names
 from mgpu_pipe.config.paths import working_directory
+from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
@@ -112,7 +113,6 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _unknown_verb(word: str) -> BadInputError:
-    from mgpu_pipe.config.suggest import choose_from
     from mgpu_pipe.config.synonyms import VERBS, path_advice
 
     if meant := path_advice(word) or VERBS.get(word):

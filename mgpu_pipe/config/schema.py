@@ -18,6 +18,7 @@ from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.group_keys import Auto, OptimizerConfig, PeftConfig, SchedulerConfig, StrategyConfig, SweepConfig
 from mgpu_pipe.config.identity import CONTENT, FIXED, FREE, NOTICE, RECORDED
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.errors import ConfigError
 
@@ -237,8 +238,6 @@ class ObjectiveConfig:
 
 
 def causal_lm() -> ObjectiveConfig:
-    from mgpu_pipe.config.objective import description
-
     keys: ObjectiveConfig = description("causal_lm").keys()
     return keys
 

@@ -22,6 +22,7 @@ from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.objectives.speech_seq2seq_keys import SpeechSeq2SeqConfig
+from mgpu_pipe.objectives.transcripts import jiwer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,8 +85,6 @@ def _encode_ogg(wave: Wave, rate: int) -> str:
 
 def mark_mistakes(truth: str, transcript: str) -> str:
     """``transcript``, followed by a line of the words that ``truth`` shows as missed, wrong or added."""
-    from mgpu_pipe.objectives.transcripts import jiwer
-
     if not transcript.split():
         return "(nothing was heard)"
     true_words, words = truth.split(), transcript.split()

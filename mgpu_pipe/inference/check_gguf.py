@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load
 
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
 from mgpu_pipe.errors import print_line
 from mgpu_pipe.inference.export_gguf import SAMPLE
 from mgpu_pipe.inference.gguf.accuracy import relative_difference
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.libllama import LlamaLibrary, find_library
+from mgpu_pipe.inference.gguf.read_tokenizer import write_tokenizer_folder
 from mgpu_pipe.inference.gguf.settings import FREQUENCIES, model_type_of
 from mgpu_pipe.inference.import_gguf import open_gguf
 from mgpu_pipe.inference.model_arguments import silence_transformers
@@ -104,9 +106,6 @@ def transformers_reads(file: GgufFile) -> bool:
 
 def _compare_tokens(file: Path, scratch: Path, expected: list[int]) -> str:
     """Compare the token ids of the sample; returns the problem, or an empty string."""
-    from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
-    from mgpu_pipe.inference.gguf.read_tokenizer import write_tokenizer_folder
-
     write_tokenizer_folder(GgufFile(file), scratch)
     ids = {"this program": load_tokenizer_file(scratch / TOKENIZER).encode(SAMPLE).ids}
     library = find_library()

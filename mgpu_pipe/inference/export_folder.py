@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mgpu_pipe.data.cache import write_json
+from mgpu_pipe.data.text.tokenizer_folder import end_texts
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.open import StoredModel
@@ -89,7 +90,6 @@ def write_objective_files(stored: StoredModel, folder: Path) -> None:
 
 def copy_tokenizer(stored: StoredModel, folder: Path, adapter: bool = False) -> None:
     """Write the model's tokenizer, if it has one, with the end tokens that generation needs."""
-    from mgpu_pipe.data.text.tokenizer_folder import end_texts
     from mgpu_pipe.inference.generation import stop_at_turns
     from mgpu_pipe.models.weights.model_files import write_tokenizer
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
 from mgpu_pipe.errors import MgpuError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.export_folder import check_target, copy_tokenizer, put_in_place, working_folder
-from mgpu_pipe.inference.gguf.write import GgufDtype, GgufLayout
+from mgpu_pipe.inference.gguf.write import KINDS, GgufDtype, GgufLayout, lay_out, rounded_reader, write_gguf
 from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.system.child_process import bound
 
@@ -57,13 +60,10 @@ def export_gguf(
         BadInputError: ``out`` must not be replaced, or the family or its tokenizer has no place in such a file.
         MgpuError: the file does not give the same logits, or cannot be written.
     """
-    import torch
-
     from mgpu_pipe.inference.gguf.accuracy import measure_accuracies
     from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
     from mgpu_pipe.inference.gguf.modelfile import write_modelfile
     from mgpu_pipe.inference.gguf.settings import frequency_divisors, metadata_of
-    from mgpu_pipe.inference.gguf.write import KINDS, lay_out, write_gguf
     from mgpu_pipe.inference.model_folder import merge_stored
     from mgpu_pipe.models.weights.model_files import write_configuration
 
@@ -95,11 +95,8 @@ def export_gguf(
 
 def _check(stored: StoredModel, layout: GgufLayout, dtype: GgufDtype, file: Path, tokenizer: Path) -> dict[str, float]:
     """Read the file in a fresh process, compare logits and token ids with the run's; the differences by reader."""
-    import torch
     from safetensors.torch import save
 
-    from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
-    from mgpu_pipe.inference.gguf.write import rounded_reader
     from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
 
     inputs = probe(stored.model)

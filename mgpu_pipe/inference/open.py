@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.compile_caches import compile_caches
 from mgpu_pipe.config.hub import is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
@@ -17,6 +18,7 @@ from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.find_model import ModelSource, find_model
+from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.models.weights.folder import whole_folder
 from mgpu_pipe.system.local_files import is_folder
 
@@ -212,7 +214,6 @@ def _open_checkpoint(
     """A step's weights on demand; reading a chunk checks it."""
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.models.build import run_model
-    from mgpu_pipe.models.settings import model_settings, require_model_settings
     from mgpu_pipe.models.weights.pretrained import limit_modules, restore_buffers
 
     step_folder = source.folder
@@ -329,8 +330,6 @@ def _refuse_frozen(frozen: Path | None, source: Path) -> None:
 
 
 def _whole_shard(name: str, tensor: torch.Tensor) -> LocalShard:
-    from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
-
     shape = tuple(tensor.shape)
     return LocalShard(TensorSlice.whole(name, shape), shape, tensor)
 

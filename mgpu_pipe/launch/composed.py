@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mgpu_pipe.config.hub import names_files
 from mgpu_pipe.config.hydra import command_line as hydra_cli
+from mgpu_pipe.config.hydra.compose import Composition
 from mgpu_pipe.config.unplanned import MICRO_BATCH, SAVES, STRATEGY, unplanned_keys
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
@@ -165,7 +166,6 @@ def launched(
         command: the user's command line, for the record.
         chosen: called with the run's folder, before the run starts.
     """
-    from mgpu_pipe.config.hydra.compose import Composition
     from mgpu_pipe.launch.base_run import with_base
     from mgpu_pipe.launch.local import launch
     from mgpu_pipe.runs.resume_command import CommandLine

@@ -8,6 +8,7 @@ connection until the kernel confirms that its other end belongs to this user.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
@@ -205,8 +206,6 @@ def _let_in(ports: set[int], end: threading.Event) -> None:
 
 def _attach_filter(listener: socket.socket) -> None:
     """Attach a filter that drops data, if permitted; see socket(7), SO_ATTACH_FILTER."""
-    import ctypes
-
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in HEADERS_ALONE))
     address = struct.pack("HP", len(HEADERS_ALONE), ctypes.addressof(program))
     with suppress(PermissionError):

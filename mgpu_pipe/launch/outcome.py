@@ -16,9 +16,11 @@ from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_traceback
 from mgpu_pipe.launch import signals as stop
-from mgpu_pipe.report.run_tables import relative_to_cwd, runs_table
+from mgpu_pipe.report.columns import print_rows
+from mgpu_pipe.report.run_tables import after_table, relative_to_cwd, runs_table
 from mgpu_pipe.runs import history
 from mgpu_pipe.runs.history import amend_summary, read_summary, write_summary
+from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.runs.resume_command import this_program
 from mgpu_pipe.runs.run_folder import limit_reached
 from mgpu_pipe.system.hardware import cpu_cores
@@ -65,7 +67,6 @@ def print_before(
     config: RunConfig, prepared: Prepared, environment: Mapping[str, object], world: int | None = None
 ) -> None:
     """Print the plan of a run with ``world`` processes; None for the configured number."""
-    from mgpu_pipe.report.columns import print_rows
     from mgpu_pipe.report.overview import summary
 
     local_options: Any = environment["own_conf"]
@@ -133,8 +134,6 @@ def exit_code(outcome: Outcome, command_line: CommandLine) -> int:
 
 def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> None:
     """Write the summary of a run whose workers could not."""
-    from mgpu_pipe.runs.metrics_file import read_metrics
-
     world = world_size(config)
     steps = read_metrics(paths.metrics).get("step", [])
     saved = newest_valid(paths.checkpoints, "fallback", "size")
@@ -158,7 +157,6 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
 
 def _show_end(config: RunConfig, paths: RunPaths, again: str, outcome: Outcome) -> None:
     from mgpu_pipe.report.html import write_report
-    from mgpu_pipe.report.run_tables import after_table
 
     report = write_report([paths], paths.report)
     summary = read_summary(paths)

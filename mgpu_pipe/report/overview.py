@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
-from mgpu_pipe.architectures.formulas.layer_split import StageContent
+from mgpu_pipe.architectures.formulas.layer_split import StageContent, layer_costs, stage_contents, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.memory_limits import gib, predicted
 from mgpu_pipe.checks.model import model_fields
@@ -287,9 +287,6 @@ def _deepspeed(config: RunConfig, plan: BatchPlan) -> str:
 
 def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int) -> list[str]:
     """The schedule as a picture of ``width`` columns, its bubble, and what each stage holds."""
-    from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_contents, stage_layers
-    from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
-
     chosen = config.strategy.pipeline
     stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
     costs = layer_costs(model_fields(config), config.data.seq_len)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.sweep.point import Point
@@ -95,8 +97,6 @@ def _setting(point: Point, seeds: int) -> frozenset[str]:
 
 def _normal(override: str) -> str:
     """An override as Hydra writes swept values: ``1e-3`` becomes ``0.001``."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     parsed = OverridesParser.create().parse_override(override)
     return f"{parsed.get_key_element()}={parsed.get_value_element_as_str()}"
 

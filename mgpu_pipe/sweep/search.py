@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,8 +126,6 @@ def check_installed(kind: str) -> None:
 
 
 def _study(kind: Kind, minimize: Sequence[bool], seed: int) -> optuna.Study:
-    import warnings
-
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.errors import EXIT_OK, ConfigError, print_line
+from mgpu_pipe.errors import EXIT_OK, ConfigError, ConfigErrors, print_line
+from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.machine_errors import creation_problem
 
 if TYPE_CHECKING:
@@ -30,11 +31,9 @@ def calibrate(words: list[str]) -> int:
 
     def job(composition: Composition) -> int:
         from mgpu_pipe.checks.sizes import range_errors
-        from mgpu_pipe.errors import ConfigErrors
         from mgpu_pipe.launch.measure import measure_hardware
         from mgpu_pipe.planning.calibration import profile_text
         from mgpu_pipe.planning.hardware_profile import read_profile
-        from mgpu_pipe.system.local_files import replace_file
 
         errors = composition.errors or range_errors(composition.config)
         if errors:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import VerbParser, positive_int
-from mgpu_pipe.errors import EXIT_OK
+from mgpu_pipe.errors import EXIT_OK, printable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -184,8 +184,6 @@ def _fields(samples: SampleSet, indices: NDArray, numbers: NDArray) -> list[list
 
 
 def _rendered(parts: list[Part]) -> str:
-    from mgpu_pipe.errors import printable
-
     terminal, text = sys.stdout.isatty(), ""
     for number, part in enumerate(parts):
         if part.begins and number:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import makes_tokens
@@ -74,7 +75,6 @@ def _tasks(run: LoadedRun, config: RunConfig, width: int) -> None:
 
 def _held_out(run: LoadedRun, config: RunConfig) -> int:
     """Print the metrics on held-out data; returns the width of the names."""
-    from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
     from mgpu_pipe.data.loader import evaluation_step_batches
     from mgpu_pipe.inference.evaluate import evaluate_step_batches
     from mgpu_pipe.models.rotary import fix_rotary_length

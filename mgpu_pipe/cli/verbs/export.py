@@ -9,9 +9,10 @@ from typing import Any
 
 from mgpu_pipe import __version__
 from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, token_texts
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.find_model import find_model
-from mgpu_pipe.inference.hub_push import push_folder, push_target
+from mgpu_pipe.inference.hub_push import push_folder, push_target, write_card
 from mgpu_pipe.inference.model_arguments import (
     add_target_arguments,
     build_parser,
@@ -138,8 +139,6 @@ def _export(arguments: argparse.Namespace) -> None:
     elif run.tokenizer_folder is not None:
         _print_ids_without_rows(run.tokenizer_folder, run.model.config)
     if target is not None:
-        from mgpu_pipe.inference.hub_push import write_card
-
         write_card(run, out, target.repository, arguments.dtype)
         step = "" if run.step is None else f" of step {run.step}"
         address = push_folder(out, target, arguments.private, f"Model{step}, exported by mgpu_pipe {__version__}")
@@ -149,8 +148,6 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _print_ids_without_rows(tokenizer_folder: Path, config: Any) -> None:
     """Print a note about tokenizer ids beyond the model's vocabulary."""
-    from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, token_texts
-
     file, size = tokenizer_folder / TOKENIZER, getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(size, int) or not is_file(file):
         return

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import VerbParser
+from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.model_arguments import add_target_arguments, silence_transformers
 from mgpu_pipe.runs.hub_names import at_commits
@@ -60,8 +61,6 @@ def _import(arguments: argparse.Namespace) -> None:
     if arguments.tokenizer is not None and not is_folder(arguments.tokenizer):
         raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder")
     if arguments.tokenizer is not None:
-        from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer
-
         check_tokenizer(arguments.tokenizer)
     model = at_commits(compose(arguments.overrides)[0]).model
     from mgpu_pipe.inference.export_folder import check_target, export_folder, working_folder

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line, print_text
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, print_line, print_text
 
 if TYPE_CHECKING:
     from mgpu_pipe.checks.layouts import Losers, PlannedRun
@@ -52,7 +52,6 @@ def plan(words: list[str]) -> int:
         from mgpu_pipe.checks.model import check_model
         from mgpu_pipe.checks.sizes import range_errors
         from mgpu_pipe.checks.traced_layout import planned_layout, refuse_untraceable, typed_layout
-        from mgpu_pipe.errors import ConfigErrors
 
         errors = composition.errors or range_errors(composition.config)
         if errors:

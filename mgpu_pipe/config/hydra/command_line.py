@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import logging
 import math
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mgpu_pipe.config.convert import all_keys, unknown_key
@@ -81,8 +83,6 @@ def asks_hydra(parsed: argparse.Namespace) -> bool:
 
 def answer(parsed: argparse.Namespace) -> None:
     """Let Hydra answer ``--hydra-help``, ``--cfg``, ``--info`` or ``--shell-completion``."""
-    import logging
-
     from hydra import version
 
     version.setbase(compose.HYDRA_VERSION)
@@ -184,8 +184,6 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
 
         mode_overrides = [] if any(item.startswith("hydra.mode=") for item in good) else ["hydra.mode=MULTIRUN"]
         if not keep:
-            from tempfile import TemporaryDirectory
-
             mode_overrides.append(
                 f"hydra.sweep.dir={stack.enter_context(TemporaryDirectory(prefix='mgpu-pipe-sweep-'))}"
             )

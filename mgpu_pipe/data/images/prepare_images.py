@@ -21,7 +21,7 @@ from mgpu_pipe.data.images.picture_files import entries, label_column_of, loose_
 from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.images.picture_tars import tar_entries
 from mgpu_pipe.data.images.pixels import Pixels
-from mgpu_pipe.data.images.scan_images import prepare_digits, prepare_files
+from mgpu_pipe.data.images.scan_images import LabelledImages, prepare_digits, prepare_files
 from mgpu_pipe.data.prepared_splits import PreparedSplits, majority_accuracy
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.tables import kept_in
@@ -49,7 +49,6 @@ class PreparedImages(PreparedSplits):
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> ArraySamples:
         from mgpu_pipe.data.array_samples import ArraySamples
-        from mgpu_pipe.data.images.scan_images import LabelledImages
 
         return ArraySamples(config, LabelledImages(config, split, self), reopen)
 

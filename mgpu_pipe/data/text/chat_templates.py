@@ -18,7 +18,7 @@ from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
-from mgpu_pipe.data.text.template_limits import TemplateLimit
+from mgpu_pipe.data.text.template_limits import TemplateLimit, reason
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
 from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.system.local_files import exists, is_file
@@ -88,8 +88,6 @@ def compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatTe
         folder: of the tokenizer, where the template is the tokenizer's.
     """
     from jinja2 import TemplateError
-
-    from mgpu_pipe.data.text.template_limits import reason
 
     try:
         if folder is None:

@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.write import GgufDtype, GgufLayout, file_bytes, rounded_reader
 from mgpu_pipe.inference.open import ReadTensor, StoredModel
@@ -59,8 +60,6 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _perplexity(stored: StoredModel, read: ReadTensor, batch: Inputs) -> float:
     """Exponential of the mean loss of the batch's valid tokens."""
-    from mgpu_pipe.data.step_batch import IGNORE_INDEX
-
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits, labels = streamed_logits(stored.model, read, inputs, torch.float32), batch["labels"]
     return math.exp(float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.data.text.chat import ChatTemplate
-from mgpu_pipe.data.text.tokenizer_folder import chat_of, special_tokens
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, chat_of, special_tokens, token_texts
 from mgpu_pipe.models.weights.model_files import generation_settings
 
 ROLES = ("system", "user", "assistant")
@@ -56,8 +56,6 @@ def _quoted(text: str) -> str:
 
 def _stops(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     """Texts of the tokens that end an answer."""
-    from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, token_texts
-
     ends, texts = settings.get("eos_token_id"), token_texts(folder / TOKENIZER)
     named = [texts[end] for end in (ends if isinstance(ends, list) else [ends]) if end in texts]
     return named or [text for name, text in special_tokens(folder).items() if name == "eos_token"]

@@ -21,7 +21,11 @@ from torch.distributed.fsdp import FSDPModule
 from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_layers
 from mgpu_pipe.data.step_batch import BatchSpec
 from mgpu_pipe.parallel.device_memory import ForwardMeter, gathered_bytes
-from mgpu_pipe.parallel.pipeline.schedule import reduce_tied_gradients
+from mgpu_pipe.parallel.pipeline.schedule import (
+    ScheduledStage,  # with torch's, 0.1 s
+    build_schedule,  # with torch's, 0.1 s
+    reduce_tied_gradients,
+)
 from mgpu_pipe.parallel.pipeline.stages import StageView, cut_stages, hidden_width
 from mgpu_pipe.parallel.pipeline.work_order import StagesPerRank, forward_slots, stages_by_rank
 from mgpu_pipe.system.compat.torch_private import find_fsdp_units
@@ -171,11 +175,6 @@ class Pipeline:
     def _schedule(self, count: int, boundary: tuple[int, ...]) -> tuple[object, list[ScheduledStage]]:
         key = (count, boundary)
         if key not in self._schedules:
-            from mgpu_pipe.parallel.pipeline.schedule import (
-                ScheduledStage,  # with torch's, 0.1 s
-                build_schedule,  # with torch's, 0.1 s
-            )
-
             stages: list[ScheduledStage] = []
             for view in self.views.values():
                 ScheduledStage(

@@ -121,7 +121,6 @@ def partition_model(
         The fp32 values of this rank's parts, where ``dtype`` cannot hold them.
     """
     import deepspeed
-    import torch.distributed as dist
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     context = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype)
