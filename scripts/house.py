@@ -1,7 +1,7 @@
-"""Draws the rooms of mgpu_pipe from their imports: ``python -m scripts.house`` prints what docs/explanation/architecture.md shows.
+"""Draws the rooms of mgpu_pipe from their imports: ``python -m scripts.house``.
 
-A room is a folder or file of the package. Imports inside functions count, those for type checkers alone do not. An
-arrow that follows from others is left out.
+The drawing stands in docs/explanation/architecture.md. A room is a folder or file of the package. Imports inside
+functions count, those for type checkers alone do not. An arrow that follows from others is left out.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ Graph = dict[str, set[str]]
 
 
 def module_graph() -> Graph:
-    """Every module, by its name below the package, and those that it imports."""
-    modules = {}
-    for file in PACKAGE.rglob("*.py"):
-        parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    """Every module and those that it imports."""
+    modules = module_files()
     return {
-        name: {one for one in _imported(ast.parse(file.read_text(encoding="utf-8")), modules) if one != name}
+        name: {other for other in _imported(ast.parse(file.read_text(encoding="utf-8")), modules) if other != name}
         for name, file in modules.items()
     }
+
+
+def module_files() -> dict[str, Path]:
+    """Files of the package by their modules' names."""
+    files = {}
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return files
 
 
 def _imported(node: ast.AST, modules: Mapping[str, Path]) -> Iterator[str]:

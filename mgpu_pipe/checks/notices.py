@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.model_axes import across_nodes
 from mgpu_pipe.checks.start import joined
 from mgpu_pipe.config.data_sources import find_source, unread_keys
 from mgpu_pipe.config.plugins import ENGINES
@@ -155,8 +156,6 @@ def notices(config: RunConfig) -> list[Notice]:
         text = "does nothing here: whoever started this world restarts it"
         notices.append(Notice("launch.max_restarts", text))
     if config.trainer.num_nodes > 1 and config.strategy.engine == "mesh":
-        from mgpu_pipe.checks.model_axes import across_nodes
-
         dims = ParallelDims.resolve(config.strategy, world_size(config))
         devices = dims.world_size // config.trainer.num_nodes
         notices += [Notice(key, text) for key, text in across_nodes(dims, devices)]

@@ -17,6 +17,7 @@ from mgpu_pipe.checks.model import (
     peft_errors,
     sequence_errors,
 )
+from mgpu_pipe.checks.model_axes import refused_axes_errors
 from mgpu_pipe.checks.notices import Notice, notices
 from mgpu_pipe.checks.parameter_names import name_errors
 from mgpu_pipe.checks.sizes import range_errors, size_errors, update_errors
@@ -156,7 +157,6 @@ def _check_plug_ins(config: RunConfig) -> None:
     """Refuse plug-in classes of a wrong kind, and axes that a plug-in's objective cannot use."""
     objective, engine = config.objective.name, config.strategy.engine
     if objective not in OBJECTIVES:
-        from mgpu_pipe.checks.model_axes import refused_axes_errors
         from mgpu_pipe.objectives.protocols import FeatureGatherer
         from mgpu_pipe.training.trainer import objective_class
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mgpu_pipe.checks.memory_limits import memory_errors
 from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.model_axes import model_axis_errors, router_loss_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
@@ -99,8 +100,6 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _router_errors(config: RunConfig) -> list[BadInputError]:
-    from mgpu_pipe.checks.model_axes import router_loss_errors
-
     model_type = model_fields(config).get("model_type")
     coefficient = getattr(config.objective, "router_aux_loss", 0.0)
     return list(router_loss_errors(str(model_type), coefficient)) if model_type and coefficient else []
@@ -126,8 +125,6 @@ def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -
     fields = model_fields(config)
     if not fields or not (dims.uses_model_axes or _uses_axis_options(config)):
         return []
-    from mgpu_pipe.checks.model_axes import model_axis_errors
-
     return model_axis_errors(config, dims, plan, fields)
 
 
