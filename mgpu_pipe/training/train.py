@@ -13,10 +13,9 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.balance import imbalances
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.errors import BadInputError, GradientSpikeError, MgpuError, print_line
+from mgpu_pipe.errors import BadInputError, MgpuError, print_line
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.training.attempt import Attempt, Inference
@@ -29,10 +28,9 @@ from mgpu_pipe.training.build_attempt import (
     build_objective,
 )
 from mgpu_pipe.training.rank_memory import is_out_of_memory, out_of_memory, write_snapshot
-from mgpu_pipe.training.recorder import peak_memory_gib
-from mgpu_pipe.training.result import TrainResult, train_result
+from mgpu_pipe.training.result import TrainResult
 from mgpu_pipe.training.step import NonFiniteStep
-from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.training.summarize import summarize
 from mgpu_pipe.training.trainer import run_trainer
 
 
@@ -125,51 +123,3 @@ def _out_of_memory(error: BaseException, attempt: Attempt, built: BuiltModel, en
         with suppress(OSError):  # a full disk takes none, and the cause is named below
             print_line(write_snapshot(attempt.paths.profile / f"memory-rank-{attempt.rank}.json"), file=sys.stderr)
     return out_of_memory(error, attempt.rank, attempt.config, attempt.dims, attempt.plan, built.model, parts)
-
-
-def summarize(
-    attempt: Attempt, built: BuiltModel, objective: Objective, engine: Engine, trainer: pl.Trainer
-) -> TrainResult:
-    """The result of an attempt after its last step. Collective.
-
-    Raises:
-        GradientSpikeError: ``optimizer.spike_guard`` stopped the run.
-    """
-    config, reader, recorder, checkpointer = attempt.config, attempt.reader, engine.recorder, engine.checkpointer
-    if engine.strategy.spike_guard.stopped_by is not None:
-        raise GradientSpikeError(engine.strategy.spike_guard.stopped_by, checkpointer.last_path)
-    stopped_early = recorder.stopped and recorder.step < attempt.max_steps
-    ended_by_time = stopped_early and _ended_by_time(engine.strategy, engine.stop_requested(), engine.clock.is_over())
-    if reader is not None and recorder.step == attempt.start_step:  # killed after the last save, or stopped at once
-        in_this_run = reader.folder.parent == attempt.paths.checkpoints
-        if in_this_run or attempt.start_step >= attempt.max_steps:
-            recorder.metrics.update(reader.state["metrics"])
-            checkpointer.last_path = reader.folder
-    result = train_result(
-        config,
-        attempt.prepared,
-        attempt.dims,
-        attempt.plan,
-        built.model,
-        engine.strategy,
-        recorder,
-        checkpointer,
-        attempt.precision,
-        {"parameters": built.parameters, "trained": built.trained},
-        engine.tasks,
-        ended_by_time,
-    )
-    result.loggers = trainer.loggers
-    if engine.profiler is not None:
-        samples = objective.samples(config, attempt.prepared.open(config, "train"))
-        uneven = imbalances(samples, attempt.prepared.order(config, len(samples)), attempt.plan)
-        peak = peak_memory_gib(attempt.device)
-        result.summary.update(engine.profiler.finish(config, attempt.plan, peak, uneven))
-    return result
-
-
-def _ended_by_time(strategy: EngineStrategy, stop_requested: bool, over: bool) -> bool:
-    """Whether ``trainer.max_time`` alone stopped the ranks; each knows its own reasons. A collective call."""
-    reasons = torch.tensor([stop_requested, over], dtype=torch.float64, device=strategy.root_device)
-    any_requested, any_over = strategy.sum_over_data(reasons).tolist()
-    return any_over > 0 and not any_requested

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
@@ -42,8 +43,11 @@ def compare(name: str, *more: str) -> dict[str, Any]:
     """A layout's trace, which equals that on real tensors."""
     case = CASES[name]
     words = (*overrides_of(case, False), "trainer.accelerator=cpu", *more)
-    with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        real, fake = (pool.apply(traced, (words, case.rank, case.ranks, on_fakes)) for on_fakes in (False, True))
+    results = []
+    for on_fakes in (False, True):  # a new process each; if it dies, the executor raises
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+            results.append(pool.submit(traced, words, case.rank, case.ranks, on_fakes).result())
+    real, fake = results
     assert fake == real
     return fake
 
