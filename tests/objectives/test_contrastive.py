@@ -272,7 +272,7 @@ def captioned(folder: Path, *overrides: str) -> RunConfig:
     return compose([*CLIP, *given, *shape, *more, *overrides])[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the runs of test_two_towers.py are alike
 def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

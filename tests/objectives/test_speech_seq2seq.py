@@ -94,7 +94,7 @@ def test_words_are_counted_in_what_the_decoder_writes_by_itself(tmp_path: Path) 
     assert objective.evaluation_sums(objective.batch_spec.empty(9, torch.device("cpu"))).tolist() == [0.0] * 6
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # the runs of test_ctc.py are alike
 def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

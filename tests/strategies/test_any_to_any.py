@@ -102,7 +102,7 @@ WAYS = {
 }
 
 LIKE_OTHERS = (
-    *("hsdp 2x2", "zero2 3", "tp 2, sequence", "cp 2 ulysses", "tp 2 x pp 2"),
+    *("hsdp 2x2", "zero2 3", "tp 2, sequence", "cp 2 ulysses", "tp 2 x pp 2", "pp 2 1f1b"),
     *(f"pp 2 {schedule}" for schedule in ("gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "dualpipev")),
 )
 """Ways that only ``make test-all`` tries."""

@@ -89,7 +89,7 @@ def test_one_ranks_wrong_gradient_is_found(overrides: tuple[str, ...]) -> None:
     assert found["gradient"].where == f"{TARGET}.weight"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/parallel/test_compile.py compares the same blocks
 @pytest.mark.usefixtures("torch_compile")
 def test_compiled_blocks_are_the_plain_computation() -> None:
     config = small_run(
