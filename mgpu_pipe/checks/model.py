@@ -285,16 +285,21 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     return [*errors, *config.objective.adapter_errors(config)]
 
 
-def check_names(config: RunConfig) -> None:
-    """Refuse unknown activation functions, and patterns that match no parameter; builds the model on the meta device.
+def check_built(config: RunConfig, elsewhere: bool = False) -> None:
+    """Refuse what only the model tells, built on the meta device: patterns that match no parameter, odd fields.
 
     If a tower's features are cached, refuse trained parameters in it.
+
+    Args:
+        elsewhere: nothing is started here; then a model whose fields were changed is built too, which a start does.
     """
     from mgpu_pipe.models.activations import unknown_activations
+    from mgpu_pipe.models.presets import differs_from_preset
 
     caches_features = getattr(config.data, "cache_features", False)
     names_parts = config.model.freeze or config.peft.name != "none" or config.optimizer.groups or caches_features
-    if names_parts or unknown_activations(config.model):
+    is_changed = elsewhere and differs_from_preset(config.model)
+    if names_parts or is_changed or unknown_activations(config.model):
         from mgpu_pipe.models.build import run_model
         from mgpu_pipe.optim.groups import treatments
 

@@ -11,8 +11,8 @@ from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.checks.memory_limits import memory_notice
 from mgpu_pipe.checks.model import (
     check_attention,
+    check_built,
     check_model,
-    check_names,
     check_tokenizer_size,
     peft_errors,
     sequence_errors,
@@ -79,7 +79,7 @@ def checks(alone: Sequence[str] = (), elsewhere: bool = False) -> list[Check]:
         Check(name_errors, ("model", "peft", "objective")),
         Check(_return_errors(check_tokenizer_size), last=True),
         Check(_return_errors(_check_plug_ins), last=True),
-        Check(_return_errors(check_names), last=True),
+        Check(_return_errors(lambda config: check_built(config, elsewhere)), last=True),
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mgpu_pipe.checks.model import check_names
+from mgpu_pipe.checks.model import check_built
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -103,7 +103,7 @@ def test_another_adapter_is_refused(folders: tuple[Path, Path, Any], keys: dict[
     run = run_of(folders)
     run.peft = replace(run.peft, **keys)
     with pytest.raises(ConfigError, match=said):
-        check_names(run)
+        check_built(run)
     with pytest.raises(ConfigError, match=said):
         build_model(run, torch.device("cpu"), False)
 
@@ -121,7 +121,7 @@ def test_other_kinds_of_adapters_and_other_bases_are_refused(folders: tuple[Path
     wider = tiny_model("llama", tie_word_embeddings=False, hidden_size=96)
     write_folder(materialise(build_meta(wider), 5, "cpu"), tmp_path / "wider")
     with pytest.raises(ConfigError, match="give the model that it was trained on"):
-        check_names(run_of((tmp_path / "wider", folders[1], None)))
+        check_built(run_of((tmp_path / "wider", folders[1], None)))
 
 
 CHANGED: dict[str, Any] = {
@@ -206,7 +206,7 @@ def test_a_field_that_changes_what_is_computed_is_refused(
 ) -> None:
     run = with_settings(folders, tmp_path, {**settings_of(folders), name: CHANGED[name]})
     with pytest.raises(ConfigError) as error:
-        check_names(run)
+        check_built(run)
     assert "\n" not in str(error.value)
 
 
@@ -228,13 +228,13 @@ def test_every_other_kind_of_adapter_and_unknown_fields_are_refused(
     for number, settings in enumerate([*others, *newer]):
         (tmp_path / str(number)).mkdir()
         with pytest.raises(ConfigError, match=r"^peft\.init_from="):
-            check_names(with_settings(folders, tmp_path / str(number), settings))
+            check_built(with_settings(folders, tmp_path / str(number), settings))
 
 
 @pytest.mark.parametrize("way", ["pissa", "pissa_niter_2", "olora"])
 def test_adapters_that_changed_their_base_are_refused(tmp_path: Path, way: str) -> None:
     with pytest.raises(ConfigError, match=f"its init_lora_weights is '{way}'"):
-        check_names(run_of(made_by_peft(tmp_path, init_lora_weights=way)))
+        check_built(run_of(made_by_peft(tmp_path, init_lora_weights=way)))
 
 
 TIED = {"tie_word_embeddings": True}
@@ -251,7 +251,7 @@ def test_a_tied_embedding_that_peft_trained_is_read(tmp_path: Path, sharded: boo
 def test_a_tied_embedding_that_peft_untied_is_refused(tmp_path: Path) -> None:
     folders = made_by_peft(tmp_path, TIED, modules_to_save=["embed_tokens"])
     with pytest.raises(ConfigError, match=r"it has no base_model.model.lm_head.weight: peft leaves it as the base has"):
-        check_names(run_of(folders, train_also=["embed_tokens.*"]))
+        check_built(run_of(folders, train_also=["embed_tokens.*"]))
     both = tmp_path / "both"
     both.mkdir()
     folders = made_by_peft(both, TIED, modules_to_save=["embed_tokens", "lm_head"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mgpu_pipe.checks.model import check_names
+from mgpu_pipe.checks.model import check_built
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -145,7 +145,7 @@ def config(*overrides: str) -> RunConfig:
 )
 def test_a_classifier_that_learns_below_its_last_layer_is_refused(overrides: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        check_names(config("data.shift=0", "data.cache_features=true", *overrides))
+        check_built(config("data.shift=0", "data.cache_features=true", *overrides))
     assert str(raised.value) == f"data.cache_features=true: {told}"
 
 
