@@ -15,6 +15,7 @@ from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.text.tokenizer_folder import end_texts
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.import_path import python_module
+from mgpu_pipe.inference.model_card import write_card
 from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.system.child_process import bound
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
@@ -72,6 +73,7 @@ def export_folder(
                 write_objective_files(stored, partial)
                 write_processor(stored, partial)  # replaces files that the tokenizer's folder may bring
                 _check_loads(stored, weights_type, partial)
+            write_card(stored, partial, out.name, dtype, "peft" if adapter else "hf")
             put_in_place(partial, out)
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error

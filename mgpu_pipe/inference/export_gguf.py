@@ -15,14 +15,15 @@ from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
 from mgpu_pipe.errors import MgpuError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.export_folder import check_target, copy_tokenizer, put_in_place, working_folder
+from mgpu_pipe.inference.gguf import FILE
 from mgpu_pipe.inference.gguf.write import KINDS, GgufDtype, GgufLayout, lay_out, rounded_reader, write_gguf
+from mgpu_pipe.inference.model_card import write_card
 from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.system.child_process import bound
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.gguf.accuracy import Accuracy
 
-FILE = "model.gguf"
 SAMPLE = "The year 2024 isn't over:\n\n\tx = [1, 22, 333]  # naïve — 日本\n"
 """Text whose token ids are compared."""
 
@@ -87,6 +88,7 @@ def export_gguf(
             dtypes: tuple[GgufDtype, ...] = tuple(KINDS) if compare else tuple(dict.fromkeys(("fp32", dtype)))
             accuracies = tuple(measure_accuracies(stored, layout, dtypes))
             nbytes = (partial / FILE).stat().st_size
+            write_card(stored, partial, out.name, dtype, "gguf")
             put_in_place(partial, out)
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import socket
@@ -13,19 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import quote
 
-from mgpu_pipe.errors import BadInputError, MgpuError, print_line
+from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.export_folder import check_target
 from mgpu_pipe.serving.client import EngineClient
 from mgpu_pipe.serving.engine_process import EngineProcess
 from mgpu_pipe.serving.engines import Engine, EngineRequest
-from mgpu_pipe.serving.prepare import ANSWER_TOKENS, Preparation
+from mgpu_pipe.serving.prepare import Preparation
+from mgpu_pipe.serving.report import address_of, compare, print_address
+from mgpu_pipe.serving.sizes import EngineSizes, Gpus, choose_context, choose_sizes
 from mgpu_pipe.serving.source import ServedModel, make_cache, read_answers
-
-SHOWN = 60
-"""Characters of an answer in a line about it."""
-ANYWHERE = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,11 @@ class ServeOptions:
     """How a model is served.
 
     Attributes:
+        device: of the embedded server, and of the run's answers.
         out: folder of the export; None for one in the cache.
+        environment: the engine's virtual environment; None for this one or PATH.
+        context: most tokens of a prompt and its answer; None for the model's.
+        memory_share: of each GPU's memory that the engine may take.
         token: that requests bear; None for no token.
         is_trial: end after the comparison.
     """
@@ -43,7 +43,11 @@ class ServeOptions:
     port: int
     device: str
     dtype: str
-    python: Path
+    environment: Path | None
+    context: int | None
+    concurrency: int
+    gpus: Gpus
+    memory_share: float
     out: Path | None
     force: bool
     frozen: Path | None
@@ -57,33 +61,95 @@ def serve(model: ServedModel, options: ServeOptions) -> None:
     """Serve until a signal or the engine's end.
 
     Raises:
-        BadInputError: the port is in use, or the model cannot be exported for the engine.
+        BadInputError: the port is in use, the engine is not installed or refuses the model, or the GPUs do not hold it.
         MgpuError: the engine ended, or its answers are not the run's.
     """
-    options.engine.require(options.python)
+    engine = options.engine
+    sizes = sizes_of(model, options)
+    program = engine.find(options.environment)
     with ExitStack() as resources:
         listener = resources.enter_context(bind(options.host, options.port))
         port = listener.getsockname()[1]
         folder, expected = prepare_folder(model, options)
-        if not options.engine.listens:
+        if not engine.is_embedded:
             listener.close()
-        fd = listener.fileno() if options.engine.listens else None
-        request = EngineRequest(
-            folder, model.name, options.host, port, fd, options.device, options.python, options.token
-        )
-        command = options.engine.command(request)
+        fd = listener.fileno() if engine.is_embedded else None
+        command = engine.command(engine_request(model, options, folder, sizes, port, fd), program)
         resources.enter_context(_ended_by_signals())
-        print_line(f"starting {options.engine.name}", file=sys.stderr, flush=True)
-        passed = [] if fd is None else [fd]
-        process = EngineProcess(options.engine.name, command.words, command.environment, passed, options.is_verbose)
+        print_line(f"starting {engine.name}", file=sys.stderr, flush=True)
+        words, passed = [*program, *command.words], [] if fd is None else [fd]
+        process = EngineProcess(engine.name, words, command.environment, passed, options.is_verbose)
         resources.callback(process.end)
         address = address_of(options.host, port)
         client = EngineClient(address, options.token, model.name)
         process.wait_until_ready(client)
-        compare(client, expected, is_exact=options.engine.is_exact and options.dtype == "fp32")
-        print_address(address, options.token, model.name, expected["is_chat"], has_page=options.engine.listens)
+        compare(client, expected, is_exact=engine.is_embedded and options.dtype == "fp32")
+        print_address(address, options.token, model.name, expected["is_chat"], has_page=engine.is_embedded)
         if not options.is_trial:
             process.wait()
+
+
+def sizes_of(model: ServedModel, options: ServeOptions) -> EngineSizes:
+    """The engine's sizes for ``model``.
+
+    Raises:
+        BadInputError: the engine refuses the model, the context is too long, or the GPUs do not hold it.
+    """
+    gpus = Gpus(0, 0) if options.engine.is_embedded else options.gpus
+    options.engine.check(model.fields, bool(gpus.count))
+    context = choose_context(model.fields, options.context)
+    return choose_sizes(
+        model.fields, model.elements, options.dtype, context, options.concurrency, gpus, options.memory_share
+    )
+
+
+def engine_request(
+    model: ServedModel, options: ServeOptions, folder: Path, sizes: EngineSizes, port: int, fd: int | None
+) -> EngineRequest:
+    """What the engine is asked to serve."""
+    return EngineRequest(
+        folder=folder.absolute(),
+        name=model.name,
+        host=options.host,
+        port=port,
+        fd=fd,
+        device=options.device,
+        dtype=options.dtype,
+        sizes=sizes,
+        memory_share=options.memory_share,
+        token=options.token,
+    )
+
+
+def print_command(model: ServedModel, options: ServeOptions) -> None:
+    """Print the lines that export ``model`` and start its engine.
+
+    Raises:
+        BadInputError: as :func:`serve`, but for what only starting shows.
+    """
+    engine, folder = options.engine, _target(model, options)
+    if engine.is_embedded:
+        raise BadInputError("--print: the embedded server has no command of its own; leave it out, or name an --engine")
+    sizes = sizes_of(model, options)
+    if _is_exported(model, engine) and not folder.exists():
+        words = ["mgpu-pipe", "export", str(model.source), "--out", str(folder)]
+        words += ["--format", engine.format, "--dtype", options.dtype]
+        words += [] if options.frozen is None else ["--frozen-weights", str(options.frozen)]
+        print_line(shlex.join([*words, *(["--weights", "ema"] if options.average else [])]))
+    command = engine.command(engine_request(model, options, folder, sizes, options.port, None), engine.program)
+    variables = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
+    print_line(" ".join([*variables, shlex.join([*engine.program, *command.words])]))
+
+
+def _is_exported(model: ServedModel, engine: Engine) -> bool:
+    return not (model.is_folder and engine.format == "hf")
+
+
+def _target(model: ServedModel, options: ServeOptions) -> Path:
+    """The folder that the engine reads."""
+    if not _is_exported(model, options.engine):
+        return model.source
+    return options.out or model.export_folder(f"{options.engine.format}-{options.dtype}")
 
 
 def prepare_folder(model: ServedModel, options: ServeOptions) -> tuple[Path, dict[str, Any]]:
@@ -92,14 +158,13 @@ def prepare_folder(model: ServedModel, options: ServeOptions) -> tuple[Path, dic
     Raises:
         BadInputError: ``out`` must not be replaced, or the model cannot be exported so.
     """
-    kind, out = f"{options.engine.format}-{options.dtype}", options.out
-    is_exported = bool(model.digest) or options.engine.format != "hf"
+    out, is_exported = options.out, _is_exported(model, options.engine)
     if out is not None:
         if not is_exported:
             raise BadInputError(f"--out={out}: {model.source} is a model folder and served as it is; leave it out")
         check_target(out, options.force)
-    folder = out or model.folder(kind)
-    record = folder.with_name(f"{folder.name}.json") if model.digest and out is None else None
+    folder = _target(model, options)
+    record = folder.with_name(f"{folder.name}.json") if is_exported and out is None else None
     expected = None if record is None or not folder.exists() else read_answers(record)
     if expected is None:
         if is_exported:
@@ -152,48 +217,3 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def address_of(host: str, port: int) -> str:
-    """The address at which this machine reaches a server that is bound to ``host``."""
-    reached = "127.0.0.1" if host in ANYWHERE else host
-    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-
-
-def compare(client: EngineClient, expected: dict[str, Any], is_exact: bool) -> None:
-    """Compare the server's greedy answers with the run's, and print the result.
-
-    Args:
-        is_exact: every answer must be equal; otherwise one, as other kernels and types may choose among near equals.
-
-    Raises:
-        MgpuError: they are too different.
-    """
-    pairs = expected["answers"]
-    answers = [client.greedy_answer(prompt, ANSWER_TOKENS, expected["is_chat"]) for prompt, _ in pairs]
-    triples = [(prompt, wanted, answer) for (prompt, wanted), answer in zip(pairs, answers, strict=True)]
-    different = [triple for triple in triples if triple[1] != triple[2]]
-    equal = f"{len(pairs) - len(different)} of {len(pairs)} greedy answers equal the run's"
-    if different:
-        prompt, wanted, answer = different[0]
-        equal += f"; to {prompt!r} it answers {answer[:SHOWN]!r}, the run {wanted[:SHOWN]!r}"
-    if different and (is_exact or len(different) == len(pairs)):
-        raise MgpuError(f"the server is wrong: {equal}")
-    print_line(equal)
-
-
-def print_address(address: str, token: str | None, name: str, is_chat: bool, has_page: bool) -> None:
-    """Print where the server is, and a line that asks it something."""
-    if has_page:
-        fragment = "" if token is None else f"#token={quote(token)}"
-        print_line(f"serving {name} at {address}/{fragment} (open it in a browser), OpenAI's interface at {address}/v1")
-    else:
-        print_line(f"serving {name}, OpenAI's interface at {address}/v1")
-    body: dict[str, Any] = {"model": name, "max_tokens": 64}
-    if is_chat:
-        path, body["messages"] = "/v1/chat/completions", [{"role": "user", "content": "Hello"}]
-    else:
-        path, body["prompt"] = "/v1/completions", "Once"
-    words = ["curl", f"{address}{path}", "-H", "Content-Type: application/json"]
-    words += [] if token is None else ["-H", f"Authorization: Bearer {token}"]
-    print_line(shlex.join([*words, "-d", json.dumps(body)]), flush=True)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from mgpu_pipe import __version__
+from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.data.text.tokenizer_folder import json_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.find_model import ModelSource, find_model
 from mgpu_pipe.models.fields import class_of, resolved_fields
+from mgpu_pipe.models.weights.folder import stored_elements
 
 GENERATIVE = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 SERVED = "served"
@@ -31,18 +36,20 @@ class ServedModel:
         source: the folder that the user named, a run's, a step's or a model's.
         name: of the model in requests.
         fields: of the model's configuration.
-        digest: of weights, configuration and tokenizer; empty for a model folder, which is served as it is.
+        elements: numbers in the weights.
+        is_folder: whether the source is a model folder.
+        digest: of weights, configuration and tokenizer.
     """
 
     source: Path
     name: str
-    fields: dict[str, Any]
+    fields: Mapping[str, Any]
+    elements: int
+    is_folder: bool
     digest: str
 
-    def folder(self, kind: str) -> Path:
-        """Where an export of ``kind`` lies in the cache, e.g. ``hf-bf16``; a model's own folder for a folder's."""
-        if not self.digest:
-            return self.source
+    def export_folder(self, kind: str) -> Path:
+        """Where an export of ``kind`` lies in the cache, e.g. ``hf-bf16``."""
         return cache_folder(None) / SERVED / f"{self.digest}-{kind}"
 
 
@@ -57,21 +64,40 @@ def find_served(folder: Path, frozen: Path | None, average: bool, name: str | No
         raise BadInputError(f"{folder}: no tokenizer next to it; give a folder that has one")
     if source.config is None:
         raw = json_file(source.folder / "config.json")
-        model_class, fields = class_of(raw.get("architectures")), raw
+        model_class, default = class_of(raw.get("architectures")), source.folder.resolve().name
+        model = ModelConfig(name=default, path=str(source.folder))
     else:
-        model_class = description(source.config.objective.name).model_class
-        fields = resolved_fields(source.config.model)
+        model_class, default = description(source.config.objective.name).model_class, source.config.run.name
+        model = source.config.model
     if model_class not in GENERATIVE:
         raise BadInputError(f"{folder}: its {model_class} generates no text that a server streams; use mgpu-pipe eval")
-    default = source.folder.resolve().name if source.config is None else source.config.run.name
-    return ServedModel(folder, name or default or "model", fields, _digest(source, frozen, average))
+    fields = resolved_fields(model)
+    fields = fields.get("text_config") or fields
+    digest = _digest(source, frozen, average)
+    return ServedModel(
+        folder, name or default or "model", fields, _elements(source, fields), source.config is None, digest
+    )
+
+
+def _elements(source: ModelSource, fields: Mapping[str, Any]) -> int:
+    """Numbers in the weights: by the family's formula where there is one, else those that are stored."""
+    exact = count_parameters(fields)
+    if exact is not None:
+        return exact.total
+    if source.config is None:
+        return stored_elements(source.folder)
+    return sum(prod(tensor.shape) for tensor in read_manifest(source.folder).tensors["model"].values())
 
 
 def _digest(source: ModelSource, frozen: Path | None, average: bool) -> str:
+    """Hash of what an export is made of; of a model folder's weights only size and time."""
+    content = hashlib.sha256(f"{__version__} {frozen} {average}".encode())
     if source.config is None:
-        return ""
-    content = hashlib.sha256(f"{__version__} {read_manifest(source.folder).root} {frozen} {average}".encode())
-    for file in (source.folder / "config.yaml", *sorted((source.tokenizer or source.folder).glob("*.json*"))):
+        for file in sorted(source.folder.glob("*.safetensors")):
+            content.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns} ".encode())
+    else:
+        content.update(read_manifest(source.folder).root.encode() + (source.folder / "config.yaml").read_bytes())
+    for file in sorted({*(source.tokenizer or source.folder).glob("*.json*"), *source.folder.glob("config.json")}):
         content.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
     return content.hexdigest()[:16]
 

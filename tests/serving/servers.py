@@ -27,6 +27,7 @@ def train_run(folder: Path, cache: Path) -> Path:
     (folder / "chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     words = [
         *("model=llama_tiny", "model.config.vocab_size=300", "model.config.initializer_range=0.3", "data=chat_jsonl"),
+        "model.config.head_dim=32",  # the smallest of vLLM on CPUs
         *("data.paths=[chat.jsonl]", "data.chat_template=chatml", "data.seq_len=64", "data.global_batch_size=4"),
         *("precision=fp32", "trainer.max_steps=2", "logger=none", "run.dir=run", "run.name=talk", "optimizer.lr=3e-5"),
     ]

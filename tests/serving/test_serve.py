@@ -234,6 +234,19 @@ def test_a_port_in_use_a_bad_token_and_an_open_network_are_one_line(place: Path)
         assert said.count("\n") == 1 and part in said, said
 
 
+def test_another_answer_is_an_error(place: Path) -> None:
+    mgpu(place / "cache", place, "serve", "run", "--check", "--port", "0")
+    [record] = (place / "cache" / "served").glob("*-hf-fp32.json")
+    answers = json.loads(record.read_text())
+    other = {**answers, "answers": [*answers["answers"][:4], [answers["answers"][4][0], "something else"]]}
+    record.write_text(json.dumps(other))
+    try:
+        said = mgpu(place / "cache", place, "serve", "run", "--check", "--port", "0", code=1)
+    finally:
+        record.write_text(json.dumps(answers))
+    assert "the server is wrong: 4 of 5 greedy answers equal the run's" in said and "'something else'" in said
+
+
 def test_without_a_token_other_pages_are_refused(place: Path) -> None:
     mgpu(place / "cache", place, "export", "run", "--out", "talk", "--dtype", "bf16")
     with serving(place / "cache", place, "talk", "--no-token") as started:

@@ -12,7 +12,8 @@ from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, token_texts
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.find_model import find_model
-from mgpu_pipe.inference.hub_push import push_folder, push_target, write_card
+from mgpu_pipe.inference.gguf import FILE
+from mgpu_pipe.inference.hub_push import push_folder, push_target
 from mgpu_pipe.inference.model_arguments import (
     add_target_arguments,
     build_parser,
@@ -20,6 +21,7 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     silence_transformers,
 )
+from mgpu_pipe.inference.model_card import write_card
 from mgpu_pipe.inference.open import open_model
 from mgpu_pipe.models.fields import builder_of, class_of
 from mgpu_pipe.system.local_files import is_file
@@ -84,7 +86,7 @@ def _export_gguf(arguments: argparse.Namespace) -> None:
     require_package("--format=gguf")
     model_files = find_model(folder)
     silence_transformers()
-    from mgpu_pipe.inference.export_gguf import FILE, export_gguf
+    from mgpu_pipe.inference.export_gguf import export_gguf
 
     run = open_model(model_files, arguments.frozen_weights, arguments.weights == "ema")
     report = export_gguf(run, out, arguments.dtype, arguments.force, arguments.compare_dtypes)
@@ -139,7 +141,7 @@ def _export(arguments: argparse.Namespace) -> None:
     elif run.tokenizer_folder is not None:
         _print_ids_without_rows(run.tokenizer_folder, run.model.config)
     if target is not None:
-        write_card(run, out, target.repository, arguments.dtype)
+        write_card(run, out, target.repository, arguments.dtype, asks_hub=True)
         step = "" if run.step is None else f" of step {run.step}"
         address = push_folder(out, target, arguments.private, f"Model{step}, exported by mgpu_pipe {__version__}")
         print_line(f"pushed {out} to {address}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.config.arguments import count
+from mgpu_pipe.config.arguments import byte_size, count, positive_int, share
 from mgpu_pipe.errors import EXIT_OK, BadInputError, hide, print_line
 from mgpu_pipe.inference.model_arguments import (
     add_device_argument,
@@ -18,12 +18,16 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     resolve_device,
 )
-from mgpu_pipe.serving.engines import ENGINES, find_engine
-from mgpu_pipe.serving.serve import ServeOptions, serve
+from mgpu_pipe.serving.engines import ENGINES, Engine, find_engine
+from mgpu_pipe.serving.serve import ServeOptions, print_command, serve
+from mgpu_pipe.serving.sizes import Gpus
 from mgpu_pipe.serving.source import find_served
+from mgpu_pipe.system.hardware import gpu_capability, used_memory
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
+DTYPES = ("fp32", "bf16", "fp16", "q8_0")
+CONCURRENCY = 16
 
 
 def run_serve(argv: Sequence[str]) -> int:
@@ -34,28 +38,66 @@ def run_serve(argv: Sequence[str]) -> int:
     if token is not None:
         hide(token, "<token>")
     folder, average = folder_of(arguments), arguments.weights == "ema"
-    engine, device = find_engine(arguments.engine), resolve_device(arguments.device)
-    engine.require(Path(sys.executable))
-    options = ServeOptions(
+    model = find_served(folder, arguments.frozen_weights, average, arguments.name)
+    options = _options(arguments, token)
+    if arguments.print:
+        print_command(model, options)
+        return EXIT_OK
+    try:
+        serve(model, options)
+    except KeyboardInterrupt:
+        print_line("stopped", file=sys.stderr)
+    return EXIT_OK
+
+
+def _options(arguments: argparse.Namespace, token: str | None) -> ServeOptions:
+    engine, gpus = find_engine(arguments.engine), _gpus(arguments)
+    planned = {"--context": arguments.context, "--concurrency": arguments.concurrency, "--gpus": arguments.gpus}
+    for option in (option for option, value in planned.items() if engine.is_embedded and value is not None):
+        raise BadInputError(f"{option}: is for other engines than {engine.name}; leave it out, or name an --engine")
+    dtype = arguments.dtype or _default_dtype(engine, gpus)
+    if dtype not in engine.dtypes:
+        raise BadInputError(f"--dtype={dtype}: {engine.name} takes {', '.join(engine.dtypes)}; choose one of them")
+    return ServeOptions(
         engine=engine,
         host=arguments.host,
         port=arguments.port,
-        device=device,
-        dtype=arguments.dtype or "fp32",
-        python=Path(sys.executable),
+        device=resolve_device(arguments.device),
+        dtype=dtype,
+        environment=arguments.engine_env,
+        context=arguments.context,
+        concurrency=arguments.concurrency or CONCURRENCY,
+        gpus=gpus,
+        memory_share=arguments.memory_share,
         out=None if arguments.out is None else arguments.out.expanduser(),
         force=arguments.force,
         frozen=arguments.frozen_weights,
-        average=average,
+        average=arguments.weights == "ema",
         token=token,
         is_trial=arguments.check,
         is_verbose=arguments.verbose,
     )
-    try:
-        serve(find_served(folder, arguments.frozen_weights, average, arguments.name), options)
-    except KeyboardInterrupt:
-        print_line("stopped", file=sys.stderr)
-    return EXIT_OK
+
+
+def _gpus(arguments: argparse.Namespace) -> Gpus:
+    """The GPUs of this machine, or those that are planned with."""
+    if (arguments.gpus is None) != (arguments.gpu_memory is None):
+        raise BadInputError("--gpus, --gpu-memory: plan for another machine together; give both, or none")
+    if arguments.gpus is not None:
+        return Gpus(arguments.gpus, arguments.gpu_memory)
+    if arguments.device == "cpu":
+        return Gpus(0, 0)
+    totals = [total for _, total in used_memory().values()]
+    return Gpus(len(totals), min(totals, default=0))
+
+
+def _default_dtype(engine: Engine, gpus: Gpus) -> str:
+    """fp32 where answers are to be the run's; on GPUs the type that they compute in."""
+    if engine.format == "gguf":
+        return "fp16"
+    if engine.is_embedded or not gpus.count:
+        return "fp32"
+    return "fp16" if (gpu_capability() or (8, 0)) < (8, 0) else "bf16"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,9 +108,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--token", metavar="TEXT", help="that requests must bear; default: a random one")
     parser.add_argument("--no-token", action="store_true", help="accept requests without a token")
     parser.add_argument("--name", help="of the model in requests; default: the run's")
-    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="type of the weights; default fp32")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights; default fp32, on GPUs bf16")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the export; default: in the cache")
     parser.add_argument("--force", action="store_true", help="replace an existing folder --out")
+    parser.add_argument("--print", action="store_true", help="print the engine's command, and start nothing")
+    parser.add_argument("--engine-env", type=Path, metavar="FOLDER", help="virtual environment with the engine")
+    parser.add_argument("--context", type=positive_int, metavar="N", help="tokens of a prompt and its answer")
+    parser.add_argument(
+        "--concurrency", type=positive_int, metavar="N", help=f"requests together; default {CONCURRENCY}"
+    )
+    parser.add_argument("--gpus", type=count, metavar="N", help="plan for a machine with N GPUs; with --print")
+    parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of each of these GPUs, e.g. 80GB")
+    parser.add_argument("--memory-share", type=share, default=0.9, metavar="P", help="of each GPU; default 0.9")
     parser.add_argument("--check", action="store_true", help="compare five answers with the run's, and end")
     parser.add_argument("--verbose", action="store_true", help="show all that the engine prints")
     add_device_argument(parser)
@@ -78,6 +129,8 @@ def _parser() -> argparse.ArgumentParser:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.port > MAX_PORT:
         raise BadInputError(f"--port={arguments.port}: above {MAX_PORT}; choose a smaller one")
+    if arguments.gpus is not None and not arguments.print:
+        raise BadInputError("--gpus: plans for another machine; add --print, or leave it out")
     if arguments.no_token and arguments.token is not None:
         raise BadInputError("--no-token: contradicts --token; leave one out")
     if arguments.token is not None and (not arguments.token.isascii() or not arguments.token.isprintable()):

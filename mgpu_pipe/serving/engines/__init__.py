@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.serving.sizes import EngineSizes
+
 ENGINES = ("transformers", "vllm", "sglang", "llama_cpp")
+TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+"""The folder is complete; the engine asks nobody for the rest."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,8 @@ class EngineRequest:
         name: of the model in requests.
         fd: descriptor of the listening socket; None for an engine that binds ``port`` itself.
         device: ``cpu``, ``cuda`` or ``cuda:<number>``.
-        python: interpreter of the engine's environment.
+        dtype: of the weights.
+        memory_share: of each GPU's memory that the engine may take.
     """
 
     folder: Path
@@ -29,13 +37,15 @@ class EngineRequest:
     port: int
     fd: int | None
     device: str
-    python: Path
+    dtype: str
+    sizes: EngineSizes
+    memory_share: float
     token: str | None
 
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """A command line, and variables that are added to the environment; the token is among these."""
+    """The words after an engine's program, and variables that are added to the environment."""
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -48,18 +58,25 @@ class Engine:
     Attributes:
         name: one of ``ENGINES``.
         format: of the export that it reads, ``hf`` or ``gguf``.
-        listens: whether it takes a listening socket.
-        is_exact: whether its greedy answers in fp32 must equal the run's.
-        require: refuses an interpreter's environment without the engine, with the line that installs it.
-        command: the engine's own command line.
+        dtypes: of the weights that it takes.
+        program: its program as typed; empty for the embedded server.
+        find: its program in an environment (None: this one, then PATH), or the line that installs it as an error.
+        check: refuses a model's fields by ``(fields, is_on_gpu)``.
+        command: the words after the program; they depend on the program.
     """
 
     name: str
     format: str
-    listens: bool
-    is_exact: bool
-    require: Callable[[Path], None]
-    command: Callable[[EngineRequest], EngineCommand]
+    dtypes: Sequence[str]
+    program: Sequence[str]
+    find: Callable[[Path | None], Sequence[str]]
+    check: Callable[[Mapping[str, Any], bool], None]
+    command: Callable[[EngineRequest, Sequence[str]], EngineCommand]
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it is the server of this package: it takes a listening socket, and its answers equal the run's."""
+        return not self.program
 
 
 def find_engine(name: str) -> Engine:
@@ -67,3 +84,18 @@ def find_engine(name: str) -> Engine:
     module: Any = importlib.import_module(f"{__name__}.{name}")
     engine: Engine = module.ENGINE
     return engine
+
+
+def find_program(name: str, environment: Path | None) -> str | None:
+    """The path of the program ``name`` in a virtual environment, or on PATH."""
+    if environment is None:
+        return shutil.which(name)
+    file = environment.expanduser() / "bin" / name
+    return str(file) if file.is_file() else None
+
+
+def install_error(engine: str, environment: Path | None, packages: str, more: str = "") -> BadInputError:
+    """The refusal of an engine that is not installed. Its packages need another torch, so it gets an environment."""
+    place = environment or Path("~") / f"venv-{engine}"
+    lines = f"python3 -m venv {place} && {place}/bin/pip install {packages}, then add --engine-env {place}"
+    return BadInputError(f"--engine={engine}: is not installed{more}; {lines}")

@@ -1,0 +1,207 @@
+"""Commands of vLLM, SGLang and llama.cpp: their sizes by hand, their words by the engines' own parsers where these are.
+
+What cannot be installed next to this package's torch is stood for by a program of the same name and options.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.serving.engines import find_engine
+from mgpu_pipe.serving.sizes import Gpus, choose_sizes
+from tests.inference.support import write_run, write_texts
+from tests.serving.servers import serving, train_run
+from tests.support.command import mgpu
+from tests.support.needs import need_server
+
+LLAMA_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+ELEMENTS_70B = 70_553_706_496
+"""Of https://huggingface.co/meta-llama/Meta-Llama-3-70B."""
+GPUS = ("--gpus", "8", "--gpu-memory", "80GB")
+
+
+def sizes_of(gpus: Gpus, context: int = 8192, concurrency: int = 16, dtype: str = "bf16", **fields: Any) -> Any:
+    return choose_sizes({**LLAMA_70B, **fields}, ELEMENTS_70B, dtype, context, concurrency, gpus, 0.9)
+
+
+def test_sizes_are_those_by_hand() -> None:
+    """A token takes 2 * 80 layers * 8 heads * 128 * 2 bytes; (141.1 + 42.9) GB on 3 GPUs of 80 GB would fit, but 64
+    heads do not divide by 3."""
+    sizes = sizes_of(Gpus(8, 80 * 10**9))
+    assert sizes.cache_bytes == 327_680 * 8192 * 16
+    assert sizes.tensor_parallel == 4
+    assert sizes.gpu_bytes == int((2 * ELEMENTS_70B + sizes.cache_bytes) / 4 + 1.5e9)
+    assert sizes_of(Gpus(8, 141 * 10**9)).tensor_parallel == 2
+    assert sizes_of(Gpus(8, 141 * 10**9), concurrency=1).tensor_parallel == 2  # 143.8 GB and more than one GPU
+    assert sizes_of(Gpus(0, 0)).tensor_parallel == 1
+
+
+def test_key_value_heads_are_whole_or_repeated() -> None:
+    """Four GPUs share two key-value heads, each of which two GPUs hold; 16 heads on 5 or 6 GPUs do not divide."""
+    fields: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128}
+    sizes = sizes_of(Gpus(7, 48 * 10**9), 8192, 1, **fields)
+    assert sizes.tensor_parallel == 4
+    assert sizes.gpu_bytes == int((2 * ELEMENTS_70B + 2 * sizes.cache_bytes) / 4 + 1.5e9)
+
+
+def test_what_does_not_fit_is_refused_with_numbers() -> None:
+    with pytest.raises(BadInputError, match=r"141\.1 GB and caches of 42\.9 GB .* each of 2 GPUs"):
+        sizes_of(Gpus(2, 80 * 10**9))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of families by name."""
+    folder = tmp_path_factory.mktemp("engines")
+    texts = write_texts(folder / "texts", 12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MGPU_PIPE_CACHE", str(folder / "cache"))
+        for family in ("llama", "bloom"):
+            write_run(folder / family, family, texts, folder / "cache")
+        yield folder  # type: ignore[misc]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str], dict[str, str]]:
+    """The export's words, the engine's words, and the engine's variables that ``serve --print`` shows."""
+    assert main(["serve", *words, "--print"]) == 0
+    export, engine = map(shlex.split, capsys.readouterr().out.splitlines())
+    variables = dict(word.split("=", 1) for word in engine if word.split("=")[0].isupper())
+    return export, engine[len(variables) :], variables
+
+
+def options(words: list[str]) -> dict[str, str]:
+    """Values by option."""
+    return {name: value for name, value in pairwise(words) if name.startswith("--")}
+
+
+def test_vllm_on_gpus(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export, words, variables = printed(capsys, str(runs / "llama"), "--engine", "vllm", *GPUS, "--token", "secret")
+    assert words[:2] == ["vllm", "serve"] and "secret" not in words and variables["VLLM_API_KEY"] == "secret"
+    assert export[:3] == ["mgpu-pipe", "export", str(runs / "llama")] and options(export)["--out"] == words[2]
+    wanted = {"--dtype": "bfloat16", "--max-model-len": "64", "--max-num-seqs": "16", "--tensor-parallel-size": "1"}
+    assert wanted.items() <= options(words).items() and options(words)["--host"] == "127.0.0.1"
+    assert main(export[1:]) == 0 and (Path(words[2]) / "generation_config.json").is_file()
+
+
+def test_sglang_on_cpus_and_llama_cpp(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", "--device", "cpu", "--context", "32")
+    assert words[:3] == ["python", "-m", "sglang.launch_server"]
+    assert {"--context-length": "32", "--device": "cpu", "--dtype": "float32"}.items() <= options(words).items()
+    chosen = ("--engine", "llama_cpp", "--concurrency", "4", "--dtype", "q8_0")
+    export, words, variables = printed(capsys, str(runs / "llama"), *chosen)
+    assert options(words)["--ctx-size"] == "256" and options(words)["--parallel"] == "4"
+    assert options(words)["--model"] == f"{options(export)['--out']}/model.gguf"
+    assert options(export)["--format"] == "gguf" and options(export)["--dtype"] == "q8_0"
+    assert len(variables["LLAMA_API_KEY"]) >= 32
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("llama", "--engine", "vllm", "--device", "cpu"), "heads of 16"),
+        (("bloom", "--engine", "llama_cpp"), "bloom is none of llama, mistral"),
+        (("llama", "--engine", "vllm", *GPUS, "--context", "65"), "made for 64"),
+        (("llama", "--engine", "vllm", "--gpus", "1", "--gpu-memory", "1GB"), "GB a GPU"),
+        (("llama", "--engine", "vllm", *GPUS, "--dtype", "q8_0"), "vllm takes fp32"),
+        (("llama", "--engine", "vllm", "--gpus", "1"), "give both"),
+        (("llama",), "--print"),
+        (("llama", "--context", "8"), "--context"),
+    ],
+)
+def test_what_an_engine_refuses_is_one_line(
+    runs: Path, words: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(runs / words[0]), *words[1:], "--print"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and part in said.err
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "llama_cpp"])
+def test_the_line_that_installs_an_engine(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=rf"python3 -m venv {tmp_path}/env && .*/pip install .* --engine-env"):
+        find_engine(name).find(tmp_path / "env")
+
+
+def test_vllms_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM's parser is its own: pip install vllm")
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "vllm", *GPUS)
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
+    assert parsed.max_model_len == 64 and parsed.tensor_parallel_size == 1
+
+
+def test_sglangs_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if find_spec("sglang") is None:
+        pytest.skip("SGLang's parser is its own: pip install sglang")
+    from sglang.srt.server_args import prepare_server_args
+
+    _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", *GPUS)
+    assert prepare_server_args(words[3:]).context_length == 64
+
+
+STANDIN = """#!{python}
+import argparse, os, signal, socket
+parser = argparse.ArgumentParser()
+parser.add_argument("verb", choices=["serve"])
+parser.add_argument("model")
+for name in ("served-model-name", "host", "dtype"):
+    parser.add_argument("--" + name, required=True)
+for name in ("port", "max-model-len", "max-num-seqs"):
+    parser.add_argument("--" + name, required=True, type=int)
+options = parser.parse_args()
+if os.fork() == 0:  # as vLLM's engine core, which SIGTERM of the front does not reach
+    open({pids!r}, "w").write(str(os.getpid()))
+    while True:
+        signal.pause()
+os.environ["MGPU_PIPE_SERVE_TOKEN"] = os.environ["VLLM_API_KEY"]
+from mgpu_pipe.serving.server.__main__ import main
+listener = socket.create_server((options.host, options.port))
+main(options.model, options.served_model_name, options.host, str(listener.detach()), "cpu")
+"""
+
+
+def write_program(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+@pytest.mark.slow
+def test_an_engine_is_awaited_compared_and_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    need_server()
+    cache, pids = tmp_path / "cache", tmp_path / "pid"
+    train_run(tmp_path, cache)
+    write_program(tmp_path / "env" / "bin" / "vllm", STANDIN.format(python=sys.executable, pids=str(pids)))
+    with serving(cache, tmp_path, "run", "--engine", "vllm", "--engine-env", "env", "--name", "my model") as started:
+        assert started.printed[0] == "5 of 5 greedy answers equal the run's\n"
+        assert "serving my model" in started.printed[1] and started.send("/v1/models")[0] == 200
+    child = Path(f"/proc/{pids.read_text()}")
+    deadline = time.monotonic() + 60
+    while child.exists() and "\nState:\tZ" not in (child / "status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    write_program(tmp_path / "env" / "bin" / "vllm", "#!/bin/sh\necho no kernel image is available\nexit 3\n")
+    said = mgpu(cache, tmp_path, "serve", "run", "--engine", "vllm", "--engine-env", "env", "--port", "0", code=1)
+    assert "--engine=vllm: ended: no kernel image is available" in said
+    assert os.listdir(tmp_path / "cache" / "served")
