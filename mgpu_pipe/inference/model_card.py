@@ -91,8 +91,8 @@ def _training_rows(
     summary = read_summary(paths)
 
     def licence_of(name: HubName) -> str:
-        found = _licence(name) if asks_hub else None
-        return f", licence {found}" if found else ""
+        licence = _licence(name) if asks_hub else None
+        return f", licence {licence}" if licence else ""
 
     if base is not None:
         start = f"{base.repository} at commit {base.commit}{licence_of(base)}"
@@ -146,10 +146,10 @@ def _hardware(paths: RunPaths) -> str:
     if not isinstance(recorded, dict):
         return "not recorded"
     gpus = [str(gpu).partition(",")[0] for gpu in recorded.get("gpus") or []]
-    counted = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
+    named_gpus = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
     cpu = recorded.get("cpu")
     cores = f"{cpu.get('usable_cores')} cores of {cpu.get('model')}" if isinstance(cpu, dict) else "not recorded"
-    return ", ".join(counted) or cores
+    return ", ".join(named_gpus) or cores
 
 
 def _licence(name: HubName) -> str | None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from mgpu_pipe.errors import MgpuError, print_line
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
@@ -69,25 +70,17 @@ class EngineProcess:
             MgpuError: the engine ended.
         """
         while not client.is_ready():
-            if self._has_ended():
-                raise self._end_error()
+            if self.has_ended():
+                raise self.end_error()
             time.sleep(POLL_S)
 
-    def wait(self) -> None:
-        """Wait until the engine ends, which is an error.
-
-        Raises:
-            MgpuError: always.
-        """
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        raise self._end_error()
-
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the engine ended. It is not reaped, so that its group's ID is not reused before :meth:`end`."""
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return os.waitid(os.P_PID, self._process.pid, options) is not None
 
-    def _end_error(self) -> MgpuError:
+    def end_error(self) -> MgpuError:
+        """The error of an engine that ended, with the last that it printed."""
         self._reader.join(1)
         tail = " | ".join(list(self._tail)[-SHOWN_LINES:]) or "it printed nothing"
         return MgpuError(f"--engine={self._name}: ended: {tail}; --verbose shows all that it prints")
@@ -97,7 +90,7 @@ class EngineProcess:
         try:
             os.kill(self._process.pid, signal.SIGTERM)
             deadline = time.monotonic() + TERM_S
-            while not self._has_ended() and time.monotonic() < deadline:
+            while not self.has_ended() and time.monotonic() < deadline:
                 time.sleep(POLL_S / 4)
         except KeyboardInterrupt:
             print_line("ending at once", file=sys.stderr)
@@ -105,3 +98,16 @@ class EngineProcess:
         self._process.wait()
         self._guard.dismiss(self._process.pid)
         self._guard.close()
+
+
+def wait_for_any(processes: Sequence[EngineProcess]) -> NoReturn:
+    """Wait until an engine ends, which is an error.
+
+    Raises:
+        MgpuError: always.
+    """
+    while True:
+        for process in processes:
+            if process.has_ended():
+                raise process.end_error()
+        time.sleep(POLL_S)

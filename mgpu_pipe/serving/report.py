@@ -1,4 +1,4 @@
-"""What ``serve`` prints: how near the server's answers are to the run's, and where the server is."""
+"""Lines of ``serve``: how near the server's answers are to the run's, and where the server is."""
 
 from __future__ import annotations
 

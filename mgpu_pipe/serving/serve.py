@@ -6,9 +6,9 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,11 +16,12 @@ from typing import Any
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.export_folder import check_target
 from mgpu_pipe.serving.client import EngineClient
-from mgpu_pipe.serving.engine_process import EngineProcess
+from mgpu_pipe.serving.engine_process import EngineProcess, wait_for_any
 from mgpu_pipe.serving.engines import Engine, EngineRequest
 from mgpu_pipe.serving.prepare import Preparation
 from mgpu_pipe.serving.report import address_of, compare, print_address
-from mgpu_pipe.serving.sizes import EngineSizes, Gpus, choose_context, choose_sizes
+from mgpu_pipe.serving.serve_file import GpuShare, Need
+from mgpu_pipe.serving.sizes import ITEM_BYTES, EngineSizes, Gpus, choose_context, choose_sizes
 from mgpu_pipe.serving.source import ServedModel, make_cache, read_answers
 
 
@@ -36,6 +37,7 @@ class ServeOptions:
         memory_share: of each GPU's memory that the engine may take.
         token: that requests bear; None for no token.
         is_trial: end after the comparison.
+        variables: added to the engine's environment, such as its GPUs.
     """
 
     engine: Engine
@@ -55,38 +57,57 @@ class ServeOptions:
     token: str | None
     is_trial: bool
     is_verbose: bool
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def serve(model: ServedModel, options: ServeOptions) -> None:
-    """Serve until a signal or the engine's end.
+def serve(models: Sequence[tuple[ServedModel, ServeOptions]]) -> None:
+    """Serve until a signal, or until an engine ends.
 
     Raises:
-        BadInputError: the port is in use, the engine is not installed or refuses the model, or the GPUs do not hold it.
-        MgpuError: the engine ended, or its answers are not the run's.
+        BadInputError: a port is in use, an engine is not installed or refuses its model, or the GPUs do not hold it.
+        MgpuError: an engine ended, or its answers are not the run's.
     """
-    engine = options.engine
-    sizes = sizes_of(model, options)
-    program = engine.find(options.environment)
+    programs = [_check(model, options) for model, options in models]
     with ExitStack() as resources:
-        listener = resources.enter_context(bind(options.host, options.port))
-        port = listener.getsockname()[1]
-        folder, expected = prepare_folder(model, options)
-        if not engine.is_embedded:
-            listener.close()
-        fd = listener.fileno() if engine.is_embedded else None
-        command = engine.command(engine_request(model, options, folder, sizes, port, fd), program)
+        ports = [resources.enter_context(bind(options.host, options.port)) for _, options in models]
+        prepared = [prepare_folder(model, options) for model, options in models]
         resources.enter_context(_ended_by_signals())
-        print_line(f"starting {engine.name}", file=sys.stderr, flush=True)
-        words, passed = [*program, *command.words], [] if fd is None else [fd]
-        process = EngineProcess(engine.name, words, command.environment, passed, options.is_verbose)
-        resources.callback(process.end)
-        address = address_of(options.host, port)
-        client = EngineClient(address, options.token, model.name)
-        process.wait_until_ready(client)
-        compare(client, expected, is_exact=engine.is_embedded and options.dtype == "fp32")
-        print_address(address, options.token, model.name, expected["is_chat"], has_page=engine.is_embedded)
-        if not options.is_trial:
-            process.wait()
+        started = []
+        for (model, options), program, listener, (folder, expected) in zip(
+            models, programs, ports, prepared, strict=True
+        ):
+            port = listener.getsockname()[1]
+            process = _start(model, options, program, listener, folder)
+            resources.callback(process.end)
+            address = address_of(options.host, port)
+            client = EngineClient(address, options.token, model.name)
+            process.wait_until_ready(client)
+            compare(client, expected, is_exact=options.engine.is_embedded and options.dtype == "fp32")
+            print_address(address, options.token, model.name, expected["is_chat"], options.engine.is_embedded)
+            started.append(process)
+        if not models[0][1].is_trial:
+            wait_for_any(started)
+
+
+def _check(model: ServedModel, options: ServeOptions) -> Sequence[str]:
+    """The engine's program, once it is known to take the model."""
+    sizes_of(model, options)
+    return options.engine.find(options.environment)
+
+
+def _start(
+    model: ServedModel, options: ServeOptions, program: Sequence[str], listener: socket.socket, folder: Path
+) -> EngineProcess:
+    """Start an engine; the one that does not take a listening socket gets its port, which is free again."""
+    engine, port = options.engine, listener.getsockname()[1]
+    if not engine.is_embedded:
+        listener.close()
+    passed = [listener.fileno()] if engine.is_embedded else []
+    request = engine_request(model, options, folder, sizes_of(model, options), port, next(iter(passed), None))
+    command = engine.command(request, program)
+    print_line(f"starting {engine.name} for {model.name}", file=sys.stderr, flush=True)
+    environment = {**command.environment, **options.variables}
+    return EngineProcess(engine.name, [*program, *command.words], environment, passed, options.is_verbose)
 
 
 def sizes_of(model: ServedModel, options: ServeOptions) -> EngineSizes:
@@ -103,10 +124,33 @@ def sizes_of(model: ServedModel, options: ServeOptions) -> EngineSizes:
     )
 
 
+def need_of(model: ServedModel, options: ServeOptions, gpus: Gpus) -> Need:
+    """GPUs and memory that ``model`` needs; the embedded server takes one GPU at most and answers one request at a time."""
+    if not options.engine.is_embedded:
+        sizes = sizes_of(model, options)
+    else:
+        context = choose_context(model.fields, None)
+        on_gpu = Gpus(min(1, gpus.count) if options.device != "cpu" else 0, gpus.memory)
+        sizes = choose_sizes(model.fields, model.elements, options.dtype, context, 1, on_gpu, 1.0)
+    if sizes.gpu_bytes:
+        return Need(sizes.tensor_parallel, sizes.gpu_bytes)
+    return Need(0, int(model.elements * ITEM_BYTES[options.dtype]) + sizes.cache_bytes)
+
+
+def with_share(options: ServeOptions, share: GpuShare, numbers: Sequence[int]) -> ServeOptions:
+    """``options`` on the GPUs of a share.
+
+    Args:
+        numbers: the driver's numbers of the GPUs.
+    """
+    visible = ",".join(str(numbers[device]) for device in share.devices)
+    return replace(options, memory_share=round(share.share, 3), variables={"CUDA_VISIBLE_DEVICES": visible})
+
+
 def engine_request(
     model: ServedModel, options: ServeOptions, folder: Path, sizes: EngineSizes, port: int, fd: int | None
 ) -> EngineRequest:
-    """What the engine is asked to serve."""
+    """The request to the engine, from the options and what was found since."""
     return EngineRequest(
         folder=folder.absolute(),
         name=model.name,
@@ -128,16 +172,20 @@ def print_command(model: ServedModel, options: ServeOptions) -> None:
         BadInputError: as :func:`serve`, but for what only starting shows.
     """
     engine, folder = options.engine, _target(model, options)
-    if engine.is_embedded:
-        raise BadInputError("--print: the embedded server has no command of its own; leave it out, or name an --engine")
     sizes = sizes_of(model, options)
+    variables = [f"{name}={shlex.quote(value)}" for name, value in options.variables.items()]
+    if engine.is_embedded:
+        words = ["mgpu-pipe", "serve", str(model.source), "--name", model.name, "--dtype", options.dtype]
+        words += ["--host", options.host, "--port", str(options.port), "--device", options.device]
+        print_line(" ".join([*variables, shlex.join(words)]))
+        return
     if _is_exported(model, engine) and not folder.exists():
         words = ["mgpu-pipe", "export", str(model.source), "--out", str(folder)]
         words += ["--format", engine.format, "--dtype", options.dtype]
         words += [] if options.frozen is None else ["--frozen-weights", str(options.frozen)]
         print_line(shlex.join([*words, *(["--weights", "ema"] if options.average else [])]))
     command = engine.command(engine_request(model, options, folder, sizes, options.port, None), engine.program)
-    variables = [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
+    variables += [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
     print_line(" ".join([*variables, shlex.join([*engine.program, *command.words])]))
 
 

@@ -101,6 +101,12 @@ def test_vllm_on_gpus(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(export[1:]) == 0 and (Path(words[2]) / "generation_config.json").is_file()
 
 
+def test_the_embedded_server_is_a_command_of_this_program(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(runs / "llama"), "--print", "--port", "0"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:3] == ["mgpu-pipe", "serve", str(runs / "llama")] and options(words)["--dtype"] == "fp32"
+
+
 def test_sglang_on_cpus_and_llama_cpp(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", "--device", "cpu", "--context", "32")
     assert words[:3] == ["python", "-m", "sglang.launch_server"]
@@ -122,7 +128,6 @@ def test_sglang_on_cpus_and_llama_cpp(runs: Path, capsys: pytest.CaptureFixture[
         (("llama", "--engine", "vllm", "--gpus", "1", "--gpu-memory", "1GB"), "GB a GPU"),
         (("llama", "--engine", "vllm", *GPUS, "--dtype", "q8_0"), "vllm takes fp32"),
         (("llama", "--engine", "vllm", "--gpus", "1"), "give both"),
-        (("llama",), "--print"),
         (("llama", "--context", "8"), "--context"),
     ],
 )

@@ -19,15 +19,17 @@ from mgpu_pipe.inference.model_arguments import (
     resolve_device,
 )
 from mgpu_pipe.serving.engines import ENGINES, Engine, find_engine
-from mgpu_pipe.serving.serve import ServeOptions, print_command, serve
+from mgpu_pipe.serving.serve import ServeOptions, need_of, print_command, serve, with_share
+from mgpu_pipe.serving.serve_file import check_host, read_serve_file, share_gpus
 from mgpu_pipe.serving.sizes import Gpus
-from mgpu_pipe.serving.source import find_served
-from mgpu_pipe.system.hardware import gpu_capability, used_memory
+from mgpu_pipe.serving.source import ServedModel, find_served
+from mgpu_pipe.system.hardware import gpu_capability, host_memory, used_memory
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
 DTYPES = ("fp32", "bf16", "fp16", "q8_0")
 CONCURRENCY = 16
+YAML = (".yaml", ".yml")
 
 
 def run_serve(argv: Sequence[str]) -> int:
@@ -37,17 +39,50 @@ def run_serve(argv: Sequence[str]) -> int:
     token = None if arguments.no_token else arguments.token or secrets.token_urlsafe(24)
     if token is not None:
         hide(token, "<token>")
-    folder, average = folder_of(arguments), arguments.weights == "ema"
-    model = find_served(folder, arguments.frozen_weights, average, arguments.name)
-    options = _options(arguments, token)
+    file = arguments.folder
+    if file is not None and file.suffix in YAML and file.is_file():
+        models = _read_models(file, arguments, token)
+    else:
+        models = [(_find(arguments), _options(arguments, token))]
     if arguments.print:
-        print_command(model, options)
+        for model, options in models:
+            print_command(model, options)
         return EXIT_OK
     try:
-        serve(model, options)
+        serve(models)
     except KeyboardInterrupt:
         print_line("stopped", file=sys.stderr)
     return EXIT_OK
+
+
+def _find(arguments: argparse.Namespace) -> ServedModel:
+    return find_served(folder_of(arguments), arguments.frozen_weights, arguments.weights == "ema", arguments.name)
+
+
+def _read_models(
+    file: Path, arguments: argparse.Namespace, token: str | None
+) -> list[tuple[ServedModel, ServeOptions]]:
+    """The models of a ``serve.yaml``, each with its share of the GPUs.
+
+    Raises:
+        BadInputError: the file is wrong, or the models do not fit.
+    """
+    flags = [f"--{name}" for name in ("print", "check", "verbose") if getattr(arguments, name)]
+    flags += [] if arguments.gpus is None else [f"--gpus={arguments.gpus}", f"--gpu-memory={arguments.gpu_memory}"]
+    flags += ["--no-token"] if arguments.no_token else []
+    entries = [parse_arguments(_parser(), [*words, *flags]) for words in read_serve_file(file)]
+    for entry in entries:
+        _check(entry)
+    models = [(_find(entry), _options(entry, token)) for entry in entries]
+    gpus = _gpus(arguments)
+    needs = [need_of(model, options, gpus) for model, options in models]
+    check_host(needs, host_memory())
+    shares = share_gpus([need for need in needs if need.gpus], gpus, arguments.memory_share)
+    numbers = range(gpus.count) if arguments.gpus is not None else sorted(used_memory())
+    return [
+        (model, with_share(options, shares.pop(0), numbers) if need.gpus else options)
+        for (model, options), need in zip(models, needs, strict=True)
+    ]
 
 
 def _options(arguments: argparse.Namespace, token: str | None) -> ServeOptions:
