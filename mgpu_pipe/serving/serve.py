@@ -125,7 +125,7 @@ def sizes_of(model: ServedModel, options: ServeOptions) -> EngineSizes:
 
 
 def need_of(model: ServedModel, options: ServeOptions, gpus: Gpus) -> Need:
-    """GPUs and memory that ``model`` needs; the embedded server takes one GPU at most and answers one request at a time."""
+    """GPUs and memory that ``model`` needs; the embedded server takes one GPU at most, and answers one request."""
     if not options.engine.is_embedded:
         sizes = sizes_of(model, options)
     else:

@@ -18,8 +18,7 @@ from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.inference import export_gguf as export
 from mgpu_pipe.inference.check_gguf import TABLE_TOLERANCE
 from mgpu_pipe.inference.export_gguf import GgufReport, export_gguf
-from mgpu_pipe.inference.gguf import FILE
-from mgpu_pipe.inference.gguf import layouts, write
+from mgpu_pipe.inference.gguf import FILE, layouts, write
 from mgpu_pipe.inference.gguf.accuracy import relative_difference
 from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.file import GgufFile

@@ -14,7 +14,6 @@ from typing import Any
 
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf import FILE
-from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
 from mgpu_pipe.serving.engines import Engine, EngineCommand, EngineRequest, find_program, install_error
 
 MODULE = ("-m", "llama_cpp.server")
@@ -34,6 +33,8 @@ def _find(environment: Path | None) -> Sequence[str]:
 
 
 def _check(fields: Mapping[str, Any], is_on_gpu: bool) -> None:
+    from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
+
     if fields.get("model_type") not in GGUF_FAMILIES:
         known = ", ".join(GGUF_FAMILIES)
         raise BadInputError(f"--engine=llama_cpp: {fields.get('model_type')} is none of {known}; use another --engine")
