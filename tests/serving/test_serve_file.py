@@ -68,7 +68,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(folder / "run", "llama", texts, folder / "cache")
     models = [
         {"folder": str(folder / "run"), "engine": "vllm", "port": 8001, "name": "a", "concurrency": 4},
-        {"folder": str(folder / "run"), "engine": "sglang", "port": 8002, "name": "b"},
+        {"folder": str(folder / "run"), "engine": "sglang", "port": 8002, "name": "b", "concurrency": 10**6},
     ]
     (folder / "engines.yaml").write_text(json.dumps({"models": models}))
     embedded = [{"folder": "run", "port": 0, "name": name} for name in "ab"]
@@ -80,7 +80,12 @@ def test_engines_get_their_gpus_and_shares(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MGPU_PIPE_CACHE", str(place / "cache"))
-    assert read_serve_file(place / "engines.yaml")[1][1:] == ["--engine=sglang", "--port=8002", "--name=b"]
+    assert read_serve_file(place / "engines.yaml")[1][1:] == [
+        "--engine=sglang",
+        "--port=8002",
+        "--name=b",
+        "--concurrency=1000000",
+    ]
     assert main(["serve", str(place / "engines.yaml"), "--print", "--gpus", "2", "--gpu-memory", "80GB"]) == 0
     vllm, sglang = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if "export" not in line]
     assert "CUDA_VISIBLE_DEVICES=1" in vllm and "CUDA_VISIBLE_DEVICES=0" in sglang  # the larger goes first
@@ -88,7 +93,7 @@ def test_engines_get_their_gpus_and_shares(
     assert main(["serve", str(place / "engines.yaml"), "--print", "--gpus", "1", "--gpu-memory", "80GB"]) == 0
     words = shlex.split(capsys.readouterr().out)
     shares = [float(words[words.index(name) + 1]) for name in ("--gpu-memory-utilization", "--mem-fraction-static")]
-    assert sum(shares) == pytest.approx(0.9, abs=0.002) and shares[0] < shares[1]
+    assert sum(shares) == pytest.approx(0.9, abs=0.002) and 5 * shares[0] < shares[1]
 
 
 @pytest.mark.slow
