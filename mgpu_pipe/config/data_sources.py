@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 PACKAGES = ("mgpu_pipe.data.sources", "mgpu_pipe.data.sources.demo")
-DocumentKind = Literal["text", "chat", "preferences", "pairs", "text_groups", "tokens"]
+DocumentKind = Literal["text", "chat", "preferences", "unpaired", "pairs", "text_groups", "tokens"]
 TEXT_KEYS = ("tokenizer", "seq_len", "on_too_long")
 """Keys of ``data`` that every source of text reads."""
 
@@ -26,7 +26,7 @@ class SourceDeclaration:
     Attributes:
         name: ``data.source``, and the name of its module and of its option of ``conf/data``.
         samples: kind of its samples; an objective trains on one kind.
-        documents: kind of its documents; a chat template renders ``chat`` and ``preferences``.
+        documents: kind of its documents; a chat template renders ``chat``, ``preferences`` and ``unpaired``.
         reads: keys of ``DataConfig`` that it reads and some other sources do not.
         keys: dataclass of its further keys, a subclass of ``DataConfig``; None where it has none.
         reads_files: whether it reads the files of ``data.paths``.
@@ -42,7 +42,7 @@ class SourceDeclaration:
     @property
     def holds_conversations(self) -> bool:
         """Whether a chat template renders its samples."""
-        return self.documents in ("chat", "preferences")
+        return self.documents in ("chat", "preferences", "unpaired")
 
 
 @functools.lru_cache(maxsize=None)

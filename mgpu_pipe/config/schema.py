@@ -103,7 +103,7 @@ class DataConfig:
     """Names of the classes, in the order of their numbers; empty: the model folder's, else all that there are
     (labelled_jsonl)."""
     messages_column: str = field(default="messages", metadata=CONTENT)
-    """Name of the list of {role, content} messages (chat_jsonl; of the prompt: preferences_jsonl)."""
+    """Name of the list of {role, content} messages (chat_jsonl; of the prompt: preferences_jsonl, unpaired_jsonl)."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = field(
         default="auto", metadata=CONTENT
     )
@@ -114,11 +114,11 @@ class DataConfig:
     """Name of the text that the model is to answer with (pairs_jsonl)."""
     chat_template: str | None = field(default=None, metadata=CONTENT)
     """A Jinja file, or a name: chatml, llama3, qwen3, gemma3, mistral, paligemma, phi4, deepseek, plain; null is the
-    tokenizer's own (chat_jsonl, preferences_jsonl)."""
+    tokenizer's own (chat_jsonl, preferences_jsonl, unpaired_jsonl)."""
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig, metadata=CONTENT)
     """Shape of the random documents of data=synthetic."""
     numbers: NumbersConfig = field(default_factory=NumbersConfig, metadata=CONTENT)
-    """Numbers of data=number_words, spoken_chat and spoken_preferences."""
+    """Numbers of data=number_words, spoken_chat, spoken_preferences and spoken_unpaired."""
     tokenizer: str = field(default="auto", metadata=CONTENT)
     """Tokenizer folder, tokenizer.json or name on the Hub; auto: the model's, else a BPE trained once on this data."""
     seq_len: int = field(default=256, metadata={**FIXED, "at_least": 1})

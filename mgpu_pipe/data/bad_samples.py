@@ -26,6 +26,7 @@ UNABLE: dict[str, tuple[tuple[str, ...], str]] = {
     "pairs": (("split",), "no piece of a target belongs to a piece of its source"),
     "embedding_pairs": (("split",), "no piece of a text belongs to a piece of another"),
     "preferences": (("truncate", "split"), "conversations that are cut compare other answers"),
+    "unpaired": (("truncate", "split"), "a conversation that is cut ends with another answer"),
     "captioned_images": (("split",), "no piece of a caption describes the whole picture"),
     "picture_chats": (("truncate", "split"), "a cut goes through the places of a picture"),
     "speech": (("truncate", "split"), "a part of a recording does not say its text"),

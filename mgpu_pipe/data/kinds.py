@@ -35,6 +35,12 @@ def prepare_preferences(config: RunConfig, progress: Progress | None) -> Prepare
     return preferences.prepare_preferences(config, progress)
 
 
+def prepare_unpaired(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.text import unpaired
+
+    return unpaired.prepare_unpaired(config, progress)
+
+
 def prepare_embedding_pairs(config: RunConfig, progress: Progress | None) -> Prepared:
     from mgpu_pipe.data.text import embedding_pairs
 

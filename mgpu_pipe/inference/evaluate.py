@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,7 @@ from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, special_tokens
 from mgpu_pipe.errors import ModelFolderError
 from mgpu_pipe.objectives.base import Objective
-from mgpu_pipe.objectives.protocols import FeatureGatherer, gather_features
+from mgpu_pipe.objectives.protocols import FeatureGatherer, StepMeasurer, gather_features
 from mgpu_pipe.objectives.sample_group import SingleProcess
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def evaluate_step_batches(objective: Objective, step_batches: Iterable[StepBatch
                     parts.append(
                         {name: value[start : start + rows_at_once].to(device) for name, value in batch.items()}
                     )
+            if isinstance(objective, StepMeasurer):
+                objective.measure_step(replace(step_batch, micro_batches=parts), partial(_sums, objective))
             gather_features(objective, parts, len(parts), single_process)
             for rows in parts:
                 total += objective.evaluation_sums(rows).cpu()
@@ -96,3 +99,8 @@ def evaluate_step_batches(objective: Objective, step_batches: Iterable[StepBatch
         total += last_sums.cpu() if isinstance(last_sums, torch.Tensor) else last_sums
     metrics = objective.description.measured([*total.tolist(), num_targets]) if num_targets else {}
     return Evaluation(metrics, num_targets, samples)
+
+
+def _sums(objective: Objective, step_batch: StepBatch) -> torch.Tensor:
+    """Sums of the objective's evaluation over the micro-batches, float64 (num_sums,)."""
+    return torch.stack([objective.evaluation_sums(batch) for batch in step_batch.micro_batches]).sum(0)

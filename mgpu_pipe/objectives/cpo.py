@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.objectives.answers import plain_answer
 from mgpu_pipe.objectives.base import Batch, Forward, Reference
 from mgpu_pipe.objectives.cpo_keys import DESCRIPTION, CPOConfig
-from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, ReferenceFreePairs, documents_of_pairs, plain_answer
+from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, ReferenceFreePairs, documents_of_pairs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

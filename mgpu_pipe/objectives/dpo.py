@@ -6,37 +6,21 @@ Losses as in Rafailov et al. 2023 (arXiv:2305.18290), Mitchell 2023 (label smoot
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
-from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field, StepBatch
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.adapters.lora import without_adapters
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.answers import NOTHING, plain_answer
+from mgpu_pipe.objectives.base import Batch, Forward, Reference
 from mgpu_pipe.objectives.dpo_keys import DESCRIPTION, DPOConfig
-from mgpu_pipe.objectives.first_weights import SPLITS, RunStart, is_whole, write_hashes
-from mgpu_pipe.objectives.preference_pairs import (
-    CHOSEN,
-    NOTHING,
-    REJECTED,
-    PairObjective,
-    documents_of_pairs,
-    plain_answer,
-    random_answers,
-)
+from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, PairObjective, documents_of_pairs, random_answers
+from mgpu_pipe.objectives.reference_answers import ReferencedAnswers
 from mgpu_pipe.parallel.random_streams import step_seed
-from mgpu_pipe.system.local_files import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,110 +28,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-UNKNOWN = -float("inf")
-MATHEMATICS = 1
-"""Version of the log-probabilities of answers. Raise it when the numbers change."""
-
-
-class PairReference:
-    """Reference log-probabilities of a run's pairs; empty until loaded or measured."""
-
-    def __init__(self) -> None:
-        self._tables: dict[Split, torch.Tensor] = {}
-        """float64 (pairs, 2) by split: chosen and rejected answer."""
-        self._recording: torch.Tensor | None = None
-        """Table that :meth:`record` fills, or None."""
-
-    def load(self, start: RunStart) -> bool:
-        """Loads the table in the run's folder. Returns whether all ranks have all pairs of the run."""
-        path = self.file(start)
-        return is_whole(path) and all(exchange_json(self._read(start, path), None))
-
-    @staticmethod
-    def file(start: RunStart) -> Path:
-        """Path of the table. A collective call."""
-        return start.file("reference", MATHEMATICS)
-
-    def _read(self, start: RunStart, path: Path) -> bool:
-        try:
-            whole = np.load(path, allow_pickle=False)
-        except (OSError, ValueError):
-            return False
-        first = start.prepared.train_samples
-        tables: dict[Split, NDArray[np.float64]] = {"train": whole[:first], "validation": whole[first:]}
-        if not all(np.isfinite(tables[split][start.samples_needed(split)]).all() for split in SPLITS):
-            return False
-        self._tables = {split: torch.from_numpy(table.astype(np.float64)) for split, table in tables.items()}
-        return True
-
-    def measure(self, start: RunStart, strategy: Any, objective: Objective) -> None:
-        """Measures all pairs of the run with the current weights. A collective call."""
-        mode = objective.training
-        objective.eval()
-        measured = {split: self._measure_split(start, strategy, objective, split) for split in SPLITS}
-        objective.train(mode)
-        self._tables = measured
-        path = self.file(start)
-        if strategy.is_global_zero:
-            file = io.BytesIO()
-            np.save(file, torch.cat([measured[split].cpu() for split in SPLITS]).numpy(), allow_pickle=False)
-            replace_file(path, file.getvalue(), flush=True)
-        strategy.barrier()
-        write_hashes(path)
-
-    def _measure_split(self, start: RunStart, strategy: Any, objective: Objective, split: Split) -> torch.Tensor:
-        needed = start.samples_needed(split)
-        if not len(needed):
-            return torch.zeros(0, 2, dtype=torch.float64, device=strategy.root_device)
-        samples = objective.samples(start.config, start.prepared.open(start.config, split))
-        table = torch.full((len(samples), 2), UNKNOWN, dtype=torch.float64, device=strategy.root_device)
-        self._tables, self._recording = {}, table
-        for step_batch in start.step_batches(samples, needed):
-            strategy.run_evaluation(strategy.batch_to_device(self.add_to(step_batch, split)))
-        self._recording = None
-        if strategy.world_size > 1:
-            dist.all_reduce(table, op=dist.ReduceOp.MAX)  # all ranks that computed a pair have equal numbers
-        return table
-
-    def record(self, pairs: torch.Tensor, log_probabilities: torch.Tensor) -> None:
-        """Stores log-probabilities of the pairs by number while :meth:`measure` runs."""
-        if self._recording is not None:
-            known = pairs >= 0
-            self._recording[pairs[known]] = log_probabilities.detach()[known]
-
-    def add_to(self, step_batch: StepBatch, split: Split) -> StepBatch:
-        """Adds the field ``reference`` to micro-batches that lack it; zeros while unknown."""
-        for batch in step_batch.micro_batches:
-            if "pair" in batch and "reference" not in batch:
-                batch["reference"] = self.values_for(batch, split)
-        return step_batch
-
-    def values_for(self, batch: Mapping[str, torch.Tensor], split: Split) -> torch.Tensor:
-        """Reference log-probabilities of a micro-batch, float64 (rows, 2)."""
-        pairs, table = batch["pair"], self._tables.get(split)
-        if table is None:
-            return torch.zeros(len(pairs), 2, dtype=torch.float64, device=pairs.device)
-        self._tables[split] = table = table.to(pairs.device)
-        return table[pairs.clamp_min(0)]
-
-
-class DPOObjective(PairObjective):
-    """Preference of chosen over rejected answers under a Hugging Face causal language model.
-
-    Args:
-        keys: ``objective.*``.
-    """
+class DPOObjective(ReferencedAnswers, PairObjective):
+    """Preference of chosen over rejected answers under a Hugging Face causal language model."""
 
     description = DESCRIPTION
     keys: DPOConfig
+    number = "pair"
     num_sums = 8
-    measures_weights: Literal["first", "loaded"] = "first"
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: DPOConfig
-    ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate, keys)
-        self._reference = PairReference()
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -156,29 +43,6 @@ class DPOObjective(PairObjective):
         pairs = super().batch_spec
         reference = Field(sequence_dim=None, dtype="float64", shape=(2,), stages="last")
         return replace(pairs, fields={**pairs.fields, "reference": reference})
-
-    # -- the reference ------------------------------------------------------------------------------------------
-
-    def needs_first_weights(self, start: RunStart) -> bool:
-        return self.keys.reference == "cached" and not self._reference.load(start)
-
-    def first_weights(self, start: RunStart) -> None:
-        self._reference.measure(start, self.trainer.strategy, self)
-
-    def of_run(self, start: RunStart) -> None:
-        if self.needs_first_weights(start):
-            raise BadInputError(
-                f"{self._reference.file(start)}: no such numbers of the reference for these pairs; "
-                "evaluate the run's own data"
-            )
-
-    def training_step(self, step_batch: StepBatch, batch_idx: int) -> dict[str, Any]:
-        return super().training_step(self._reference.add_to(step_batch, "train"), batch_idx)
-
-    def validation_step(self, step_batch: StepBatch, batch_idx: int) -> None:
-        super().validation_step(self._reference.add_to(step_batch, "validation"), batch_idx)
-
-    # -- the loss -----------------------------------------------------------------------------------------------
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self.contribute_once(self._pair_losses(batch)[0].sum())
@@ -198,15 +62,13 @@ class DPOObjective(PairObjective):
             with torch.no_grad(), without_adapters(self.model):
                 reference, _ = self.answers(batch)
         else:
-            reference = batch["reference"] if "reference" in batch else self._reference.values_for(batch, "validation")
+            reference = self.reference_of(batch)
         log_probabilities, tokens = self.answers(batch)
-        self._reference.record(batch["pair"], log_probabilities)
+        self.reference_table.record(batch["pair"], log_probabilities)
         counts = batch["pair"] != NOTHING
         losses, rewards = preference_losses(log_probabilities, reference, tokens, self.keys)
         answer_values = (rewards, log_probabilities.detach().exp(), reference.exp())
         return losses.where(counts, 0.0), *[value.where(counts.unsqueeze(1), 0.0) for value in answer_values]
-
-    # -- verification -------------------------------------------------------------------------------------------
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Pairs as :func:`.random_answers` makes them, with random numbers of the reference."""

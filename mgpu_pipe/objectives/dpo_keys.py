@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.resolve import world_size
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.text_config import SampledTextConfig
-from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.objectives.text_config import ReferencedConfig
 
 
 @dataclass
-class DPOConfig(SampledTextConfig):
+class DPOConfig(ReferencedConfig):
     name: str = "dpo"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """sigmoid is the loss of DPO (arXiv:2305.18290), ipo that of arXiv:2310.12036, of means over an answer's tokens."""
-    beta: float = field(default=0.1, metadata={"above": 0})
-    """How strongly the model is held to its reference: the larger, the closer it stays."""
-    reference: Literal["cached", "live"] = "cached"
-    """cached takes the reference's log-probabilities once, before the first step; live in every step from the model
-    without its adapters (peft=lora), a forward pass more."""
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "below": 0.5})
     """Share of the pairs that are taken to be the wrong way round, below 0.5 (loss=sigmoid)."""
 
@@ -34,19 +25,6 @@ class DPOConfig(SampledTextConfig):
         if smoothing and self.loss != "sigmoid":
             reason = f"objective.loss={self.loss} has none"
             return [ConfigError("objective.label_smoothing", smoothing, "use 0, or objective.loss=sigmoid", reason)]
-        return []
-
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        if self.reference == "cached":
-            return []
-        fix, key = "use objective.reference=cached", "objective.reference"
-        peft = config.peft
-        if peft.name == "none" or peft.train_also or peft.init_from:
-            reason = "it is the model without its adapters, which must be all that is trained, and begin at nothing"
-            return [ConfigError(key, "live", f"{fix}, or peft=lora without train_also and init_from", reason)]
-        with suppress(ConfigError):  # another check refuses sizes that do not fit
-            if ParallelDims.resolve(config.strategy, world_size(config)).pp > 1:
-                return [ConfigError(key, "live", fix, "a pipeline's step has one forward pass")]
         return []
 
 

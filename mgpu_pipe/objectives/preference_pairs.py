@@ -8,51 +8,23 @@ rows do.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from typing_extensions import Self
 
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective
-from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.objectives.losses.loss_head import TokenLoss
-from mgpu_pipe.objectives.losses.router_balance import SummedOverRanks
+from mgpu_pipe.objectives.answers import NOTHING, AnswerObjective
+from mgpu_pipe.objectives.base import Batch
 from mgpu_pipe.objectives.packed_text import packed_text
-from mgpu_pipe.objectives.text_config import TokenLossConfig
 from mgpu_pipe.parallel.random_streams import step_seed
 
-NOTHING = -1
-"""Number of a pair that counts nothing."""
 CHOSEN, REJECTED = 0, 1
 """Columns of tensors with a value per answer."""
 
 
-class PairObjective(Objective):
-    """Base of objectives over pairs of answers under a Hugging Face causal language model.
-
-    Args:
-        keys: ``objective.*``; a subclass narrows the type of the attribute ``keys``.
-    """
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: TokenLossConfig
-    ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self.keys = keys
-        self._loss = TokenLoss(model, keys.loss_chunk_tokens)
-        self._sequences: dist.ProcessGroup | None = None
-
-    @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(TokenLossConfig, config.objective))
+class PairObjective(AnswerObjective):
+    """Base of objectives over pairs of answers under a Hugging Face causal language model."""
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -67,39 +39,20 @@ class PairObjective(Objective):
         }
         return replace(packed, fields=fields)
 
-    def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
-        for group in groups:
-            self._sequences = group
-
-    sampling_batch = CausalLMObjective.sampling_batch
-    row_losses = CausalLMObjective.row_losses
-
     def answers(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and token counts of each pair's answers; float64 (rows, 2)."""
-        labels, rejected = batch["labels"], batch["rejected"] == 1
-        token_values = -self._loss.by_token(self.model_inputs(batch), labels).double()
-        counts = (labels != IGNORE_INDEX).double()
+        token_values, counts = self.token_values(batch)
+        rejected = batch["rejected"] == 1
         sums = torch.stack(
             [(value * side).sum(1) for value in (token_values, counts) for side in (~rejected, rejected)], dim=1
         )
-        if self._sequences is not None:
-            sums = SummedOverRanks.apply(sums, self._sequences)
+        sums = self.sum_over_sequences(sums)
         return sums[:, :2], sums[:, 2:]
-
-    def contribute_once(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` on one of the ranks that share sequences, zero on the others, with the same gradient."""
-        first = self._sequences is None or self._sequences.rank() == 0
-        return value if first else value - value.detach()
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Pairs of uneven answers after a common prompt. In every third step the last one counts nothing."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         return random_answers(generator, step, self.random_ids(generator, samples, seq_len))
-
-    def random_ids(self, generator: torch.Generator, samples: int, seq_len: int) -> torch.Tensor:
-        """Random tokens of the model's vocabulary, int64 (samples, seq_len)."""
-        vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-        return torch.randint(0, vocabulary, (samples, seq_len), generator=generator)
 
 
 class ReferenceFreePairs(PairObjective):
@@ -162,11 +115,3 @@ def documents_of_pairs(batch: Batch) -> Iterator[tuple[int, list[slice]]]:
         if int(batch["pair"][row]) != NOTHING:
             first, second = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()[:2]
             yield row, [slice(first, second), slice(second, second + int(batch["rejected"][row].sum()))]
-
-
-def plain_answer(forward: Forward, batch: Batch, row: int, document: slice) -> tuple[torch.Tensor, int]:
-    """Log-probability of one answer, alone and from whole logits, and its number of tokens."""
-    labels = batch["labels"][row, document]
-    logits = forward(input_ids=batch["input_ids"][row, None, document]).logits[0].float()
-    value = -F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    return value, int((labels != IGNORE_INDEX).sum())

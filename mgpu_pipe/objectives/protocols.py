@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.objectives.sample_group import SampleGroup
 
@@ -73,7 +74,19 @@ class WeightMeasurer(Protocol):
         """
 
 
-PROTOCOLS: tuple[type, ...] = (FeatureGatherer, TextGenerator, RowScorer, WeightMeasurer)
+@runtime_checkable
+class StepMeasurer(Protocol):
+    """Objective whose losses need a number of the whole step batch, which a pass without gradients gives."""
+
+    def measure_step(self, step_batch: StepBatch, evaluate: Callable[[StepBatch], torch.Tensor]) -> None:
+        """Called before the losses of a step batch. Collective.
+
+        Args:
+            evaluate: sums of :meth:`Objective.evaluation_sums` over a step batch of all processes.
+        """
+
+
+PROTOCOLS: tuple[type, ...] = (FeatureGatherer, TextGenerator, RowScorer, WeightMeasurer, StepMeasurer)
 
 
 def gather_features(

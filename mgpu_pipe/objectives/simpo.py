@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.objectives.answers import plain_answer
 from mgpu_pipe.objectives.base import Batch, Forward, Reference
-from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, ReferenceFreePairs, documents_of_pairs, plain_answer
+from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, ReferenceFreePairs, documents_of_pairs
 from mgpu_pipe.objectives.simpo_keys import DESCRIPTION, SimPOConfig
 
 if TYPE_CHECKING:

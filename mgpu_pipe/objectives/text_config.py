@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from typing_extensions import Self
 
 from mgpu_pipe.config.identity import FREE
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig
+from mgpu_pipe.config.resolve import world_size
+from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.topology import ParallelDims
 
 
 @dataclass
@@ -36,3 +41,27 @@ class SampledTextConfig(TokenLossConfig):
 
     def prompts(self) -> tuple[list[str], int]:
         return self.sample_prompts, self.sample_max_new_tokens
+
+
+@dataclass
+class ReferencedConfig(SampledTextConfig):
+    """Keys of objectives over answers that a reference model holds."""
+
+    beta: float = field(default=0.1, metadata={"above": 0})
+    """How strongly the model is held to its reference: the larger, the closer it stays."""
+    reference: Literal["cached", "live"] = "cached"
+    """cached takes the reference's log-probabilities once, before the first step; live in every step from the model
+    without its adapters (peft=lora), a forward pass more."""
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        if self.reference == "cached":
+            return []
+        fix, key = "use objective.reference=cached", "objective.reference"
+        peft = config.peft
+        if peft.name == "none" or peft.train_also or peft.init_from:
+            reason = "it is the model without its adapters, which must be all that is trained, and begin at nothing"
+            return [ConfigError(key, "live", f"{fix}, or peft=lora without train_also and init_from", reason)]
+        with suppress(ConfigError):  # another check refuses sizes that do not fit
+            if ParallelDims.resolve(config.strategy, world_size(config)).pp > 1:
+                return [ConfigError(key, "live", fix, "a pipeline's step has one forward pass")]
+        return []

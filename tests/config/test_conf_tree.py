@@ -24,6 +24,8 @@ NEEDS_MORE = {
     ("data", "chat_jsonl"),
     ("data", "preferences_jsonl"),
     ("data", "spoken_preferences"),
+    ("data", "unpaired_jsonl"),
+    ("data", "spoken_unpaired"),
     ("data", "spoken_chat"),
     ("data", "mixture"),
     ("data", "rule_chat"),

@@ -272,6 +272,18 @@ CONTRACTS = {
         4 exhaustive: strategy=fsdp strategy.tp=2 model=gpt2_tiny
         """,
     ),
+    "kto": Contract(
+        "objective=kto data=unpaired_jsonl model=llama_tiny",
+        """
+        1: strategy=single objective.loss_chunk_tokens=0
+        2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.desirable_weight=1.5; strategy=pp; strategy=tp;
+            strategy=zero3
+        2 exhaustive: strategy=cp; strategy=zero1; strategy=zero2; strategy=tp strategy.sequence_parallel=true;
+            strategy=fsdp precision=bf16; strategy=fsdp peft=lora; strategy=fsdp @live; strategy=zero3 @live;
+            strategy=cp strategy.context.method=ulysses; strategy=ep model=mixtral_tiny
+        4 exhaustive: strategy=pp strategy.tp=2; strategy=fsdp strategy.tp=2 model=gpt2_tiny
+        """,
+    ),
     "cpo": Contract(
         "objective=cpo data=preferences_jsonl model=llama_tiny",
         """

@@ -1,4 +1,4 @@
-"""The experiment dpo_style, four steps long, and the run that it starts from."""
+"""The experiments dpo_style and kto_style, four steps long, and the run that they start from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from tests.support.command import mgpu, run_folder
 
 
 @pytest.mark.slow
-def test_four_steps_start_from_the_run_of_another_experiment(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("objective", "shares"), [("dpo", ("val/preference_accuracy", "val/style_rate")), ("kto", ("val/accuracy",))]
+)
+def test_four_steps_start_from_the_run_of_another_experiment(
+    cache: Path, tmp_path: Path, objective: str, shares: tuple[str, ...]
+) -> None:
     own = tmp_path / "conf" / "experiment"
     own.mkdir(parents=True)
     shipped = Path(__file__).parents[2] / "conf" / "experiment" / "spoken_base.yaml"
@@ -39,13 +44,13 @@ def test_four_steps_start_from_the_run_of_another_experiment(cache: Path, tmp_pa
         "logger=none",
         "data.numbers.count=200",
     )
-    words = ("experiment=dpo_style", "run.starts_from=short_base", "trainer.devices=2", *short)
+    words = (f"experiment={objective}_style", "run.starts_from=short_base", "trainer.devices=2", *short)
     out = mgpu(cache, tmp_path, *words)
     folder = run_folder(out)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     metrics = summary["metrics"]
-    assert summary["status"] == "finished" and summary["objective"] == "dpo"
-    assert 0 <= metrics["val/preference_accuracy"] <= 1 and 0 <= metrics["val/style_rate"] <= 1
+    assert summary["status"] == "finished" and summary["objective"] == objective
+    assert all(0 <= metrics[share] <= 1 for share in shares)
     assert [sample["prompt"] for sample in summary["samples"]] == ["9 0 7", "2 4 6 8"]
     (first,) = (tmp_path / "outputs" / "spoken_base").iterdir()
     assert str(first) in (folder / "config.yaml").read_text(encoding="utf-8")
@@ -56,13 +61,17 @@ def test_four_steps_start_from_the_run_of_another_experiment(cache: Path, tmp_pa
 @pytest.mark.slow
 def test_both_styles_are_held_out_alike(cache: Path) -> None:
     held = []
-    for words in (["data=spoken_chat"], ["data=spoken_preferences", "objective=dpo"]):
+    for words in (
+        ["data=spoken_chat"],
+        ["data=spoken_preferences", "objective=dpo"],
+        ["data=spoken_unpaired", "objective=kto"],
+    ):
         sizes = ["data.numbers.count=300", "data.chat_template=chatml", f"data.cache_dir={cache}"]
         config = compose([*words, *sizes])[0]
         hashes = TokenStore.open(prepare(config).folder).hashes  # type: ignore[attr-defined]
         held.append(set(hashes[held_out(hashes, config.data.validation_fraction)].tolist()))
     assert answers(907) == ("It is nine zero seven.", "nine zero seven")
-    assert held[0] == held[1] and 0 < len(held[0]) < 60
+    assert held[0] == held[1] == held[2] and 0 < len(held[0]) < 60
 
 
 def test_check_says_what_is_trained_first() -> None:

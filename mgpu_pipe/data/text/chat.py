@@ -36,6 +36,8 @@ from mgpu_pipe.data.text.notes import Notes
 from mgpu_pipe.data.text.preference_rows import columns_read as preference_columns
 from mgpu_pipe.data.text.preference_rows import preference_of
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
+from mgpu_pipe.data.text.unpaired_rows import columns_read as unpaired_columns
+from mgpu_pipe.data.text.unpaired_rows import unpaired_of
 from mgpu_pipe.errors import BadInputError, DataError
 
 _TYPE = re.compile(r"""['"]type['"]|\.type\b""")
@@ -186,6 +188,19 @@ class ChatTemplate:
         both, tools = preference_of(row, origin, column), tools_of(row, origin)
         self.notes.add_unused(origin, unused_columns(row, preference_columns(column)))
         return [self._rendered_within_limits(messages, tools, origin, len(line), rendered_before) for messages in both]
+
+    def unpaired(self, line: str, origin: str, column: str, rendered_before: bool = False) -> tuple[Rendered, bool]:
+        """Renders a conversation with a label; the spans cover only the completion. Returns also whether it is
+        desirable.
+
+        Args:
+            column: see :func:`unpaired_of`.
+        """
+        row = json_row(line, origin, column)
+        messages, desirable = unpaired_of(row, origin, column)
+        self.notes.add_unused(origin, unused_columns(row, unpaired_columns(column)))
+        rendered = self._rendered_within_limits(messages, tools_of(row, origin), origin, len(line), rendered_before)
+        return rendered, desirable
 
     def _rendered_within_limits(
         self, messages: list[dict[str, Any]], tools: object, origin: str, size: int, rendered_before: bool

@@ -138,12 +138,14 @@ def check_chat(config: RunConfig, first: Sequence[tuple[str, str]] | None = None
     template = compiled(config, text, tokenizer_file.parent if tokenizer_file is not None else None)
     if first is None and config.data.paths[0].startswith(DATA):
         return  # checked after the download
-    is_preference = samples_of(config.data.source) == "preferences"
+    samples = samples_of(config.data.source)
     refused: DataError | None = None
     for line, origin in first if first is not None else _first_rows(config):
         try:
-            if is_preference:
+            if samples == "preferences":
                 template.preference(line, origin, config.data.messages_column)
+            elif samples == "unpaired":
+                template.unpaired(line, origin, config.data.messages_column)
             else:
                 template.conversation(line, origin, config.data.messages_column, config.data.format)
             return

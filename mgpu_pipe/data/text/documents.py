@@ -72,7 +72,7 @@ class Source:
     """Sum of the documents' ``size``; 0 where it is not known beforehand."""
     documents: Callable[[], Iterator[Document]]
     """Yields the documents, unusable ones included (``fault``)."""
-    kind: Literal["text", "chat", "preferences", "pairs", "text_groups", "tokens"] = "text"
+    kind: Literal["text", "chat", "preferences", "unpaired", "pairs", "text_groups", "tokens"] = "text"
 
 
 def refusing_bad(source: Source) -> Source:

@@ -121,7 +121,8 @@ class TurnEncoder:
 
 PIECES = PieceSize()
 TRAINED, REJECTED = 1, 2
-"""Bits of the loss mask: the token counts; the token is of a preference pair's second conversation."""
+"""Bits of the loss mask: the token counts; the token is of a preference pair's second conversation, or of a
+conversation whose answer is undesirable."""
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
@@ -144,7 +145,8 @@ class EncodedBatch(NamedTuple):
     hashes: NDArray[np.uint64]
     """:func:`mgpu_pipe.data.text.heldout_split.document_hash` of each document."""
     loss_mask: NDArray[np.uint8] | None
-    """1 where a token counts as a label (for preferences also :data:`REJECTED`); None where all do."""
+    """1 where a token counts as a label (for preferences and labelled answers also :data:`REJECTED`); None where all
+    do."""
     size: int
     """Sum of the documents' sizes, for the progress."""
     notes: Notes | None = None
@@ -170,6 +172,8 @@ class EncoderSpec:
     """The documents are pairs of source and target; only targets count as labels."""
     preferences: bool = False
     """The conversations are pairs, one with the chosen and one with the rejected answer."""
+    unpaired: bool = False
+    """The conversations end with an answer that is desirable or not."""
     groups: bool = False
     """The documents are groups of texts, of which the loss mask marks the first tokens; no token is added."""
     skips_bad: bool = False
@@ -269,6 +273,8 @@ class Encoder:
             return self._each(documents, self._group)
         if self._template is None:
             return documents, self._encoded([document.text for document in documents]), []
+        if self._spec.unpaired:
+            return self._each(documents, self._unpaired)
         return self._each(documents, self._preference if self._spec.preferences else self._conversation)
 
     def _whole(self, documents: list[Document]) -> list[Document]:
@@ -312,6 +318,12 @@ class Encoder:
         halves = [self._ended_conversation(conversation, document.origin) for conversation in both]
         masks = [mask | bit for (_, mask), bit in zip(halves, (0, REJECTED), strict=True)]
         return [token for ids, _ in halves for token in ids], np.concatenate(masks)
+
+    def _unpaired(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
+        assert self._template is not None
+        rendered, desirable = self._template.unpaired(document.text, document.origin, self._spec.messages_column)
+        ids, mask = self._ended_conversation(rendered, document.origin)
+        return ids, mask | np.uint8(0 if desirable else REJECTED)
 
     def _conversation(self, document: Document) -> tuple[list[int], NDArray[np.uint8]]:
         assert self._template is not None

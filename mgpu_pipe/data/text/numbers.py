@@ -58,11 +58,15 @@ def answers(number: int) -> tuple[str, str]:
 
 
 def spoken_documents(source: str, shape: NumbersConfig) -> Iterator[Document]:
-    """Yields the JSON lines of ``source``: ``spoken_chat`` or ``spoken_preferences``."""
+    """Yields the JSON lines of ``source``: ``spoken_chat``, ``spoken_preferences`` or ``spoken_unpaired``."""
     for number in drawn_numbers(shape):
         prompt, (sentence, words) = " ".join(str(number)), answers(number)
+        rows: list[dict[str, object]]
         if source == "spoken_chat":
             rows = [{"prompt": prompt, "completion": answer} for answer in (sentence, words)]
+        elif source == "spoken_unpaired":
+            labelled = ((sentence, True), (words, False))
+            rows = [{"prompt": prompt, "completion": answer, "label": label} for answer, label in labelled]
         else:
             rows = [{"prompt": prompt, "chosen": sentence, "rejected": words}]
         for row in rows:

@@ -43,7 +43,7 @@ def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messag
     """
     if column in SIDES:
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds an answer")
-    whole = [_conversation(row, side, origin, column) for side in SIDES]
+    whole = [conversation_of(row, side, origin, column) for side in SIDES]
     shared = 0
     while shared < min(map(len, whole)) - 1 and whole[0][shared] == whole[1][shared]:
         shared += 1
@@ -62,7 +62,12 @@ def prompt_of(conversation: Messages) -> str:
     return json.dumps(shared)
 
 
-def _conversation(row: dict[str, Any], side: str, origin: str, column: str) -> Messages:
+def conversation_of(row: dict[str, Any], side: str, origin: str, column: str) -> Messages:
+    """Conversation that ends with the answer in column ``side``: a text, a message, or messages with their prompt.
+
+    Raises:
+        DataError: the answer or its prompt is missing or broken; names ``origin``.
+    """
     if side not in row:
         raise DataError(f"{origin}: has no column '{side}'; columns: {', '.join(row) or 'none'}")
     answer = row[side]

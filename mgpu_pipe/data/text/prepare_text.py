@@ -43,7 +43,7 @@ from mgpu_pipe.system.hardware import cpu_cores
 
 _FORMAT = 1
 NAMES = {
-    "chat": ("a conversation", "conversations"),
+    **dict.fromkeys(("chat", "unpaired"), ("a conversation", "conversations")),
     **dict.fromkeys(("pairs", "preferences", "text_groups"), ("a pair", "pairs")),
 }
 """Names of one document and of several, by the kind of source."""

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.text.chat import ChatTemplate
 
 _BPE_VERSION = 2
-CONVERSATIONS = ("chat", "preferences")
+CONVERSATIONS = ("chat", "preferences", "unpaired")
 """Kinds of sources that a chat template renders."""
 CONVERSATIONS_FORMAT = 2
 """Increased when equal rows give other texts, tokens or trained spans, so that caches are rebuilt."""
@@ -117,6 +117,7 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
         stop_tokens=stop_tokens(info.folder),
         pairs=source.kind == "pairs",
         preferences=source.kind == "preferences",
+        unpaired=source.kind == "unpaired",
         groups=source.kind == "text_groups",
         skips_bad=config.data.on_bad_sample == "skip",
     )
@@ -327,6 +328,8 @@ def _keyed_texts(
         try:
             if source.kind == "preferences":
                 texts = [both.text for both in chat.preference(*arguments, rendered_before=again)]
+            elif source.kind == "unpaired":
+                texts = [chat.unpaired(*arguments, rendered_before=again)[0].text]
             else:
                 texts = [chat.conversation(*arguments, config.data.format, rendered_before=again)[0]]
         except DataError as error:

@@ -1,0 +1,113 @@
+"""Preferences beside TRL: equal losses and gradients on the same batch."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.cpo import CPOObjective
+from mgpu_pipe.objectives.cpo_keys import CPOConfig
+from mgpu_pipe.objectives.preference_pairs import documents_of_pairs
+from mgpu_pipe.objectives.simpo import SimPOObjective
+from mgpu_pipe.objectives.simpo_keys import SimPOConfig
+from tests.models.tiny import tiny_model
+from tests.objectives.test_kto import made, measured
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+trl = pytest.importorskip("trl", reason="the oracle of preferences: pip install trl")
+ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda value: value)
+
+
+def assert_equal(model: Any, expected: torch.Tensor, loss: torch.Tensor) -> None:
+    """Losses and every parameter's gradient agree to 1e-6 of the whole."""
+    gradients = []
+    for value in (expected, loss):
+        model.zero_grad()
+        value.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    total = torch.cat([gradient.flatten() for gradient in gradients[0].values()]).norm()
+    for name, wanted in gradients[0].items():
+        assert float((gradients[1][name] - wanted).norm() / total) < 1e-6, name
+
+
+def bare(trainer: type, **attributes: Any) -> Any:
+    """A trainer of TRL with these attributes only."""
+    made_trainer = object.__new__(trainer)
+    vars(made_trainer).update(
+        accelerator=ACCELERATOR,
+        aux_loss_enabled=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        **attributes,
+    )
+    return made_trainer
+
+
+@pytest.mark.parametrize("shift", [-2.0, 2.0])
+def test_kto(shift: float) -> None:
+    from trl.trainer.kto_trainer import KTOTrainer
+    from trl.trainer.utils import add_fused_lm_head
+
+    weights = {"beta": 0.2, "desirable_weight": 1.3, "undesirable_weight": 0.8}
+    objective = made(**weights)
+    model: Any = objective.model
+    batch = objective.random_batch(3, 0, 6, 40, packed=True)
+    batch["reference"][:, 1] += shift
+    inputs: dict[str, Any] = {"label": batch["desirable"].bool()}
+    inputs["ref_logps"], inputs["ref_KL_logps"] = batch["reference"].unbind(1)
+    for prefix, theirs in (("", ""), ("unrelated_", "KL_")):
+        ids, answer = batch[f"{prefix}input_ids"], batch[f"{prefix}labels"] != IGNORE_INDEX
+        completion = torch.cat([torch.zeros_like(answer[:, :1]), answer[:, :-1]], 1).long()
+        ends = completion.shape[1] - completion.flip(1).argmax(1)
+        mask = torch.arange(ids.shape[1]) < ends.unsqueeze(1)
+        inputs |= {f"{theirs}input_ids": ids, f"{theirs}attention_mask": mask.long()}
+        inputs[f"{theirs}completion_mask"] = completion
+    parts = measured(objective, batch, 4)
+    mean = torch.stack([objective.micro_batch_loss(part) for part in parts]).sum() / len(batch["sample"])
+    original = model.forward
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "mean_logits"))
+    trainer = bare(KTOTrainer, model=model, calculate_KL=True, precompute_ref_logps=True, loss_type="kto", **weights)
+    expected = trainer._compute_loss(model, inputs, return_outputs=False)
+    model.forward = original
+    assert (float(trainer._metrics["train"]["kl"][0]) > 0) is (shift < 0)
+    assert_equal(model, expected, mean)
+
+
+def cpo(model: Any) -> tuple[Any, dict[str, Any]]:
+    keys = CPOConfig(beta=0.2, chosen_weight=0.7, label_smoothing=0.1)
+    theirs = {"beta": 0.2, "cpo_alpha": 0.7, "label_smoothing": 0.1, "loss_type": "sigmoid"}
+    return CPOObjective(model, None, lambda step: 1.0, keys), theirs
+
+
+def simpo(model: Any) -> tuple[Any, dict[str, Any]]:
+    theirs = {"beta": 1.5, "cpo_alpha": 0, "label_smoothing": 0, "loss_type": "simpo", "simpo_gamma": 0.4}
+    return SimPOObjective(model, None, lambda step: 1.0, SimPOConfig(beta=1.5, margin=0.4)), theirs
+
+
+@pytest.mark.parametrize("build", [cpo, simpo])
+def test_pairs_one_at_a_time(build: Any) -> None:
+    """TRL's mean over the chosen tokens of a micro-batch is ours where a micro-batch is one pair."""
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+
+    objective, keys = build(materialise(build_meta(tiny_model("llama")), 2, "cpu"))
+    batch = objective.random_batch(3, 0, 4, 48, packed=True)
+    trainer = bare(CPOTrainer, is_encoder_decoder=False, pad_token_id=0, alpha=0.0, **keys)
+    losses = []
+    for row, documents in documents_of_pairs(batch):
+        pair = {}
+        for side, document in zip(("chosen", "rejected"), documents, strict=True):
+            ids, labels = batch["input_ids"][row, None, document], batch["labels"][row, None, document]
+            shifted = torch.cat([torch.full_like(labels[:, :1], IGNORE_INDEX), labels[:, :-1]], 1)
+            pair |= {f"{side}_input_ids": ids, f"{side}_labels": shifted}
+            pair[f"{side}_attention_mask"] = torch.ones_like(ids)
+        losses.append(trainer.get_batch_loss_metrics(objective.model, pair)[0])
+    assert_equal(objective.model, torch.stack(losses).sum(), objective.micro_batch_loss(batch))
