@@ -198,6 +198,10 @@ class ObjectiveConfig:
         """Errors of the objective with a model of these configuration fields."""
         return []
 
+    def model_fields(self) -> Mapping[str, Any]:
+        """Model configuration fields that the objective decides."""
+        return {}
+
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         """Errors of the objective with the other keys of the run."""
         if getattr(config.data, "cache_features", False):

@@ -171,8 +171,9 @@ class Prepared(ABC):
         return {}
 
     def complete(self, config: RunConfig) -> RunConfig:
-        """``config`` with the fields that the data decides."""
-        return replace(config, model=replace(config.model, config={**config.model.config, **self.model_fields()}))
+        """``config`` with the fields that the data and the objective decide."""
+        fields = {**config.model.config, **self.model_fields(), **config.objective.model_fields()}
+        return replace(config, model=replace(config.model, config=fields))
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from typing_extensions import Self
 
@@ -12,7 +13,14 @@ from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.fields import model_types
 from mgpu_pipe.topology import ParallelDims
+
+UNFIT = (
+    *("canine", "flaubert", "fnet", "funnel", "layoutlmv2", "layoutlmv3", "lilt", "perceiver", "reformer"),
+    *("xlm", "xlnet"),
+)
+"""Families whose classifiers mix in padding, or read more than tokens."""
 
 
 @dataclass
@@ -65,3 +73,25 @@ class ReferencedConfig(SampledTextConfig):
             if ParallelDims.resolve(config.strategy, world_size(config)).pp > 1:
                 return [ConfigError(key, "live", fix, "a pipeline's step has one forward pass")]
         return []
+
+
+@dataclass
+class TextHeadConfig(ObjectiveConfig):
+    """Keys of objectives whose model ends in the head of a sequence classifier."""
+
+    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
+        if config.peft.train_also:
+            return []
+        fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
+        return [ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained")]
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        model_type = str(fields["model_type"])
+        if model_type in UNFIT or fields.get("is_encoder_decoder"):
+            reason = "a padded row of tokens is not what its classifier reads"
+            return [ConfigError("model.type", model_type, "use an encoder (bert) or a causal model (llama)", reason)]
+        if fields["model_type"] in model_types("AutoModelForMaskedLM") or fields.get("pad_token_id") is not None:
+            return []
+        reason = "it finds a row's last token by it: the last one that is another"
+        fix = "give the id that fills rows up, e.g. the tokenizer's end-of-text token (0 in those made here)"
+        return [ConfigError("model.config.pad_token_id", None, fix, reason)]

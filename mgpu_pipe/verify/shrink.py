@@ -86,7 +86,8 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
     stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank) if dims.pp > 1 else ((0,),)
     stages = sum(map(len, stages_of_ranks))
     model_class = description(config.objective.name).model_class
-    model = shrink_model(config.model, dims, seq_len, stages, model_class)
+    configured = replace(config.model, config={**config.model.config, **config.objective.model_fields()})
+    model = shrink_model(configured, dims, seq_len, stages, model_class)
     small = replace(
         config,
         model=model,

@@ -250,7 +250,8 @@ CONTRACTS = {
         "objective=text_embedding data=stdlib_pairs model=bert_tiny",
         """
         1: strategy=single objective.symmetric=true
-        2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.pooling=cls; strategy=tp;
+        2: strategy=ddp data.micro_batch_size=2; strategy=tp;
+            strategy=fsdp objective.pooling=cls;
             strategy=zero3 objective.symmetric=true
         2 exhaustive: strategy=zero1; strategy=zero2 objective.mask_equal=false;
             strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;
@@ -270,6 +271,16 @@ CONTRACTS = {
             strategy=tp strategy.sequence_parallel=true; strategy=fsdp peft=lora; strategy=fsdp precision=bf16;
             strategy=ep model=mixtral_tiny
         4 exhaustive: strategy=fsdp strategy.tp=2 model=gpt2_tiny
+        """,
+    ),
+    "reward": Contract(
+        "objective=reward data=preferences_jsonl model=llama_tiny model.config.pad_token_id=0",
+        """
+        1: strategy=single objective.center_weight=0.1
+        2: strategy=fsdp; strategy=tp; strategy=zero3
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero1; strategy=zero2;
+            strategy=fsdp precision=bf16; strategy=ddp model=bert_tiny;
+            strategy=fsdp peft=lora peft.train_also=[score.weight]
         """,
     ),
     "kto": Contract(

@@ -19,10 +19,12 @@ from mgpu_pipe.objectives.simpo import SimPOObjective
 from mgpu_pipe.objectives.simpo_keys import SimPOConfig
 from tests.models.tiny import tiny_model
 from tests.objectives.test_kto import made, measured
+from tests.objectives.test_reward import made as made_reward
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 trl = pytest.importorskip("trl", reason="the oracle of preferences: pip install trl")
-ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda value: value)
+GATHER = torch.Tensor.detach
+ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=GATHER, gather=GATHER)
 
 
 def assert_equal(model: Any, expected: torch.Tensor, loss: torch.Tensor) -> None:
@@ -80,6 +82,21 @@ def test_kto(shift: float) -> None:
     model.forward = original
     assert (float(trainer._metrics["train"]["kl"][0]) > 0) is (shift < 0)
     assert_equal(model, expected, mean)
+
+
+@pytest.mark.parametrize("center", [0.0, 0.3])
+def test_reward(center: float) -> None:
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    objective = made_reward(center_weight=center)
+    batch = objective.random_batch(3, 0, 4, 24, packed=True)
+    rows = {name: value.unflatten(0, (4, 2)) for name, value in objective.model_inputs(batch).items()}
+    inputs = {name: torch.cat(list(value.unbind(1))) for name, value in rows.items()}
+    inputs["margin"] = batch["margin"]
+    settings = SimpleNamespace(center_rewards_coefficient=center or None)
+    trainer = bare(RewardTrainer, model=objective.model, args=settings)
+    expected = trainer.compute_loss(objective.model, inputs)
+    assert_equal(objective.model, expected, objective.micro_batch_loss(batch) / 4)
 
 
 def cpo(model: Any) -> tuple[Any, dict[str, Any]]:

@@ -26,6 +26,9 @@ OBJECTIVES = {
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "dpo": ("model=llama_tiny", "model.config.vocab_size=384", "objective=dpo", "data=spoken_preferences")
     + ("data.chat_template=chatml", "data.numbers={count: 200, digits: 3}", "data.seq_len=80"),
+    "reward": ("model=llama_tiny", "model.config.vocab_size=384", "objective=reward", "data=spoken_preferences")
+    + ("data.chat_template=chatml", "data.numbers={count: 200, digits: 3}", "data.seq_len=80")
+    + ("model.config.pad_token_id=0",),
     "kto": ("model=llama_tiny", "model.config.vocab_size=384", "objective=kto", "data=spoken_unpaired")
     + ("data.chat_template=chatml", "data.numbers={count: 100, digits: 3}", "data.seq_len=64"),
     "cpo": ("model=llama_tiny", "model.config.vocab_size=384", "objective=cpo", "data=spoken_preferences")

@@ -4,11 +4,14 @@ In the token file a pair is a document: the conversation with the chosen answer,
 with the end-of-sequence token at its end. The loss mask's first bit marks the answers' tokens, its second bit the
 second conversation. The prompt decides the held-out split. Pairs of equal conversations teach nothing, and cutting
 pairs longer than ``data.seq_len`` would change them: both are counted and left out, unless ``data.on_too_long=refuse``.
+For ``objective=reward`` a column ``margin`` is read: by how much the chosen answer is better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,16 +20,23 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest
+from mgpu_pipe.data.files import FIX
 from mgpu_pipe.data.samples import SampleSet, Split
+from mgpu_pipe.data.source import open_source, validation_source_config
+from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.encode import REJECTED
 from mgpu_pipe.data.text.notes import notes_of
-from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowFolders, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
+from mgpu_pipe.errors import DataError
 
-_LENGTHS, _EQUAL = "chosen_lengths.npy", "equal.npy"
+_LENGTHS, _EQUAL, _MARGINS = "chosen_lengths.npy", "equal.npy", "margins.npy"
+MARGIN = "margin"
+"""Column of a pair's margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,8 @@ class PreparedPreferences(PreparedRows):
     """Tokens of all pairs of both splits."""
     equal_pairs: int
     """Pairs left out because their conversations are equal."""
+    with_margins: bool = False
+    """Whether the pairs' margins are prepared."""
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         from mgpu_pipe.data.text.row_tensors import PreferenceSamples
@@ -48,8 +60,11 @@ class PreparedPreferences(PreparedRows):
         store, documents = TokenStore.open(self.folder_of(split)), self.documents(split)
         chosen = load_array(_halves(self.folder_of(split)) / _LENGTHS)[documents]
         length = np.diff(store.offsets)[documents]
+        margins = None
+        if self.with_margins:
+            margins = load_array(_margins(self.folder_of(split)) / _MARGINS)[documents]
         return PreferenceSamples(
-            store, store.offsets[documents], chosen, length, self.seq_len, self.padding_token_id, reopen
+            store, store.offsets[documents], chosen, length, self.seq_len, self.padding_token_id, reopen, margins
         )
 
     def documents(self, split: Split) -> NDArray[np.int64]:
@@ -79,6 +94,9 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
     data, rows = config.data, prepare_rows(config, progress)
     for folder in rows.names:
         build_once(_halves(folder), partial(_find_halves, TokenStore.open(folder)))
+    with_margins = config.objective.name == "reward"
+    if with_margins:
+        _prepare_margins(config, rows, progress or no_progress)
     equal = sum(int(equal_pairs(folder).sum()) for folder in rows.names)
     stores = [TokenStore.open(folder) for folder in rows.names]
     notes = notes_of(map(read_manifest, rows.names))
@@ -89,6 +107,7 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
         num_tokens=sum(int(store.offsets[-1]) for store in stores),
         equal_pairs=equal,
         told=notes.summary(),
+        with_margins=with_margins,
         bad_samples=notes.bad,
         digest=digest_of("preferences", rows.folder.name, rows.fraction, data.seq_len),
         validation_digest=digest_of(rows.held_out_folder.name, data.seq_len) if data.validation_paths else "",
@@ -112,6 +131,51 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
 def _halves(folder: Path) -> Path:
     """Folder next to a token store with facts about its pairs."""
     return folder.with_name(f"{folder.name}.halves")
+
+
+def _margins(folder: Path) -> Path:
+    """Folder next to a token store with the margins of its pairs."""
+    return folder.with_name(f"{folder.name}.margins")
+
+
+def _prepare_margins(config: RunConfig, rows: RowFolders, report: Progress) -> None:
+    """Reads the margins of all pairs, once for each token store."""
+    cache = cache_folder(config.data.cache_dir).absolute()
+    settings = {rows.folder: (config, "data.paths")}
+    if config.data.validation_paths:
+        settings.setdefault(rows.held_out_folder, (validation_source_config(config), "data.validation_paths"))
+    for folder, (chosen, key) in settings.items():
+        usable = TokenStore.open(folder).usable
+
+        def build(out: Path, chosen: RunConfig = chosen, key: str = key, usable: Any = usable) -> dict[str, Any]:
+            documents = open_source(chosen, cache, report, key).documents()
+            read = (document for at, document in enumerate(documents) if usable is None or usable[at])
+            margins = np.array(margins_of(read), np.float64)
+            save_array(out / _MARGINS, margins)
+            return {"pairs": len(margins)}
+
+        build_once(_margins(folder), build)
+
+
+def margins_of(documents: Iterable[Document]) -> list[float]:
+    """Margin of each pair; all 0 where no row has one.
+
+    Raises:
+        DataError: a margin is no finite number, or only some rows have one.
+    """
+    margins, first = list[float](), None
+    for document in documents:
+        value = json.loads(document.text).get(MARGIN)
+        first = value if not margins else first
+        if (value is None) is not (first is None):
+            raise DataError(f"{document.origin}: only some rows have a column '{MARGIN}'; {FIX}")
+        try:
+            margins.append(0.0 if value is None else float(value))
+        except (TypeError, ValueError):
+            margins.append(math.nan)
+        if not math.isfinite(margins[-1]):
+            raise DataError(f"{document.origin}: column '{MARGIN}' holds {value!r}, not a number; {FIX}")
+    return margins
 
 
 def _find_halves(store: TokenStore, out: Path) -> dict[str, Any]:

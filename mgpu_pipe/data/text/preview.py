@@ -101,7 +101,9 @@ def parts_of(
     if isinstance(prepared, PreparedPairs):
         return [_pair(tokenizer, batch, row) for row in range(len(indices))]
     if isinstance(prepared, PreparedEmbeddingPairs):
-        return [_group(tokenizer, batch, row) for row in range(len(indices))]
+        return [_group(tokenizer, batch, row, 1) for row in range(len(indices))]
+    if isinstance(prepared, PreparedPreferences) and "lengths" in batch:
+        return [_group(tokenizer, batch, row, 0) for row in range(len(indices))]
     if prepared.kind == "picture_chats":
         rows = [_pictured(batch, row, prepared) for row in range(len(indices))]
         return [_packed(tokenizer, row, 0, True) for row in rows]
@@ -166,10 +168,12 @@ def _pair(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int) -> 
     return [Part(_text(tokenizer, source), False, True), Part(_text(tokenizer, labels[labels != IGNORE_INDEX]), True)]
 
 
-def _group(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int) -> list[Part]:
-    """The query, and the texts compared with it; the one to find counts."""
+def _group(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, wanted: int) -> list[Part]:
+    """Texts that are compared; the wanted one counts."""
     texts = zip(batch["input_ids"][row].numpy(), batch["lengths"][row].tolist(), strict=True)
-    return [Part(_text(tokenizer, ids[:length]), at == 1, True) for at, (ids, length) in enumerate(texts) if length]
+    return [
+        Part(_text(tokenizer, ids[:length]), at == wanted, True) for at, (ids, length) in enumerate(texts) if length
+    ]
 
 
 def _labelled(

@@ -36,6 +36,8 @@ class PreferenceSamples:
     padding_token_id: int
     reopen: Callable[[], SampleSet]
     """Opens the pairs in another process, which maps the files itself."""
+    margins: NDArray[np.float64] | None = None
+    """By how much the chosen answer of each pair is better, (pairs,); None where no objective reads it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self.reopen, ()
