@@ -80,16 +80,24 @@ class TextEmbeddingObjective(GlobalBatchObjective):
     def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
         inputs = self.model_inputs(batch)
         vectors = self._pooled(self.model(**inputs).last_hidden_state, inputs["attention_mask"])
+        features = {"numbers": batch["text_numbers"]}
+        for size in self._sizes:
+            features |= self._sides(batch, vectors[:, :size], _suffix(size))
+        return features
+
+    @property
+    def _sizes(self) -> list[int | None]:
+        """Numbers of first entries whose losses are added; None is all of them."""
+        return [None, *self._keys.matryoshka_sizes]
+
+    def _sides(self, batch: Mapping[str, torch.Tensor], vectors: torch.Tensor, suffix: str) -> Features:
+        """Queries, (rows, size), and documents, (rows, texts - 1, size), from the vectors of the present texts."""
         if self._keys.normalize:
             vectors = F.normalize(vectors, dim=-1)
         there = _is_there(batch)
         every = vectors.new_zeros(len(there), vectors.shape[1]).index_put((there,), vectors)
         queries, *documents = every.unflatten(0, batch["lengths"].shape).unbind(1)
-        return {
-            "queries": queries * self._keys.scale,
-            "documents": torch.stack(documents, 1),
-            "numbers": batch["text_numbers"],
-        }
+        return {f"queries{suffix}": queries * self._keys.scale, f"documents{suffix}": torch.stack(documents, 1)}
 
     def _pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Vectors of texts, (texts, width), from the states of their tokens, (texts, seq_len, width)."""
@@ -102,6 +110,14 @@ class TextEmbeddingObjective(GlobalBatchObjective):
         return (states * weights).sum(1) / weights.sum(1)
 
     def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
+        total = torch.zeros((), device=features["queries"].device)
+        for size in self._sizes:
+            of_size = None if gradients is None else _of_size(gradients, size)
+            total = total + self._losses_of_size({**features, **_of_size(features, size)}, rows, of_size)
+        return total
+
+    def _losses_of_size(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
+        """Losses of some samples, (rows,), from vectors of one size."""
         to_document = self._losses_of_queries(features, rows, gradients)
         if not self._keys.symmetric:
             return to_document
@@ -147,7 +163,7 @@ class TextEmbeddingObjective(GlobalBatchObjective):
         return torch.cat(losses)
 
     def collect_heldout(self, features: Features, rows: slice) -> None:
-        self._held_out.append((features, rows))
+        self._held_out.append(({**_of_size(features, None), "numbers": features["numbers"]}, rows))
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         loss = self.micro_batch_loss(batch).double()
@@ -179,17 +195,25 @@ class TextEmbeddingObjective(GlobalBatchObjective):
         """One text at a time, without padding; one pair at a time."""
         keys = self._keys
 
-        def vector(ids: torch.Tensor, length: int) -> torch.Tensor:
+        def pooled(ids: torch.Tensor, length: int) -> torch.Tensor:
             states = forward(input_ids=ids[None, :length]).last_hidden_state[0].float()
-            pooled = {"mean": states.mean(0), "cls": states[0], "last_token": states[-1]}[keys.pooling]
-            return pooled / pooled.norm() if keys.normalize else pooled
+            return {"mean": states.mean(0), "cls": states[0], "last_token": states[-1]}[keys.pooling]
 
-        numbers = batch["text_numbers"].tolist()
         vectors = [
-            [vector(ids, length) for ids, length in zip(*texts, strict=True) if length]
+            [pooled(ids, length) for ids, length in zip(*texts, strict=True) if length]
             for texts in zip(batch["input_ids"], batch["lengths"].tolist(), strict=True)
         ]
-        losses = []
+        sums = []
+        for size in self._sizes:
+            cut = [[vector[:size] for vector in row] for row in vectors]
+            if keys.normalize:
+                cut = [[vector / vector.norm() for vector in row] for row in cut]
+            sums.append(self._plain_losses(cut, batch["text_numbers"].tolist()))
+        return Reference(torch.stack(sums).sum())
+
+    def _plain_losses(self, vectors: list[list[torch.Tensor]], numbers: list[list[int]]) -> torch.Tensor:
+        """Sum of the losses of all samples, from the vectors of each one's texts."""
+        keys, losses = self._keys, []
         for row, (query, positive, *_) in enumerate(vectors):
             others, queries = [], []
             for other, (other_query, *documents) in enumerate(vectors):
@@ -205,7 +229,17 @@ class TextEmbeddingObjective(GlobalBatchObjective):
             if keys.mask_equal:
                 sides = [[right, *side] for side in sides]
             losses.append(sum(torch.stack(side).logsumexp(0) - right for side in sides) / len(sides))
-        return Reference(torch.stack(cast("list[torch.Tensor]", losses)).sum())
+        return torch.stack(cast("list[torch.Tensor]", losses)).sum()
+
+
+def _suffix(size: int | None) -> str:
+    """Ends the names of features of this size; empty for whole vectors."""
+    return "" if size is None else f"_{size}"
+
+
+def _of_size(features: Features, size: int | None) -> Features:
+    """Queries and documents of one size, under their plain names."""
+    return {name: features[name + _suffix(size)] for name in ("queries", "documents")}
 
 
 def _is_there(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
 
 Pooling = Literal["mean", "cls", "last_token"]
 MOST_RANK = 10
@@ -29,6 +30,18 @@ class TextEmbeddingConfig(ObjectiveConfig):
     """Also find the query of each positive among all queries; the loss is the mean of both directions."""
     mask_equal: bool = True
     """Leave out negatives that are no negatives: texts equal to the positive, and the positives of equal queries."""
+
+    matryoshka_sizes: list[int] = field(default_factory=list)
+    """Numbers of first entries of a vector that are to find texts alone too. Their losses add to that of the whole
+    vectors (arXiv:2205.13147); empty: only whole vectors."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        width, sizes = int(fields.get("hidden_size") or fields["dim"]), self.matryoshka_sizes
+        if len(set(sizes)) == len(sizes) and all(0 < size < width for size in sizes):
+            return []
+        reason = f"the model's vectors have {width} entries, which are always trained"
+        fix = f"use different numbers from 1 to {width - 1}"
+        return [ConfigError("objective.matryoshka_sizes", sizes, fix, reason)]
 
     def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
         """Files by which sentence-transformers loads the folder: pooling, prompts, longest text."""

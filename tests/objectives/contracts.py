@@ -251,7 +251,7 @@ CONTRACTS = {
         """
         1: strategy=single objective.symmetric=true
         2: strategy=ddp data.micro_batch_size=2; strategy=tp;
-            strategy=fsdp objective.pooling=cls;
+            strategy=fsdp objective.pooling=cls objective.matryoshka_sizes=[4];
             strategy=zero3 objective.symmetric=true
         2 exhaustive: strategy=zero1; strategy=zero2 objective.mask_equal=false;
             strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;

@@ -128,6 +128,32 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(
     assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
 
 
+def test_shortened_vectors_add_the_losses_of_sentence_transformers(published: Any) -> None:
+    from sentence_transformers.sentence_transformer.losses import MatryoshkaLoss, MultipleNegativesRankingLoss
+
+    model, batch = bert(), batch_of(3)
+    whole = published(model, "mean", torch.float32)
+    oracle = MatryoshkaLoss(whole, MultipleNegativesRankingLoss(whole, scale=20.0), [SIZES["hidden_size"], 8, 3])
+    mask = (torch.arange(SEQ_LEN) < batch["lengths"].unsqueeze(-1)).long()
+    columns = [{"input_ids": batch["input_ids"][:, at], "attention_mask": mask[:, at]} for at in range(3)]
+    expected = oracle(columns, torch.zeros(SAMPLES))
+    expected.backward()
+    loss = mean_loss(objective_of(model, matryoshka_sizes=[8, 3]), cut(batch, 1, 2, 3))
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+    named = {name.rpartition("model.")[2]: parameter.grad for name, parameter in whole.named_parameters()}
+    total = torch.cat([gradient.flatten() for gradient in named.values() if gradient is not None]).norm()
+    for name, parameter in model.named_parameters():
+        if not name.startswith("pooler."):
+            assert parameter.grad is not None and float((parameter.grad - named[name]).norm() / total) < 1e-6, name
+
+
+@pytest.mark.parametrize("sizes", [[16], [0], [4, 4]])
+def test_sizes_that_vectors_do_not_have_are_refused(sizes: list[int]) -> None:
+    (error,) = TextEmbeddingConfig(matryoshka_sizes=sizes).model_errors({"hidden_size": 16})
+    assert "use different numbers from 1 to 15" in str(error)
+    assert not TextEmbeddingConfig(matryoshka_sizes=[15, 1]).model_errors({"dim": 16})
+
+
 def test_the_loss_does_not_depend_on_the_cut() -> None:
     batch = batch_of(3)
     results = []
