@@ -23,9 +23,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from multiprocessing import get_context
 from typing import Any
 
+from benchmarks.new_process import call_in_new_process
 from benchmarks.support import RESULTS
 from mgpu_pipe.training.tracing.pretended_cuda import load
 
@@ -44,8 +44,8 @@ def rows_of(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     load()
     from benchmarks.cuda_step import CASES, audit
 
-    with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        yield from pool.imap(audit, names or CASES, chunksize=1)
+    for name in names or CASES:
+        yield call_in_new_process(audit, name)
 
 
 def main() -> None:

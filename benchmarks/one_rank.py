@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from multiprocessing import get_context
 from typing import Any
 
 import pytorch_lightning as pl
@@ -32,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.cuda_step import CASES, EXPERTS, MICRO_BATCHES, ROWS, TOKENS, Case, fit
 from benchmarks.device_watch import Events
+from benchmarks.new_process import call_in_new_process
 from benchmarks.support import finish
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
@@ -149,11 +149,10 @@ def overrides_of(case: Case, large: bool) -> tuple[str, ...]:
 
 def measured_rows(cases: dict[str, Case], large: bool) -> Iterator[dict[str, Any]]:
     """Each of a process of its own; CUDA does not survive a fork."""
-    context = get_context("fork" if torch.version.cuda is None else "spawn")
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        for name, case in cases.items():
-            figures = pool.apply(one_rank, (case.rank, case.ranks, overrides_of(case, large)))
-            yield {"case": name, "ranks": case.ranks, **figures}
+    method = "fork" if torch.version.cuda is None else "spawn"
+    for name, case in cases.items():
+        figures = call_in_new_process(one_rank, case.rank, case.ranks, overrides_of(case, large), method=method)
+        yield {"case": name, "ranks": case.ranks, **figures}
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.cuda_step import CASES
 from benchmarks.gpu_step import BASE, OURS
+from benchmarks.new_process import call_in_new_process
 from benchmarks.one_rank import one_rank, overrides_of
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.parallel.pipeline.work_order import micro_batches_fit, most_in_flight, stages_by_rank, streams
@@ -114,11 +115,8 @@ SMALL = ("model=llama_small", "data.seq_len=256", "data.micro_batch_size=2", "tr
     ),
 )
 def test_a_live_run_holds_what_the_formulas_say(overrides: str) -> None:
-    from multiprocessing import get_context
-
     words = (*SMALL, "data.global_batch_size=4", "strategy=single", *overrides.split())
-    with get_context("fork").Pool(1) as pool:
-        found = pool.apply(one_rank, (0, 1, words))
+    found = call_in_new_process(one_rank, 0, 1, words)
     plan = planned(*words)
     assert plan.terms["weights"] == found["weights"]
     assert plan.allocated == pytest.approx(found["memory"], rel=0.03)

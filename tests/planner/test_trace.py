@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
 
 from benchmarks.cuda_step import CASES
+from benchmarks.new_process import call_in_new_process
 from benchmarks.one_rank import overrides_of
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
@@ -43,11 +42,7 @@ def compare(name: str, *more: str) -> dict[str, Any]:
     """A layout's trace, which equals that on real tensors."""
     case = CASES[name]
     words = (*overrides_of(case, False), "trainer.accelerator=cpu", *more)
-    results = []
-    for on_fakes in (False, True):  # a new process each; if it dies, the executor raises
-        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-            results.append(pool.submit(traced, words, case.rank, case.ranks, on_fakes).result())
-    real, fake = results
+    real, fake = (call_in_new_process(traced, words, case.rank, case.ranks, on_fakes) for on_fakes in (False, True))
     assert fake == real
     return fake
 
