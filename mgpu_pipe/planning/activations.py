@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mgpu_pipe.architectures.formulas.kept_memory import FP32
-from mgpu_pipe.planning.elementwise import Numbers, choose, minimum
+from mgpu_pipe.planning.elementwise import Numbers, choose, maximum, minimum
 from mgpu_pipe.planning.work import Work
 
 AROUND_BLOCKS = 5
@@ -73,12 +73,18 @@ def kept_bytes(work: Work, keeps: Activations) -> Numbers:
     return choose(keeps.recompute, recomputed, block_bytes(work, keeps))
 
 
-def backward_bytes(work: Work, keeps: Activations) -> Numbers:
-    """Bytes that the backward pass of one block needs besides: the block again if recomputed, and gradients."""
+def backward_bytes(work: Work, keeps: Activations, dequantised: Numbers = 0.0) -> Numbers:
+    """Bytes that the backward pass of one block needs besides: the block again if recomputed, and gradients.
+
+    Args:
+        dequantised: bytes of the largest four-bit matrix while it is multiplied by. It is the last of the block, whose
+            backward pass has the gradient of the block's result alone.
+    """
     again = choose(keeps.recompute, block_bytes(work, keeps), 0.0)
     gradients = keeps.item * (2 * work.width + (1 + work.gated) * work.chosen * work.inner / work.tp)
     whole = choose((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.width, 0.0)
-    return again + work.tokens * (gradients + whole)
+    first = dequantised + work.tokens * keeps.item * work.width
+    return again + maximum(work.tokens * (gradients + whole), choose(dequantised, first, 0.0))
 
 
 def around_bytes(work: Work, keeps: Activations) -> Numbers:

@@ -37,8 +37,9 @@ MAX_LAYERS = 10_000
 """Layers are counted one by one; no model that can be trained has as many."""
 KNOWN_OPTIMIZERS = ("Adam", "AdamW", "AdamWBf16")
 """Classes whose state is counted exactly."""
-DEQUANTISED = 8
-"""Bytes of a weight in :func:`mgpu_pipe.models.adapters.qlora.dequantise`: codes, fp32 and the compute type."""
+DEQUANTISED = 6.125
+"""Bytes of a weight in :func:`mgpu_pipe.models.adapters.qlora.dequantise`: fp32, beside it its codes or the compute
+type, and 2 of the 64th part of fp32 scales."""
 UNKNOWN_FAMILY = 0.3
 """Uncertainty of the state of a family whose parameters are estimated."""
 SPREADS: Mapping[str, tuple[float, float]] = {

@@ -138,26 +138,31 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     twice = overheads.second_gradients * keeps.compiled * (shards == 1) * whole * (state.copy > 0)
     second = twice * summed * state.gradient * state.trained * whole_blocks
     head = place.last * choose(state.head, state.head, state.embedding) / work.tp
-    # Tied tables are in the root unit, which stays gathered; so does the head's between forward and backward pass.
-    units = choose(state.gathers_units, minimum(state.units, place.layers) * unit, whole_blocks)
-    terms["gathered weights"] = state.block_copy * units + state.copy * choose(state.gathers_units, head, ends)
+    # At the loss the head's unit, gathered last, is there with the buffer in which it came, and no block's; it is freed
+    # before the blocks' backward pass. Tied tables are in the root unit, which stays.
+    units = state.block_copy * choose(state.gathers_units, minimum(state.units, place.layers) * unit, whole_blocks)
+    root = state.copy * choose(state.gathers_units, choose(state.head, 0.0, head), ends)
+    unit_of_head = choose(state.head, 2 * state.copy * head, root + state.block_copy * unit)
+    gathered_at_loss = choose(state.gathers_units, unit_of_head, units + root)
+    gathered_in_block = units + root
 
     a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)
     tokens_kept = place.passes * a_pass + place.last * around_bytes(work, keeps)
     at_loss = place.last * loss_bytes(work, keeps, state.head_trains * head)
-    in_block = backward_bytes(work, keeps) + state.dequantised / work.tp
+    in_block = backward_bytes(work, keeps, state.dequantised / work.tp)
     in_unit = state.trained * unit * choose(shards > 1, state.copy + state.gradient, state.copy)
-    early = maximum(at_loss, in_block + in_unit)
+    early = maximum(gathered_at_loss + at_loss, gathered_in_block + in_block + in_unit)
     embedding = place.first * state.trained * state.embedding / work.tp
     late = in_block + maximum(in_unit, embedding * (state.copy + state.gradient))
     late_activations = (place.passes - 1) * a_pass + kept_bytes(work, keeps)
     starts = choose(summed, gradients, 0.0) * here + second + tokens_kept + early
-    ends_with = gradients * here + late_activations + late
+    ends_with = gradients * here + late_activations + gathered_in_block + late
     at_start = starts >= ends_with
     terms["gradients"] = here * choose(at_start, choose(summed, gradients, 0.0), gradients)
     terms["second gradients"] = choose(at_start, second, 0.0)
     terms["activations"] = choose(at_start, tokens_kept, late_activations)
-    head_first = at_start & (at_loss >= in_block + in_unit)
+    head_first = at_start & (gathered_at_loss + at_loss >= gathered_in_block + in_block + in_unit)
+    terms["gathered weights"] = choose(head_first, gathered_at_loss, gathered_in_block)
     terms["loss head"] = choose(head_first, at_loss, 0.0)
     terms["backward pass of a block"] = choose(head_first, 0.0, in_block)
     terms["gradients under way"] = choose(head_first, 0.0, choose(at_start, in_unit, late - in_block))
