@@ -100,16 +100,18 @@ def message_bytes(work: Work, keeps: Activations) -> Numbers:
 def loss_bytes(work: Work, keeps: Activations, head: Numbers) -> Numbers:
     """Bytes of the loss on the last stage at its end: logits, or a chunk of them, and the head's gradient.
 
-    Over several chunks the gradient of the head's matrix is summed in fp32, until the backward pass scales and rounds
-    it; a single chunk has logits in fp32, their gradient in the compute type, and the matrix's gradient. Whole
-    logits exist in the compute type, as fp32, as their log-softmax and as its gradient, which eager code rounds beside
-    it; over a split vocabulary their exponentials exist too.
+    Over several chunks a chunk's gradient is there with the next one's logits, beside which eager code has fp32 ones;
+    the gradient of the head's matrix is summed in fp32, until the backward pass scales and rounds it. A single chunk
+    has logits in fp32, their gradient in the compute type, and the matrix's gradient. Whole logits exist in the compute
+    type, as fp32, as their log-softmax and as its gradient, which eager code rounds beside it; over a split vocabulary
+    their exponentials exist too.
 
     Args:
         head: trained parameters of the head's matrix on a rank.
     """
     a_row = work.vocabulary / work.tp
-    chunk = minimum(keeps.logit_rows, work.tokens) * a_row * 2 * keeps.item + head * (2 * FP32 + keeps.item)
+    a_logit = 2 * keeps.item + FP32 * (keeps.item < FP32) * (1 - keeps.compiled)
+    chunk = minimum(keeps.logit_rows, work.tokens) * a_row * a_logit + head * (2 * FP32 + keeps.item)
     halves = keeps.item * (keeps.item < FP32) * (2 - keeps.compiled)
     whole = work.tokens * a_row * (halves + FP32 * choose(work.tp > 1, 4, 3)) + head * keeps.item
     gathered = choose((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.tokens * work.width, 0.0)
