@@ -71,7 +71,9 @@ def apply_fully_shard(
     units = sharding_units(model)
     for unit in units:
         modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-        shard(modules, reshard_after_forward=_reshard(unit, options, shards))
+        # With nothing to shard, keeping the compute copy until the step's end saves a cast a forward pass.
+        frees = shards or precision == "bf16_true"
+        shard(modules, reshard_after_forward=frees and _reshard(unit, options))
     root = shard(model, reshard_after_forward=options.reshard_after_forward is True and shards)
     _sum_gradients(root)
     for unit in units:
@@ -99,7 +101,7 @@ def _shard_experts(
             shard_placement_fn=_placement(mesh),
             mp_policy=policy,
             offload_policy=offload,
-            reshard_after_forward=_reshard(FsdpUnit((module,)), options, True),
+            reshard_after_forward=_reshard(FsdpUnit((module,)), options),
         )
 
 
@@ -139,10 +141,7 @@ def _placement(mesh: DeviceMesh | None) -> Callable[[torch.nn.Parameter], Shard 
     return placement
 
 
-def _reshard(unit: FsdpUnit, options: ShardingOptions, shards: bool) -> bool:
-    # With nothing to shard, keeping the compute copy until the step's end saves a cast a forward pass.
-    if not shards:
-        return False
+def _reshard(unit: FsdpUnit, options: ShardingOptions) -> bool:
     return not unit.keep if options.reshard_after_forward == "auto" else options.reshard_after_forward
 
 

@@ -32,7 +32,8 @@ class Activations:
         recompute: 1 if the backward pass computes a block again.
         products: share of a block's matrix products whose results are kept where it is recomputed, 0 to 1.
         logit_rows: rows of logits that exist at once; 0 computes the loss from whole logits, outside of the head.
-        copies: 1 if blocks that are not compiled keep the attention's result twice, as on the CPU.
+        copies: 1 if blocks that are not compiled keep the attention's result twice, and keys and values repeated for
+            all heads, as on the CPU.
     """
 
     item: Numbers = 2.0
@@ -48,7 +49,7 @@ def block_bytes(work: Work, keeps: Activations) -> Numbers:
     item = keeps.item
     inner = work.chosen * work.inner
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
-    attention = item * (2 * query + 2 * key_value) + FP32 * work.heads
+    attention = item * (2 * query + 2 * choose(keeps.copies, query, key_value)) + FP32 * work.heads
     attention = attention + (1 - work.flash) * SCORE_COPIES * item * work.heads * work.sequence
     # Eager norms keep their input in fp32, and normalised and weighted values.
     eager_norms = 2 * work.width * (FP32 + 2 * item) + 2 * FP32

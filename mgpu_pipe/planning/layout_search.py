@@ -134,8 +134,9 @@ def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Ove
     table = layouts.vocabulary * layouts.width
     placed = replace(
         state,
-        gathers_units=(~whole).astype(np.float64),
+        gathers_units=(~whole | ((pp == 1) & (np.asarray(state.gathers_units) > 0))).astype(np.float64),
         sums_whole=whole.astype(np.float64),
+        gradient=np.where(whole, state.gradient, np.minimum(state.gradient, state.weight)),
         groups=sum((np.asarray(size) > 1).astype(np.float64) for size in axes),
         head=np.where((pp > 1) & (np.asarray(state.head) == 0), table, state.head),
     )

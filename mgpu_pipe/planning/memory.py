@@ -189,12 +189,16 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     item = FP32 if precision == "fp32" else HALF
     weight = HALF if precision == "bf16_true" else FP32
     optimizer = optimizer_bytes(config.optimizer) // (2 if precision == "bf16_true" else 1)
-    gradient = HALF if precision == "bf16_true" or config.precision.reduce == "bf16" else FP32
     by_fsdp = shards > 1 or dims.uses_model_axes or precision != "fp32" or strategy.offload != "none"
     buckets = 0.0
     copy, whole = item * by_fsdp, dims.pp > 1 or shards == 1
+    # Whole gradients are summed up in the type of their reduction.
+    reduces_half = config.precision.reduce == "bf16" or (precision == "bf16_true" and not whole)
+    gradient = HALF if reduces_half else FP32
     reshards = strategy.fsdp.reshard_after_forward
-    keeps_gathered = whole or reshards is False
+    # One process keeps its copy of the weights, unless it is in their own type.
+    is_own_type = precision == "bf16_true" and dims.pp == 1
+    keeps_gathered = (whole and not is_own_type) or reshards is False
     if strategy.engine == "deepspeed":
         weight, master = (FP32, 0) if precision == "fp32" else (HALF, FP32)
         optimizer, gradient, whole = optimizer + master, FP32, False

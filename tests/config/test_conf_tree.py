@@ -88,7 +88,7 @@ NEEDS_MORE = {
 }
 TINY = ("llama_tiny", "gpt2_tiny", "qwen3_tiny", "mixtral_tiny")
 
-# Millions of parameters as their authors give them: the GPT-2, Llama 3, Llama 3.2, Qwen3 and Mixtral model cards.
+# Millions of parameters as their authors give them: the GPT-2, Llama 3, Llama 3.2, Qwen3, Mixtral and Mistral model cards.
 PUBLISHED = {
     "gpt2_124m": 124.4,
     "llama32_1b": 1236,
@@ -97,6 +97,7 @@ PUBLISHED = {
     "qwen3_8b": 8191,
     "qwen3_30b_a3b": 30532,
     "mixtral_8x7b": 46703,
+    "mistral_7b": 7248,
 }
 
 

@@ -14,6 +14,7 @@ from benchmarks.cuda_step import CASES
 from benchmarks.gpu_step import BASE, OURS
 from benchmarks.new_process import call_in_new_process
 from benchmarks.one_rank import one_rank, overrides_of
+from benchmarks.plan_memory import LAYOUTS, compared
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.parallel.pipeline.work_order import micro_batches_fit, most_in_flight, stages_by_rank, streams
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
@@ -120,6 +121,16 @@ def test_a_live_run_holds_what_the_formulas_say(overrides: str) -> None:
     plan = planned(*words)
     assert plan.terms["weights"] == found["weights"]
     assert plan.allocated == pytest.approx(found["memory"], rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", one_in(4, list(LAYOUTS)))
+def test_kept_bytes_and_peak_of_a_traced_step_are_those_of_the_formulas(layout: str) -> None:
+    from multiprocessing import get_context
+
+    with get_context("fork").Pool(1) as pool:
+        kept, planned_kept, peak, planned_peak = pool.apply(compared, (layout,))
+    assert planned_kept == pytest.approx(kept, rel=0.01) and planned_peak == pytest.approx(peak, rel=0.03)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
