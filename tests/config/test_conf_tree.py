@@ -88,7 +88,7 @@ NEEDS_MORE = {
 }
 TINY = ("llama_tiny", "gpt2_tiny", "qwen3_tiny", "mixtral_tiny")
 
-# Millions of parameters as their authors give them: the GPT-2, Llama 3, Llama 3.2, Qwen3, Mixtral and Mistral model cards.
+# Millions of parameters as their authors give them, on the model cards.
 PUBLISHED = {
     "gpt2_124m": 124.4,
     "llama32_1b": 1236,

@@ -130,7 +130,8 @@ def test_kept_bytes_and_peak_of_a_traced_step_are_those_of_the_formulas(layout: 
 
     with get_context("fork").Pool(1) as pool:
         kept, planned_kept, peak, planned_peak = pool.apply(compared, (layout,))
-    assert planned_kept == pytest.approx(kept, rel=0.01) and planned_peak == pytest.approx(peak, rel=0.03)
+    error = 0.05 if "pp" in layout else 0.03
+    assert planned_kept == pytest.approx(kept, rel=0.01) and planned_peak == pytest.approx(peak, rel=error)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
