@@ -117,6 +117,7 @@ def model_fields(config: RunConfig) -> dict[str, Any]:
 
 def check_model(config: RunConfig) -> None:
     from mgpu_pipe.models.activations import check_activations
+    from mgpu_pipe.models.field_ranges import check_ranges
     from mgpu_pipe.models.reached_fields import check_reached
 
     model = config.model
@@ -143,6 +144,7 @@ def check_model(config: RunConfig) -> None:
     except ModelClassError as error:
         raise ConfigError(error.key, error.value, model_fix(config, error.fix), error.reason) from error
     check_activations(model)
+    check_ranges(model)
     check_reached(model)
 
 
