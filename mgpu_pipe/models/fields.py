@@ -316,8 +316,8 @@ def _check_sizes(fields: Mapping[str, Any], model: ModelConfig) -> list[BadInput
     for name, value in _numbers(fields, ""):
         last = name.rpartition(".")[2]
         most = MOST_PARTS if any(word in last for word in COUNTS_PARTS) else MOST
-        if abs(value) > most:
-            fix, reason = f"use at most {most:,}", "no model is that large"
+        if not abs(value) <= most:  # NaN is not
+            fix, reason = f"use at most {most:,}", "no model is that large" if value == value else "this is no number"
         elif value < 0 and last in NOT_NEGATIVE:
             fix, reason = "use at least 0", "the number is below 0"
         elif value < 1 and last in AT_LEAST_ONE and name in model.config:
@@ -333,7 +333,7 @@ def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _numbers(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+    elif isinstance(value, int | float) and not isinstance(value, bool) and not (abs(value) <= MOST and value % 1):
         yield path, value
 
 

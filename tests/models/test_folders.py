@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.errors import BadInputError, ModelFolderError
+from mgpu_pipe.errors import BadInputError, ConfigErrors, ModelFolderError
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.models.weights.folder import INDEX, WEIGHTS, check_model_folder
 from mgpu_pipe.models.weights.pretrained import load_pretrained
 from tests.models.tiny import tiny_model, write_folder
@@ -108,6 +109,19 @@ def test_folders_without_something(folder: Path, tmp_path: Path) -> None:
     assert "no weights" in error_of(folder)
     (folder / "config.json").unlink()
     assert "no config.json" in error_of(folder)
+
+
+def test_a_damaged_generation_config_is_refused_before_transformers_reads_it(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("[1]")
+    assert "generation_config.json is damaged: not a JSON object; copy it again" in error_of(folder)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_size_that_is_no_number_is_refused(folder: Path, number: str) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "intermediate_size": float(number)}))
+    with pytest.raises(ConfigErrors, match=r"size -?(nan|inf): (this is no number|no model is that large)"):
+        check_model_config(ModelConfig(path=str(folder)))
 
 
 def test_damaged_weights_are_told_from_the_header(folder: Path) -> None:

@@ -64,6 +64,7 @@ def check_weights_listed(path: str, key: str = "model.path") -> None:
 
 
 WEIGHTS = "model.safetensors"
+GENERATION = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 ADAPTER = "adapter_config.json"
@@ -123,6 +124,8 @@ def check_model_folder(path: Path | str, tokenizer_vocab_size: int | None = None
             f"model.path={folder}: {ADAPTER} names other weights, which are not followed; give one of whole weights"
         )
     config = read_config_json(folder)
+    if is_file(folder / GENERATION):
+        _read_json(folder / GENERATION)
     if is_file(folder / WEIGHTS):
         read_header(folder / WEIGHTS)
     elif is_file(folder / INDEX):

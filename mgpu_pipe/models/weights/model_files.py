@@ -19,6 +19,7 @@ import torch
 from mgpu_pipe.errors import BadInputError, ModelFolderError
 from mgpu_pipe.models.build import REFUSALS, tied_sources
 from mgpu_pipe.models.shard_units import as_saved
+from mgpu_pipe.models.weights.folder import GENERATION
 from mgpu_pipe.system.compat.transformers_private import keys_not_saved
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ TOKENIZER_FILES = (
     "preprocessor_config.json",
 )
 
-GENERATION = "generation_config.json"
 MODULES = "modules.json"
 SENTENCES = ("sentence_bert_config.json", "config_sentence_transformers.json")
 """Files of sentence-transformers in addition to its list of modules."""
