@@ -56,6 +56,8 @@ class Results:
     """What a run in float32 and the same run in float64 came to."""
 
     metrics: dict[str, list[float]]
+    heldout: dict[str, float]
+    """Metrics of the last evaluation."""
     mean_gradients: Tensors
     """AdamW's, after the last step."""
     exact_weights: Tensors
@@ -67,6 +69,14 @@ def masked(corpus: str, folder: Path, *overrides: str) -> RunConfig:
     data = ("data=text_files", f"data.paths=[{corpus}/*.txt]", "data.seq_len=48", "data.validation_max_samples=4")
     quiet = ("model.config.hidden_dropout_prob=0", "model.config.attention_probs_dropout_prob=0")
     given = (f"model.path={need_minilm()}", "objective=masked_lm", f"data.cache_dir={folder / 'cache'}")
+    return compose([*SMALL, *STEP, *data, *quiet, *given, "trainer.accelerator=cpu", *overrides])[0]
+
+
+def searching(folder: Path, *overrides: str) -> RunConfig:
+    """MiniLM's vectors learn to find functions by their docstrings."""
+    data = ("data=stdlib_pairs", "data.validation_max_samples=32", "data.seq_len=24")
+    quiet = ("model.config.hidden_dropout_prob=0", "model.config.attention_probs_dropout_prob=0")
+    given = (f"model.path={need_minilm()}", "objective=text_embedding", f"data.cache_dir={folder / 'cache'}")
     return compose([*SMALL, *STEP, *data, *quiet, *given, "trainer.accelerator=cpu", *overrides])[0]
 
 
@@ -98,7 +108,7 @@ def trained_in_float64(*args: Any) -> dict[str, Any]:
 
 def shown(composed: Callable[..., RunConfig], folder: Path, name: str, processes: int, *overrides: str) -> Results:
     given = (f"strategy={name}", *overrides)
-    small_runs.run(composed, folder / name, processes, *given)
+    measured = small_runs.run(composed, folder / name, processes, *given)
     metrics = read_metrics(folder / name / "metrics.csv")
     means = stored(folder / name, "optimizer", MEAN)
     exact_weights = Tensors()
@@ -107,7 +117,9 @@ def shown(composed: Callable[..., RunConfig], folder: Path, name: str, processes
         small_runs.run(composed, exact, processes, *given, trained=trained_in_float64)
         trained = {key.removesuffix(MEAN) for key in means}
         exact_weights = {key: value for key, value in stored(exact, "model").items() if key in trained}
-    return Results({key: list(metrics[key]) for key in ("train/loss", "train/grad_norm")}, means, exact_weights)
+    steps = {key: list(metrics[key]) for key in ("train/loss", "train/grad_norm")}
+    heldout = {key: value for key, value in measured.items() if key.startswith("val/")}
+    return Results(steps, heldout, means, exact_weights)
 
 
 def stored(run_folder: Path, kind: str, ending: str = "") -> Tensors:
@@ -123,6 +135,7 @@ def stored(run_folder: Path, kind: str, ending: str = "") -> Tensors:
 def compare_runs(found: Results, expected: Results) -> None:
     for key, values in expected.metrics.items():
         assert len(values) == 2 and found.metrics[key] == pytest.approx(values, rel=BOUND), key
+    assert expected.heldout and found.heldout == pytest.approx(expected.heldout, rel=BOUND)
     assert relative_error(found.mean_gradients, expected.mean_gradients) < BOUND
     if found.exact_weights:
         assert relative_error(found.exact_weights, expected.exact_weights) < EXACT_BOUND
@@ -157,6 +170,20 @@ def cells(strategies: dict[str, Any], quick: str | None) -> list[Any]:
 @pytest.mark.parametrize("strategy", cells(OF_BERT, "tp"))
 def test_minilm_learns_as_in_one_process(strategy: str, minilm: tuple[Any, Path, Results]) -> None:
     composed, folder, expected = minilm
+    processes, more = OF_BERT[strategy]
+    compare_runs(shown(composed, folder, strategy, processes, *more), expected)
+
+
+@pytest.fixture(scope="module")
+def minilm_vectors(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Results]:
+    need_minilm()
+    folder = tmp_path_factory.mktemp("minilm_vectors")
+    return searching, folder, shown(searching, folder, "single", 1)
+
+
+@pytest.mark.parametrize("strategy", cells(OF_BERT, None))
+def test_minilm_vectors_learn_as_in_one_process(strategy: str, minilm_vectors: tuple[Any, Path, Results]) -> None:
+    composed, folder, expected = minilm_vectors
     processes, more = OF_BERT[strategy]
     compare_runs(shown(composed, folder, strategy, processes, *more), expected)
 
