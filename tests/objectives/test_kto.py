@@ -198,4 +198,4 @@ def test_a_run_learns_and_goes_on_under_another_strategy(tmp_path: Path) -> None
     assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
     longer = run(tmp_path / "longer", 1, "strategy=single", "trainer.max_steps=30", "optimizer.lr=1e-3")
     assert longer["val/loss"] < 0.9 * whole["val/loss"]
-    assert longer["val/margin"] > whole["val/margin"] and longer["val/accuracy"] > 0.9
+    assert longer["val/margin"] > whole["val/margin"] and longer["val/accuracy"] > 0.8
