@@ -11,6 +11,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.inference.batch.settings import BatchSettings
+from mgpu_pipe.launch.inference_world import SETTINGS
 from mgpu_pipe.launch.worker import leave_error, live_stream
 from mgpu_pipe.system.process_end import Lifeline, exit_now
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.launch.distributed import World
 
-SETTINGS = "settings.json"
 LONGEST_WAIT_S = 30.0 * 24 * 3600
 """Seconds that a process waits for others, which may have longer prompts."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
+from mgpu_pipe.cli.harness import add_harness_arguments, evaluate_by_harness, uses_harness
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
@@ -38,8 +39,13 @@ def evaluate(argv: Sequence[str]) -> int:
     text = "The objective's metrics on held-out data, and the tasks', with the run's frozen configuration."
     parser = build_parser("eval", f"{text} With eval.KEY=VALUE and no data.KEY=VALUE the tasks alone.")
     add_device_argument(parser)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="other data.* or eval.* than the run's")
-    _evaluate(parse_arguments(parser, argv))
+    add_harness_arguments(parser)
+    overrides_help = "other data.* or eval.* than the run's; with --harness strategy, trainer.devices, launch.*"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides_help)
+    arguments = parse_arguments(parser, argv)
+    if uses_harness(arguments):
+        return evaluate_by_harness(arguments)
+    _evaluate(arguments)
     return EXIT_OK
 
 

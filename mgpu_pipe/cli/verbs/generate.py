@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from mgpu_pipe.cli.verbs import Verb
@@ -83,20 +82,12 @@ def _check_file_arguments(arguments: argparse.Namespace) -> None:
 
 def _answer_file(arguments: argparse.Namespace) -> int:
     """Answer the file of prompts on the processes that the overrides name."""
-    from mgpu_pipe.config.hydra.compose import compose
+    from mgpu_pipe.cli.processes import compose_processes
     from mgpu_pipe.inference.find_model import find_model
     from mgpu_pipe.launch.answer import answer
 
     source = find_model(find_inputs(arguments))
-    allowed = ("trainer.devices=", "trainer.num_nodes=", "trainer.accelerator=", "launch.", "launch=")
-    strange = [text for text in arguments.overrides if not text.lstrip("+").startswith(allowed)]
-    if strange:
-        raise BadInputError(f"{strange[0]}: generate takes trainer.devices, num_nodes, accelerator and launch.* only")
-    config = compose(["strategy=ddp", *arguments.overrides])[0]
-    if arguments.device != "auto" and arguments.overrides:
-        raise BadInputError(f"--device={arguments.device}: goes with one process; use trainer.accelerator instead")
-    if arguments.device != "auto":
-        config = replace(config, trainer=replace(config.trainer, devices=1))
+    config = compose_processes("generate", arguments.overrides, arguments.device, strategies=False)
     settings = BatchSettings(
         model=source.folder.absolute(),
         input=arguments.input.expanduser().absolute(),

@@ -1,0 +1,35 @@
+"""Overrides of a verb that computes on several processes: how many, where, and under which strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError
+
+PROCESSES = ("trainer.devices=", "trainer.num_nodes=", "trainer.accelerator=", "launch.", "launch=")
+STRATEGY = ("strategy=", "strategy.")
+
+
+def compose_processes(verb: str, overrides: Sequence[str], device: str, *, strategies: bool) -> RunConfig:
+    """The configuration of the processes, in fp32; everything else in it is a default.
+
+    Args:
+        device: the verb's ``--device``; anything but ``auto`` means a single process.
+        strategies: whether a strategy may be given; else each process holds the whole model.
+
+    Raises:
+        BadInputError: another override, or one beside ``--device``.
+    """
+    allowed = (*PROCESSES, *STRATEGY) if strategies else PROCESSES
+    strange = [text for text in overrides if not text.lstrip("+").startswith(allowed)]
+    if strange:
+        keys = "trainer.devices, num_nodes, accelerator and launch.*"
+        raise BadInputError(f"{strange[0]}: {verb} takes {'strategy, ' if strategies else ''}{keys} only here")
+    if device != "auto" and overrides:
+        raise BadInputError(f"--device={device}: goes with one process; use trainer.accelerator instead")
+    named = any(text.lstrip("+").startswith("strategy=") for text in overrides)
+    config = compose(["precision=fp32", *([] if named else ["strategy=ddp"]), *overrides])[0]
+    return config if device == "auto" else replace(config, trainer=replace(config.trainer, devices=1))

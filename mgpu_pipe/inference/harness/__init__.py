@@ -1,0 +1,1 @@
+"""Tasks of EleutherAI's lm-evaluation-harness (lm-eval) on a run's model."""

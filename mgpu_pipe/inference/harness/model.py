@@ -1,0 +1,104 @@
+"""A run's model as lm-eval sees it: its own ``hf`` model, whose forward passes and requests the processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import stop_sequences_criteria
+
+from mgpu_pipe.checkpoint.host_bytes import exchange_json
+from mgpu_pipe.inference.generation import generation_mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class HarnessModel(HFLM):
+    """lm-eval's ``hf`` model over a model that other processes may hold parts of.
+
+    Args:
+        share, shares: the requests at ``share``, ``share + shares``, ... are this process's.
+        forward: see :class:`mgpu_pipe.inference.parallel_run.ParallelRun`.
+        batch_size: requests in a forward pass.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        batch_size: int,
+        share: int = 0,
+        shares: int = 1,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        with _ties_kept(model):
+            super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        self._share, self._shares, self._whole_forward = share, shares, forward
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether it is the likeliest. A collective call."""
+        results = self._shared(super().loglikelihood, requests, disable_tqdm)
+        return [(float(value), bool(is_greedy)) for value, is_greedy in results]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of each whole text. A collective call."""
+        return self._shared(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Continuation of each text, up to its stop words. A collective call."""
+        return self._shared(super().generate_until, requests, disable_tqdm)
+
+    def _shared(self, method: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
+        """The results of all requests; this process computes its share."""
+        part = list(requests[self._share :: self._shares])
+        results = method(part, disable_tqdm=disable_tqdm or self._share > 0) if part else []
+        if self._shares == 1:
+            return results
+        merged: list[Any] = [None] * len(requests)
+        for share, values in exchange_json([self._share, results], None):
+            merged[share :: self._shares] = values
+        return merged
+
+    def _model_call(
+        self, inps: torch.Tensor, attn_mask: torch.Tensor | None = None, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self._whole_forward is None:
+            logits: torch.Tensor = super()._model_call(inps, attn_mask, labels)
+        else:
+            with torch.no_grad():
+                logits = self._whole_forward(input_ids=inps, logits_to_keep=0).logits
+        return logits
+
+    def _model_generate(
+        self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
+    ) -> torch.Tensor:
+        if self._whole_forward is None:
+            ids: torch.Tensor = super()._model_generate(context, max_length, stop, **generation_kwargs)
+            return ids
+        if not generation_kwargs.get("temperature"):
+            generation_kwargs = {**generation_kwargs, "do_sample": False, "temperature": None}
+        criteria = stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0])
+        with generation_mode(self.model, self._whole_forward):
+            ids = self.model.generate(
+                input_ids=context,
+                max_length=max_length,
+                stopping_criteria=criteria,
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=False,
+                **generation_kwargs,
+            )
+        return ids
+
+
+@contextmanager
+def _ties_kept(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which nothing ties weights again, which split parameters do not survive."""
+    model.__dict__["tie_weights"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del model.__dict__["tie_weights"]

@@ -1,0 +1,102 @@
+"""Opens a run's model under a strategy, split over the processes of an initialised process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from mgpu_pipe.checkpoint.load import CheckpointReader
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.inference.find_model import ModelSource
+from mgpu_pipe.models.build import materialise, run_model
+from mgpu_pipe.models.settings import model_settings, require_model_settings
+from mgpu_pipe.models.weights.pretrained import restore_buffers
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.save_and_resume import restore_weights
+from mgpu_pipe.training.strategy import EngineStrategy
+from mgpu_pipe.training.trainer import objective_class, strategy_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ParallelRun:
+    """A run's model on this rank's part of the mesh, in evaluation mode.
+
+    Attributes:
+        forward: replaces the model's forward pass on whole texts; None for the model's own.
+        share, shares: the inputs at ``share``, ``share + shares``, ... are this rank's; ranks of one share compute
+            the same inputs together.
+    """
+
+    model: PreTrainedModel
+    strategy: EngineStrategy
+    forward: Callable[..., Any] | None
+    share: int
+    shares: int
+
+
+def open_parallel(source: ModelSource, config: RunConfig, device: torch.device) -> ParallelRun:
+    """Split the model of a run's step over the processes, each of which reads its own parts. A collective call.
+
+    Args:
+        config: the run's, with the strategy and precision of the evaluation.
+
+    Raises:
+        BadInputError: a strategy, or a step, that this cannot open.
+    """
+    if source.config is None:
+        raise BadInputError(
+            f"{source.folder}: only a run opens under strategy={config.strategy.name}; use strategy=ddp"
+        )
+    if config.strategy.engine != "mesh":
+        raise ConfigError("strategy", config.strategy.name, "use fsdp, tp or pp", "it trains only")
+    dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
+    if dims.cp > 1:
+        raise ConfigError("strategy.cp", dims.cp, "use tp, fsdp or pp", "context parallelism cuts texts of training")
+    reader = CheckpointReader(source.folder)
+    if reader.left_out is not None:
+        raise BadInputError(f"{source.folder}: leaves out its frozen weights; use strategy=ddp")
+
+    def fill(model: Any, place: torch.device) -> None:
+        materialise(model, config.seed, place)
+
+    strategy = strategy_class(config.strategy.engine).from_config(
+        config, dims, device, materialise=fill, dropout_seed=None, stop_requested=lambda: False
+    )
+    model = run_model(config)
+    require_model_settings(reader.state.get("model_config"), model_settings(model.config), source.folder)
+    reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
+    objective = objective_class(config.objective.name).from_config(config, model, None, lambda step: 1.0)
+    strategy.connect(objective)
+    strategy.parallelise(model)
+    restore_weights(reader, strategy)
+    restore_buffers(model, reader.state, source.folder)
+    is_together = dims.dp_shard > 1 or dims.ep > 1
+    share, shares = (0, 1) if is_together else (dims.data_parallel_rank(dist.get_rank()), dims.data_parallel_size)
+    return ParallelRun(
+        cast("PreTrainedModel", objective.model).eval(), strategy, strategy.sampling_forward(), share, shares
+    )
+
+
+def evaluation_config(config: RunConfig, chosen: RunConfig) -> RunConfig:
+    """A run's ``config`` with strategy, processes and launch of ``chosen``, in fp32 and without compiling."""
+    return replace(
+        config,
+        strategy=chosen.strategy,
+        launch=chosen.launch,
+        precision=chosen.precision,
+        model=replace(config.model, compile=False, kernels="torch"),
+        trainer=replace(
+            config.trainer,
+            accelerator=chosen.trainer.accelerator,
+            devices=chosen.trainer.devices,
+            num_nodes=chosen.trainer.num_nodes,
+        ),
+    )
