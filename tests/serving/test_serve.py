@@ -83,6 +83,11 @@ def test_a_stop_string_ends_an_answer_before_it(server: Server) -> None:
     assert "".join(event["choices"][0]["text"] for event in streamed) == expected
 
 
+def test_a_temperature_next_to_zero_is_zero(server: Server) -> None:
+    cold = server.complete("Is 3 even?", max_tokens=8, temperature=1e-300)
+    assert cold["choices"] == server.complete("Is 3 even?", max_tokens=8)["choices"]
+
+
 def test_a_seed_repeats_a_draw(server: Server) -> None:
     draws = [
         server.complete("Is", max_tokens=20, temperature=1.5, top_p=0.9, seed=seed)["choices"][0]["text"]

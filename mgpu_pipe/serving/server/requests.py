@@ -12,6 +12,10 @@ from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 16
+COLDEST = 1e-5
+"""Lower temperatures are 0: logits divided by them are beyond fp32."""
+MAX_MESSAGE = 1000
+"""Characters of a refusal; a request's value may be in it."""
 COMPLETION_TOKENS = 16
 """OpenAI's default of ``max_tokens`` for completions; a chat's default is the rest of the context."""
 UNSUPPORTED = {
@@ -40,7 +44,7 @@ class RequestError(ValueError):
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": str(self)[:MAX_MESSAGE], "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def read_request(body: object, is_chat: bool) -> AnswerRequest:
         model=_text(body, "model", ""),
         prompt=_messages(body) if is_chat else _prompt(body),
         max_tokens=int(limit) if limit is not None else None if is_chat else COMPLETION_TOKENS,
-        temperature=1.0 if temperature is None else float(temperature),
+        temperature=1.0 if temperature is None else float(temperature) if temperature >= COLDEST else 0.0,
         top_p=1.0 if top_p is None else float(top_p),
         seed=None if seed is None else int(seed),
         stops=_stops(body),
