@@ -9,6 +9,7 @@ from mgpu_pipe.checks.optimizer import ADAMW_BF16
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.planning.hardware_profile import load_profile
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
 from mgpu_pipe.system.hardware import host_memory, used_memory
@@ -121,6 +122,7 @@ def predicted(config: RunConfig) -> MemoryPlan | None:
     if (config.model.type is None) == (config.model.path is None):
         return None
     try:
+        check_model_config(config.model)
         return memory_by_rank(config)
     except BadInputError:
         return None

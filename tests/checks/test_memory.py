@@ -10,7 +10,7 @@ import pytest
 
 import mgpu_pipe
 from mgpu_pipe.checks import memory_limits as memory
-from mgpu_pipe.checks.memory_limits import memory_errors, memory_notice, with_overrides
+from mgpu_pipe.checks.memory_limits import memory_errors, memory_notice, predicted, with_overrides
 from mgpu_pipe.config import resolve
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash
@@ -194,3 +194,10 @@ def test_ranks_of_a_cpu_pipeline_share_one_memory(monkeypatch: pytest.MonkeyPatc
 def test_verbs_that_train_no_whole_model_check_no_memory() -> None:
     config = composed("strategy=ddp", "trainer.devices=8")
     assert memory_errors(config, False) and not memory_errors(with_memory_check(config, "off"), False)
+
+
+def test_memory_is_not_predicted_where_the_model_is_refused() -> None:
+    config = compose(["model=llama_tiny", "trainer.accelerator=cpu"])[0]
+    assert predicted(config) is not None
+    config.model.config["num_key_value_heads"] = float("nan")
+    assert predicted(config) is None
