@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -35,7 +36,9 @@ SAMPLED = ("fsdp8", "pp2 x tp2 x cp2, last")
 
 
 def traced(words: tuple[str, ...], rank: int, ranks: int, on_fakes: bool) -> dict[str, Any]:
-    return trace(compose([*words])[0], rank, ranks, on_fakes)
+    # What other ranks would send is memory that nobody wrote: with scales of four-bit weights, no finite loss.
+    with mock.patch("mgpu_pipe.training.step.check_finite"):
+        return trace(compose([*words])[0], rank, ranks, on_fakes)
 
 
 def compare(name: str, *more: str) -> dict[str, Any]:
