@@ -181,6 +181,7 @@ def test_a_template_cannot_run_code() -> None:
         (["--harness-path", "tasks"], "--harness-path: only works with --harness TASKS"),
         (["--harness", "x", "--harness-path", "nowhere"], "--harness-path=nowhere: no such folder"),
         (["--harness", "x", "optimizer.lr=1"], "optimizer.lr=1: eval --harness takes strategy, trainer.devices"),
+        (["--harness", "x", "--weights", "ema", "strategy=tp", "trainer.devices=2"], "--weights=ema: strategy=tp"),
     ],
 )
 def test_wrong_evaluations_are_one_line(
