@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,15 @@ def measure(settings: HarnessSettings, config: RunConfig, device: str) -> tuple[
     refuse_nodes(config)
     if world_size(config) == 1:
         return EXIT_OK, measure_whole(settings, device)
-    with tempfile.TemporaryDirectory(prefix="mgpu-pipe-harness-") as name:
-        folder = Path(name)
+    folder = Path(tempfile.mkdtemp(prefix="mgpu-pipe-harness-"))  # no TemporaryDirectory: a fork would remove it, too
+    try:
         code = run_processes(WORKER, folder, settings.to_json(), config, "stopped before the tasks were measured")
         if code != EXIT_OK:
             return code, None
         results: dict[str, Any] = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
         return EXIT_OK, results
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measure_joined(settings: HarnessSettings, config: RunConfig, joined: dict[str, str]) -> dict[str, Any] | None:
