@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.inference.batch.settings import BatchSettings
 from mgpu_pipe.launch.inference_world import SETTINGS
-from mgpu_pipe.launch.worker import leave_error, live_stream
-from mgpu_pipe.system.process_end import Lifeline, exit_now
+from mgpu_pipe.launch.worker import work_with_others
+from mgpu_pipe.system.process_end import exit_now
 
 if TYPE_CHECKING:
     import torch
@@ -26,22 +25,13 @@ LONGEST_WAIT_S = 30.0 * 24 * 3600
 
 
 def main(folder: Path) -> None:
-    """Answer as one process of the job; an error is written for the supervisor and ends the process."""
-    lifeline = Lifeline.attach(os.environ)
-    from mgpu_pipe.config.freeze import load
-    from mgpu_pipe.launch.distributed import World, launcher_store
+    """Answer as one process of the job."""
 
-    paths, world = RunPaths(folder), World.from_environment(os.environ)
-    try:
-        if lifeline is not None:
-            lifeline.wait_for_go()
-        if world.rank == 0:
-            sys.stderr = live_stream() or sys.stderr
-        config = load(paths.config)
+    def work(config: RunConfig, world: World, store: Store) -> None:
         settings = BatchSettings.from_json((folder / SETTINGS).read_text(encoding="utf-8"))
-        answer_in(world, launcher_store(world, config.launch.collective_timeout), settings, config)
-    except BaseException as error:
-        leave_error(paths, error, world.rank)
+        answer_in(world, store, settings, config)
+
+    work_with_others(folder, work, is_live=True)
 
 
 def answer_in(world: World, store: Store, settings: BatchSettings, config: RunConfig) -> None:

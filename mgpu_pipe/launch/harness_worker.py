@@ -8,16 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.harness.measure import measure_tasks, stay_offline
 from mgpu_pipe.inference.harness.settings import HarnessSettings
 from mgpu_pipe.launch.inference_world import SETTINGS
-from mgpu_pipe.launch.worker import leave_error, live_stream
+from mgpu_pipe.launch.worker import work_with_others
 from mgpu_pipe.system.local_files import replace_file
-from mgpu_pipe.system.process_end import Lifeline, exit_now
+from mgpu_pipe.system.process_end import exit_now
 
 if TYPE_CHECKING:
     import torch
@@ -29,25 +28,16 @@ RESULTS = "results.json"
 
 
 def main(folder: Path) -> None:
-    """Measure as one process; an error is written for the supervisor and ends the process."""
-    lifeline = Lifeline.attach(os.environ)
+    """Measure as one process; rank 0 writes the results into ``folder``."""
     stay_offline()
-    from mgpu_pipe.config.freeze import load
-    from mgpu_pipe.launch.distributed import World, launcher_store
 
-    paths, world = RunPaths(folder), World.from_environment(os.environ)
-    try:
-        if lifeline is not None:
-            lifeline.wait_for_go()
-        if world.rank == 0:
-            sys.stderr = live_stream() or sys.stderr
-        config = load(paths.config)
+    def work(config: RunConfig, world: World, store: Store) -> None:
         settings = HarnessSettings.from_json((folder / SETTINGS).read_text(encoding="utf-8"))
-        results = measure_in(world, launcher_store(world, config.launch.collective_timeout), settings, config)
+        results = measure_in(world, store, settings, config)
         if world.rank == 0:
             replace_file(folder / RESULTS, results_text(results))
-    except BaseException as error:
-        leave_error(paths, error, world.rank)
+
+    work_with_others(folder, work, is_live=True)
 
 
 def results_text(results: dict[str, Any]) -> str:

@@ -10,12 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.launch.worker import leave_error
+from mgpu_pipe.launch.worker import work_with_others
 from mgpu_pipe.system.local_files import replace_file
-from mgpu_pipe.system.process_end import Lifeline, exit_now
+from mgpu_pipe.system.process_end import exit_now
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -28,21 +27,14 @@ RESULT = "measured.json"
 
 
 def main(folder: Path, subject: str) -> None:
-    """Measure as one worker; an error is written for the supervisor and ends the process."""
-    lifeline = Lifeline.attach(os.environ)
-    from mgpu_pipe.config.freeze import load
-    from mgpu_pipe.launch.distributed import World, launcher_store
+    """Measure as one worker; rank 0 writes the result into ``folder``."""
 
-    paths, world = RunPaths(folder), World.from_environment(os.environ)
-    try:
-        if lifeline is not None:
-            lifeline.wait_for_go()
-        config = load(paths.config)
-        result = _measure(config, world, launcher_store(world, config.launch.collective_timeout), subject)
+    def work(config: RunConfig, world: World, store: Store) -> None:
+        result = _measure(config, world, store, subject)
         if world.rank == 0:
             replace_file(folder / RESULT, json.dumps(result))
-    except BaseException as error:
-        leave_error(paths, error, world.rank)
+
+    work_with_others(folder, work)
 
 
 def measure_joined(config: RunConfig, joined: Mapping[str, str], subject: str) -> Any:

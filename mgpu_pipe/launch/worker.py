@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
@@ -67,6 +68,31 @@ def main(folder: Path) -> int:
     except BaseException as error:
         leave_error(paths, error, world.rank)
     return EXIT_STOPPED if result.status == "stopped" else EXIT_OK
+
+
+def work_with_others(folder: Path, work: Callable[[RunConfig, World, Store], None], is_live: bool = False) -> None:
+    """Do ``work`` as one of the processes that the launcher started, on the configuration in ``folder``.
+
+    An error is written for the supervisor and ends the process.
+
+    Args:
+        is_live: rank 0 writes to the launcher's standard error.
+    """
+    lifeline = Lifeline.attach(os.environ)
+    from mgpu_pipe.config.freeze import load
+    from mgpu_pipe.launch.distributed import World, launcher_store
+
+    paths, world = RunPaths(folder), World.from_environment(os.environ)
+    try:
+        allow_own_classes()
+        if lifeline is not None:
+            lifeline.wait_for_go()
+        if is_live and world.rank == 0:
+            sys.stderr = live_stream() or sys.stderr
+        config = load(paths.config)
+        work(config, world, launcher_store(world, config.launch.collective_timeout))
+    except BaseException as error:
+        leave_error(paths, error, world.rank)
 
 
 def leave_error(paths: RunPaths, error: BaseException, rank: int, code: int | None = None) -> NoReturn:

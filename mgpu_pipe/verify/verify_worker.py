@@ -9,49 +9,43 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.import_path import allow_own_classes
-from mgpu_pipe.launch.worker import leave_error
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.launch.worker import work_with_others
 from mgpu_pipe.system.local_files import replace_file
-from mgpu_pipe.system.process_end import Lifeline, exit_now
+from mgpu_pipe.system.process_end import exit_now
+from mgpu_pipe.verify.certificate import Measurement, worst_of
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from mgpu_pipe.launch.distributed import World
 
 COMPARISON = "comparison.json"
 
 
 def main(folder: Path) -> None:
-    """Takes part in the comparison. An error is written for the supervisor and ends the process."""
-    lifeline = Lifeline.attach(os.environ)
-    from mgpu_pipe.launch.distributed import World
+    """Take part in the comparison; rank 0 writes its result into ``folder``."""
 
-    paths, world = RunPaths(folder), World.from_environment(os.environ)
-    try:
-        _run(paths, world.rank, lifeline)
-    except BaseException as error:
-        leave_error(paths, error, world.rank)
+    def work(config: RunConfig, world: World, store: Store) -> None:
+        measurements = _measure(config, world, store)
+        if world.rank == 0:
+            worst = [comparison.as_dict() for comparison in worst_of(measurements)]
+            replace_file(folder / COMPARISON, json.dumps({"worst": worst, "comparisons": len(measurements)}))
+
+    work_with_others(folder, work)
 
 
-def _run(paths: RunPaths, rank: int, lifeline: Lifeline | None) -> None:
+def _measure(config: RunConfig, world: World, store: Store) -> list[Measurement]:
     import torch
 
-    from mgpu_pipe.config.freeze import load
-    from mgpu_pipe.launch.distributed import World, launcher_store, process_group
-    from mgpu_pipe.verify.certificate import worst_of
+    from mgpu_pipe.launch.distributed import process_group
     from mgpu_pipe.verify.comparison import compare
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    world = World.from_environment(os.environ)
-    if lifeline is not None:
-        lifeline.wait_for_go()
-    allow_own_classes()
-    config = load(paths.config)
-    timeout = config.launch.collective_timeout
-    with process_group(world, launcher_store(world, timeout), "cpu", timeout):
-        measurements = compare(config)
-    if rank == 0:
-        worst = [comparison.as_dict() for comparison in worst_of(measurements)]
-        compared = {"worst": worst, "comparisons": len(measurements)}
-        replace_file(paths.root / COMPARISON, json.dumps(compared))
+    with process_group(world, store, "cpu", config.launch.collective_timeout):
+        return compare(config)
 
 
 if __name__ == "__main__":
