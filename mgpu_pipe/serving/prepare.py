@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.errors import BadInputError, MgpuError, one_line
+from mgpu_pipe.errors import BadInputError, MgpuError, one_line, print_line
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.system.child_process import bound
 
@@ -105,4 +105,4 @@ if __name__ == "__main__":
         outcome = prepare(Preparation(**json.loads(sys.argv[1])))
     except MgpuError as error:
         outcome = {"error": one_line(error), "is_bad_input": isinstance(error, BadInputError)}
-    print(json.dumps(outcome))
+    print_line(json.dumps(outcome))

@@ -108,9 +108,7 @@ def test_a_column_may_be_a_field_of_an_object(tmp_path: Path) -> None:
         run = config(tmp_path, source="jsonl", paths=[str(tmp_path / "a.jsonl")], text_column=path)
         _refusal(run, rf"a\.jsonl:1: has no column '{path}'; set data\.text_column to one")
     run = config(tmp_path, source="parquet", paths=[str(tmp_path / "a.parquet")], text_column="meta.body.words")
-    _refusal(
-        run, r"no column 'meta\.body\.words'; set data\.text_column to .*: meta\.body\.text", also_by_preflight=False
-    )
+    _refusal(run, r"no column 'meta\.body\.words'; set data\.text_column to .*: meta\.body\.text")
     message = {"role": "assistant", "content": "hello"}
     write_jsonl(tmp_path / "chat.jsonl", [{"log": {"turns": [{"role": "user", "content": "hi"}, message]}}])
     chat = config(tmp_path, source="chat_jsonl", paths=[str(tmp_path / "chat.jsonl")], chat_template="plain")
@@ -232,16 +230,16 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path: Path) -> None:
 def test_a_wrong_parquet_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     run = config(tmp_path, source="parquet", paths=[str(path)])
-    for columns, match in (
-        ({"words": ["a"]}, "has no column 'text'; set data.text_column to one that is there: words"),
-        ({"text": [1]}, "column 'text' holds int64"),
-        ({"text": ["a", None]}, "row 2: has no value"),
-        ({"text": pyarrow.array([], pyarrow.string())}, "holds no rows"),
+    for columns, match, by_preflight in (
+        ({"words": ["a"]}, "has no column 'text'; set data.text_column to one that is there: words", True),
+        ({"text": [1]}, "column 'text' holds int64", True),
+        ({"text": ["a", None]}, "row 2: has no value", False),
+        ({"text": pyarrow.array([], pyarrow.string())}, "holds no rows", True),
     ):
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
-        _refusal(run, match, also_by_preflight=False)
+        _refusal(run, match, by_preflight)
     path.write_bytes(path.read_bytes()[:-20])
-    _refusal(run, "is not a readable Parquet file", also_by_preflight=False)
+    _refusal(run, "is not a readable Parquet file")
     path.write_bytes(b"text")
     _refusal(run, "is not a readable Parquet file")
 
