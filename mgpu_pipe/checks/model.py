@@ -287,21 +287,16 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     return [*errors, *config.objective.adapter_errors(config)]
 
 
-def check_built(config: RunConfig, elsewhere: bool = False) -> None:
-    """Refuse what only the model tells, built on the meta device: patterns that match no parameter, odd fields.
+def check_built(config: RunConfig) -> None:
+    """Refuse what only the model tells, built on the meta device: patterns that match no parameter, odd activations.
 
     If a tower's features are cached, refuse trained parameters in it.
-
-    Args:
-        elsewhere: nothing is started here; then a model whose fields were changed is built too, which a start does.
     """
     from mgpu_pipe.models.activations import unknown_activations
-    from mgpu_pipe.models.presets import differs_from_preset
 
     caches_features = getattr(config.data, "cache_features", False)
     names_parts = config.model.freeze or config.peft.name != "none" or config.optimizer.groups or caches_features
-    is_changed = elsewhere and differs_from_preset(config.model)
-    if names_parts or is_changed or unknown_activations(config.model):
+    if names_parts or unknown_activations(config.model):
         from mgpu_pipe.models.build import run_model
         from mgpu_pipe.optim.groups import treatments
 

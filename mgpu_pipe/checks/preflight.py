@@ -79,7 +79,7 @@ def checks(alone: Sequence[str] = (), elsewhere: bool = False) -> list[Check]:
         Check(name_errors, ("model", "peft", "objective")),
         Check(_return_errors(check_tokenizer_size), last=True),
         Check(_return_errors(_check_plug_ins), last=True),
-        Check(_return_errors(lambda config: check_built(config, elsewhere)), last=True),
+        Check(_return_errors(check_built), last=True),
     ]
 
 

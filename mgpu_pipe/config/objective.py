@@ -73,6 +73,7 @@ class Description:
         attention: attention between tokens: causal, bidirectional, encoder and decoder, or that of the
             model's own code.
         refused_axes: axes of ``strategy`` that the objective does not support.
+        reads_margins: whether it reads by how much an answer is better than the other.
         alphabet: whether its targets are characters of an alphabet, not a tokenizer's tokens.
         other_names: other programs' names for the objective.
     """
@@ -87,6 +88,7 @@ class Description:
     families: tuple[str, ...] = ()
     attention: Literal["causal", "bidirectional", "encoder_decoder", "own"] = "causal"
     refused_axes: tuple[str, ...] = ()
+    reads_margins: bool = False
     alphabet: bool = False
     other_names: tuple[str, ...] = ()
 

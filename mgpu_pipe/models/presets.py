@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from mgpu_pipe.architectures.config_source import auto_mapping
-from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.system.conf_folders import conf_dir
 
 
@@ -26,17 +23,6 @@ def choice_of(name: str) -> str:
     named = (preset for preset, file in _presets().items() if name in (preset, _type_in(file)))
     preset = next(named, None)
     return f"model=hf model.type={name}" if preset is None else f"model={preset}"
-
-
-def differs_from_preset(model: ModelConfig) -> bool:
-    """Whether fields were set that are not those of the shipped model of this name, or of the folder."""
-    if model.path is not None:
-        return bool(model.config)
-    preset = _presets().get(model.name)
-    if preset is None:
-        return True
-    shipped: Any = OmegaConf.to_container(OmegaConf.load(preset))
-    return bool(shipped.get("config") != dict(model.config))
 
 
 def _presets() -> dict[str, Path]:

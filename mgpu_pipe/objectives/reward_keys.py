@@ -56,5 +56,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForSequenceClassification",
     attention="own",
     samples="preferences",
+    reads_margins=True,
     refused_axes=("pp", "cp"),
 )

@@ -203,7 +203,7 @@ def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
     for kept in (tmp_path / "second").glob("reference-*.npy"):
         kept.unlink()
     assert main(evaluate) == 2
-    assert "no such numbers of the reference for these pairs" in capsys.readouterr().err
+    assert "no such numbers of the reference for these samples" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ In the token file a pair is a document: the conversation with the chosen answer,
 with the end-of-sequence token at its end. The loss mask's first bit marks the answers' tokens, its second bit the
 second conversation. The prompt decides the held-out split. Pairs of equal conversations teach nothing, and cutting
 pairs longer than ``data.seq_len`` would change them: both are counted and left out, unless ``data.on_too_long=refuse``.
-For ``objective=reward`` a column ``margin`` is read: by how much the chosen answer is better.
+For objectives that read margins a column ``margin`` is read: by how much the chosen answer is better.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
@@ -94,7 +95,7 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
     data, rows = config.data, prepare_rows(config, progress)
     for folder in rows.names:
         build_once(_halves(folder), partial(_find_halves, TokenStore.open(folder)))
-    with_margins = config.objective.name == "reward"
+    with_margins = description(config.objective.name).reads_margins
     if with_margins:
         _prepare_margins(config, rows, progress or no_progress)
     equal = sum(int(equal_pairs(folder).sum()) for folder in rows.names)
