@@ -34,6 +34,7 @@ class Activations:
         logit_rows: rows of logits that exist at once; 0 computes the loss from whole logits, outside of the head.
         copies: 1 if blocks that are not compiled keep the attention's result twice, and keys and values repeated for
             all heads, as on the CPU.
+        frozen_norms: 1 if the norms' weights are not trained, as next to adapters.
     """
 
     item: Numbers = 2.0
@@ -42,6 +43,7 @@ class Activations:
     products: Numbers = 0.0
     logit_rows: Numbers = 0.0
     copies: Numbers = 0.0
+    frozen_norms: Numbers = 0.0
 
 
 def block_bytes(work: Work, keeps: Activations) -> Numbers:
@@ -51,8 +53,8 @@ def block_bytes(work: Work, keeps: Activations) -> Numbers:
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
     attention = item * (2 * query + 2 * choose(keeps.copies, query, key_value)) + FP32 * work.heads
     attention = attention + (1 - work.flash) * SCORE_COPIES * item * work.heads * work.sequence
-    # Eager norms keep their input in fp32, and normalised and weighted values.
-    eager_norms = 2 * work.width * (FP32 + 2 * item) + 2 * FP32
+    # Eager norms keep their input in fp32, weighted values, and normalised ones for the gradient of their weights.
+    eager_norms = 2 * work.width * (FP32 + (2 - keeps.frozen_norms) * item) + 2 * FP32
     eager = item * (keeps.copies * query + (3 + work.gated - 1) * inner)
     norms = choose(keeps.compiled, item * work.width * (4 - 2 * work.float8), eager_norms)
     products = item * inner * (1 + work.gated)

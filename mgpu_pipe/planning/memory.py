@@ -162,6 +162,7 @@ def activations_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelD
         item=item,
         compiled=float(prefers_compiled(config, device_type(config), _parameters(fields))),
         copies=float(not on_gpu),
+        frozen_norms=float(config.peft.name != "none"),
         recompute=float(mode != "none"),
         products=float(mode == "selective"),
         logit_rows=0 if chunk == 0 and dims.tp == 1 else rows,
