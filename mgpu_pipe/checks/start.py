@@ -6,11 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
-from mgpu_pipe.runs.lock import is_held
 from mgpu_pipe.system.joined_world import joined_processes
 from mgpu_pipe.system.local_files import exists, is_folder, name_problem, shortened
 from mgpu_pipe.system.machine_errors import creation_problem
@@ -39,6 +37,8 @@ def check_start(config: RunConfig) -> None:
             continue  # value_errors reports what does not exist
         if key == "checkpoint.init_from" and (start.resume == "auto" or _is_model_folder(Path(source).expanduser())):
             continue  # a resumed run does not need it, and a model folder has no step
+        from mgpu_pipe.checkpoint.selection import resolve_source
+
         resolve_source(source, start.on_corruption, "size", key)
 
 
@@ -65,6 +65,7 @@ def run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInputE
         return [ConfigError(key, folder, "give a folder that can be written", problem)]
     if run.dir is None or not is_folder(folder):
         return []
+    from mgpu_pipe.runs.lock import is_held
     from mgpu_pipe.runs.run_folder import refuse_contents
 
     paths = RunPaths(folder.absolute())

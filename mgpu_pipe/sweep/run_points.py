@@ -20,7 +20,6 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, ConfigError, MgpuError, print_line, print_traceback
 from mgpu_pipe.launch import fork_server
 from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
-from mgpu_pipe.launch.outcome import show_sweep
 from mgpu_pipe.launch.signals import run_begins, run_ended, stop_requested
 from mgpu_pipe.runs.resume_command import this_program
 from mgpu_pipe.sweep.point import FAILED, FINISHED, PAUSED, PRUNED, RESUMABLE, RUNNING, Point, local_pid, worker_id
@@ -77,6 +76,7 @@ def _work(store: Store, command: Sequence[str], numbers: Collection[int]) -> Non
 
 def conclude(store: Store) -> int:
     """Print a sweep's table, report and resume command; returns the exit code."""
+    from mgpu_pipe.launch.outcome import show_sweep
     from mgpu_pipe.sweep.page import write_sweep_page
 
     points = _prune_paused(store)
