@@ -41,7 +41,7 @@ def answer(settings: BatchSettings, source: ModelSource, config: RunConfig) -> i
         if world_size(config) == 1:
             answer_share(settings, settings.device)
             return EXIT_OK
-        stopped = f"stopped; the same command goes on from what is in {folder.root}"
+        stopped = f"stopped; the same command resumes from {folder.root}"
         return run_processes(WORKER, folder.root, settings.to_json(), config, stopped)
 
 

@@ -36,7 +36,7 @@ SHORTEST = 2
 
 @dataclass(frozen=True)
 class SeparateConversations(ChangedSamples):
-    """Preference pairs whose two conversations are rows of their own, as long as the longest of the batch."""
+    """Preference pairs: each conversation is a row, padded to the longest of the batch."""
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         pairs = cast(PreferenceSamples, self.read)

@@ -116,7 +116,7 @@ GPU_NAMES = (
 
 
 def profile_of_gpu(name: str) -> str | None:
-    """Finds the profile of a GPU by its driver's name; None if there is none. MIG instances have none."""
+    """Finds the profile of a GPU by its driver's name; None for an unknown GPU or a MIG instance."""
     if re.search(r"\bMIG\b", name):
         return None
     return next((profile for pattern, profile in GPU_NAMES if re.search(pattern, name)), None)

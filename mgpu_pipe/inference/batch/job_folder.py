@@ -32,7 +32,7 @@ class JobFolder:
         self._rows: dict[int, bytes] = {}
 
     def begin(self, identity: Mapping[str, Any]) -> None:
-        """Begin the job, or go on with an unfinished one; inside :meth:`locked`.
+        """Begin the job, or resume an unfinished one; inside :meth:`locked`.
 
         Args:
             identity: all that decides the answers.
