@@ -8,11 +8,12 @@ of every operation is linear in it, except :data:`_PRODUCTS`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import resource
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -198,7 +199,16 @@ def _trimming(function: Callable[..., Any]) -> Callable[..., Any]:
     return trimming
 
 
-@contextmanager
+def _is_called_by(frame: FrameType | None, block: FrameType) -> bool:
+    """Whether the block of :func:`limited` called this frame's code, directly or not; entry and exit do not count."""
+    if frame is block:
+        return False
+    while frame is not None and frame is not block and frame.f_globals is not vars(contextlib):
+        frame = frame.f_back
+    return frame is block
+
+
+@contextlib.contextmanager
 def limited(characters: int = 0) -> Iterator[None]:
     """Runs the block under the limits; only in the main thread, as signals require.
 
@@ -210,8 +220,12 @@ def limited(characters: int = 0) -> Iterator[None]:
     """
     seconds = SECONDS + characters / CHARACTERS_A_SECOND
 
+    block = sys._getframe(2)  # frame 1 is contextlib's
+
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TemplateLimit(f"takes more than {seconds:g} s")
+        # The timer repeats, so a signal may be passed over: an error while the block is left would keep the limits set.
+        if _is_called_by(frame, block):
+            raise TemplateLimit(f"takes more than {seconds:g} s")
 
     handler = signal.signal(signal.SIGPROF, stop)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)

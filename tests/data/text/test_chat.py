@@ -7,7 +7,9 @@ import os
 import resource
 import shutil
 import signal
+import sys
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -267,6 +269,27 @@ def test_a_template_that_is_a_bad_program_is_refused_in_one_line(
 def test_a_template_with_one_endless_call_is_refused(name: str) -> None:
     with pytest.raises(TemplateError), template_limits.limited():
         ChatTemplate(ONE_CALL[name]).render(TALK)
+
+
+def test_a_signal_while_the_block_is_left_keeps_no_limit() -> None:
+    """A signal is played at each call that leaving the block makes."""
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
+    calls = []
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        handler = signal.getsignal(signal.SIGPROF)
+        if handler != limits[1] and callable(handler):
+            calls.append(frame.f_code.co_name)
+            handler(signal.SIGPROF, frame)
+
+    try:
+        with pytest.raises(TemplateError, match="ZeroDivisionError"), template_limits.limited():
+            sys.setprofile(interrupt)
+            assert 1 / 0
+    finally:
+        sys.setprofile(None)
+    assert {"__exit__", "limited"} <= set(calls)
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == limits
 
 
 def test_what_is_weighed_gives_what_jinja_gives() -> None:
