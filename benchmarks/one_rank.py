@@ -23,9 +23,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytorch_lightning as pl
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +41,8 @@ from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.objectives.packed_text import random_packed_text
 from mgpu_pipe.parallel.device_memory import AllocationWatch
+from mgpu_pipe.parallel.expert import token_exchange
+from mgpu_pipe.parallel.expert.token_exchange import exchange_counts
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.tracing.fake_world import process_group, without_others
@@ -104,6 +108,12 @@ class _Measured(pl.Callback):
         return time.perf_counter()
 
 
+def _balanced_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Row counts from peers that send what this rank sends; the fake group leaves what is received uninitialized."""
+    exchange_counts(counts, group)
+    return counts.clone()
+
+
 def one_rank(rank: int, ranks: int, overrides: tuple[str, ...]) -> dict[str, Any]:
     """The figures of a rank, in a process that had no world before."""
     quiet_libraries()
@@ -112,7 +122,8 @@ def one_rank(rank: int, ranks: int, overrides: tuple[str, ...]) -> dict[str, Any
     config, _ = compose(list(overrides))
     dims = ParallelDims.resolve(config.strategy, ranks)
     measured = _Measured(device)
-    with process_group(ranks, rank), without_others():
+    balanced = mock.patch.object(token_exchange, "exchange_counts", _balanced_counts)
+    with process_group(ranks, rank), without_others(), balanced:
         batches = [_step_batch(config, dims, step) for step in range(STEPS)]
         measured.begin()
         strategy = fit(config, dims, device, batches, measured)
