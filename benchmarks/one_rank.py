@@ -45,6 +45,7 @@ from mgpu_pipe.parallel.expert import token_exchange
 from mgpu_pipe.parallel.expert.token_exchange import exchange_counts
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import BatchPlan, ParallelDims
+from mgpu_pipe.training import step
 from mgpu_pipe.training.tracing.fake_world import process_group, without_others
 
 MIB = 1 << 20
@@ -123,8 +124,9 @@ def one_rank(rank: int, ranks: int, overrides: tuple[str, ...]) -> dict[str, Any
     dims = ParallelDims.resolve(config.strategy, ranks)
     measured = _Measured(device)
     balanced = mock.patch.object(token_exchange, "exchange_counts", _balanced_counts)
-    with process_group(ranks, rank), without_others(), balanced:
-        batches = [_step_batch(config, dims, step) for step in range(STEPS)]
+    unchecked = mock.patch.object(step, "check_finite", return_value=None)  # what is received is uninitialized
+    with process_group(ranks, rank), without_others(), balanced, unchecked:
+        batches = [_step_batch(config, dims, number) for number in range(STEPS)]
         measured.begin()
         strategy = fit(config, dims, device, batches, measured)
         parts = strategy.memory_parts()
