@@ -96,11 +96,11 @@ class Work:
 
     @property
     def model_flops(self) -> Numbers:
-        """FLOPs of a step by the convention of :mod:`mgpu_pipe.architectures.formulas.flops`, causal, all trained."""
+        """FLOPs of a step by the convention of :mod:`mgpu_pipe.architectures.formulas.flops`, causal."""
         active = self.layers * (self.attention_parameters + self.chosen * self.expert_parameters)
         active = active + self.width * self.vocabulary
         attention = self.layers * 2 * self.context * self.heads * self.head_dim
-        return 3 * self.tokens_per_step * (2 * active + attention)
+        return self.tokens_per_step * ((4 + 2 * self.trained) * active + 3 * attention)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ def test_an_ideal_gpu_needs_the_models_flops_over_its_peak() -> None:
     parameters = 32 * (2 * 4096 * 128 * 40 + 3 * 4096 * 14336) + 4096 * 128256
     flops = 4 * 8192 * training_flops_per_token(parameters, shape, 8192)
     assert MODEL.model_flops == pytest.approx(flops)
+    frozen = 4 * 8192 * training_flops_per_token(parameters, shape, 8192, frozen=parameters)
+    assert replace(MODEL, trained=0).model_flops == pytest.approx(frozen)
     assert total(MODEL) == pytest.approx(flops / 989.4e12, rel=1e-6)
 
 
