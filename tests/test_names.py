@@ -21,6 +21,7 @@ COMMANDS = (
     ("{}",),
     ("eval", "{}"),
     ("generate", "{}"),
+    ("encode", "{}", "--input", "{}", "--output", "{}.npy"),
     ("chat", "{}"),
     ("doctor", "{}"),
     ("export", "{}", "--out", "o"),

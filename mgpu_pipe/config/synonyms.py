@@ -116,6 +116,7 @@ VERBS = {
     **dict.fromkeys(("fit", "finetune", "sft", "pretrain", "run", "launch"), "no such verb; use train"),
     **dict.fromkeys(("test", "evaluate", "validate", "benchmark"), "no such verb; use eval"),
     **dict.fromkeys(("predict", "inference", "infer", "sample"), "no such verb; use generate (or eval, chat)"),
+    **dict.fromkeys(("embed", "vectors", "embeddings"), "no such verb; use encode"),
     **dict.fromkeys(("deploy", "server", "host", "api"), "no such verb; use serve"),
     **dict.fromkeys(("convert", "merge", "save"), "no such verb; use export"),
     **dict.fromkeys(("preprocess", "tokenize", "inspect"), "no such verb; use data"),

@@ -79,7 +79,8 @@ class TextEmbeddingObjective(GlobalBatchObjective):
 
     def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
         inputs = self.model_inputs(batch)
-        vectors = self._pooled(self.model(**inputs).last_hidden_state, inputs["attention_mask"])
+        hidden = self.model(**inputs).last_hidden_state
+        vectors = pool(hidden, inputs["attention_mask"], self._keys.pooling)
         features = {"numbers": batch["text_numbers"]}
         for size in self._sizes:
             features |= self._sides(batch, vectors[:, :size], _suffix(size))
@@ -98,16 +99,6 @@ class TextEmbeddingObjective(GlobalBatchObjective):
         every = vectors.new_zeros(len(there), vectors.shape[1]).index_put((there,), vectors)
         queries, *documents = every.unflatten(0, batch["lengths"].shape).unbind(1)
         return {f"queries{suffix}": queries * self._keys.scale, f"documents{suffix}": torch.stack(documents, 1)}
-
-    def _pooled(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Vectors of texts, (texts, width), from the states of their tokens, (texts, seq_len, width)."""
-        states = at_least_fp32(hidden)
-        if self._keys.pooling == "cls":
-            return states[:, 0]
-        if self._keys.pooling == "last_token":
-            return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
-        weights = mask.unsqueeze(-1).to(states)
-        return (states * weights).sum(1) / weights.sum(1)
 
     def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         total = torch.zeros((), device=features["queries"].device)
@@ -230,6 +221,22 @@ class TextEmbeddingObjective(GlobalBatchObjective):
                 sides = [[right, *side] for side in sides]
             losses.append(sum(torch.stack(side).logsumexp(0) - right for side in sides) / len(sides))
         return torch.stack(cast("list[torch.Tensor]", losses)).sum()
+
+
+def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
+    """Vectors of texts, (texts, width), from the states of their tokens, (texts, seq_len, width).
+
+    Args:
+        mask: 1 for a token and 0 for padding, which follows the tokens, (texts, seq_len).
+        pooling: as of ``objective.pooling``.
+    """
+    states = at_least_fp32(hidden)
+    if pooling == "cls":
+        return states[:, 0]
+    if pooling == "last_token":
+        return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+    weights = mask.unsqueeze(-1).to(states)
+    return (states * weights).sum(1) / weights.sum(1)
 
 
 def _suffix(size: int | None) -> str:

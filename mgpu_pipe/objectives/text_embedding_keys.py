@@ -36,7 +36,7 @@ class TextEmbeddingConfig(ObjectiveConfig):
     vectors (arXiv:2205.13147); empty: only whole vectors."""
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
-        width, sizes = int(fields.get("hidden_size") or fields["dim"]), self.matryoshka_sizes
+        width, sizes = vector_width(fields), self.matryoshka_sizes
         if len(set(sizes)) == len(sizes) and all(0 < size < width for size in sizes):
             return []
         reason = f"the model's vectors have {width} entries, which are always trained"
@@ -73,6 +73,11 @@ class TextEmbeddingConfig(ObjectiveConfig):
                 "similarity_fn_name": "cosine" if self.normalize else "dot",
             },
         }
+
+
+def vector_width(fields: Mapping[str, Any]) -> int:
+    """Numbers of a vector of the model with these ``fields``."""
+    return int(fields.get("hidden_size") or fields["dim"])
 
 
 METRICS = {

@@ -11,7 +11,7 @@ from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import non_negative, positive_int, share
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line, print_text
-from mgpu_pipe.inference.batch.settings import BATCH_SIZE, BatchSettings
+from mgpu_pipe.inference.batch.settings import BATCH_SIZE, AnswerSettings
 from mgpu_pipe.inference.model_arguments import (
     add_device_argument,
     add_visual_arguments,
@@ -84,11 +84,11 @@ def _answer_file(arguments: argparse.Namespace) -> int:
     """Answer the file of prompts on the processes that the overrides name."""
     from mgpu_pipe.cli.processes import compose_processes
     from mgpu_pipe.inference.find_model import find_model
-    from mgpu_pipe.launch.answer import answer
+    from mgpu_pipe.launch.batch import run_job
 
     source = find_model(find_inputs(arguments))
     config = compose_processes("generate", arguments.overrides, arguments.device, strategies=False)
-    settings = BatchSettings(
+    settings = AnswerSettings(
         model=source.folder.absolute(),
         input=arguments.input.expanduser().absolute(),
         output=arguments.output.expanduser().absolute(),
@@ -104,7 +104,7 @@ def _answer_file(arguments: argparse.Namespace) -> int:
         frozen_weights=arguments.frozen_weights,
         device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config),
     )
-    return answer(settings, source, config)
+    return run_job(settings, source, config)
 
 
 def _generate(arguments: argparse.Namespace) -> None:

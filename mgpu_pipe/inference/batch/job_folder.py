@@ -1,4 +1,4 @@
-"""Folder of an unfinished job beside its output: what each process has answered so far, from which a rerun resumes."""
+"""Folder of an unfinished job beside its output: what each process has computed so far, from which a rerun resumes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, ClassVar
 
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.system.local_files import exists, replace_file
@@ -18,24 +19,41 @@ IDENTITY, LOCK = "job.json", "lock"
 SUFFIX = ".unfinished"
 
 
-class JobFolder:
-    """The folder of the job that writes ``output``.
+class JobFolder(ABC):
+    """The folder of the job that writes ``output``: a part of records for each process, in any order.
 
     Attributes:
         root: ``<output>.unfinished``.
     """
 
+    ending: ClassVar[str]
+    """Of the parts' names."""
+
     def __init__(self, output: Path) -> None:
         self.output = output
         self.root = output.with_name(output.name + SUFFIX)
-        self._read: dict[Path, int] = {}
-        self._rows: dict[int, bytes] = {}
+
+    @abstractmethod
+    def numbers(self) -> Collection[int]:
+        """Numbers of the rows that are computed so far."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many rows are computed so far."""
+
+    @abstractmethod
+    def whole_bytes(self, part: BinaryIO) -> int:
+        """Size of the whole records of a part, without one that a kill cut off."""
+
+    def parts(self) -> list[Path]:
+        """Files of the processes."""
+        return sorted(self.root.glob(f"rank-*{self.ending}"))
 
     def begin(self, identity: Mapping[str, Any]) -> None:
         """Begin the job, or resume an unfinished one; inside :meth:`locked`.
 
         Args:
-            identity: all that decides the answers.
+            identity: all that decides what is computed.
 
         Raises:
             BadInputError: the unfinished job there is another.
@@ -54,7 +72,7 @@ class JobFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder and hold its lock; a folder without answers is removed at the end.
+        """Create the folder and hold its lock; a folder without records is removed at the end.
 
         Raises:
             BadInputError: the output exists or cannot be written, or another command holds the lock.
@@ -76,12 +94,40 @@ class JobFolder:
             try:
                 yield
             finally:
-                if exists(self.root) and not self.answered():
+                if exists(self.root) and not self.count():
                     shutil.rmtree(self.root)
+
+    @contextmanager
+    def writer(self, rank: int) -> Iterator[PartWriter]:
+        """The part of this rank, without a record that a kill cut off."""
+        with (self.root / f"rank-{rank:05d}{self.ending}").open("ab+", buffering=0) as file:
+            file.truncate(self.whole_bytes(file))
+            yield PartWriter(file.fileno())
+
+
+class LineFolder(JobFolder):
+    """Records that are lines of JSON with a ``line``, their number."""
+
+    ending = ".jsonl"
+
+    def __init__(self, output: Path) -> None:
+        super().__init__(output)
+        self._read: dict[Path, int] = {}
+        self._rows: dict[int, bytes] = {}
+
+    def numbers(self) -> Collection[int]:
+        return self.answered().keys()
+
+    def count(self) -> int:
+        return len(self.answered())
+
+    def whole_bytes(self, part: BinaryIO) -> int:
+        part.seek(0)
+        return part.read().rfind(b"\n") + 1
 
     def answered(self) -> dict[int, bytes]:
         """The rows that are written so far, by line of the prompts; reads what was added since the last call."""
-        for part in sorted(self.root.glob("rank-*.jsonl")):
+        for part in self.parts():
             with part.open("rb") as file:
                 file.seek(self._read.get(part, 0))
                 for row in file:
@@ -91,16 +137,6 @@ class JobFolder:
                     self._read[part] = self._read.get(part, 0) + len(row)
         return self._rows
 
-    @contextmanager
-    def writer(self, rank: int) -> Iterator[PartWriter]:
-        """The file of this rank's answers, without a row that a kill cut off."""
-        path = self.root / f"rank-{rank:05d}.jsonl"
-        with path.open("ab+", buffering=0) as file:
-            file.seek(0)
-            whole = file.read()
-            file.truncate(whole.rfind(b"\n") + 1)
-            yield PartWriter(file.fileno())
-
     def finish(self, rows: Mapping[int, bytes]) -> None:
         """Write the output in the order of the lines, and remove the folder."""
         replace_file(self.output, b"".join(rows[line] for line in sorted(rows)), flush=True)
@@ -108,7 +144,7 @@ class JobFolder:
 
 
 class PartWriter:
-    """Appends answers to a part; what it has written survives a kill of the process.
+    """Appends records to a part; what it has written survives a kill of the process.
 
     Args:
         fd: a descriptor open for appending.
@@ -117,8 +153,6 @@ class PartWriter:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def write(self, rows: list[dict[str, Any]]) -> None:
-        """Append the rows of a batch, each of them a line."""
-        data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    def write(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._fd, data) :]

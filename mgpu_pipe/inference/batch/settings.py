@@ -1,9 +1,10 @@
-"""Settings of a job that answers a file of prompts; without torch, for the command that starts its processes."""
+"""Settings of jobs that answer or encode a file; without torch, for the command that starts their processes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -12,50 +13,46 @@ from mgpu_pipe.checkpoint.left_out import weights_digest
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.batch.job_folder import JobFolder, LineFolder
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.system.local_files import is_file
 
-FREE = ("model", "input", "output", "on_bad_row", "frozen_weights", "device")
-"""Settings that do not decide the answers; the contents of the files do."""
+FREE = ("model", "input", "output", "on_bad_row", "frozen_weights", "device", "rows")
+"""Settings that do not decide what is computed; the contents of the files do."""
 BATCH_SIZE = 32
 
 
 @dataclass(frozen=True)
-class BatchSettings:
-    """Settings of a job.
+class JobSettings(ABC):
+    """Settings of every job.
 
     Attributes:
         model: folder of the step or the model.
+        batch_size: rows in a forward pass.
         average: whether its weights are the average (``--weights ema``).
-        on_bad_row: ``refuse`` or ``skip``.
-        raw: whether a chat model continues the prompt as a text.
         device: as of ``--device``.
     """
 
     model: Path
     input: Path
     output: Path
-    max_new_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    seed: int
-    raw: bool
     batch_size: int
-    on_bad_row: Literal["refuse", "skip"]
     average: bool
     frozen_weights: Path | None
     device: str
 
+    @abstractmethod
+    def folder(self) -> JobFolder:
+        """The folder of the unfinished job."""
+
     def identity(self, source: ModelSource) -> dict[str, Any]:
-        """All that decides the answers: settings, and digests of prompts and weights.
+        """All that decides what is computed: settings, and digests of input and weights.
 
         Raises:
-            BadInputError: the file of prompts cannot be read.
+            BadInputError: the input cannot be read.
         """
         digest = hashlib.sha256()
-        if not is_file(self.input):
-            raise BadInputError(f"--input={self.input}: no such file; give a file of prompts, one JSON object a line")
+        require_input(self.input)
         try:
             with self.input.open("rb") as file:
                 while block := file.read(1 << 20):
@@ -67,16 +64,72 @@ class BatchSettings:
         else:
             weights = weights_digest(source.folder, cache_folder(None))
         settings = {name: value for name, value in asdict(self).items() if name not in FREE}
-        return {"file of prompts": digest.hexdigest(), "model": weights, **settings}
+        return {"input": digest.hexdigest(), "model": weights, **settings}
 
     def to_json(self) -> str:
         """The settings as text, for :meth:`from_json` in another process."""
-        return json.dumps({name: str(v) if isinstance(v, Path) else v for name, v in asdict(self).items()})
+        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        return json.dumps({"kind": type(self).__name__, **values})
 
-    @classmethod
-    def from_json(cls, text: str) -> BatchSettings:
+    @staticmethod
+    def from_json(text: str) -> JobSettings:
         values = json.loads(text)
-        for field in fields(cls):
+        kinds: dict[str, type[JobSettings]] = {kind.__name__: kind for kind in (AnswerSettings, EncodeSettings)}
+        kind = kinds[values.pop("kind")]
+        for field in fields(kind):
             if "Path" in str(field.type) and values[field.name] is not None:
                 values[field.name] = Path(values[field.name])
-        return cls(**values)
+        return kind(**values)
+
+
+def require_input(path: Path) -> None:
+    """Refuse an input that is not there.
+
+    Raises:
+        BadInputError: there is no such file.
+    """
+    if not is_file(path):
+        raise BadInputError(f"--input={path}: no such file; give a file with a row for each text or prompt")
+
+
+@dataclass(frozen=True)
+class AnswerSettings(JobSettings):
+    """Settings of a job that answers prompts.
+
+    Attributes:
+        on_bad_row: ``refuse`` or ``skip``.
+        raw: whether a chat model continues the prompt as a text.
+    """
+
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    raw: bool
+    on_bad_row: Literal["refuse", "skip"]
+
+    def folder(self) -> LineFolder:
+        return LineFolder(self.output)
+
+
+@dataclass(frozen=True)
+class EncodeSettings(JobSettings):
+    """Settings of a job that encodes texts.
+
+    Attributes:
+        column: of the texts.
+        prompt: text before every text.
+        size: numbers of a vector.
+        rows: of the input.
+    """
+
+    column: str
+    prompt: str
+    size: int
+    rows: int
+
+    def folder(self) -> JobFolder:
+        from mgpu_pipe.inference.batch.vector_folder import VectorFolder
+
+        return VectorFolder(self.output, self.size)

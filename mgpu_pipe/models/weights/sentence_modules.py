@@ -17,11 +17,22 @@ KNOWN = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class SentenceModules:
-    """How a folder makes a vector of a text: ``objective.pooling``, ``objective.normalize``, and prompts by kind."""
+    """How a folder makes a vector of a text.
+
+    Attributes:
+        pooling, normalize: as of ``objective.pooling`` and ``objective.normalize``.
+        prompts: text before every text, by kind.
+        default_prompt: kind of the prompt where none is named; None for no prompt.
+        max_tokens: of a text, the rest of which is cut off; None for as many as tokenizer and model allow.
+        lower_case: whether texts are written small first.
+    """
 
     pooling: str
     normalize: bool
     prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    max_tokens: int | None = None
+    lower_case: bool = False
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
@@ -36,18 +47,33 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
     try:
         paths = {str(entry["type"]).rpartition(".")[2]: str(entry["path"]) for entry in _json(place)}
         place = folder / Path(paths["Pooling"]).name / "config.json"
-        pooling = _pooling(_json(place))
+        settings = _json(place)
+        pooling = _pooling(settings)
         place = folder / "config_sentence_transformers.json"
-        prompts = dict(_json(place).get("prompts") or {}) if is_file(place) else {}
+        texts = _json(place) if is_file(place) else {}
+        prompts, default = dict(texts.get("prompts") or {}), texts.get("default_prompt_name")
+        place = folder / "sentence_bert_config.json"
+        shape = _json(place) if is_file(place) else {}
+        longest, lower_case = shape.get("max_seq_length"), bool(shape.get("do_lower_case"))
+        max_tokens = None if longest is None else int(longest)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise BadInputError(
             f"{place}: does not describe pooling or prompts; write it by sentence-transformers"
         ) from error
     strange = sorted(paths.keys() - set(KNOWN)) or [pooling] * (pooling not in POOLING.values())
+    if any(prompts.values()) and settings.get("include_prompt") is False:
+        strange.append("pooling without the prompt")
     if strange:
         fix = "measure it with sentence-transformers"
         raise BadInputError(f"{folder}: objective=text_embedding has no {strange[0]}; {fix}")
-    return SentenceModules(pooling, "Normalize" in paths, {str(kind): str(text) for kind, text in prompts.items()})
+    return SentenceModules(
+        pooling,
+        "Normalize" in paths,
+        {str(kind): str(text) for kind, text in prompts.items()},
+        None if default is None else str(default),
+        max_tokens,
+        lower_case,
+    )
 
 
 def _json(file: Path) -> Any:

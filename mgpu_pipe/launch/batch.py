@@ -1,4 +1,4 @@
-"""``mgpu-pipe generate --input``: answers a file of prompts by this process, by processes it starts, or as a rank."""
+"""``generate --input`` and ``encode``: a batch job of this process, of processes that it starts, or as a rank."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK
 from mgpu_pipe.inference.batch.job_folder import JobFolder
-from mgpu_pipe.inference.batch.settings import BatchSettings
+from mgpu_pipe.inference.batch.settings import JobSettings
 from mgpu_pipe.inference.find_model import ModelSource
-from mgpu_pipe.launch.answer_worker import answer_in, answer_share
+from mgpu_pipe.launch.batch_worker import compute_in, compute_share
 from mgpu_pipe.launch.inference_world import refuse_nodes, run_processes
 from mgpu_pipe.launch.workers import worker_environment
 from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.threads import choose_threads
 
-WORKER = "mgpu_pipe.launch.answer_worker"
+WORKER = "mgpu_pipe.launch.batch_worker"
 
 
-def answer(settings: BatchSettings, source: ModelSource, config: RunConfig) -> int:
-    """Answer the file of prompts on the configured processes.
+def run_job(settings: JobSettings, source: ModelSource, config: RunConfig) -> int:
+    """Run the job on the configured processes.
 
     Args:
         config: gives processes and threads.
@@ -32,23 +32,23 @@ def answer(settings: BatchSettings, source: ModelSource, config: RunConfig) -> i
     Raises:
         BadInputError: a setting is wrong, or an unfinished job with other settings is there.
     """
-    folder, joined = JobFolder(settings.output), existing_world(os.environ)
+    folder, joined = settings.folder(), existing_world(os.environ)
     if joined:
-        return _answer_joined(settings, source, config, folder, joined)
+        return _run_joined(settings, source, config, folder, joined)
     refuse_nodes(config)
     with folder.locked():
         folder.begin(settings.identity(source))
         if world_size(config) == 1:
-            answer_share(settings, settings.device)
+            compute_share(settings, settings.device)
             return EXIT_OK
         stopped = f"stopped; the same command resumes from {folder.root}"
         return run_processes(WORKER, folder.root, settings.to_json(), config, stopped)
 
 
-def _answer_joined(
-    settings: BatchSettings, source: ModelSource, config: RunConfig, folder: JobFolder, joined: dict[str, str]
+def _run_joined(
+    settings: JobSettings, source: ModelSource, config: RunConfig, folder: JobFolder, joined: dict[str, str]
 ) -> int:
-    """Answer as a rank of the joined world; the ranks share the folder of the output and nothing else."""
+    """Run as a rank of the joined world; the ranks share the folder of the output and nothing else."""
     from mgpu_pipe.launch.distributed import World
     from mgpu_pipe.launch.join import check_world, rendezvous
 
@@ -61,5 +61,5 @@ def _answer_joined(
     with folder.locked() if world.rank == 0 else nullcontext():
         if world.rank == 0:
             folder.begin(settings.identity(source))
-        answer_in(world, store, settings, config)
+        compute_in(world, store, settings, config)
     return EXIT_OK

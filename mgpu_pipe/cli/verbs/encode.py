@@ -1,0 +1,80 @@
+"""``mgpu-pipe encode``: a file of texts becomes a file of vectors."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu_pipe.cli.processes import compose_processes
+from mgpu_pipe.cli.verbs import Verb
+from mgpu_pipe.config.arguments import positive_int
+from mgpu_pipe.config.resolve import device_type
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.batch.settings import BATCH_SIZE, EncodeSettings, require_input
+from mgpu_pipe.inference.batch.texts import prompt_of, read_texts, vectors_of, width_of
+from mgpu_pipe.inference.find_model import find_model
+from mgpu_pipe.inference.model_arguments import (
+    add_device_argument,
+    build_parser,
+    folder_of,
+    parse_arguments,
+    resolve_device,
+)
+
+ENDINGS = (".parquet", ".npy")
+
+
+def encode(argv: Sequence[str]) -> int:
+    """``mgpu-pipe encode [FOLDER] --input FILE --output FILE``: the vector of each text, in the order of the input."""
+    parser = build_parser("encode", "Write the vectors of texts.")
+    parser.add_argument(
+        "--input", type=Path, required=True, metavar="FILE", help="JSON Lines, CSV, TSV, Parquet, or .txt of lines"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="vectors, .parquet or .npy")
+    parser.add_argument("--column", default="text", metavar="NAME", help="of the texts; default text")
+    parser.add_argument(
+        "--prompt", metavar="KIND", help="prompt before every text: query, document, or another of the model's"
+    )
+    parser.add_argument("--size", type=positive_int, metavar="N", help="first numbers of each vector (Matryoshka)")
+    parser.add_argument(
+        "--batch-size", type=positive_int, default=BATCH_SIZE, metavar="N", help=f"default {BATCH_SIZE}"
+    )
+    parser.add_argument("--processes", type=positive_int, metavar="N", help="another word for trainer.devices=N")
+    add_device_argument(parser)
+    help_text = "trainer.devices, trainer.num_nodes, trainer.accelerator or launch.* to encode with"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
+    return _encode(parse_arguments(parser, argv))
+
+
+def _encode(arguments: argparse.Namespace) -> int:
+    if arguments.output.suffix not in ENDINGS:
+        raise BadInputError(f"--output={arguments.output}: unknown ending; let it end in {' or '.join(ENDINGS)}")
+    processes = [] if arguments.processes is None else [f"trainer.devices={arguments.processes}"]
+    config = compose_processes("encode", [*arguments.overrides, *processes], arguments.device, strategies=False)
+    source, texts = find_model(folder_of(arguments)), arguments.input.expanduser().absolute()
+    vectors, width = vectors_of(source.config, source.folder), width_of(source)
+    size = arguments.size or width
+    if size > width:
+        raise BadInputError(f"--size={size}: the model's vectors have {width} numbers; give at most that")
+    prompt = prompt_of(vectors, arguments.prompt)
+    require_input(texts)
+    settings = EncodeSettings(
+        model=source.folder.absolute(),
+        input=texts,
+        output=arguments.output.expanduser().absolute(),
+        batch_size=arguments.batch_size,
+        average=arguments.weights == "ema",
+        frozen_weights=arguments.frozen_weights,
+        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config),
+        column=arguments.column,
+        prompt=prompt,
+        size=size,
+        rows=sum(1 for _ in read_texts(texts, arguments.column)),
+    )
+    from mgpu_pipe.launch.batch import run_job
+
+    return run_job(settings, source, config)
+
+
+VERB = Verb("write the vectors of texts", encode)

@@ -1,0 +1,163 @@
+"""Files of texts encoded by real processes. Oracle: ``encode`` of sentence-transformers on the exported folder; of the
+processes, a job of one.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mgpu_pipe.cli.main import main
+from mgpu_pipe.inference.batch import encode
+from tests.inference.support import WORDS, write_run, write_texts
+from tests.support.command import mgpu
+from tests.support.embedding_pairs import write_pairs
+
+REASON = "sentence-transformers loads the exported folder: pip install sentence-transformers"
+TEXTS = [" ".join(WORDS[(at * 3 + k) % len(WORDS)] for k in range(1 + at * at % 37)) for at in range(75)]
+PROMPTS = ("data.query_prompt='find: '", "data.document_prompt='text: '")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """A folder with a run of embeddings, its export, and the texts as lines of JSON."""
+    folder = tmp_path_factory.mktemp("encode")
+    data = ("data=embedding_pairs", f"data.paths=[{write_pairs(folder / 'pairs.jsonl')}]", "data.seq_len=24", *PROMPTS)
+    small = ("model=bert_tiny", "model.config.vocab_size=384", "strategy=single", "trainer.accelerator=cpu")
+    sizes = ("objective=text_embedding", "objective.matryoshka_sizes=[16]", "trainer.max_steps=2", "trainer.devices=1")
+    mgpu(cache, folder, *data, *small, *sizes, "run.dir=run")
+    mgpu(cache, folder, "export", "run", "--out", "exported")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def vectors_of(place: Path, model: str, name: str, *words: str, given: str = "texts.jsonl") -> Any:
+    """Vectors that a job of this process writes."""
+    out = place / name
+    assert main(["encode", str(place / model), "--input", str(place / given), "--output", str(out), *words]) == 0
+    assert not out.with_name(f"{name}.unfinished").exists()
+    if out.suffix == ".npy":
+        return np.load(out)
+    table = pq.read_table(out)
+    assert table["row"].to_pylist() == list(range(1, 1 + len(table)))
+    assert pa.types.is_fixed_size_list(table["vector"].type) and table["vector"].type.value_type == pa.float32()
+    return np.stack(table["vector"].to_numpy())
+
+
+def test_vectors_are_those_of_sentence_transformers(place: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason=REASON)
+    published = library.SentenceTransformer(str(place / "exported"), device="cpu")
+    assert max(len(published.tokenizer(text)["input_ids"]) for text in TEXTS) > 24, "no text is cut"
+    for model in ("run", "exported"):
+        plain = vectors_of(place, model, f"plain-{model}.parquet", "--batch-size", "7")
+        np.testing.assert_allclose(plain, published.encode(TEXTS), atol=1e-6)
+        query = vectors_of(place, model, f"query-{model}.npy", "--prompt", "query", "--size", "16")
+        expected = published.encode(TEXTS, prompt_name="query", truncate_dim=16, normalize_embeddings=True)
+        np.testing.assert_allclose(query, expected, atol=1e-6)
+
+
+def test_processes_and_windows_change_nothing(place: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = vectors_of(place, "run", "one.npy", "--batch-size", "4")
+    words = ("run", "--input", "texts.jsonl", "--output", "two.npy", "--batch-size", "4", "--processes", "2")
+    assert mgpu(cache, place, "encode", *words, "trainer.accelerator=cpu") == ""
+    assert (place / "two.npy").read_bytes() == (place / "one.npy").read_bytes()
+    monkeypatch.setattr(encode, "WINDOW", 9)
+    np.testing.assert_allclose(vectors_of(place, "run", "windows.npy"), one, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", ["texts.csv", "texts.parquet", "texts.txt"])
+def test_every_format_of_texts_is_read(place: Path, given: str) -> None:
+    texts, column = TEXTS[:5], ("--column", "said")
+    if given == "texts.parquet":
+        pq.write_table(pa.table({"said": texts}), place / given)
+    else:
+        head = "" if given == "texts.txt" else "said\n"
+        (place / given).write_text(head + "".join(text + "\n\n" for text in texts))
+    found = vectors_of(place, "run", f"{given}.npy", *column, given=given)
+    np.testing.assert_allclose(found, vectors_of(place, "run", f"{given}-all.npy")[:5], atol=1e-6)
+
+
+def test_an_unfinished_job_computes_what_is_missing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, calls = vectors_of(place, "run", "whole.npy", "--batch-size", "10"), list[int]()
+    compute = encode.TextEncoder.encode
+
+    def stops(self: Any, texts: Any) -> Any:
+        calls.append(len(texts))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return compute(self, texts)
+
+    monkeypatch.setattr(encode.TextEncoder, "encode", stops)
+    words = ["--input", str(place / "texts.jsonl"), "--output", str(place / "stopped.npy"), "--batch-size", "10"]
+    assert encode_main(place, *words) not in (0, 2)
+    part = place / "stopped.npy.unfinished" / "rank-00000.bin"
+    with part.open("ab") as file:
+        file.write(b"torn")  # a kill in the middle of a write
+    assert encode_main(place, *words, "--prompt", "query") == 2
+    assert encode_main(place, *words) == 0
+    assert calls == [10] * 8 + [5], "30 rows were there"
+    np.testing.assert_array_equal(np.load(place / "stopped.npy"), whole)
+
+
+def encode_main(place: Path, *words: str) -> int:
+    return main(["encode", str(place / "run"), *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--input", "nosuch.jsonl"], "--input=nosuch.jsonl: no such file"),
+        (["--column", "body"], "texts.jsonl:1: has no column 'body'; set --column to one that is there: text"),
+        (["--input", "empty.jsonl"], "empty.jsonl:2: column 'text' is empty"),
+        (["--input", "numbers.jsonl"], "numbers.jsonl:1: column 'text' holds int, not a string"),
+        (["--output", "x.csv"], "--output=x.csv: unknown ending; let it end in .parquet or .npy"),
+        (["--output", "there.npy"], "exists already"),
+        (["--size", "65"], "--size=65: the model's vectors have 64 numbers"),
+        (["--prompt", "title"], "--prompt=title: the model has no such prompt (it has query, document)"),
+        (["optimizer.lr=1"], "optimizer.lr=1: encode takes trainer.devices"),
+        (["--device", "cpu", "--processes", "2"], "--device=cpu: goes with one process"),
+    ],
+)
+def test_wrong_jobs_are_one_line(
+    place: Path, words: list[str], said: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "empty.jsonl").write_text('{"text": "a"}\n{"text": " "}\n')
+    (place / "numbers.jsonl").write_text('{"text": 1}\n')
+    (place / "there.npy").touch()
+    default = [
+        word for pair in (["--input", "texts.jsonl"], ["--output", "x.npy"]) if pair[0] not in words for word in pair
+    ]
+    assert main(["encode", "run", *default, *words]) == 2
+    told = capfd.readouterr().err
+    assert said in told.replace(f"{place}/", "") and told.count("\n") == 1
+    assert not list(place.glob("*.unfinished"))
+
+
+def test_models_without_vectors_are_refused(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "llama", "llama", write_texts(tmp_path / "texts", 2), tmp_path / "cache")
+    plain = shutil.copytree(place / "exported", tmp_path / "plain")
+    (plain / "modules.json").unlink()
+    dense = shutil.copytree(place / "exported", tmp_path / "dense")
+    modules = json.loads((dense / "modules.json").read_text())
+    modules.append({"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"})
+    (dense / "modules.json").write_text(json.dumps(modules))
+    other = shutil.copytree(place / "exported", tmp_path / "other")
+    (other / "config.json").write_text(json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    for folder, said in (
+        (tmp_path / "llama", "learned objective=causal_lm; give a run of objective=text_embedding"),
+        (plain, "has no modules.json"),
+        (dense, "objective=text_embedding has no Dense"),
+        (other, "gpt2"),
+    ):
+        words = ["--input", str(place / "texts.jsonl"), "--output", str(tmp_path / "x.npy")]
+        assert main(["encode", str(folder), *words]) == 2
+        told = capfd.readouterr().err
+        assert said in told and told.count("\n") == 1, told
