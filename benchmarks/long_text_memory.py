@@ -1,8 +1,9 @@
 """Memory in which one document of 200 MB is prepared.
 
-The text is the library sources of the running Python again and again, in one text file or in one row of JSON lines; a
-tokenizer is trained on it, or one that takes the whole text for one word (as Llama's does) is given. Each case is a new
-program; its memory and its processes' are added up every 50 ms. ``python -m benchmarks.long_text_memory [megabytes]``.
+The text is the library sources of the running Python again and again, in one text file or in one row of JSON lines;
+with an emoji a str takes four bytes a character. A tokenizer is trained on it, or one that takes the whole text for one
+word (as Llama's does) is given. Each case is a new program; its memory and its processes' are added up every 50 ms.
+``python -m benchmarks.long_text_memory [megabytes]``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ from mgpu_pipe.data.files import stdlib_files
 from mgpu_pipe.data.text.tokenizer_train import train_bpe
 
 CASES = (
+    ("text file with an emoji", "trained on it", 1.0),
     ("text file", "byte-level", 1.0),
     ("row of JSON", "byte-level", 1.0),
     ("text file", "trained on it", 1.0),
     ("text file", "whole text is one word", 0.1),
 )
 """A document, its tokenizer, and its share of the size: one word of 200 MB takes an hour."""
+FORMS = {
+    "text file": ("text_files", "text.txt"),
+    "text file with an emoji": ("text_files", "emoji.txt"),
+    "row of JSON": ("jsonl", "text.jsonl"),
+}
+"""Data source and file of a form of document."""
 _PREPARE = """
 import sys
 from mgpu_pipe.config.schema import RunConfig
@@ -50,6 +58,7 @@ def write_texts(folder: Path, size: int) -> str:
         text.append(one)
         written += len(one.encode())
     (folder / "text.txt").write_text("".join(text), encoding="utf-8")
+    (folder / "emoji.txt").write_text("".join([*text, "\U0001f6a8"]), encoding="utf-8")
     (folder / "text.jsonl").write_text(json.dumps({"text": "".join(text)}) + "\n", encoding="utf-8")
     return "".join(texts[:100])
 
@@ -73,7 +82,7 @@ def _made(folder: Path) -> Path:
 
 def measured(folder: Path, form: str, tokenizer: str) -> tuple[int, float, int]:
     """Bytes at the peak, seconds, and tokens of one case."""
-    source, name = ("text_files", "text.txt") if form == "text file" else ("jsonl", "text.jsonl")
+    source, name = FORMS[form]
     chosen = "auto" if tokenizer == "trained on it" else str(folder / tokenizer)
     begun, peak = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as cache:

@@ -104,6 +104,7 @@ LONGEST_REASON = 100
 """Characters of a decoder's message that are kept."""
 OR_SKIP = "; data.on_bad_sample=skip leaves it out"
 """End of the message of a sample that stops the run."""
+Content = TypeVar("Content")
 Made = TypeVar("Made")
 
 
@@ -162,8 +163,8 @@ def unusable_files(paths: Iterable[Path]) -> dict[Path, str]:
 def rows_of_files(
     paths: Iterable[Path],
     unusable: Mapping[Path, str],
-    read: Callable[[Path], Iterator[tuple[str, str, int]]],
-    make: Callable[[str, str, int], Made],
+    read: Callable[[Path], Iterator[tuple[Content, str, int]]],
+    make: Callable[[Content, str, int], Made],
 ) -> Iterator[Made | Fault]:
     """Yields ``make``'s result for each row of some files; a :class:`Fault` for a refused row or rest of a file.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mgpu_pipe.config.hub import DATA, data_files
 from mgpu_pipe.config.suggest import nearest
@@ -102,6 +102,8 @@ LONGEST_LINE = 256 << 20
 """Largest line in bytes: tokenising holds several copies of it."""
 LARGEST_TEXT = 4 << 30
 """Largest compressed file that is one document, in bytes."""
+_PART = 1 << 18
+"""Bytes of a text that are read together."""
 REPLACE = "replace the file, or leave it out of the data's paths"
 
 
@@ -165,17 +167,27 @@ def _stdlib_sources(root: Path) -> Iterator[str]:
         yield from (path for path in paths if os.path.isfile(path) and os.path.getsize(path))
 
 
-def read_bytes(path: Path, expected: Fingerprint | None = None, member: str | None = None) -> bytes:
-    """Reads ``path``, unpacked, or a ``member`` of a zip file. A DataError names a file that is unreadable, empty,
-    or not ``expected``."""
+def read_parts(path: Path, expected: Fingerprint | None = None, member: str | None = None) -> Iterator[bytes]:
+    """Yields the content of ``path``, unpacked, or of a ``member`` of a zip file.
+
+    Raises:
+        DataError: the file is unreadable, empty, too large, or not ``expected``.
+    """
+    size = 0
     try:
         with open_text(path, expected, member) as file:
-            content = file.read() if codec_of(path) is None else file.read(LARGEST_TEXT + 1)
+            while part := file.read(_PART):
+                size += len(part)
+                if codec_of(path) is not None and size > LARGEST_TEXT:
+                    raise DataError(f"{path}: unpacks to more than {LARGEST_TEXT >> 30} GiB; split it into documents")
+                yield part
     except OSError as error:
         raise unreadable(path, str(path), error) from error
-    if codec_of(path) is not None and len(content) > LARGEST_TEXT:
-        raise DataError(f"{path}: unpacks to more than {LARGEST_TEXT >> 30} GiB; split it into documents")
-    return content
+
+
+def read_bytes(path: Path, expected: Fingerprint | None = None) -> bytes:
+    """Returns the content of ``path``; raises like :func:`read_parts`."""
+    return b"".join(read_parts(path, expected))
 
 
 def members_of(path: Path, expected: Fingerprint | None = None) -> list[str | None]:
@@ -216,13 +228,20 @@ def decode(raw: bytes, where: str, offset: int = 0, head: bytes | None = None) -
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        if form := binary_form(raw[:HEAD] if head is None else head):
-            raise DataError(f"{where}: is {form[0]}, not text; {form[1]}") from error
-        at = offset + error.start
-        raise DataError(
-            f"{where}: is not UTF-8 (byte 0x{raw[error.start]:02x} at offset {at}); convert it, "
-            f"e.g. with iconv -t UTF-8"
-        ) from error
+        raise not_utf8(error, where, offset, raw[:HEAD] if head is None else head) from error
+
+
+def not_utf8(error: UnicodeDecodeError, where: str, offset: int, head: bytes) -> DataError:
+    """Builds the error of bytes that are not UTF-8, which start at ``offset`` of a file that begins with ``head``."""
+    bad, at = error.object[error.start], offset + error.start
+    advice = "convert it, e.g. with iconv -t UTF-8"
+    return other_format(head, where) or DataError(f"{where}: is not UTF-8 (byte 0x{bad:02x} at offset {at}); {advice}")
+
+
+def other_format(head: bytes, where: str) -> DataError | None:
+    """Builds the error of a file whose first :data:`HEAD` bytes are of another format than text; None for text."""
+    form = binary_form(head)
+    return DataError(f"{where}: is {form[0]}, not text; {form[1]}") if form else None
 
 
 def decoded(raw: bytes, where: str, offset: int, head: bytes) -> str:
@@ -286,11 +305,14 @@ def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tupl
         raise DataError(f"{path}: holds blank lines only; remove it from the data's paths")
 
 
+Content = TypeVar("Content")
+
+
 class BrokenRow(str):
     """Error message that replaces a row's content; :func:`whole_row` raises it."""
 
 
-def whole_row(content: str, origin: str) -> str:
+def whole_row(content: Content, origin: str) -> Content:
     """Returns the content of a row.
 
     Raises:

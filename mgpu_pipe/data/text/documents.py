@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault
+from mgpu_pipe.data.long_text import LongText
 from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,12 +15,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+Text = str | LongText
+
+
 class Document(NamedTuple):
     """One document: a text, a pair of texts, or token ids.
 
     Attributes:
-        text: the JSON line of a conversation, the source of a pair, the JSON list of a group of texts; empty for
-            token ids.
+        body: the text, the JSON line of a conversation, the source of a pair, the JSON list of a group of texts; empty
+            for token ids.
         origin: its location, for errors.
         size: its share of the progress.
         target: of a pair.
@@ -29,7 +33,7 @@ class Document(NamedTuple):
         fault: why it cannot be used, and then it has no content; None for a usable document.
     """
 
-    text: str
+    body: Text
     origin: str
     size: int
     target: str | None = None
@@ -39,6 +43,11 @@ class Document(NamedTuple):
     fault: Fault | None = None
 
     @property
+    def text(self) -> str:
+        """The body as a str, which takes up to four times the memory of a long one."""
+        return str(self.body)
+
+    @property
     def content(self) -> bytes:
         """Content that decides whether two documents are equal."""
         if self.tokens is None:
@@ -46,15 +55,15 @@ class Document(NamedTuple):
         return self.tokens.tobytes() + (b"" if self.loss_mask is None else self.loss_mask.tobytes())
 
     @property
-    def split_key(self) -> str | bytes:
+    def split_key(self) -> Text | bytes:
         if self.key is not None:
             return self.key
-        return self.text if self.tokens is None else self.content
+        return self.body if self.tokens is None else self.content
 
     @property
     def length(self) -> int:
         """Length in characters (of a pair, the source's) or tokens."""
-        return len(self.text) if self.tokens is None else len(self.tokens)
+        return len(self.body) if self.tokens is None else len(self.tokens)
 
     @classmethod
     def from_fault(cls, fault: Fault) -> Document:

@@ -47,7 +47,7 @@ class _Work:
                 batch, characters = [], 0
             if long:
                 self.long.append(document)
-                yield from cut(document.text, PIECES)
+                yield from cut(document.body, PIECES)
                 continue
             batch.append(document)
             characters += document.length
@@ -67,7 +67,7 @@ class _Work:
         text_only = (
             document.tokens is None and self.spec.chat_template is None and not (self.spec.pairs or self.spec.groups)
         )
-        return text_only and len(document.text) > PIECES.piece + PIECES.overlap and self.ends is not None
+        return text_only and document.length > PIECES.piece + PIECES.overlap and self.ends is not None
 
     def batches_of(self, encoded: Iterator[EncodedBatch | EncodedPiece]) -> Iterator[EncodedBatch]:
         """Yields the batches, with the tokens of long documents among them."""
@@ -75,16 +75,16 @@ class _Work:
             if isinstance(batch, EncodedBatch):
                 yield batch
             else:
-                yield from self._long_document(_pieces_of(batch, len(self.long[0].text), encoded))
+                yield from self._long_document(_pieces_of(batch, self.long[0].length, encoded))
 
     def _long_document(self, pieces: Iterator[EncodedPiece]) -> Iterator[EncodedBatch]:
         document, dtype, eos = self.long[0], self.spec.dtype, self.spec.eos_token_id
         assert self.ends is not None
 
         def again(start: int, end: int) -> EncodedPiece:
-            return self.encoder.encode_piece(Piece(document.text[start:end], start))
+            return self.encoder.encode_piece(Piece(document.body[start:end], start))
 
-        count, last, done, length = 0, -1, 0, len(document.text)
+        count, last, done, length = 0, -1, 0, document.length
         before, after = (np.array(ids, np.uint32) for ids in self.ends)
         for ids, end in chain([(before, 0)], join(pieces, again, length, PIECES), [(after, length)]):
             count, last = count + len(ids), int(ids[-1]) if len(ids) else last

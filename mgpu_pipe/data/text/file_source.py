@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mgpu_pipe.config.data_sources import DocumentKind
 from mgpu_pipe.config.schema import DataConfig, RunConfig
@@ -16,7 +16,7 @@ from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.compressed import identity_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.tables import row_lines
-from mgpu_pipe.data.text.documents import Document, Source
+from mgpu_pipe.data.text.documents import Document, Source, Text
 from mgpu_pipe.data.text.file_check import CheckFile, check_paths
 from mgpu_pipe.errors import DataError
 
@@ -24,8 +24,12 @@ Rows = Iterator[tuple[str, str, int]]
 """For each row: content, origin, and share of the progress."""
 
 
+Content = TypeVar("Content", str, Text)
+"""What a row holds."""
+
+
 @dataclass(frozen=True)
-class FileFormat:
+class FileFormat(Generic[Content]):
     """How files hold documents.
 
     Attributes:
@@ -38,8 +42,8 @@ class FileFormat:
     """
 
     name: str
-    rows: Callable[[DataConfig, Path, Fingerprint], Rows]
-    document: Callable[[DataConfig, str, str, int], Document]
+    rows: Callable[[DataConfig, Path, Fingerprint], Iterator[tuple[Content, str, int]]]
+    document: Callable[[DataConfig, Content, str, int], Document]
     check_file: CheckFile
     columns: Callable[[DataConfig], object] = lambda data: None
     kind: DocumentKind = "text"
@@ -95,9 +99,9 @@ def nested_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
     return row_lines(path, expected, nested=True)
 
 
-def whole_document(data: DataConfig, line: str, origin: str, size: int) -> Document:
+def whole_document(data: DataConfig, content: Text, origin: str, size: int) -> Document:
     """Makes the document of a row's whole content."""
-    return Document(files.whole_row(line, origin), origin, size)
+    return Document(files.whole_row(content, origin), origin, size)
 
 
 def text_of(row: dict[str, Any], key: str, column: str, origin: str) -> str:

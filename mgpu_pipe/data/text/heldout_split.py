@@ -12,12 +12,14 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.data.long_text import LongText
+
 _KEY = b"mgpu_pipe held-out split 1"
 _PART = 1 << 20
 """Characters hashed at once."""
 
 
-def document_hash(content: str | bytes) -> int:
+def document_hash(content: str | bytes | LongText) -> int:
     """64-bit hash that decides a document's side of the split."""
     digest = hashlib.blake2b(digest_size=8, key=_KEY)
     for at in range(0, len(content), _PART):  # avoids a second copy of a long text

@@ -27,6 +27,8 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from mgpu_pipe.data.text.documents import Text
+
 
 @dataclass(frozen=True)
 class PieceSize:
@@ -71,7 +73,7 @@ class EncodedPiece(NamedTuple):
     """Whether any border between tokens is safe; else only one between words."""
 
 
-def cut(text: str, size: PieceSize) -> Iterator[Piece]:
+def cut(text: Text, size: PieceSize) -> Iterator[Piece]:
     """Yields the pieces of a text in order."""
     start, end = 0, 0
     while end < len(text):

@@ -20,7 +20,7 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, w
 from mgpu_pipe.data.model_field import model_field, model_vocab_size
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat_templates import SPECIAL, ChosenTemplate, chosen_template, compiled, no_template
-from mgpu_pipe.data.text.documents import Source
+from mgpu_pipe.data.text.documents import Source, Text
 from mgpu_pipe.data.text.encode import EncoderSpec
 from mgpu_pipe.data.text.tokenizer_folder import (
     CONFIG,
@@ -310,7 +310,7 @@ def _trained(
 
 def _keyed_texts(
     config: RunConfig, source: Source, chat: ChatTemplate | None, special: Sequence[str], again: bool
-) -> Iterator[tuple[str | bytes, str]]:
+) -> Iterator[tuple[Text | bytes, Text]]:
     """Yields (key of the held-out split, text) of every document.
 
     Args:
@@ -320,8 +320,8 @@ def _keyed_texts(
     whole = (document for document in source.documents() if document.fault is None)
     if chat is None:
         for document in whole:
-            text = document.text if document.target is None else f"{document.text}\n{document.target}"
-            yield document.split_key, "\n".join(json.loads(text)) if source.kind == "text_groups" else text
+            body = document.body if document.target is None else f"{document.text}\n{document.target}"
+            yield document.split_key, "\n".join(json.loads(str(body))) if source.kind == "text_groups" else body
         return
     for document in whole:
         arguments = (document.text, document.origin, config.data.messages_column)

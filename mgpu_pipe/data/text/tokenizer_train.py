@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mgpu_pipe.data.cache import Progress, write_json
+from mgpu_pipe.data.text.documents import Text
 from mgpu_pipe.data.text.encode import library_threads
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.data.text.tokenizer_folder import MODEL_VOCABULARY
@@ -19,6 +20,8 @@ _TRAINING_CHARACTERS = 256 << 20
 """Characters of training text: more do not change the merges. Larger corpora use a keyed share of their documents."""
 _PIECE_CHARACTERS = 1 << 18
 """Characters of a piece of text: the trainer takes a hundred times a text's size in memory."""
+_SEARCHED_CHARACTERS = 1 << 12
+"""Characters searched at once for the end of a word."""
 _WORD_ENDS = re.compile(r"\S(?=[ \n])")
 """Matches where words of the byte-level pre-tokenizer end, whatever follows."""
 
@@ -84,8 +87,8 @@ def write_tokenizer_config(folder: Path, end_of_text: str, model_vocab_size: int
 
 
 def training_texts(
-    documents: Iterable[tuple[str | bytes, str]],
-    again: Iterable[tuple[str | bytes, str]],
+    documents: Iterable[tuple[Text | bytes, Text]],
+    again: Iterable[tuple[Text | bytes, Text]],
     fraction: float,
     progress: Progress,
 ) -> Iterator[str]:
@@ -119,11 +122,19 @@ def training_texts(
     return chosen()
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: Text) -> Iterator[str]:
     """Cuts a text into pieces between words."""
     start = 0
     while start < len(text):
-        word_end = _WORD_ENDS.search(text, start + _PIECE_CHARACTERS)
-        end = word_end.end() if word_end else len(text)
+        end = _word_end(text, start + _PIECE_CHARACTERS)
         yield text[start:end]
         start = end
+
+
+def _word_end(text: Text, start: int) -> int:
+    """Finds the first end of a word after the character ``start``; the text's end without one."""
+    while start < len(text):
+        if found := _WORD_ENDS.search(text[start : start + _SEARCHED_CHARACTERS]):
+            return start + found.end()
+        start += _SEARCHED_CHARACTERS - 1  # the last character may end a word, which the next shows
+    return len(text)

@@ -183,3 +183,15 @@ def test_what_is_left_out_of_a_mixture_is_added_up(tmp_path: Path) -> None:
     assert found.bad_samples == 5 and (5, "left out") in found.amounts()
     samples = found.open(replace(run, data=mixed), "train")
     assert len(samples) == found.train_samples and samples.valid_units(np.arange(2), np.arange(2)) > 0
+
+
+@pytest.mark.parametrize(
+    ("head", "form"), [(b"PAR1", "a Parquet file"), (b"7z", "a binary file"), (b"t\0e\0x\0t\0s\0.\0.\0.\0", "UTF-16")]
+)
+def test_other_formats_that_are_valid_utf8(tmp_path: Path, head: bytes, form: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(head + bytes(40) + b"text " * 20)
+    run = config(tmp_path, source="text_files", paths=[str(path)])
+    for refusing in (lambda: check_sources(run), lambda: prepare(run)):
+        with pytest.raises(BadInputError, match=rf"a\.txt: is .*{form}, not text"):
+            refusing()
