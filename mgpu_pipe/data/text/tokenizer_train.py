@@ -134,7 +134,7 @@ def _pieces(text: Text) -> Iterator[str]:
 def _word_end(text: Text, start: int) -> int:
     """Finds the first end of a word after the character ``start``; the text's end without one."""
     while start < len(text):
-        if found := _WORD_ENDS.search(text[start : start + _SEARCHED_CHARACTERS]):
-            return start + found.end()
+        if word_end := _WORD_ENDS.search(text[start : start + _SEARCHED_CHARACTERS]):
+            return start + word_end.end()
         start += _SEARCHED_CHARACTERS - 1  # the last character may end a word, which the next shows
     return len(text)
