@@ -63,14 +63,17 @@ def test_check_says_what_will_run_and_leaves_nothing(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "code"),
     [
-        ["experiment=quickstart"],
-        ["model=mixtral_tiny", "strategy=ddp"],
-        ["callbacks=early_stopping", "trainer.val_every_n_steps=5"],
+        (["experiment=quickstart"], 0),
+        (["model=mixtral_tiny", "strategy=ddp"], 0),
+        (["callbacks=early_stopping", "trainer.val_every_n_steps=5"], 0),
+        (["model=gpt2_tiny", "model.config.n_inner=0"], 2),
+        (["peft=lora", "peft.r=4096000000"], 2),
+        (["peft=lora", "peft.alpha=-1"], 2),
     ],
 )
-def test_check_imports_what_it_needs_alone(tmp_path: Path, overrides: list[str]):
+def test_check_imports_what_it_needs_alone(tmp_path: Path, overrides: list[str], code: int):
     """No library that computes or draws, no scan of installed packages, none of the rooms that a run is made of."""
     left_out = {"torch", "transformers", "pytorch_lightning", "pyarrow", "tokenizers", "numpy", "rich"}
     left_out |= {"importlib.metadata", "mgpu_pipe.report.run_view"}
@@ -80,7 +83,7 @@ def test_check_imports_what_it_needs_alone(tmp_path: Path, overrides: list[str])
     program = textwrap.dedent(f"""
         import sys
         from mgpu_pipe.cli.main import main
-        assert main(["check", *{overrides!r}]) == 0
+        assert main(["check", *{overrides!r}]) == {code}
         print(sorted({left_out!r} & set(sys.modules)))
     """)
     done = subprocess.run(

@@ -18,6 +18,7 @@ from mgpu_pipe.data.model_field import model_vocab_size, resolve_packing
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, existing_file, json_file, token_texts
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
+from mgpu_pipe.models.field_sizes import largest_width
 from mgpu_pipe.models.fields import ModelClassError, check_model_config, resolved_fields
 from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
@@ -284,6 +285,9 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     if peft.init_from is not None and "experts" in peft.targets:
         reason = "peft names adapters of packed experts by their order"
         errors.append(ConfigError("peft.init_from", peft.init_from, "target no experts", reason))
+    most = largest_width(model_fields(config))
+    if most and peft.r > most:
+        errors.append(ConfigError("peft.r", peft.r, f"use at most {most}", "no layer of the model is that wide"))
     return [*errors, *config.objective.adapter_errors(config)]
 
 

@@ -98,7 +98,7 @@ class PeftConfig:
     length of each weight row; qlora is lora with frozen four-bit matrices."""
     r: int = field(default=16, metadata={"at_least": 1})
     """Rank of the product."""
-    alpha: float = 32.0
+    alpha: float = field(default=32.0, metadata={"above": 0.0})
     """The product is scaled by alpha / r, or by alpha / sqrt(r) with rslora."""
     rslora: bool = False
     """Scale by alpha / sqrt(r), which keeps the size of updates equal over ranks (arXiv:2312.03732)."""

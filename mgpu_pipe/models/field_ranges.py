@@ -8,12 +8,13 @@ from typing import Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.models.field_sizes import EXPERTS
 from mgpu_pipe.models.fields import resolved_fields
 
 DROPS = re.compile(r"(dropout|pdrop|dropout_rate|dropout_prob|drop_rate)$")
 """Fields that hold the probability to drop a value."""
-EXPERTS, CHOSEN = ("num_local_experts", "num_experts", "n_routed_experts"), "num_experts_per_tok"
-"""Fields that hold the number of experts of a layer, and of those that see a token."""
+CHOSEN = "num_experts_per_tok"
+"""Field that holds the number of experts that see a token."""
 
 
 def check_ranges(model: ModelConfig) -> None:

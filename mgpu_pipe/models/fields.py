@@ -23,6 +23,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.config.synonyms import MODEL_FIELDS
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.models.field_sizes import size_errors
 from mgpu_pipe.models.rotary_fields import check_rotary
 from mgpu_pipe.models.weights.folder import read_config_json
 
@@ -68,11 +69,6 @@ ALPHABET = {
     ),
 }
 """Fields that the alphabet of transcripts decides, by model class."""
-COUNTS_PARTS = ("layer", "depth", "block", "stage", "label", "head", "expert")
-MOST_PARTS, MOST = 1 << 16, 1 << 28
-"""Largest number of parts, and of anything else, in a model's configuration."""
-NOT_NEGATIVE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
-AT_LEAST_ONE = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "d_model", "n_embd", "n_head")
 IN_WORDS = {"None": "null", "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 WIDTHS = ("hidden_size", "intermediate_size")
 """Fields that decide the width of all weights; a vocabulary may get new rows instead."""
@@ -173,7 +169,7 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         needs = family_of(model_type).needs.items()
         errors += [ConfigError(f"model.config.{name}", None, fix) for name, fix in needs if fields.get(name) is None]
         errors += [] if errors else [*_check_heads(fields, known), *_check_folder_sizes(model, known.attribute_map)]
-    errors += [] if errors else _check_sizes(resolved_fields(model), model)
+    errors += [] if errors else size_errors(resolved_fields(model), model, part_type)
     if errors:
         raise ConfigErrors(errors)
 
@@ -309,32 +305,6 @@ def _check_heads(fields: Mapping[str, Any], known: ConfigClass) -> list[BadInput
         reason = f"fits neither {width_key}={width} nor {key_value_key}={key_value}"
         return [ConfigError(heads_key, heads, fix, reason)]
     return errors
-
-
-def _check_sizes(fields: Mapping[str, Any], model: ModelConfig) -> list[BadInputError]:
-    """Errors of numbers that no model has; transformers would build lists and modules of that length."""
-    for name, value in _numbers(fields, ""):
-        last = name.rpartition(".")[2]
-        most = MOST_PARTS if any(word in last for word in COUNTS_PARTS) else MOST
-        if not abs(value) <= most:  # NaN is not
-            fix, reason = f"use at most {most:,}", "no model is that large" if value == value else "this is no number"
-        elif value < 0 and last in NOT_NEGATIVE:
-            fix, reason = "use at least 0", "the number is below 0"
-        elif value < 1 and last in AT_LEAST_ONE and name in model.config:
-            fix, reason = "use at least 1", "a model has some"
-        else:
-            continue
-        key = f"model.config.{name}" if model.path is None or name in model.config else f"model.path={model.path}"
-        return [ConfigError(key, value if key.endswith(name) else f"{name} {value}", fix, reason)]
-    return []
-
-
-def _numbers(value: object, path: str) -> Iterator[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _numbers(item, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, int | float) and not isinstance(value, bool) and not (abs(value) <= MOST and value % 1):
-        yield path, value
 
 
 def _positive(value: object) -> bool:
