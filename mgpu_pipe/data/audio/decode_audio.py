@@ -1,4 +1,4 @@
-"""Decodes a sound file to one channel at the wanted rate. Needs soundfile."""
+"""Decodes a sound file to one channel at the wanted rate. Needs soundfile; other formats than its own need PyAV."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container
 from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
 from mgpu_pipe.errors import ConfigError, one_line
 from mgpu_pipe.system.standard_streams import library_output
 
-CUT, NO_SOUND = "is cut short", "is no sound that can be read"
-FORMATS = "WAV, FLAC, Ogg, MP3, AIFF, AU, CAF, W64 or SPHERE"
+NO_SOUND = "is no sound that can be read"
+FORMATS = f"WAV, FLAC, Ogg, MP3, AIFF, AU, CAF, W64, SPHERE, {NAMES}"
 _UNKNOWN = 0x7F000000
 """Programs that write to a pipe state sizes above this (0x7ffff000, 0x80000000, 0xffffffff), or 0."""
 _W64 = b"riff\x2e\x91\xcf\x11\xa5\xd6\x28\xdb\x04\xc1\x00\x00"
@@ -174,37 +175,52 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
     Raises:
         BadSampleError: it cannot be read whole, is empty or too long, or holds values that are no numbers.
     """
-    package = soundfile()
-    with decoding(NO_SOUND), _libsndfile_errors(package):
-        raw = whole_file(raw)
-        with _quiet_mp3(raw), package.SoundFile(_Bytes(raw)) as file:
-            file.seekable = lambda: False  # soundfile seeks after every read, which GSM and FLAC of a pipe cannot
-            before, stated = int(file.samplerate), int(file.frames) if states_frames(raw) else _UNKNOWN_FRAMES
-            if not RATES[0] <= before <= RATES[1]:
-                raise BadSampleError(f"states {before} samples a second")
-            if max_seconds * before < stated < _UNKNOWN_FRAMES:
-                raise _too_long(stated / before, max_seconds)
-            # Reading these as integers takes a third of the time; a float32 holds each of them.
-            whole = file.subtype == "PCM_16"
-            parts, frames = list[NDArray[Any]](), 0
-            while frames <= max_seconds * before:
-                part = file.read(_AT_ONCE, dtype="int16" if whole else "float32", always_2d=True)
-                parts.append(part)
-                frames += len(part)
-                if len(part) < _AT_ONCE:
-                    break
-            channels = np.concatenate(parts)
-    if frames > max_seconds * before:
-        raise _too_long(frames / before, max_seconds)
-    if frames < stated < _UNKNOWN_FRAMES:
-        raise BadSampleError(CUT)
-    if frames < LEAST_SECONDS * before:
-        raise BadSampleError(f"holds {frames} samples: there is nothing to hear")
-    if whole:
+    container = container_of(raw)
+    with decoding(NO_SOUND):
+        if container is None:
+            channels, before = _read_with_libsndfile(raw, max_seconds)
+        else:
+            channels, before = decode_container(raw, container, max_seconds)
+            _check_rate(before)
+    if len(channels) > max_seconds * before:
+        raise _too_long(len(channels) / before, max_seconds)
+    if len(channels) < LEAST_SECONDS * before:
+        raise BadSampleError(f"holds {len(channels)} samples: there is nothing to hear")
+    if channels.dtype == np.int16:
         channels = channels * np.float32(1 / 32768)
     elif not np.isfinite(channels).all() or np.abs(channels).max() > LOUDEST:
         raise BadSampleError(f"has values that are no numbers, or above {LOUDEST}")
     return resampled(mixed(channels), rate / before)
+
+
+def _read_with_libsndfile(raw: bytes, max_seconds: float) -> tuple[NDArray[Any], int]:
+    """Values of shape (samples, channels), int16 where the file holds these, and samples a second."""
+    package = soundfile()
+    with _libsndfile_errors(package):
+        raw = whole_file(raw)
+        with _quiet_mp3(raw), package.SoundFile(_Bytes(raw)) as file:
+            file.seekable = lambda: False  # soundfile seeks after every read, which GSM and FLAC of a pipe cannot
+            rate, stated = int(file.samplerate), int(file.frames) if states_frames(raw) else _UNKNOWN_FRAMES
+            _check_rate(rate)
+            if max_seconds * rate < stated < _UNKNOWN_FRAMES:
+                raise _too_long(stated / rate, max_seconds)
+            # Reading these as integers takes a third of the time; a float32 holds each of them.
+            dtype = "int16" if file.subtype == "PCM_16" else "float32"
+            parts, frames = list[NDArray[Any]](), 0
+            while frames <= max_seconds * rate:
+                part = file.read(_AT_ONCE, dtype=dtype, always_2d=True)
+                parts.append(part)
+                frames += len(part)
+                if len(part) < _AT_ONCE:
+                    break
+    if frames < stated < _UNKNOWN_FRAMES and frames <= max_seconds * rate:
+        raise BadSampleError(CUT)
+    return np.concatenate(parts), rate
+
+
+def _check_rate(rate: int) -> None:
+    if not RATES[0] <= rate <= RATES[1]:
+        raise BadSampleError(f"states {rate} samples a second")
 
 
 @contextmanager

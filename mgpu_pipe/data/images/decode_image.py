@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.data.bad_samples import BadSampleError, decoding
+from mgpu_pipe.data.iso_boxes import brand_of, is_cut_short
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.standard_streams import library_output
 
@@ -17,7 +18,15 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Formats that are decoded. Pillow's others start programs or are not pictures."""
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+SUFFIXES = (
+    *(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
+    *(".heic", ".heif", ".hif", ".avif"),
+)
+BRANDS = {
+    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1", b"hevc", b"hevx"), "HEIF"),
+    **dict.fromkeys((b"avif",), "AVIF"),
+}
+"""Pillow's format by the major brand of a file of boxes (ISO/IEC 23008-12, annex B; AV1 Image File Format, 6.2)."""
 MOST_PIXELS = 1 << 26
 """Largest picture: a small file may unpack to gigabytes."""
 LEAST_SIDE = 2
@@ -56,6 +65,28 @@ def pillow() -> Any:
     return Image
 
 
+def known_formats(head: bytes) -> tuple[str, ...]:
+    """The formats that a file may have by its first 12 bytes.
+
+    Raises:
+        ConfigError: it is a HEIC or AVIF picture, and the package that decodes it is not installed.
+    """
+    form = BRANDS.get(brand_of(head) or b"")
+    if form == "HEIF":
+        try:
+            from pillow_heif import register_heif_opener
+        except ImportError as error:
+            fix = "install it: pip install 'mgpu_pipe[image]'"
+            raise ConfigError("data.source", "HEIC pictures", fix, "pillow-heif is not installed") from error
+        register_heif_opener()
+    elif form == "AVIF":
+        from PIL import features
+
+        if not features.check("avif"):
+            raise ConfigError("data.source", "AVIF pictures", "install pillow>=11.3", "this Pillow reads none")
+    return FORMATS if form is None else (form,)
+
+
 def decode(raw: bytes, channels: int) -> Image:
     """Decodes a picture: upright, 8 bits a channel.
 
@@ -69,10 +100,12 @@ def decode(raw: bytes, channels: int) -> Image:
             frames, or values of no known range.
     """
     image_module = pillow()
+    if brand_of(raw[:12]) in BRANDS and is_cut_short(raw):
+        raise BadSampleError("is cut short")
     with decoding("cannot be read"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            image = image_module.open(io.BytesIO(raw), formats=FORMATS)
+            image = image_module.open(io.BytesIO(raw), formats=known_formats(raw[:12]))
         except image_module.UnidentifiedImageError as error:
             raise BadSampleError("is no picture of a known format") from error
         width, height = image.size
@@ -80,8 +113,8 @@ def decode(raw: bytes, channels: int) -> Image:
             raise BadSampleError(f"has {width} x {height} pixels, more than {MOST_PIXELS:,}")
         if min(width, height) < LEAST_SIDE:
             raise BadSampleError(f"has {width} x {height} pixels: there is nothing on it")
-        # The second frame of a phone's JPEG is a preview or a depth map.
-        if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+        # The second frame of a phone's JPEG is a preview or a depth map, that of its HEIC another shot.
+        if image.format not in ("MPO", "HEIF") and getattr(image, "n_frames", 1) > 1:
             raise BadSampleError(f"has {image.n_frames} frames; give a picture of one")
         _load(image)
         turned = turned_by(image)
@@ -133,7 +166,9 @@ def _plain(image: Any, channels: int, image_module: Any) -> Image:
 
 def size_of(path: Path) -> tuple[int, int]:
     """Upright height and width of a picture that was decoded before."""
-    with pillow().open(path, formats=FORMATS) as image:
+    with path.open("rb") as file:
+        head = file.read(12)
+    with pillow().open(path, formats=known_formats(head)) as image:
         width, height = image.size
         sideways = turned_by(image) in SIDEWAYS
     return (width, height) if sideways else (height, width)

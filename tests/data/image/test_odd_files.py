@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 from PIL import Image
 
 from mgpu_pipe.data.bad_samples import BadSampleError
-from mgpu_pipe.data.images.decode_image import decode
+from mgpu_pipe.data.images.decode_image import ORIENTATION, decode, size_of
 from mgpu_pipe.data.images.videos import ClipFacts, frames_of, look
 from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.inference.visual_prompts import _decode_file
 from tests.data.image.test_pictures import configured
 from tests.objectives.test_videos import chats
@@ -109,6 +112,33 @@ def test_the_first_frame_of_a_phones_jpeg_is_the_picture() -> None:
     with Image.open(io.BytesIO(content.getvalue())) as image:
         assert (image.format, image.n_frames) == ("MPO", 2)  # type: ignore[attr-defined]
     assert (pixels(decode(content.getvalue(), 3)) == pixels(decode(stored(noise(1), "JPEG"), 3))).all()
+
+
+@pytest.mark.parametrize("form", ["HEIF", "AVIF"])
+def test_a_phones_picture_in_boxes_is_read_upright_and_refused_where_it_is_cut(form: str, tmp_path: Path) -> None:
+    """Oracle: the same picture as a PNG; both codecs lose a little."""
+    pillow_heif = pytest.importorskip("pillow_heif", reason="pip install pillow-heif")
+    pillow_heif.register_heif_opener()
+    wide = Image.linear_gradient("L").resize((96, 64)).convert("RGB")
+    turned = Image.Exif()
+    turned[ORIENTATION] = 6
+    raw, plain = (stored(wide, to, exif=turned.tobytes(), quality=100) for to in (form, "PNG"))
+    assert decode(raw, 3).size == decode(plain, 3).size == (64, 96)
+    assert np.abs(pixels(decode(raw, 3)) - pixels(decode(plain, 3))).max() < 12
+    (tmp_path / "a.heic").write_bytes(raw)
+    assert size_of(tmp_path / "a.heic") == (96, 64)
+    for size in (len(raw) // 2, len(raw) - 5):
+        with pytest.raises(BadSampleError, match="is cut short"):
+            decode(raw[:size], 3)
+    for number in range(40):
+        with suppress(BadSampleError):
+            decode(changed([raw], number), 3)
+
+
+def test_without_its_package_a_phones_picture_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(ConfigError, match=r"HEIC pictures: pillow-heif is not installed; .*'mgpu_pipe\[image\]'"):
+        decode(b"\0\0\0\x18ftypheic" + bytes(12), 3)
 
 
 def test_a_recorders_latin_title_is_no_fault(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Decodes sound that libsndfile does not know: of phones, browsers and voice mail. Needs PyAV.
+
+Whether a file is whole is read from its boxes or frames (ADTS: ISO/IEC 13818-7, 6.2; AMR: RFC 4867, section 5), and
+otherwise from the duration that it states.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.data.bad_samples import BadSampleError
+from mgpu_pipe.data.iso_boxes import brand_of, is_cut_short
+from mgpu_pipe.errors import ConfigError
+
+CUT = "is cut short"
+NAMES = "M4A, AAC, AMR, WebM or WMA"
+_DEMUXERS = {"M4A": "mov,mp4,m4a,3gp,3g2,mj2", "WebM": "matroska,webm", "WMA": "asf", "AAC": "aac", "AMR": "amr"}
+_AMR, _AMR_WIDE = b"#!AMR\n", b"#!AMR-WB\n"
+_AMR_BYTES = {
+    _AMR: (12, 13, 15, 17, 19, 20, 26, 31, 5, 0, 0, 0, 0, 0, 0, 0),
+    _AMR_WIDE: (17, 23, 32, 36, 40, 46, 50, 58, 60, 5, 0, 0, 0, 0, 0, 0),
+}
+"""Bytes after a frame's first, by its type."""
+_ADTS_HEAD = 7
+_LACKING_SECONDS = 0.25
+"""A stated duration may count what encoders put before and after the sound."""
+
+
+def pyav() -> Any:
+    """Imports PyAV.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import av
+    except ImportError as error:
+        fix = "install it: pip install 'mgpu_pipe[audio]'"
+        raise ConfigError("data.source", f"recordings in {NAMES}", fix, "PyAV is not installed") from error
+    return av
+
+
+def container_of(raw: bytes) -> str | None:
+    """Name of the kind of container, out of :data:`NAMES`; None for another one."""
+    if brand_of(raw[:12]) is not None:
+        return "M4A"
+    if raw[:4] == b"\x1a\x45\xdf\xa3":
+        return "WebM"
+    if raw[:8] == b"\x30\x26\xb2\x75\x8e\x66\xcf\x11":
+        return "WMA"
+    if raw.startswith((_AMR, _AMR_WIDE)):
+        return "AMR"
+    return "AAC" if _starts_adts(raw) else None
+
+
+def decode_container(raw: bytes, kind: str, max_seconds: float) -> tuple[NDArray[np.float32], int]:
+    """Decodes the first sound of a file: shape (samples, channels), and its samples a second.
+
+    It stops soon after ``max_seconds``.
+
+    Raises:
+        BadSampleError: the file is cut short, or holds no sound that can be decoded.
+    """
+    if _is_cut_short(raw, kind):
+        raise BadSampleError(CUT)
+    av = pyav()
+    options = {"format_whitelist": _DEMUXERS[kind], "protocol_whitelist": "none"}
+    parts, frames, rate = list[NDArray[np.float32]](), 0, 0
+    with av.open(io.BytesIO(raw), container_options=options, metadata_errors="replace") as container:
+        if not container.streams.audio:
+            raise BadSampleError("has no sound")
+        stream = container.streams.audio[0]
+        if stream.codec_context is None:
+            raise BadSampleError("has a codec that cannot be decoded here")
+        planar = av.AudioResampler(format="fltp")
+        for frame in container.decode(stream):
+            rate = rate or frame.sample_rate
+            if frame.sample_rate != rate:
+                raise BadSampleError("changes its samples a second")
+            parts += [part.to_ndarray() for part in planar.resample(frame)]
+            if len({len(part) for part in parts[-2:]}) > 1:
+                raise BadSampleError("changes its number of channels")
+            frames += parts[-1].shape[1] if parts else 0
+            if frames > max_seconds * rate:
+                break
+        stated = _stated_seconds(container, stream, kind)
+    if not parts:
+        raise BadSampleError("has no sound")
+    if stated is not None and frames <= max_seconds * rate and frames < (stated - _LACKING_SECONDS) * rate:
+        raise BadSampleError(CUT)
+    return np.concatenate(parts, axis=1).T, rate
+
+
+def _stated_seconds(container: Any, stream: Any, kind: str) -> float | None:
+    """The duration that the file states; of AAC and AMR, which state none, ffmpeg guesses it."""
+    if kind in ("AAC", "AMR"):
+        return None
+    if stream.duration is not None and stream.time_base is not None:
+        return float(stream.duration * stream.time_base)
+    return None if container.duration is None else container.duration / 1e6
+
+
+def _is_cut_short(raw: bytes, kind: str) -> bool:
+    """Whether the last box or frame ends behind the end of the file."""
+    if kind == "M4A":
+        return is_cut_short(raw)
+    if kind not in ("AAC", "AMR"):
+        return False
+    magic = _AMR_WIDE if raw.startswith(_AMR_WIDE) else _AMR
+    at = len(magic) if kind == "AMR" else 0
+    while at < len(raw):
+        head = raw[at : at + 6]
+        if kind == "AMR":
+            at += 1 + _AMR_BYTES[magic][head[0] >> 3 & 0xF]
+        elif len(head) < 6:
+            return True
+        elif not _starts_adts(head):
+            return False  # a tag, or damage, which the decoder reports
+        else:
+            at += max(_ADTS_HEAD, (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5)
+    return at > len(raw)
+
+
+def _starts_adts(head: bytes) -> bool:
+    return len(head) > 1 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0
