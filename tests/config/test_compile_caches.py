@@ -32,10 +32,11 @@ def test_a_folder_that_the_user_names_stays(tmp_path: Path) -> None:
     assert found.keys() == FOLDERS.keys() - {"TRITON_CACHE_DIR"}
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 @pytest.mark.parametrize("name", FOLDERS)
-def test_a_folder_that_others_can_write_into_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_folder_that_others_can_write_into_is_refused(name: str, mode: int, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open").chmod(mode)
     with pytest.raises(ConfigError, match=f"{name}=.*another user of this machine can put code there; give a folder"):
         compile_caches(str(tmp_path / "cache"), {name: str(tmp_path / "open")})
     with pytest.raises(ConfigError, match=f"{name}=.*another user can make this folder"):

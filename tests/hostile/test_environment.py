@@ -22,6 +22,8 @@ READING = {
     "escaped": 'model: {path: "\\x24{oc.env:SECRET_NAME}"}',
     "made": "model: {path: \"${oc.create:{x: '${oc.env:SECRET_NAME}'}}\"}",
     "spaced": "model: {path: '${ oc.env : SECRET_NAME}'}",
+    "listed": "data: {paths: ['a', '${oc.env:SECRET_NAME}']}",
+    "named": "model: {config: {'${oc.env:SECRET_NAME}': 1}}",
     "defaults": "defaults: [{override /model: '${oc.env:SECRET_NAME}'}]",
 }
 

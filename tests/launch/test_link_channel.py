@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,21 @@ def test_the_key_is_its_owners_alone(tmp_path: Path) -> None:
     path.symlink_to("/etc/hostname")  # somebody's
     make_key(tmp_path)
     assert len(wait_for_key(tmp_path, 0)) == 64 and not path.is_symlink()
+    known = tmp_path.parent / "known"
+    known.write_bytes(KEY)  # a file as long as a key
+    path.unlink()
+    path.symlink_to(known)
+    make_key(tmp_path)
+    assert wait_for_key(tmp_path, 0) != KEY and not path.is_symlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_key_of_another_user_is_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / link_channel.KEY
+    path.write_bytes(KEY)
+    os.chown(path, 65534, 65534)
+    make_key(tmp_path)
+    assert wait_for_key(tmp_path, 0) != KEY and path.stat().st_uid == os.geteuid()
 
 
 @pytest.mark.parametrize("part", [b"", b"0"], ids=["silent", "slow"])
@@ -171,3 +187,32 @@ def test_the_gate_closes_connections_that_send_no_whole_line(monkeypatch: pytest
         stranger.settimeout(5)
         stranger.recv(100)
         assert stranger.recv(1) == b"", "it is closed"
+
+
+def test_silent_strangers_do_not_keep_a_task_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate keeps a limited number of them, and a further connection closes the oldest."""
+    monkeypatch.setattr(link_channel, "MAX_PENDING", 3)
+    with gate() as (opened, port), ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+
+        def connect() -> socket.socket:
+            return stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+
+        silent = [connect() for _ in range(4)]
+        assert admitted(opened, 0.5) is None
+        joining = pool.submit(join, connect(), KEY, CLAIM)
+        joined = admitted(opened, 5)
+        assert joined is not None and joined[1] == CLAIM
+        joining.result()
+        joined[0].connection.close()
+        for stranger in silent[:2]:
+            stranger.recv(100)
+            assert stranger.recv(1) == b"", "it is closed"
+
+
+def test_a_node_sends_no_more_than_a_transfer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()) as node, listener.accept()[0] as first:
+            node.settimeout(2)
+            first.sendall(link_check.HEADER.pack(0, link_check.TRANSFER + 1))
+            with pytest.raises(ConnectionError, match="asks for more than a transfer"):
+                link_check.answer(node)

@@ -43,17 +43,20 @@ def test_what_decided_the_numbers_names_their_file(tmp_path: Path) -> None:
     assert start_of(tmp_path).file("reference", 1) == first
     other_data: Any = Data()
     other_data.digest = "others"
+    other_held_out: Any = Data()
+    other_held_out.validation_digest = "others"
     longer = RunConfig()
     longer.data.seq_len += 1
     others = [
         start_of(tmp_path, "second").file("reference", 1),
         start_of(tmp_path, precision="bf16").file("reference", 1),
         start_of(tmp_path, prepared=other_data).file("reference", 1),
+        start_of(tmp_path, prepared=other_held_out).file("reference", 1),
         start_of(tmp_path, config=longer).file("reference", 1),
         start_of(tmp_path).file("reference", 2),
         start_of(tmp_path).file("features-train", 1),
     ]
-    assert len({first, *others}) == 7
+    assert len({first, *others}) == 8
 
 
 @pytest.mark.parametrize("module", [reference_answers, tower_features], ids=lambda module: module.__name__)

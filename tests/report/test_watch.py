@@ -74,6 +74,14 @@ def test_another_user_of_the_machine_gets_nothing_without_the_token(make_run: Ma
         assert (status, tag, "quickstart" in text) == (404, "", False), path
 
 
+def test_links_of_a_page_do_not_send_the_token(make_run: MakeRun, serve: Serve) -> None:
+    server = serve(make_run(steps=60))
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+    connection.request("GET", urlsplit(server.address).path)
+    assert connection.getresponse().headers["Referrer-Policy"] == "no-referrer"
+    connection.close()
+
+
 def test_each_run_of_a_comparison_has_a_page(make_run: MakeRun, serve: Serve) -> None:
     server = serve(make_run(steps=60, name="one"), make_run(steps=60, name="two"))
     assert "Comparison of 2 runs" in get(server)[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ def test_a_tiff_without_its_sizes_is_a_bad_sample(tag: int, capfd: pytest.Captur
         else:
             assert tag in (258, 262), packed
     assert capfd.readouterr().err == ""
+
+
+def test_any_error_of_pillow_is_a_bad_sample() -> None:
+    """Pillow also raises other errors than OSError: for a number that is none, and a size that would fill memory."""
+    number = stored(noise(1), "PPM").replace(b"255", b"\x805\x80", 1)
+    size = bytearray(stored(noise(1), "PNG"))
+    size[16:24] = b"\x7f\xff\xff\xff" * 2
+    size[29:33] = zlib.crc32(size[12:29]).to_bytes(4, "big")
+    for raw, error in ((number, ValueError), (bytes(size), Image.DecompressionBombError)):
+        with pytest.raises(error) as raised:
+            Image.open(io.BytesIO(raw)).load()
+        assert not isinstance(raised.value, OSError)
+        with pytest.raises(BadSampleError, match=r"^cannot be read \(."):
+            decode(raw, 3)
 
 
 def test_what_libtiff_says_is_the_reason(capfd: pytest.CaptureFixture[str]) -> None:

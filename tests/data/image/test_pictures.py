@@ -307,6 +307,12 @@ def test_folders_of_splits_are_no_classes(tmp_path: Path, held: str, caplog: pyt
         preflight(config)
 
 
+def test_a_folder_that_links_to_itself_is_walked_once(tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_text("1")
+    (tmp_path / "self").symlink_to(tmp_path)
+    assert matching(f"{tmp_path}/**/*.txt") == [f"{tmp_path}/1.txt"]
+
+
 def test_a_glob_walks_each_folder_once(tmp_path: Path) -> None:
     for place in ("a/1.txt", "a/b/2.txt", ".hidden/3.txt", "c/d/4.txt"):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)

@@ -7,19 +7,24 @@ import shutil
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
+from transformers.modeling_outputs import CausalLMOutput
 
 from mgpu_pipe.data.text.chat_templates import SPECIAL
 from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
-from mgpu_pipe.inference.generation import encode, load_tokenizer
+from mgpu_pipe.inference.generation import encode, generate_text, load_tokenizer
+from mgpu_pipe.models.build import build_meta, materialise
 from tests.data.support import config, write_jsonl
 from tests.data.text.tokenizer_kinds import END_OF_TEXT, KINDS, text_of, write_kind
 from tests.data.text.written import EOS, WRITERS, drawn
+from tests.models.tiny import tiny_model
 
 DEFAULT_SYSTEM = (
     "{% for message in messages %}{% if loop.first and messages[0].role != 'system' %}"
@@ -179,6 +184,24 @@ def test_one_word_is_trained_whole_after_the_prompt_of_generation(
     # These have a token of the space and the word.
     crossed = template == OWN and kind in ("byte-level", "qwen")
     assert ("generation prompt ends inside a token of the answer in 2 conversations" in prepared.told) == crossed
+
+
+@pytest.mark.parametrize("template", ["plain", "chatml"])
+def test_the_templates_space_is_no_part_of_a_generated_answer(
+    template: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The model repeats what it was trained on, which begins with a space under plain."""
+    asked, said = {"role": "user", "content": "who"}, {"role": "assistant", "content": "Hello"}
+    prepared = _prepared(folders["byte-level"], tmp_path, template, [{"messages": [asked, said]}])
+    trained = TokenStore.open(prepared.folder).tokens
+    tokenizer, chat = load_tokenizer(prepared.tokenizer_folder), chat_of(prepared.tokenizer_folder)
+    model = materialise(build_meta(tiny_model("llama", vocab_size=len(tokenizer))), 0, "cpu")
+
+    def repeat(input_ids: torch.Tensor, **_: Any) -> CausalLMOutput:
+        after = torch.as_tensor(trained[1 : input_ids.shape[1] + 1].astype(np.int64))
+        return CausalLMOutput(logits=torch.nn.functional.one_hot(after, len(tokenizer)).float()[None])
+
+    assert generate_text(model, tokenizer, [[asked]], chat=chat, temperature=0.0, forward=repeat) == ["Hello"]
 
 
 def test_a_tokenizer_that_cuts_and_pads_gives_whole_prompts(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def row_of(source: str, number: int, count: int) -> dict[str, Any]:
     return {
         "chat_jsonl": chat(question, answer),
         "preferences_jsonl": {"prompt": question, "chosen": answer, "rejected": words(2, number + 50)},
+        "unpaired_jsonl": {"prompt": question, "completion": answer, "label": number % 2 == 0},
         "pairs_jsonl": {"source": question, "target": answer},
         "labelled_jsonl": {"text": answer, "label": WORDS[number % 2]},
         "jsonl": {"text": answer},
@@ -47,7 +48,7 @@ def row_of(source: str, number: int, count: int) -> dict[str, Any]:
 def configured(tmp_path: Path, source: str, rule: str = "auto", lengths: tuple[int, ...] = LENGTHS) -> RunConfig:
     rows = [row_of(source, number, count) for number, count in enumerate(lengths)]
     data = {"seq_len": SEQ_LEN, "on_too_long": rule, "validation_fraction": 0.0}
-    if source in ("chat_jsonl", "preferences_jsonl"):
+    if source in ("chat_jsonl", "preferences_jsonl", "unpaired_jsonl"):
         data["chat_template"] = "chatml"
     paths = [str(write_jsonl(tmp_path / f"{source}.jsonl", rows))]
     return config(tmp_path, source=source, paths=paths, **data)
@@ -59,7 +60,9 @@ def trained_tokens(prepared: Prepared, run: RunConfig) -> int:
     return int((samples.batch(every, every)["labels"] != IGNORE_INDEX).sum())
 
 
-@pytest.mark.parametrize("source", ["chat_jsonl", "preferences_jsonl", "pairs_jsonl", "labelled_jsonl"])
+@pytest.mark.parametrize(
+    "source", ["chat_jsonl", "preferences_jsonl", "unpaired_jsonl", "pairs_jsonl", "labelled_jsonl"]
+)
 def test_what_has_an_answer_is_dropped_and_counted(tmp_path: Path, source: str) -> None:
     run = configured(tmp_path, source)
     prepared = prepare(run)
@@ -157,3 +160,20 @@ def test_data_whose_samples_all_fit_is_named_as_before(tmp_path: Path) -> None:
     """A run folder of an earlier version goes on."""
     found = [prepare(configured(tmp_path, "chat_jsonl", rule, lengths=(3, 4, 5))).digest for rule in ("auto", "split")]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("source", ["preferences_jsonl", "unpaired_jsonl"])
+def test_answers_to_a_prompt_stand_on_one_side(tmp_path: Path, source: str) -> None:
+    said = [{"prompt": words(3, 3 * at), "answer": f"{WORDS[turn]} {at}"} for at in range(30) for turn in range(2)]
+    rows: list[dict[str, Any]] = [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": WORDS[2]}
+        if source == "preferences_jsonl"
+        else {"prompt": row["prompt"], "completion": row["answer"], "label": at % 2 == 0}
+        for at, row in enumerate(said)
+    ]
+    paths = [str(write_jsonl(tmp_path / "rows.jsonl", rows))]
+    prepared: Any = prepare(
+        config(tmp_path, source=source, paths=paths, chat_template="chatml", seq_len=SEQ_LEN, validation_fraction=0.4)
+    )
+    train, held = ({rows[at]["prompt"] for at in prepared.documents(split)} for split in ("train", "validation"))
+    assert train and held and not train & held
