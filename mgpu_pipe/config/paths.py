@@ -117,7 +117,7 @@ def private_folder(folder: Path) -> None:
     """Create the folder of cached data for this user alone, or check that no other user can write into it.
 
     Raises:
-        ConfigError: the folder belongs to another user, or others may write into it.
+        ConfigError: the folder belongs to another user, or is not empty and others may write into it.
         OSError: the folder cannot be created.
     """
     if not exists(folder):
@@ -129,11 +129,12 @@ def private_folder(folder: Path) -> None:
     if status.st_uid != os.geteuid():
         reason = "the cache belongs to another user"
         raise ConfigError("data.cache_dir", folder, "give a folder of your own, or set MGPU_PIPE_CACHE to one", reason)
-    if status.st_mode & 0o077 and {entry.name for entry in folder.iterdir()} <= CACHE_CONTENT:
+    names = {entry.name for entry in folder.iterdir()} if status.st_mode & 0o077 else set()
+    if status.st_mode & 0o022 and names:
+        reason = "others can write into the cache, and may have put code there"
+        raise ConfigError("data.cache_dir", folder, "empty it, or give another folder", reason)
+    if status.st_mode & 0o077 and names <= CACHE_CONTENT:
         folder.chmod(0o700)
-    elif status.st_mode & 0o022:
-        reason = "others can write into the cache"
-        raise ConfigError("data.cache_dir", folder, "make it yours alone (chmod 700), or give another folder", reason)
 
 
 def working_directory() -> str:

@@ -43,6 +43,18 @@ def test_a_folder_that_others_can_write_into_is_refused(name: str, mode: int, tm
         compile_caches(str(tmp_path / "cache"), {name: str(tmp_path / "open" / "missing")})
 
 
+def test_compiled_code_that_others_could_write_is_not_taken(tmp_path: Path) -> None:
+    made = compile_caches(str(tmp_path / "cache"), {})
+    for mode in (0o770, 0o777):
+        (tmp_path / "cache").chmod(mode)
+        with pytest.raises(
+            ConfigError, match=r"data.cache_dir=.*others can write into the cache, and may have put code"
+        ):
+            compile_caches(str(tmp_path / "cache"), {})
+    (tmp_path / "cache").chmod(0o700)
+    assert compile_caches(str(tmp_path / "cache"), {}) == made
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir(mode=0o700)

@@ -127,8 +127,10 @@ def test_the_cache_is_private(mode: int, owner: int, said: str, tmp_path: Path):
     if not said:
         private_folder(cache)
         (cache / "something").rmdir()
-        private_folder(cache)
-        assert cache.stat().st_mode & 0o777 == 0o700
+        for open_mode in (0o755, 0o777):
+            cache.chmod(open_mode)
+            private_folder(cache)
+            assert cache.stat().st_mode & 0o777 == 0o700
         return
     with pytest.raises(ConfigError, match=said):
         private_folder(cache)
