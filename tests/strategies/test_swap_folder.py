@@ -100,3 +100,13 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mgpu-zero-a").symlink_to(tmp_path.parent)
     with pytest.raises(BadInputError, match=r"mgpu-zero-a: is not a folder of this user"):
         claim(tmp_path, "a")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("name", ["mgpu-zero-a", GUARD.format(user=os.getuid())])
+def test_what_another_user_made_first_is_refused(name: str, tmp_path: Path) -> None:
+    made = tmp_path / name
+    made.mkdir() if name == "mgpu-zero-a" else made.touch()
+    os.chown(made, 65534, 65534)
+    with pytest.raises(BadInputError, match=r"is not a (folder|file) of this user; remove it"):
+        claim(tmp_path, "a")
