@@ -1,13 +1,18 @@
-"""BERT."""
+"""BERT, and the families that have its modules under names of their own."""
 
-from mgpu_pipe.architectures.family import Family
+from collections.abc import Mapping
 
-FAMILY = Family(
-    modules={
-        "BertSelfAttention": {"query": "column", "key": "column", "value": "column"},
-        "BertSelfOutput": {"dense": "row"},
-        "BertIntermediate": {"dense": "column"},
-        "BertOutput": {"dense": "row"},
-    },
-    stages=None,
-)
+from mgpu_pipe.architectures.family import Family, Style
+
+
+def styles_of(prefix: str) -> dict[str, Mapping[str, Style]]:
+    """Styles of BERT's modules, whose classes begin with ``prefix``."""
+    return {
+        f"{prefix}SelfAttention": {"query": "column", "key": "column", "value": "column"},
+        f"{prefix}SelfOutput": {"dense": "row"},
+        f"{prefix}Intermediate": {"dense": "column"},
+        f"{prefix}Output": {"dense": "row"},
+    }
+
+
+FAMILY = Family(modules=styles_of("Bert"), stages=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mgpu_pipe.architectures.bert import FAMILY as BERT
+from mgpu_pipe.architectures.bert import styles_of
 from mgpu_pipe.architectures.family import FC, OUT_PROJ, QKV, Family, SequencePlan, Sizes, Stages
 
 _OWN: Mapping[str, Family] = {
@@ -13,6 +14,7 @@ _OWN: Mapping[str, Family] = {
     "bailing_hybrid": Family(experts="num_experts"),
     "biogpt": Family(packing="mask", stages=Stages(norm="layer_norm", added=("embed_positions",))),
     "bitnet": Family(stages=Stages()),
+    "camembert": Family(modules=styles_of("Camembert"), stages=None),
     "clip": Family(modules={"CLIPAttention": OUT_PROJ, "CLIPMLP": FC}, reads_inside=("CLIPTextEmbeddings",)),
     "clipseg": Family(
         modules={"CLIPSegAttention": OUT_PROJ, "CLIPSegMLP": FC}, reads_inside=("CLIPSegTextEmbeddings",)
@@ -29,9 +31,17 @@ _OWN: Mapping[str, Family] = {
     # DeepSeek V4: several streams of hidden states, mixed by parameters outside of the blocks.
     "deepseek_v4": Family(stages=None),
     "diffllama": Family(stages=Stages()),
+    "distilbert": Family(
+        modules={
+            "DistilBertSelfAttention": {"q_lin": "column", "k_lin": "column", "v_lin": "column", "out_lin": "row"},
+            "FFN": {"lin1": "column", "lin2": "row"},
+        },
+        stages=None,
+    ),
     # Doge: masks have weights for each head, which tensor parallelism does not cut; routers reshape their logits
     # across the tokens of a micro-batch.
     "doge": Family(tensor=False, mixes_tokens="is_moe"),
+    "electra": Family(modules=styles_of("Electra"), stages=None),
     "ernie4_5": Family(packing="positions"),
     "ernie4_5_moe": Family(packing="positions", experts="moe_num_experts", softmax_routers=True),
     "exaone4": Family(packing="positions"),
@@ -126,6 +136,7 @@ _OWN: Mapping[str, Family] = {
     "qwen3_next": Family(experts="num_experts", softmax_routers=True),
     # Qwen3-VL's language model, which is given positions along four axes: the first tells conversations apart.
     "qwen3_vl_text": Family(packing="axes", stages=Stages()),
+    "roberta": Family(modules=styles_of("Roberta"), stages=None),
     "seed_oss": Family(packing="positions"),
     "siglip": Family(modules={"SiglipAttention": OUT_PROJ, "SiglipMLP": FC}, reads_inside=("SiglipTextEmbeddings",)),
     "smollm3": Family(packing="positions"),
@@ -142,6 +153,7 @@ _OWN: Mapping[str, Family] = {
     ),
     "whisper": Family(modules={"WhisperAttention": OUT_PROJ, "WhisperEncoderLayer": FC, "WhisperDecoderLayer": FC}),
     "xglm": Family(packing="mask", stages=Stages(norm="layer_norm")),
+    "xlm_roberta": Family(modules=styles_of("XLMRoberta"), stages=None),
     # XLNet: every token sees all others, whatever the configuration says.
     "xlnet": Family(causal=False),
     "xmod": Family(needs={"default_language": "give the language of the text, e.g. en_XX"}),

@@ -42,6 +42,17 @@ class Contract:
 
 VARIANTS = {
     "@roberta": "model.config.text_config.model_type=xlm-roberta model.config.text_config.max_position_embeddings=40",
+    "@camembert": "model.type=camembert model.config.pad_token_id=1",
+    "@electra": "model.type=electra model.config.embedding_size=32",
+    "@distilbert": "model.type=distilbert model.config.n_layers=2"
+    + "".join(
+        f" ~model.config.{name}"
+        for name in (
+            *("intermediate_size", "type_vocab_size", "hidden_act", "hidden_dropout_prob"),
+            *("attention_probs_dropout_prob", "layer_norm_eps"),
+        )
+    ),
+    "@mpnet": "model.type=mpnet ~model.config.type_vocab_size model.config.pad_token_id=1",
     "@idefics": "model.type=idefics3 model.config.vision_config.model_type=idefics3_vision",
     "@adapters": "peft=lora peft.targets=[language] peft.train_also=[projector]",
     "@head_too": "peft=lora peft.train_also=[lm_head.*]",
@@ -256,7 +267,10 @@ CONTRACTS = {
         2 exhaustive: strategy=zero1; strategy=zero2 objective.mask_equal=false;
             strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;
             strategy=fsdp peft=lora; strategy=ddp precision=bf16;
-            strategy=fsdp model.type=roberta model.config.pad_token_id=1
+            strategy=fsdp model.type=roberta model.config.pad_token_id=1; strategy=tp @electra; strategy=tp @camembert;
+            strategy=tp model.type=roberta model.config.pad_token_id=1; strategy=tp @distilbert;
+            strategy=fsdp @distilbert; strategy=zero3 @distilbert; strategy=fsdp @mpnet; strategy=zero3 @mpnet;
+            strategy=zero3 @electra; strategy=zero3 @camembert
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2
         4 slow: strategy=fsdp strategy.tp=2
         """,
