@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import sysconfig
 import types
 from collections.abc import Iterator
@@ -35,15 +36,40 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile the package once: tests start it some thousand times, and PYTHONDONTWRITEBYTECODE may be set."""
+    """Compile the package and the tests once: some thousand processes import them, and PYTHONDONTWRITEBYTECODE may be
+    set. Pytest keeps what it makes of the tests' assertions, whose rewriting takes a third of collection."""
+    sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput"):
-        compileall.compile_dir(Path(mgpu_pipe.__file__).parent, quiet=2)
+        for folder in (Path(mgpu_pipe.__file__).parent, Path(__file__).parent):
+            compileall.compile_dir(folder, quiet=2)
+
+
+LONGEST = (
+    *("slurm/test_disturbed", "objectives/test_contract", "objectives/test_vision_language", "serving/test_serve"),
+    *("strategies/test_any_to_any", "slurm/test_array", "test_readme", "parallel/test_compile", "test_docs"),
+    *(
+        "objectives/test_ctc",
+        "launch/test_runs",
+        "strategies/test_matrix",
+        "slurm/test_submit",
+        "strategies/test_deepspeed",
+    ),
+    *("objectives/test_videos", "sweep/test_sweeps", "checkpoint/test_crash_points", "serving/test_engines"),
+    *("serving/test_serve_file", "strategies/test_cuda_audit", "runs/test_going_on", "hub/test_names"),
+)
+"""The files that take longest, by the minute that they took on two cores, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with a slow test first: what several processes share ends with files of a few seconds."""
-    long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    """Put the longest files first, then those with a slow test: what several processes share ends with files of a few
+    seconds."""
+    tests, slow = Path(__file__).parent, {item.path for item in items if item.get_closest_marker("slow")}
+
+    def turn(item: pytest.Item) -> int:
+        name = item.path.relative_to(tests).with_suffix("").as_posix()
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST) + (item.path not in slow)
+
+    items.sort(key=turn)
 
 
 def pytest_collection_finish() -> None:
