@@ -27,6 +27,7 @@ from mgpu_pipe.launch import signals as stop
 from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.sweep.store import Store, stores
 from tests.support.no_launch import Result, launches_by
+from tests.support.sampling import one_in
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -218,11 +219,14 @@ def test_other_programs_names_for_a_key_lead_to_it(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("word", "fix"),
-    [
-        *((f"{key}={value}", f"use {here}") for key, values in VALUES.items() for value, here in values.items()),
-        ("model=some/name", "use model=hf model.path=some/name"),
-        ("trainer.precision=bf16", "choose it by precision=<option> (mgpu-pipe ls precision)"),
-    ],
+    one_in(
+        3,
+        [
+            *((f"{key}={value}", f"use {here}") for key, values in VALUES.items() for value, here in values.items()),
+            ("model=some/name", "use model=hf model.path=some/name"),
+            ("trainer.precision=bf16", "choose it by precision=<option> (mgpu-pipe ls precision)"),
+        ],
+    ),
 )
 def test_other_programs_values_lead_to_those_that_there_are(
     capsys: pytest.CaptureFixture[str], word: str, fix: str

@@ -33,7 +33,9 @@ LONG = tuple(
     f"docs/{page}.md"
     for page in (
         "guides/strategies",
+        "guides/embeddings",
         "guides/adapters",
+        "tutorials/own_experiments",
         "guides/distillation",
         "reference/recipes",
         "guides/hub",

@@ -79,6 +79,7 @@ assert compiled(lambda x: (x * 2).sin())(torch.zeros(64)).sum() == 0
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_nothing_that_is_compiled_lies_in_the_shared_folder_for_temporary_files(tmp_path: Path) -> None:
     """Inductor keeps precompiled headers, which are code, there by itself: whoever made the folder can change them."""

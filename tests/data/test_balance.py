@@ -26,6 +26,7 @@ from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import config
 from tests.support.needs import need_digits
+from tests.support.sampling import one_in
 
 STEPS, SIZE = 12, 16
 NUMBER = "number"
@@ -149,7 +150,7 @@ def test_the_preview_shows_both(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["none", "best_fit"])
+@pytest.mark.parametrize("packing", one_in(2, ["best_fit", "none"]))
 def test_pictures_are_dealt_too_and_the_step_is_the_same(tmp_path: Path, packing: str) -> None:
     need_digits()
     words = ["objective=vision_language", "model=llava_tiny", "data=digit_questions", f"data.cache_dir={tmp_path}"]

@@ -71,6 +71,7 @@ def test_a_file_becomes_a_folder_with_its_tokenizer_that_runs_start_from(
     assert main(["check", "model=hf", f"model.path={out}", *settings]) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_published_model_keeps_its_logits_and_cuts_digits_apart(tmp_path: Path) -> None:
     out = need_smollm2()

@@ -67,9 +67,8 @@ CONTRACTS = {
         "objective=masked_lm model=bert_tiny",
         """
         1: strategy=single objective.loss_chunk_tokens=0
-        2: strategy=ddp
-        2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1; strategy=zero2;
-            strategy=zero3
+        2 exhaustive: strategy=ddp; strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1;
+            strategy=zero2; strategy=zero3
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2
         4 slow: strategy=fsdp strategy.tp=2
         """,
@@ -78,9 +77,9 @@ CONTRACTS = {
     "image_classification": Contract(
         "objective=image_classification data=digits model=vit_tiny objective.label_smoothing=0.1",
         """
-        1: strategy=single
-        2 slow: strategy=ddp; objective.mixup=0.4 strategy=fsdp data.micro_batch_size=2
-        2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1; strategy=zero2;
+        1 exhaustive: strategy=single
+        2 slow: objective.mixup=0.4 strategy=fsdp data.micro_batch_size=2
+        2 exhaustive: strategy=ddp; strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1; strategy=zero2;
             strategy=zero3
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
@@ -89,9 +88,9 @@ CONTRACTS = {
     "sequence_classification": Contract(
         "objective=sequence_classification model=bert_tiny model.config.num_labels=3",
         """
-        1: strategy=single
-        2 slow: strategy=ddp; strategy=tp
-        2 exhaustive: strategy=fsdp data.micro_batch_size=2;
+        1 exhaustive: strategy=single
+        2 slow: strategy=tp
+        2 exhaustive: strategy=ddp; strategy=fsdp data.micro_batch_size=2;
             model=llama_tiny model.config.pad_token_id=0 strategy=tp; strategy=zero1; strategy=zero2;
             strategy=zero3
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2;
@@ -102,7 +101,7 @@ CONTRACTS = {
     "contrastive": Contract(
         "objective=contrastive data=captioned_digits model=clip_tiny",
         """
-        1: strategy=single data.micro_batch_size=2
+        1 exhaustive: strategy=single data.micro_batch_size=2
         2 slow: strategy=ddp data.micro_batch_size=2
         2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2
         4 exhaustive: strategy=ddp
@@ -129,9 +128,9 @@ CONTRACTS = {
     "seq2seq": Contract(
         "objective=seq2seq data=number_words model=t5_tiny",
         """
-        1: strategy=single objective.loss_chunk_tokens=0
-        2 slow: strategy=ddp
-        2 exhaustive: strategy=fsdp data.micro_batch_size=2; strategy=tp;
+        1 exhaustive: strategy=single objective.loss_chunk_tokens=0
+        2 slow: strategy=ddp objective.loss_chunk_tokens=0
+        2 exhaustive: strategy=ddp; strategy=fsdp data.micro_batch_size=2; strategy=tp;
             strategy=tp model.config.feed_forward_proj=relu; strategy=zero1; strategy=zero2; strategy=zero3
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
         """,
@@ -144,26 +143,28 @@ CONTRACTS = {
         2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2;
             strategy=ddp precision=bf16; strategy=zero2 precision=bf16; strategy=ddp @head_too; strategy=fsdp @head_too;
             strategy=zero3 @head_too
-        1 slow: strategy=single
-        4 slow: strategy=fsdp strategy.tp=2
+        1 exhaustive: strategy=single
+        4 exhaustive: strategy=fsdp strategy.tp=2
         """,
     ),
     "speech_seq2seq": Contract(
         "objective=speech_seq2seq data=spoken_digits model=whisper_tiny",
         """
-        2 slow: strategy=ddp data.micro_batch_size=2 model.config.apply_spec_augment=true; strategy=fsdp peft=lora
-        2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2;
-            strategy=ddp peft=lora; strategy=tp peft=lora; strategy=zero3 peft=lora
-        1 slow: strategy=single objective.loss_chunk_tokens=0
+        2 slow: strategy=ddp data.micro_batch_size=2 model.config.apply_spec_augment=true objective.loss_chunk_tokens=0
+        2 exhaustive: strategy=ddp data.micro_batch_size=2 model.config.apply_spec_augment=true;
+            strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=ddp peft=lora; strategy=fsdp peft=lora; strategy=tp peft=lora; strategy=zero3 peft=lora
+        1 exhaustive: strategy=single objective.loss_chunk_tokens=0
         4 exhaustive: strategy=fsdp strategy.tp=2 model=whisper_small
         """,
     ),
     "vision_language": Contract(
         "objective=vision_language model=llava_tiny data.packing=none",
         """
-        1: strategy=single data.micro_batch_size=2 model.config.vision_feature_layer=-2
-        2 slow: strategy=ddp data.micro_batch_size=2; strategy=zero3 model.config.vision_feature_layer=-2
-        2 exhaustive: strategy=fsdp model.config.vision_feature_layer=-2; strategy=tp; strategy=zero2; strategy=pp;
+        1 exhaustive: strategy=single data.micro_batch_size=2 model.config.vision_feature_layer=-2
+        2 slow: strategy=zero3 model.config.vision_feature_layer=-2
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp model.config.vision_feature_layer=-2;
+            strategy=tp; strategy=zero2; strategy=pp;
             strategy.pp=2 strategy=pp strategy.activation_checkpointing=full;
             strategy.pp=2 strategy=pp precision=bf16; strategy.pp=2 strategy=pp model.freeze=[vision,language];
             strategy.pp=2 strategy=pp @adapters;
@@ -211,16 +212,17 @@ CONTRACTS = {
             model=qwen3_vl_tiny strategy=ddp precision=bf16; model=qwen3_vl_tiny strategy=fsdp precision=bf16;
             model=qwen3_vl_tiny strategy=tp precision=bf16; model=qwen3_vl_tiny strategy=zero3 precision=bf16
         4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2; model=qwen25_vl_tiny strategy=fsdp strategy.pp=2
-        2 slow: model=qwen3_vl_tiny strategy=tp @adapters; model=qwen3_vl_tiny strategy=zero3
+        2 slow: model=qwen3_vl_tiny strategy=tp @adapters
+        2 exhaustive: model=qwen3_vl_tiny strategy=zero3
         """,
         bf16_steps=20,
     ),
     "picture_packing": Contract(
         "objective=vision_language model=llava_tiny data.packing=best_fit",
         """
-        1: strategy=single data.micro_batch_size=2
-        2 slow: model=qwen25_vl_tiny strategy=fsdp; strategy=fsdp
-        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=tp; strategy=zero3;
+        1 exhaustive: strategy=single data.micro_batch_size=2
+        2 slow: model=qwen25_vl_tiny strategy=fsdp
+        2 exhaustive: strategy=fsdp; strategy=ddp data.micro_batch_size=2; strategy=tp; strategy=zero3;
             model=qwen25_vl_tiny strategy=ddp; model=qwen25_vl_tiny strategy=tp;
             model=qwen25_vl_tiny strategy=zero3; model=qwen25_vl_tiny strategy=pp;
             model=qwen3_vl_tiny strategy=ddp; model=qwen3_vl_tiny strategy=fsdp;
@@ -234,9 +236,9 @@ CONTRACTS = {
         "objective=distill model=llama_tiny",
         """
         1: strategy=single objective.loss_chunk_tokens=0
-        2: strategy=ddp objective.divergence=reverse; strategy=pp objective.teacher_weight=1;
-            strategy=zero3 @sharded; strategy=tp objective.divergence=jensen_shannon
-        2 exhaustive: strategy=fsdp objective.divergence=jensen_shannon objective.temperature=2;
+        2: strategy=ddp objective.divergence=reverse; strategy=pp objective.teacher_weight=1; strategy=zero3 @sharded
+        2 exhaustive: strategy=tp objective.divergence=jensen_shannon;
+            strategy=fsdp objective.divergence=jensen_shannon objective.temperature=2;
             strategy=ddp @sharded; strategy=zero1; strategy=zero2 objective.divergence=jensen_shannon;
             strategy=ep model=mixtral_tiny; strategy=fsdp peft=lora model=gpt2_tiny @sharded;
             strategy=fsdp @sharded; strategy=zero3; strategy=tp objective.divergence=reverse @sharded
@@ -247,10 +249,11 @@ CONTRACTS = {
     "dpo": Contract(
         "objective=dpo data=preferences_jsonl model=llama_tiny",
         """
-        1: strategy=single objective.loss_chunk_tokens=0
-        2: strategy=ddp objective.loss=ipo; strategy=fsdp objective.label_smoothing=0.1;
-            strategy=fsdp precision=bf16; strategy=pp; strategy=cp
-        2 exhaustive: strategy=tp strategy.sequence_parallel=true; strategy=zero3; strategy=zero1; strategy=zero2;
+        1 exhaustive: strategy=single objective.loss_chunk_tokens=0
+        2: strategy=ddp objective.loss=ipo; strategy=fsdp precision=bf16; strategy=pp;
+            strategy=cp objective.label_smoothing=0.1
+        2 exhaustive: strategy=cp; strategy=fsdp objective.label_smoothing=0.1;
+            strategy=tp strategy.sequence_parallel=true; strategy=zero3; strategy=zero1; strategy=zero2;
             strategy=cp strategy.context.method=ulysses objective.loss=ipo;
             strategy=tp peft=lora; strategy=fsdp @live; strategy=cp @live; strategy=zero3 @live;
             strategy=ep model=mixtral_tiny
@@ -260,19 +263,17 @@ CONTRACTS = {
     "text_embedding": Contract(
         "objective=text_embedding data=stdlib_pairs model=bert_tiny",
         """
-        1: strategy=single objective.symmetric=true
-        2: strategy=ddp data.micro_batch_size=2; strategy=tp;
-            strategy=fsdp objective.pooling=cls objective.matryoshka_sizes=[4];
+        1 exhaustive: strategy=single objective.symmetric=true
+        2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.pooling=cls objective.matryoshka_sizes=[4];
             strategy=zero3 objective.symmetric=true
-        2 exhaustive: strategy=zero1; strategy=zero2 objective.mask_equal=false;
+        2 exhaustive: strategy=tp; strategy=zero1; strategy=zero2 objective.mask_equal=false;
             strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;
             strategy=fsdp peft=lora; strategy=ddp precision=bf16;
             strategy=fsdp model.type=roberta model.config.pad_token_id=1; strategy=tp @electra; strategy=tp @camembert;
             strategy=tp model.type=roberta model.config.pad_token_id=1; strategy=tp @distilbert;
             strategy=fsdp @distilbert; strategy=zero3 @distilbert; strategy=fsdp @mpnet; strategy=zero3 @mpnet;
             strategy=zero3 @electra; strategy=zero3 @camembert
-        4 exhaustive: strategy=hsdp strategy.dp_replicate=2
-        4 slow: strategy=fsdp strategy.tp=2
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
         """,
         target="encoder.layer.1.output.dense",
     ),
@@ -280,8 +281,9 @@ CONTRACTS = {
         "objective=orpo data=preferences_jsonl model=llama_tiny",
         """
         1: strategy=single objective.loss_chunk_tokens=0
-        2: strategy=fsdp objective.odds_weight=0.5; strategy=cp
-        2 exhaustive: strategy=ddp; strategy=pp; strategy=tp; strategy=zero1; strategy=zero2; strategy=zero3;
+        2: strategy=fsdp objective.odds_weight=0.5
+        2 exhaustive: strategy=cp; strategy=ddp; strategy=pp; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=zero3;
             strategy=tp strategy.sequence_parallel=true; strategy=fsdp peft=lora; strategy=fsdp precision=bf16;
             strategy=ep model=mixtral_tiny
         4 exhaustive: strategy=fsdp strategy.tp=2 model=gpt2_tiny
@@ -290,9 +292,10 @@ CONTRACTS = {
     "reward": Contract(
         "objective=reward data=preferences_jsonl model=llama_tiny model.config.pad_token_id=0",
         """
-        1: strategy=single objective.center_weight=0.1
-        2: strategy=fsdp; strategy=tp; strategy=zero3
-        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero1; strategy=zero2;
+        1 exhaustive: strategy=single objective.center_weight=0.1
+        2: strategy=fsdp objective.center_weight=0.1; strategy=tp
+        2 exhaustive: strategy=fsdp; strategy=zero3; strategy=ddp data.micro_batch_size=2; strategy=zero1;
+            strategy=zero2;
             strategy=fsdp precision=bf16; strategy=ddp model=bert_tiny;
             strategy=fsdp peft=lora peft.train_also=[score.weight]
         """,
@@ -300,10 +303,10 @@ CONTRACTS = {
     "kto": Contract(
         "objective=kto data=unpaired_jsonl model=llama_tiny",
         """
-        1: strategy=single objective.loss_chunk_tokens=0
-        2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.desirable_weight=1.5; strategy=pp; strategy=tp;
-            strategy=zero3
-        2 exhaustive: strategy=cp; strategy=zero1; strategy=zero2; strategy=tp strategy.sequence_parallel=true;
+        1 exhaustive: strategy=single objective.loss_chunk_tokens=0
+        2: strategy=fsdp objective.desirable_weight=1.5 data.micro_batch_size=2; strategy=pp
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=tp; strategy=zero3; strategy=cp; strategy=zero1;
+            strategy=zero2; strategy=tp strategy.sequence_parallel=true;
             strategy=fsdp precision=bf16; strategy=fsdp peft=lora; strategy=fsdp @live; strategy=zero3 @live;
             strategy=cp strategy.context.method=ulysses; strategy=ep model=mixtral_tiny
         4 exhaustive: strategy=pp strategy.tp=2; strategy=fsdp strategy.tp=2 model=gpt2_tiny
@@ -312,8 +315,8 @@ CONTRACTS = {
     "cpo": Contract(
         "objective=cpo data=preferences_jsonl model=llama_tiny",
         """
-        1: strategy=single objective.label_smoothing=0.1
-        2: strategy=fsdp objective.chosen_weight=0.5
+        1 exhaustive: strategy=single objective.label_smoothing=0.1
+        2: strategy=fsdp objective.chosen_weight=0.5 objective.label_smoothing=0.1
         2 exhaustive: strategy=ddp; strategy=pp; strategy=cp; strategy=tp; strategy=zero1; strategy=zero2;
             strategy=zero3; strategy=fsdp peft=lora; strategy=fsdp precision=bf16
         """,
@@ -321,8 +324,8 @@ CONTRACTS = {
     "simpo": Contract(
         "objective=simpo data=preferences_jsonl model=llama_tiny",
         """
-        1: strategy=single objective.margin=0.3
-        2: strategy=tp objective.beta=1
+        1 exhaustive: strategy=single objective.margin=0.3
+        2: strategy=tp objective.beta=1 objective.margin=0.3
         2 exhaustive: strategy=ddp; strategy=fsdp; strategy=pp; strategy=cp; strategy=zero1; strategy=zero2;
             strategy=zero3; strategy=fsdp peft=lora; strategy=fsdp precision=bf16
         """,

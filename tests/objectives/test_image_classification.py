@@ -28,6 +28,7 @@ from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes
+from tests.support.sampling import one_in
 
 PICTURES = ("objective=image_classification", "data=digits", "model=vit_tiny", "logger=none", "trainer.progress=off")
 VIT = (*PICTURES, "objective.label_smoothing=0.1")
@@ -85,7 +86,7 @@ def test_a_batch_is_its_samples_alone_and_the_metrics_are_counts(family: str) ->
     assert right == int((logits.argmax(-1) == batch["labels"][:-1]).sum()) and among == 5  # of three classes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", one_in(4, FAMILIES))
 def test_verify_makes_a_small_run_of_every_family(family: str) -> None:
     given = ("objective=image_classification", "data=digits", "model=hf", "model.path=null", f"model.type={family}")
     small = shrink(compose([*given, "strategy=fsdp", "trainer.devices=2"])[0], ParallelDims(dp_shard=2))
@@ -132,6 +133,7 @@ def test_mixup_draws_by_seed_and_sample_and_leaves_held_out_pictures(tmp_path: P
 run = partial(small_runs.run, small_data)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tuned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -51,7 +51,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def cells() -> Sequence[Any]:
-    sampled = {("vit", "strategy=ddp"), ("clip", "strategy=fsdp")}
+    sampled = {("clip", "strategy=fsdp")}
     every = [(kind, f"strategy={name}") for kind in DATA for name in ("ddp", "fsdp", "tp", "zero3")]
     return [pytest.param(*one, marks=() if one in sampled else pytest.mark.exhaustive) for one in every]
 

@@ -192,6 +192,7 @@ def test_answers_of_one_label_are_refused(tmp_path: Path) -> None:
         prepare(small_data(tmp_path, rows=[row for row in ROWS if row["label"]]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_learns_and_goes_on_under_another_strategy(tmp_path: Path) -> None:
     whole, metrics, _ = small_runs.run_on(small_data, tmp_path)

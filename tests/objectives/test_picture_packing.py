@@ -32,7 +32,7 @@ QWEN25, QWEN3, PARTS = "model=qwen25_vl_tiny", "model=qwen3_vl_tiny", "model=smo
     ("chats", "overrides", "length", "many"),
     [
         (test_vision_language.chats, (), 96, (3, 5, 5)),
-        (test_own_sizes.chats, (QWEN25,), 160, (3, 6, 6)),
+        pytest.param(test_own_sizes.chats, (QWEN25,), 160, (3, 6, 6), marks=pytest.mark.exhaustive),
         pytest.param(test_own_sizes.chats, (QWEN3,), 160, (3, 6, 6), marks=pytest.mark.exhaustive),
         pytest.param(test_parts.chats, (), 256, (2, 6, 22), marks=pytest.mark.exhaustive),
     ],
@@ -92,6 +92,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
         check_attention(compose([*given, "model.attn_implementation=flash_attention_2"])[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_packed_run_answers_and_goes_on_as_one_process_does(tmp_path: Path) -> None:
     rows = (PACKED, "data.seq_len=96", "data.global_batch_size=2")

@@ -127,6 +127,7 @@ def small_data(folder: Path, *overrides: str) -> RunConfig:
 run = partial(small_runs.run, small_data)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_learns_and_goes_on_under_another_strategy(tmp_path: Path) -> None:
     whole, metrics, _ = small_runs.run_on(small_data, tmp_path)

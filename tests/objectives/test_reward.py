@@ -117,6 +117,7 @@ def test_models_without_such_a_head_are_refused(tmp_path: Path, override: str, f
     assert fault in str(caught.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_learns_and_goes_on_under_another_strategy(tmp_path: Path) -> None:
     whole, metrics, _ = small_runs.run_on(small_data, tmp_path)

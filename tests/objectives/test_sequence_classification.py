@@ -24,6 +24,7 @@ from tests.models.tiny import tiny_model
 from tests.support import small_runs
 from tests.support.command import environment, run_folder
 from tests.support.program import run_program
+from tests.support.sampling import one_in
 
 CLASSES = ("objective=sequence_classification", "logger=none", "trainer.progress=off")
 BERT = (*CLASSES, "model=bert_tiny", "model.config.num_labels=3")
@@ -230,7 +231,7 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
 @pytest.mark.parametrize(
     ("processes", "strategy"),
     [
-        (1, "strategy=single"),
+        pytest.param(1, "strategy=single", marks=pytest.mark.exhaustive),
         pytest.param(2, "strategy=fsdp", marks=pytest.mark.exhaustive),
         pytest.param(2, "strategy=tp", marks=pytest.mark.exhaustive),
         (2, "strategy=zero3"),
@@ -260,7 +261,7 @@ def test_a_folder_without_the_head_gets_a_new_one(tmp_path: Path, processes: int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["strategy=ddp", "strategy=fsdp"])
+@pytest.mark.parametrize("strategy", one_in(2, ["strategy=ddp", "strategy=fsdp"]))
 def test_a_run_tells_the_classes_of_its_sample_texts(tmp_path: Path, cache: Path, strategy: str) -> None:
     """The program itself, and what its last checkpoint says of these texts without it."""
     from mgpu_pipe.inference.open import load_run

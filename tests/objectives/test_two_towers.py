@@ -54,6 +54,7 @@ def pictured(folder: Path, *overrides: str) -> RunConfig:
     return captioned(folder, *chosen, *overrides)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

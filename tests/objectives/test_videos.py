@@ -301,6 +301,7 @@ def test_no_frame_tells_the_way_and_clips_are_held_out_whole(cache: Path) -> Non
     assert 0.15 * CLIPS < prepared.held_out_samples < 0.25 * CLIPS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_four_steps_of_the_experiment_show_frames_beside_answers(cache: Path, tmp_path: Path) -> None:
     few = ("data.global_batch_size=8", "data.micro_batch_size=4", "data.validation_max_samples=16")

@@ -33,6 +33,7 @@ from tests.parallel.pipeline_support import (
     worst_error,
 )
 from tests.support.processes import _entry, preloaded, run_processes
+from tests.support.sampling import one_in
 from tests.support.tiny import SEQ_LEN, VOCABULARY, global_batch, step_batch
 
 pytestmark = pytest.mark.slow
@@ -62,7 +63,7 @@ def evaluated(model_name: str, layers: int) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("model_name", "layers", "ranks"), [("llama", 4, 2), ("gpt2", 8, 4)])
+@pytest.mark.parametrize(("model_name", "layers", "ranks"), one_in(2, [("llama", 4, 2), ("gpt2", 8, 4)]))
 def test_evaluation_and_logits_are_those_of_one_process(model_name: str, layers: int, ranks: int) -> None:
     whole = whole_model(model_of(model_name, layers))
     objective = objective_of(whole, 0)
@@ -178,7 +179,9 @@ def sharded(model_name: str, layers: int, schedules: list[str]) -> dict[str, Any
     return result
 
 
-@pytest.mark.parametrize(("model_name", "schedules"), [("gpt2", ["1f1b", "zbv"]), ("llama", ["1f1b", "dualpipev"])])
+@pytest.mark.parametrize(
+    ("model_name", "schedules"), one_in(2, [("gpt2", ["1f1b", "zbv"]), ("llama", ["1f1b", "dualpipev"])])
+)
 def test_stages_are_sharded_by_fsdp(model_name: str, schedules: list[str]) -> None:
     one = expected(model_of(model_name, 4))
     found = run_processes(4, sharded, model_name, 4, schedules)

@@ -124,7 +124,7 @@ def test_a_live_run_holds_what_the_formulas_say(overrides: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", one_in(4, list(LAYOUTS)))
+@pytest.mark.parametrize("layout", one_in(6, list(LAYOUTS)))
 def test_kept_bytes_and_peak_of_a_traced_step_are_those_of_the_formulas(layout: str) -> None:
     from multiprocessing import get_context
 

@@ -7,6 +7,7 @@ import pytest
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
 from mgpu_pipe.config.hydra.group_listing import list_groups
 from mgpu_pipe.launch.composed import notices_of
+from tests.support.sampling import one_in
 
 RECIPES = [
     option.name
@@ -31,7 +32,7 @@ def planned(name: str, hardware: str, *words: str) -> str:
     return composition.config.strategy.name
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", one_in(3, RECIPES))
 def test_a_recipe_fits_eight_h100(name: str) -> None:
     assert compose([f"experiment={name}"])[0].strategy.name == "auto"
     assert planned(name, "h100", "trainer.devices=8") != "auto"

@@ -143,6 +143,7 @@ def traced_on_a_gpu(rank: int, ranks: int, *words: str, batch: tuple[str, ...] =
     return found
 
 
+@pytest.mark.exhaustive
 @needs_pretended_gpu
 def test_rows_of_unlike_documents_pass_a_pipeline_on_gpus() -> None:
     words = ("model=llama_tiny", "strategy=megatron", "strategy.pp=2", "trainer.devices=2", "data.seq_len=1024")

@@ -28,7 +28,8 @@ def tuning(corpus: Path, base: Path, *more: str) -> list[str]:
     return overrides(corpus, *adapters, *horizon, *more)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.exhaustive), "dora"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_run_moves_between_strategies_and_its_adapter_loads_in_peft(
     cache: Path, corpus: Path, base: Path, tmp_path: Path, kind: str
 ) -> None:

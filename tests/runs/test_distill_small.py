@@ -10,6 +10,7 @@ import pytest
 from tests.support.command import mgpu, run_folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_four_steps_learn_from_the_run_of_another_experiment(cache: Path, tmp_path: Path) -> None:
     own = tmp_path / "conf" / "experiment"

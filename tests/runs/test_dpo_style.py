@@ -16,11 +16,13 @@ from mgpu_pipe.data.text.numbers import answers
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigErrors
 from tests.support.command import mgpu, run_folder
+from tests.support.sampling import one_in
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("objective", "shares"), [("dpo", ("val/preference_accuracy", "val/style_rate")), ("kto", ("val/accuracy",))]
+    ("objective", "shares"),
+    one_in(2, [("dpo", ("val/preference_accuracy", "val/style_rate")), ("kto", ("val/accuracy",))]),
 )
 def test_four_steps_start_from_the_run_of_another_experiment(
     cache: Path, tmp_path: Path, objective: str, shares: tuple[str, ...]

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.command import column, environment, launched, metrics, mgpu, run_folder, wait_for_step
 from tests.support.program import ForkedProgram, run_program
+from tests.support.sampling import one_in
 from tests.support.worlds import JoinedRun
 
 STEPS = 30
@@ -164,7 +165,7 @@ def test_a_joined_world_finds_its_run_by_its_mathematics_and_says_why_it_starts_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", one_in(2, [False, True]))
 def test_a_launch_killed_while_it_prepares_is_gone_on_in_and_a_living_one_is_named(
     named: bool, cache: Path, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from tests.serving.servers import CONTEXT, QUESTIONS, Server, serving, train_run
 from tests.support.command import REPOSITORY, mgpu
 from tests.support.documented import blocks
 from tests.support.needs import need_openai, need_server
+from tests.support.sampling import one_in
 
 pytestmark = pytest.mark.slow
 
@@ -208,7 +209,7 @@ def is_open(address: str) -> bool:
         return connection.connect_ex((host, int(port))) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", one_in(2, [signal.SIGKILL, signal.SIGINT]))
 def test_the_server_ends_with_the_command(place: Path, number: signal.Signals) -> None:
     with serving(place / "cache", place, "run") as started:
         children = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/children").read_text().split()

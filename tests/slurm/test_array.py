@@ -58,8 +58,8 @@ def finished(cluster: Cluster, cache: Path, cwd: Path) -> None:
 def test_a_member_that_is_queued_again_leaves_the_others_alone(cluster: Cluster, cache: Path, shared: Path) -> None:
     """The last member, whose job number is the array's own."""
     os.environ["PYTHONPATH"] = str(REPOSITORY)
-    words = ["seed=1,2", "trainer.max_steps=16", "checkpoint.every_n_steps=4", "strategy=ddp"]
-    array = submitted(cache, shared, *words, *SLOW, "trainer.num_nodes=2", "trainer.devices=1")
+    words = ["seed=1,2", "trainer.max_steps=16", "checkpoint.every_n_steps=4", "strategy=single"]
+    array = submitted(cache, shared, *words, *SLOW, "trainer.devices=1")
     first, last = (Path(point["folder"]) for point in points(cache, shared))
     cluster.until(lambda: reached(first, 2) and reached(last, 6), "step 6", array)
     mgpu(cache, shared, "jobs", "requeue", str(last))
@@ -69,7 +69,7 @@ def test_a_member_that_is_queued_again_leaves_the_others_alone(cluster: Cluster,
 
     there = shared / "here"
     there.mkdir()
-    alone = ["launch=local", "hydra/launcher=basic", "trainer.devices=2"]
+    alone = ["launch=local", "hydra/launcher=basic", "trainer.devices=1"]
     mgpu(cache, there, *ARRAY, *words, *alone)
     for mine, local in zip(points(cache, shared), points(cache, there), strict=True):
         assert mine["overrides"] == local["overrides"]

@@ -23,6 +23,7 @@ def local(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_folder(mgpu(cache, tmp_path_factory.mktemp("local"), *words))
 
 
+@pytest.mark.exhaustive
 def test_two_nodes_train_what_one_machine_trains(cluster: Cluster, cache: Path, local: Path, shared: Path) -> None:
     """One task a node and one task a GPU, at the same time; the latter in a folder with a difficult name."""
     hard = shared / 'it\'s 50% "of" $HOME'

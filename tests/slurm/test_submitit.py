@@ -14,6 +14,7 @@ WORDS = [*(word for word in TINY if word != "launch=slurm"), "strategy=ddp", "tr
 JOB = {"mem_gb": "null", "nodes": 2, "tasks_per_node": 1, "timeout_min": 20}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_of_two_nodes_for_each_point(cluster: Cluster, cache: Path, shared: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install hydra-submitit-launcher")

@@ -77,11 +77,9 @@ SAMPLED = (
     ("tp", "DoRA", "llama"),
     ("tp", "QLoRA, experts", "mixtral"),
     ("pp", "DoRA", "gpt2"),
-    ("cp", "QLoRA", "llama"),
     ("ep", "QLoRA, experts", "mixtral"),
-    ("tp2 x pp2", "QLoRA", "qwen3"),
 )
-"""The cells of ``make test``: every strategy, every kind but plain LoRA, which test_axes tries, and every model."""
+"""The cells of ``make test``: every kind but plain LoRA, which test_axes tries, and every model."""
 
 
 def is_sampled(strategy: str, kind: str, model: str) -> bool:

@@ -31,7 +31,7 @@ from tests.strategies.test_mesh import STEPS, adamw, oracle, relative, whole
 from tests.strategies.test_mesh import trained as trained_alone
 from tests.support.bf16 import loss_error
 from tests.support.processes import run_processes
-from tests.support.sampling import sampled
+from tests.support.sampling import one_in, sampled
 from tests.support.tiny import MODELS, step_batch
 from tests.support.trainer import quiet_trainer
 
@@ -180,7 +180,7 @@ ONE_STAGE = [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, mark
     ("stage", "model_name", "world_size", "micro_batch_size"),
     sampled(
         [cell for cell in CELLS if cell[2] * cell[3] == 4],
-        lambda stage, model, world, micro: (stage + FAMILIES.index(model) + world // 2) % 6 == 0,
+        lambda stage, model, world, micro: (stage + FAMILIES.index(model) + world // 2) % 12 == 0,
     ),
 )
 def test_zero_is_the_plain_loop(stage: int, model_name: str, world_size: int, micro_batch_size: int) -> None:
@@ -232,7 +232,7 @@ def test_clipping_uses_the_global_norm(stage: int) -> None:
         pytest.param(1, 2, marks=pytest.mark.exhaustive),
         (2, 2),
         pytest.param(3, 2, marks=pytest.mark.exhaustive),
-        (3, 4),
+        pytest.param(3, 4, marks=pytest.mark.exhaustive),
     ],
 )
 def test_offload_to_host_memory_is_the_plain_loop(stage: int, world_size: int) -> None:
@@ -283,7 +283,7 @@ def test_two_runs_of_one_topology_are_bit_equal(stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "micro_batch_size"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("world_size", "micro_batch_size"), one_in(2, [(2, 2), (4, 1)]))
 def test_offload_to_a_disk_is_the_plain_loop(
     tmp_path: Path, nvme_extension: str, world_size: int, micro_batch_size: int
 ) -> None:
@@ -295,7 +295,9 @@ def test_offload_to_a_disk_is_the_plain_loop(
 
 @pytest.mark.parametrize(
     ("stage", "precision"),
-    sampled(product((1, 2, 3), ("fp32", "bf16")), lambda stage, precision: (precision == "fp32") == (stage == 2)),
+    sampled(
+        product((1, 2, 3), ("fp32", "bf16")), lambda stage, precision: (stage, precision) in ((2, "fp32"), (3, "bf16"))
+    ),
 )
 def test_a_rank_keeps_what_the_closed_form_says(stage: int, precision: str) -> None:
     """ZeRO's memory model (Rajbhandari et al. 2020), with fp32 gradients, and fp32 weights their own masters."""

@@ -42,7 +42,7 @@ CELLS = [
     for model in ("llama", "gpt2", "mixtral")
     if model == "mixtral" or dims.ep == 1
 ]
-QUICK = [("tp 2 x dp_shard 2", "gpt2"), ("fsdp 2", "mixtral"), ("single", "llama")]
+QUICK = [("tp 2 x dp_shard 2", "gpt2"), ("fsdp 2", "mixtral")]
 
 
 def way_of(name: str, model: str) -> Way:

@@ -167,7 +167,7 @@ def cells(strategies: dict[str, Any], quick: str | None) -> list[Any]:
     return [pytest.param(name, marks=marks[name == quick]) for name in strategies]
 
 
-@pytest.mark.parametrize("strategy", cells(OF_BERT, "tp"))
+@pytest.mark.parametrize("strategy", cells(OF_BERT, None))
 def test_minilm_learns_as_in_one_process(strategy: str, minilm: tuple[Any, Path, Results]) -> None:
     composed, folder, expected = minilm
     processes, more = OF_BERT[strategy]

@@ -31,7 +31,7 @@ WAYS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
     "zero2_cpu 2": (ParallelDims(dp_shard=2), {"zero_stage": 2, "offload": "cpu"}),
     "zero3_cpu 2": (ParallelDims(dp_shard=2), {"zero_stage": 3, "offload": "cpu"}),
 }
-SAMPLED = ("single", "pp 2", "zero2 2", "zero3 2")
+SAMPLED = ("pp 2", "zero3 2")
 
 
 def averaged(case: Case, dims: ParallelDims, first_step: int = 0) -> Outcome:

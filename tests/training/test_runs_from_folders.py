@@ -43,7 +43,7 @@ def composed(root: Path, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*one_in(2, OLD), *one_in(3, WITH_BUFFERS)])
+@pytest.mark.parametrize("kind", [*one_in(4, OLD), *one_in(3, WITH_BUFFERS)])
 def test_a_run_from_a_folder_is_saved_resumed_and_exported(kind: str, tmp_path: Path) -> None:
     import transformers
 

@@ -42,8 +42,8 @@ class WrongOnRank1(CausalLMObjective):
 }
 MORE = {"zero3_nvme": ["strategy.offload_path=nvme"]}
 PRESETS = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "zero3_cpu", "zero3_nvme")
-EACH_TIME = ("fsdp", "zero2", "zero3_nvme")
-"""``make test`` tries these; test_mesh_strategies and test_deepspeed plant the error without the command."""
+EACH_TIME = ("fsdp",)
+"""``make test`` tries this; test_mesh_strategies and test_deepspeed plant the error without the command."""
 
 
 @pytest.mark.parametrize(

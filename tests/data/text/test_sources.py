@@ -27,6 +27,7 @@ from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from tests.data.support import config, text_files, write_jsonl
+from tests.support.sampling import sampled
 
 
 def _texts(run: RunConfig, tmp_path: Path) -> list[str]:
@@ -159,7 +160,10 @@ def test_compressed_text_reads_as_the_text(ending: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", [".gz", ".zst", ".xz", ".bz2", ".zip"])
+@pytest.mark.parametrize(
+    "ending",
+    sampled([(".gz",), (".zst",), (".xz",), (".bz2",), (".zip",)], lambda ending: ending not in (".xz", ".bz2")),
+)
 def test_a_broken_compressed_file_is_named_by_file_and_line(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.jsonl{ending}"
     write_jsonl(path, [{"text": f"number {index} of {index * 7919 % 104729}"} for index in range(200_000)])
