@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.architectures.config_source import NO_DEFAULT, ConfigClass, config_class
@@ -16,6 +16,8 @@ MOST_PARTS, MOST = 1 << 16, 1 << 28
 NOT_NEGATIVE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size")
 SIZES = re.compile(r"size|dim|width|inner|head|channel|kernel|stride|embd|d_model|d_ff|d_kv|ffn|expert|group|bins")
 """Fields that hold the size or the number of something."""
+LENGTHS = re.compile(r"_positions|position_embeddings")
+"""Fields that hold the length of an input."""
 MAY_BE_ZERO = re.compile(r"shared|zero_expert|additional|window|chunk|nope|rope|per_layer|no_repeat|offset")
 """Such fields of which 0 means none."""
 EXPERTS_MAY_BE_ZERO = frozenset(
@@ -70,19 +72,25 @@ def _empty_sizes(
             part = fields.get(stored)
             part = part if isinstance(part, Mapping) else value
             yield from _empty_sizes(value, part, part_type(model_type, name, part), part_type, f"{within}.{name}")
-        elif type(value) is int and value < 1 and _is_never_zero(known, model_type, stored):
+        elif any(type(number) is int and number < 1 for number in _listed(value)) and _is_never_zero(
+            known, model_type, stored
+        ):
             fix = "use at least 1, or null" if known.defaults.get(stored, 1) is None else "use at least 1"
             yield ConfigError(f"{within}.{name}", value, fix, "a model has some")
 
 
 def _is_never_zero(known: ConfigClass, model_type: str, name: str) -> bool:
     """Whether a field holds a size or number that is at least 1 wherever it is given."""
-    if not SIZES.search(name) or MAY_BE_ZERO.search(name):
+    if not (SIZES.search(name) or LENGTHS.search(name)) or MAY_BE_ZERO.search(name):
         return False
     if name in EXPERTS and model_type in EXPERTS_MAY_BE_ZERO:
         return False
     default = known.defaults.get(name, NO_DEFAULT)
-    return default is None or default is NO_DEFAULT or (type(default) is int and default > 0)
+    return default is None or default is NO_DEFAULT or all(type(size) is int and size > 0 for size in _listed(default))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def largest_width(fields: Mapping[str, Any]) -> int:

@@ -28,6 +28,8 @@ MODELS = Path(transformers.__file__).parent / "models"
         ("mixtral", {"num_local_experts": -2}, "num_local_experts=-2: a model has some; use at least 1"),
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0: a model has some; use at least 1, or null"),
         ("whisper", {"num_mel_bins": 0}, "num_mel_bins=0: a model has some"),
+        ("gpt2", {"n_positions": -5}, "n_positions=-5: a model has some; use at least 1"),
+        ("wav2vec2", {"conv_dim": [8, 0]}, "conv_dim=[8, 0]: a model has some; use at least 1"),
         (
             "llava",
             {"vision_config": {"model_type": "clip_vision_model", "patch_size": 0}},
