@@ -25,8 +25,8 @@ from mgpu_pipe.data.text.tokenizer_train import train_bpe
 
 CASES = (
     ("text file with an emoji", "trained on it", 1.0),
-    ("text file", "byte-level", 1.0),
     ("row of JSON", "byte-level", 1.0),
+    ("text file", "byte-level", 1.0),
     ("text file", "trained on it", 1.0),
     ("text file", "whole text is one word", 0.1),
 )
