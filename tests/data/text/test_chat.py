@@ -204,6 +204,7 @@ ONE_CALL = {
     "a nest as text": NEST + "{{ 'a' ~ n.v }}",
     "a nest printed": NEST + "{{ n.v }}",
     "a sum of lists": "{{ ([[0] * 9] * 9000000) | sum(start=[]) }}",
+    "keys that may have equal hashes": "{{ {}.fromkeys([1]) }}",
     "many digits rounded": "{{ 5 | round(-10**9) }}",
     "many digits rounded up": "{{ 5 | round(10**9, 'ceil') }}",
     "a number of bytes": "{% set read = (0).from_bytes %}"
@@ -290,6 +291,22 @@ def test_a_signal_while_the_block_is_left_keeps_no_limit() -> None:
         sys.setprofile(None)
     assert {"__exit__", "limited"} <= set(calls)
     assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == limits
+
+
+def test_a_template_that_counts_for_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loops end after some seconds where nothing stops them."""
+    template = ChatTemplate("{% for i in range(3000) %}{% for j in range(3000) %}{% endfor %}{% endfor %}")
+    monkeypatch.setattr(template_limits, "SECONDS", 0.05)
+    with pytest.raises(TemplateError, match=r"takes more than 0\.05 s"), template_limits.limited():
+        template.render(TALK)
+
+
+def test_a_signal_between_two_calls_of_the_block_is_passed_over() -> None:
+    """An error there may come after the block's last line, where nothing takes the limits away."""
+    with template_limits.limited():
+        handler = signal.getsignal(signal.SIGPROF)
+        assert callable(handler)
+        handler(signal.SIGPROF, sys._getframe())
 
 
 def test_what_is_weighed_gives_what_jinja_gives() -> None:
