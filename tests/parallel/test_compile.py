@@ -180,8 +180,13 @@ def test_a_block_is_one_graph_along_every_axis(processes: int, overrides: str, a
 @pytest.mark.parametrize(
     ("processes", "axes"),
     [
+        (2, "strategy=ep strategy.activation_checkpointing=full"),
         pytest.param(2, "strategy=ep", marks=ALIKE),
-        (4, "strategy=cp strategy.cp=2 strategy.dp_shard=2 strategy.ep=2 strategy.activation_checkpointing=full"),
+        pytest.param(
+            4,
+            "strategy=cp strategy.cp=2 strategy.dp_shard=2 strategy.ep=2 strategy.activation_checkpointing=full",
+            marks=ALIKE,
+        ),
     ],
 )
 def test_only_the_exchange_of_experts_divides_a_block(processes: int, axes: str) -> None:
