@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.compressed import codec_of
@@ -16,7 +15,7 @@ from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.weights.sentence_modules import SentenceModules, read_sentence_modules
-from mgpu_pipe.objectives.text_embedding_keys import TextEmbeddingConfig, vector_width
+from mgpu_pipe.objectives.text_embedding_keys import DESCRIPTION, TextEmbeddingConfig, vector_width
 
 LINES = ".txt"
 """Ends the name of a file with a text in each line."""
@@ -82,7 +81,7 @@ def width_of(source: ModelSource) -> int:
     """
     folder = source.folder
     model = ModelConfig(name=folder.name, path=str(folder)) if source.config is None else source.config.model
-    fields, families = resolved_fields(model), description("text_embedding").families
+    fields, families = resolved_fields(model), DESCRIPTION.families
     if fields["model_type"] not in families:
         raise BadInputError(
             f"{folder}: objective=text_embedding has no {fields['model_type']}; use {', '.join(families)}"
