@@ -10,6 +10,7 @@ from mgpu_pipe.architectures.family import FLASH
 from mgpu_pipe.architectures.find import document_isolation, family_of
 from mgpu_pipe.checks.fitting import fitting_objectives, model_fix
 from mgpu_pipe.config.data_sources import find_source, samples_of
+from mgpu_pipe.config.group_keys import ALL_LINEAR
 from mgpu_pipe.config.hub import hub_name, is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import world_size
@@ -285,6 +286,8 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     if peft.init_from is not None and "experts" in peft.targets:
         reason = "peft names adapters of packed experts by their order"
         errors.append(ConfigError("peft.init_from", peft.init_from, "target no experts", reason))
+    if not peft.targets:
+        errors.append(ConfigError("peft.targets", [], f"use [{ALL_LINEAR}]", "no linear layer is targeted"))
     most = largest_width(model_fields(config))
     if most and peft.r > most:
         errors.append(ConfigError("peft.r", peft.r, f"use at most {most}", "no layer of the model is that wide"))
