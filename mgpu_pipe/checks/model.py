@@ -19,7 +19,7 @@ from mgpu_pipe.data.model_field import model_vocab_size, resolve_packing
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, existing_file, json_file, token_texts
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
-from mgpu_pipe.models.field_sizes import largest_width
+from mgpu_pipe.models.field_sizes import POSITIONS_AFTER_PADDING, largest_width
 from mgpu_pipe.models.fields import ModelClassError, check_model_config, resolved_fields
 from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
@@ -98,13 +98,6 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
     if attn_implementation in FLASH:
         reason = f"the {model_type} family needs a mask for packed samples, which flash attention does not take"
         raise ConfigError("model.attn_implementation", attn_implementation, "use sdpa, or data.packing=none", reason)
-
-
-POSITIONS_AFTER_PADDING = (
-    *("altclip", "camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
-    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
-)
-"""Families like RoBERTa, whose first position is ``pad_token_id + 1``."""
 
 
 def model_fields(config: RunConfig) -> dict[str, Any]:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 
-def brand_of(head: bytes) -> bytes | None:
-    """The major brand by the first 12 bytes of a file; None if it is no file of boxes."""
-    return head[8:12] if head[4:8] == b"ftyp" else None
+TYPES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"meta", b"free", b"skip", b"wide", b"uuid", b"sidx", b"mfra")
+"""Types of outer boxes. What else stands behind the last one was appended, as by phones and editors of tags."""
+
+
+def brands_of(head: bytes) -> tuple[bytes, ...]:
+    """The major brand, then the compatible ones, by the first bytes of a file; none if it is no file of boxes."""
+    if head[4:8] != b"ftyp":
+        return ()
+    end = min(int.from_bytes(head[:4], "big"), len(head))
+    return (head[8:12], *(head[at : at + 4] for at in range(16, end - 3, 4)))
+
+
+def outer_boxes(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """The type of each outer box, and where it begins and ends."""
+    at = 0
+    while at + 8 <= len(raw):
+        kind, size = raw[at + 4 : at + 8], int.from_bytes(raw[at : at + 4], "big")
+        if kind not in TYPES:
+            return
+        if size == 1:
+            size = int.from_bytes(raw[at + 8 : at + 16], "big")
+        end = at + size if size >= 8 else len(raw)  # 0: to the end of the file
+        yield kind, at, end
+        at = end
 
 
 def is_cut_short(raw: bytes) -> bool:
-    """Whether the last box ends behind the end of the file."""
-    at = 0
-    while at < len(raw):
-        if at + 8 > len(raw):
-            return True
-        size = int.from_bytes(raw[at : at + 4], "big")
-        if size == 1:
-            size = int.from_bytes(raw[at + 8 : at + 16], "big")
-        if size < 8:  # 0: to the end of the file; others are no boxes, such as what phones append
-            return False
-        at += size
-    return at > len(raw)
+    """Whether a box ends behind the end of the file."""
+    return any(end > len(raw) for _, _, end in outer_boxes(raw))

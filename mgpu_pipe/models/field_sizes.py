@@ -27,8 +27,15 @@ EXPERTS_MAY_BE_ZERO = frozenset(
     ]
 )
 """Model types whose layers are dense with 0 experts."""
+OF_EXPERTS = re.compile(r"expert|moe")
+"""Fields that say nothing where there are no experts."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Fields that hold the number of experts of a layer."""
+POSITIONS_AFTER_PADDING = (
+    *("altclip", "camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
+    *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
+"""Families like RoBERTa, whose first position is ``pad_token_id + 1``."""
 PartType = Callable[[str, str, Mapping[str, Any]], str]
 """Model type of a part: of the model's type, the part's field and its fields."""
 
@@ -66,8 +73,11 @@ def _empty_sizes(
 ) -> Iterator[BadInputError]:
     """Errors of sizes below 1 among the overrides of a model or a part of it; its class has some by default."""
     known = config_class(model_type) or ConfigClass()
+    is_dense = model_type in EXPERTS_MAY_BE_ZERO and any(fields.get(name) == 0 for name in EXPERTS)
     for name, value in overrides.items():
         stored = known.attribute_map.get(name, name)
+        if is_dense and OF_EXPERTS.search(stored):
+            continue
         if name.endswith("_config") and isinstance(value, Mapping):
             part = fields.get(stored)
             part = part if isinstance(part, Mapping) else value

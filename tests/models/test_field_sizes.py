@@ -45,11 +45,11 @@ def test_a_size_of_zero_is_named(model_type: str, config: dict[str, Any], said: 
 @pytest.mark.parametrize(
     ("model_type", "config"),
     [
-        ("qwen3_moe", {"num_experts": 0}),
+        ("qwen3_moe", {"num_experts": 0, "moe_intermediate_size": 0}),
         ("deepseek_v3", {"n_shared_experts": 0, "first_k_dense_replace": 0}),
         ("deepseek_v2", {"q_lora_rank": 0}),
         ("mistral", {"sliding_window": 0}),
-        ("granitemoehybrid", {"num_local_experts": 0, "shared_intermediate_size": 0}),
+        ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 0}),
         ("gemma3n_text", {"hidden_size_per_layer_input": 0}),
         ("deberta", {"type_vocab_size": 0}),
         ("bert", {"chunk_size_feed_forward": 0}),

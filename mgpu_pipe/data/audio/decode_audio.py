@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container
+from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container, id3_bytes
 from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
 from mgpu_pipe.errors import ConfigError, one_line
 from mgpu_pipe.system.standard_streams import library_output
@@ -70,9 +70,7 @@ def states_frames(raw: bytes) -> bool:
 
 def _mp3_tag(raw: bytes) -> tuple[int, int] | None:
     """Frames and bytes that an MP3 file's first frame states (Xing's VBR header)."""
-    start = 0
-    if raw[:3] == b"ID3":
-        start = 10 + sum((byte & 0x7F) << shift for byte, shift in zip(raw[6:10], (21, 14, 7, 0), strict=False))
+    start = id3_bytes(raw)
     tag = _TAG.search(raw, start, start + 256)
     if tag is None or tag[1][3] & 3 != 3:
         return None

@@ -7,13 +7,14 @@ otherwise from the duration that it states.
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.bad_samples import BadSampleError
-from mgpu_pipe.data.iso_boxes import brand_of, is_cut_short
+from mgpu_pipe.data.iso_boxes import brands_of, is_cut_short, outer_boxes
 from mgpu_pipe.errors import ConfigError
 
 CUT = "is cut short"
@@ -26,6 +27,7 @@ _AMR_BYTES = {
 }
 """Bytes after a frame's first, by its type."""
 _ADTS_HEAD = 7
+_CHANNEL_ORDER = re.compile(rb"(\0\0..)(?:chan|chnl)", re.DOTALL)
 _LACKING_SECONDS = 0.25
 """A stated duration may count what encoders put before and after the sound."""
 
@@ -46,7 +48,7 @@ def pyav() -> Any:
 
 def container_of(raw: bytes) -> str | None:
     """Name of the kind of container, out of :data:`NAMES`; None for another one."""
-    if brand_of(raw[:12]) is not None:
+    if brands_of(raw[:12]):
         return "M4A"
     if raw[:4] == b"\x1a\x45\xdf\xa3":
         return "WebM"
@@ -54,7 +56,14 @@ def container_of(raw: bytes) -> str | None:
         return "WMA"
     if raw.startswith((_AMR, _AMR_WIDE)):
         return "AMR"
-    return "AAC" if _starts_adts(raw) else None
+    return "AAC" if _starts_adts(raw[id3_bytes(raw) :][:2]) else None
+
+
+def id3_bytes(raw: bytes) -> int:
+    """Length of the ID3v2 tag at the beginning of a file."""
+    if raw[:3] != b"ID3":
+        return 0
+    return 10 + sum((byte & 0x7F) << shift for byte, shift in zip(raw[6:10], (21, 14, 7, 0), strict=False))
 
 
 def decode_container(raw: bytes, kind: str, max_seconds: float) -> tuple[NDArray[np.float32], int]:
@@ -65,64 +74,79 @@ def decode_container(raw: bytes, kind: str, max_seconds: float) -> tuple[NDArray
     Raises:
         BadSampleError: the file is cut short, or holds no sound that can be decoded.
     """
-    if _is_cut_short(raw, kind):
+    if kind == "M4A":
+        raw = _without_channel_order(raw)
+    elif kind == "AAC":
+        raw = raw[id3_bytes(raw) :]
+        end = _frames_end(raw, kind)
+        raw = raw if raw[end:].strip(b"\0\r\n") else raw[:end]  # some programs pad a file
+    if is_cut_short(raw) if kind == "M4A" else _frames_end(raw, kind) > len(raw):
         raise BadSampleError(CUT)
     av = pyav()
     options = {"format_whitelist": _DEMUXERS[kind], "protocol_whitelist": "none"}
-    parts, frames, rate = list[NDArray[np.float32]](), 0, 0
+    parts, frames, rate, last = list[NDArray[np.float32]](), 0, 0, 0.0
     with av.open(io.BytesIO(raw), container_options=options, metadata_errors="replace") as container:
         if not container.streams.audio:
             raise BadSampleError("has no sound")
         stream = container.streams.audio[0]
         if stream.codec_context is None:
             raise BadSampleError("has a codec that cannot be decoded here")
-        planar = av.AudioResampler(format="fltp")
+        # Packed: PyAV 18 reads the planes of more than eight channels from memory that is not theirs.
+        packed = av.AudioResampler(format="flt")
         for frame in container.decode(stream):
             rate = rate or frame.sample_rate
             if frame.sample_rate != rate:
                 raise BadSampleError("changes its samples a second")
-            parts += [part.to_ndarray() for part in planar.resample(frame)]
-            if len({len(part) for part in parts[-2:]}) > 1:
-                raise BadSampleError("changes its number of channels")
-            frames += parts[-1].shape[1] if parts else 0
+            for part in packed.resample(frame):
+                parts.append(part.to_ndarray().reshape(-1, part.layout.nb_channels))
+                frames += len(parts[-1])
+                if parts[-1].shape[1] != parts[0].shape[1]:
+                    raise BadSampleError("changes its number of channels")
+            last = max(last, (frame.time or 0.0) + frame.samples / rate, frames / rate)
             if frames > max_seconds * rate:
                 break
         stated = _stated_seconds(container, stream, kind)
     if not parts:
         raise BadSampleError("has no sound")
-    if stated is not None and frames <= max_seconds * rate and frames < (stated - _LACKING_SECONDS) * rate:
+    if stated is not None and frames <= max_seconds * rate and last < stated - _LACKING_SECONDS:
         raise BadSampleError(CUT)
-    return np.concatenate(parts, axis=1).T, rate
+    return np.concatenate(parts), rate
+
+
+def _without_channel_order(raw: bytes) -> bytes:
+    """The file without boxes of an order of channels, for which PyAV 18 frees memory twice; a mean needs no order."""
+    for kind, start, end in outer_boxes(raw):
+        if kind == b"moov":
+            raw = raw[:start] + _CHANNEL_ORDER.sub(rb"\1free", raw[start:end]) + raw[end:]
+    return raw
 
 
 def _stated_seconds(container: Any, stream: Any, kind: str) -> float | None:
-    """The duration that the file states; of AAC and AMR, which state none, ffmpeg guesses it."""
+    """The duration that the file states of its sound; of AAC and AMR, which state none, ffmpeg guesses it."""
     if kind in ("AAC", "AMR"):
         return None
     if stream.duration is not None and stream.time_base is not None:
         return float(stream.duration * stream.time_base)
-    return None if container.duration is None else container.duration / 1e6
+    return container.duration / 1e6 if container.duration is not None and len(container.streams) == 1 else None
 
 
-def _is_cut_short(raw: bytes, kind: str) -> bool:
-    """Whether the last box or frame ends behind the end of the file."""
-    if kind == "M4A":
-        return is_cut_short(raw)
+def _frames_end(raw: bytes, kind: str) -> int:
+    """Where the last frame of AAC or AMR ends, behind the end of a file that is cut short; 0 for other kinds."""
     if kind not in ("AAC", "AMR"):
-        return False
+        return 0
     magic = _AMR_WIDE if raw.startswith(_AMR_WIDE) else _AMR
     at = len(magic) if kind == "AMR" else 0
     while at < len(raw):
         head = raw[at : at + 6]
         if kind == "AMR":
             at += 1 + _AMR_BYTES[magic][head[0] >> 3 & 0xF]
-        elif len(head) < 6:
-            return True
         elif not _starts_adts(head):
-            return False  # a tag, or damage, which the decoder reports
+            break  # a tag, or damage, which the decoder reports
+        elif len(head) < 6:
+            return len(raw) + 1
         else:
             at += max(_ADTS_HEAD, (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5)
-    return at > len(raw)
+    return at
 
 
 def _starts_adts(head: bytes) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.data.bad_samples import BadSampleError, decoding
-from mgpu_pipe.data.iso_boxes import brand_of, is_cut_short
+from mgpu_pipe.data.iso_boxes import brands_of, is_cut_short
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.standard_streams import library_output
 
@@ -22,11 +22,10 @@ SUFFIXES = (
     *(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
     *(".heic", ".heif", ".hif", ".avif"),
 )
-BRANDS = {
-    **dict.fromkeys((b"heic", b"heix", b"heim", b"heis", b"mif1", b"msf1", b"hevc", b"hevx"), "HEIF"),
-    **dict.fromkeys((b"avif",), "AVIF"),
-}
-"""Pillow's format by the major brand of a file of boxes (ISO/IEC 23008-12, annex B; AV1 Image File Format, 6.2)."""
+HEAD = 64
+"""First bytes of a file, by which its format is known."""
+HEIF, AVIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), (b"avif", b"avis")
+"""Brands of files of boxes (ISO/IEC 23008-12, annex B; AV1 Image File Format, section 6)."""
 MOST_PIXELS = 1 << 26
 """Largest picture: a small file may unpack to gigabytes."""
 LEAST_SIDE = 2
@@ -66,12 +65,13 @@ def pillow() -> Any:
 
 
 def known_formats(head: bytes) -> tuple[str, ...]:
-    """The formats that a file may have by its first 12 bytes.
+    """Pillow's names of the formats that a file may have by its first :data:`HEAD` bytes.
 
     Raises:
         ConfigError: it is a HEIC or AVIF picture, and the package that decodes it is not installed.
     """
-    form = BRANDS.get(brand_of(head) or b"")
+    brands = brands_of(head)
+    form = "AVIF" if {*AVIF} & {*brands} else "HEIF" if brands[:1] and brands[0] in HEIF else None
     if form == "HEIF":
         try:
             from pillow_heif import register_heif_opener
@@ -100,12 +100,12 @@ def decode(raw: bytes, channels: int) -> Image:
             frames, or values of no known range.
     """
     image_module = pillow()
-    if brand_of(raw[:12]) in BRANDS and is_cut_short(raw):
+    if brands_of(raw[:12]) and is_cut_short(raw):
         raise BadSampleError("is cut short")
     with decoding("cannot be read"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            image = image_module.open(io.BytesIO(raw), formats=known_formats(raw[:12]))
+            image = image_module.open(io.BytesIO(raw), formats=known_formats(raw[:HEAD]))
         except image_module.UnidentifiedImageError as error:
             raise BadSampleError("is no picture of a known format") from error
         width, height = image.size
@@ -167,7 +167,7 @@ def _plain(image: Any, channels: int, image_module: Any) -> Image:
 def size_of(path: Path) -> tuple[int, int]:
     """Upright height and width of a picture that was decoded before."""
     with path.open("rb") as file:
-        head = file.read(12)
+        head = file.read(HEAD)
     with pillow().open(path, formats=known_formats(head)) as image:
         width, height = image.size
         sideways = turned_by(image) in SIDEWAYS

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.errors import print_line
+from mgpu_pipe.data.files import FIX
+from mgpu_pipe.errors import DataError, print_line
 from mgpu_pipe.inference.batch.settings import EncodeSettings
 from mgpu_pipe.inference.batch.share import Share, compute_batches
 from mgpu_pipe.inference.batch.texts import TextRow, read_texts, vectors_of
 from mgpu_pipe.inference.batch.vector_folder import VectorFolder
 from mgpu_pipe.inference.open import LoadedRun
+from mgpu_pipe.models.field_sizes import POSITIONS_AFTER_PADDING
 from mgpu_pipe.objectives.text_embedding import pool
 
 WINDOW = 1 << 14
@@ -27,7 +29,7 @@ def encode_texts(settings: EncodeSettings, run: LoadedRun, share: Share) -> None
     folder, encoder = VectorFolder(settings.output, settings.size), TextEncoder(settings, run)
 
     def compute(rows: Sequence[TextRow]) -> Mapping[int, bytes]:
-        vectors = encoder.encode([row.text for row in rows])
+        vectors = encoder.encode(rows)
         return folder.records([row.line for row in rows], vectors.cpu().numpy())
 
     texts = read_texts(settings.input, settings.column)
@@ -61,17 +63,26 @@ class TextEncoder:
         config: Any = run.model.config
         padding = config.pad_token_id
         self._padding = int((self._tokenizer.pad_token_id if padding is None else padding) or 0)
-        room = min(self._tokenizer.model_max_length, config.max_position_embeddings)
-        self._room = self._vectors.max_tokens or room
+        positions = config.max_position_embeddings
+        if config.model_type in POSITIONS_AFTER_PADDING:
+            positions -= self._padding + 1
+        self._room = min(self._vectors.max_tokens or self._tokenizer.model_max_length, positions)
 
     @torch.no_grad()
-    def encode(self, texts: Sequence[str]) -> torch.Tensor:
-        """Vectors, (texts, size), float32 on the model's device."""
-        prompted = [self._settings.prompt + text for text in texts]
+    def encode(self, texts: Sequence[TextRow]) -> torch.Tensor:
+        """Vectors, (texts, size), float32 on the model's device.
+
+        Raises:
+            DataError: a text has no tokens.
+        """
+        prompted = [self._settings.prompt + row.text for row in texts]
         if self._vectors.lower_case:
             prompted = [text.lower() for text in prompted]
         rows = self._tokenizer(prompted, truncation=True, max_length=self._room, return_attention_mask=False)
         every, device = [list(ids) for ids in rows["input_ids"]], self._model.device
+        for row, tokens in zip(texts, every, strict=True):
+            if not tokens:
+                raise DataError(f"{self._settings.input}: row {row.line} has no tokens; {FIX}")
         lengths = torch.tensor([len(ids) for ids in every])
         ids = torch.full((len(every), int(lengths.max())), self._padding)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
