@@ -98,11 +98,12 @@ def fitting_data(objective: Description) -> list[str]:
 
 
 def fitting_models(objective: Description) -> list[str]:
-    """At most :data:`NAMED` shipped models that the objective trains, such as ``model=vit_b16``."""
+    """At most :data:`NAMED` shipped models that the objective trains, such as ``model=vit_b16``; small ones first."""
     types = objective.families or model_types(objective.model_class)
     others = {family for other in descriptions() if other.name != objective.name for family in other.families}
     taken = set(types) if objective.families else set(types) - others
-    return [f"model={name}" for name, kind in _shipped_models() if kind in taken][:NAMED]
+    fitting = [name for name, kind in _shipped_models() if kind in taken]
+    return [f"model={name}" for name in sorted(fitting, key=lambda name: not name.endswith("_tiny"))[:NAMED]]
 
 
 def fitting_objectives(model_type: str) -> str:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, print_line
+from mgpu_pipe.config.suggest import nearest
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, print_line
 
 if TYPE_CHECKING:
     from mgpu_pipe.config.hydra.compose import Composition
@@ -72,6 +73,8 @@ def doctor(words: list[str]) -> int:
         return EXIT_OK
 
     asks_links = words[:1] == [LINKS]
+    if not asks_links and nearest(words[0] if words else "", [LINKS]):
+        raise BadInputError(f"doctor {words[0]}: unknown word; did you mean {LINKS}?")
     return composed("doctor [links]", DESCRIPTION, words[1:] if asks_links else words, links if asks_links else job)
 
 

@@ -44,14 +44,14 @@ def report(argv: list[str]) -> int:
     options = parse(parser, words)
     if options is None:
         return EXIT_OK
+    if options.port is not None and not options.watch:
+        raise BadInputError(f"--port {options.port}: only works with --watch")
     named = list(dict.fromkeys(options.run))
     if len(named) < 2:
         named = [named_or_newest(named[0] if named else None, root)]
     runs = [RunPaths(folder) for folder in named]
     if options.watch:
         return _watch(runs, PORT if options.port is None else options.port, options.out)
-    if options.port is not None:
-        raise BadInputError(f"--port {options.port}: only works with --watch")
     out = options.out or (runs[0].report if len(runs) == 1 else (root or Path(RunOptions.root)) / COMPARISON)
     if options.out is None and len(runs) > 1:
         _make_folder(out.parent)
