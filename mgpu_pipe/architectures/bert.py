@@ -1,4 +1,4 @@
-"""BERT, and the families that have its modules under names of their own."""
+"""BERT and the families that give its modules other names."""
 
 from collections.abc import Mapping
 

@@ -89,7 +89,7 @@ class TurnEncoder:
         return encoding.ids[skipped:], [(first + shift, end + shift) for first, end in encoding.offsets[skipped:]]
 
     def _find_anchor(self) -> str:
-        """Finds a token after which text is encoded like a continuation; empty where there is none."""
+        """Finds a token after which text is encoded like a continuation; empty if no token is."""
         for number, token in self._tokenizer.get_added_tokens_decoder().items():
             if token.special and not (token.lstrip or token.rstrip or token.single_word):
                 encoding = self._tokenizer.encode(f"{token.content}a", add_special_tokens=False)

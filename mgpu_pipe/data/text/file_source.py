@@ -25,7 +25,7 @@ Rows = Iterator[tuple[str, str, int]]
 
 
 Content = TypeVar("Content", str, Text)
-"""What a row holds."""
+"""Description of the content of a row."""
 
 
 @dataclass(frozen=True)

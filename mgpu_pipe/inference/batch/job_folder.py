@@ -27,7 +27,7 @@ class JobFolder(ABC):
     """
 
     ending: ClassVar[str]
-    """Of the parts' names."""
+    """Ending of the names of the parts."""
 
     def __init__(self, output: Path) -> None:
         self.output = output

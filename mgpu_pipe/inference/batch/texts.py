@@ -77,7 +77,7 @@ def width_of(source: ModelSource) -> int:
     """Numbers of a vector of the model.
 
     Raises:
-        BadInputError: its family is none of text embeddings.
+        BadInputError: objective=text_embedding does not train its family.
     """
     folder = source.folder
     model = ModelConfig(name=folder.name, path=str(folder)) if source.config is None else source.config.model
