@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, mo
         ((f"data.paths=[{root}]", "model.config.num_channels=5"), "model.config.num_channels=5"),
         (
             (f"data.paths=[{root}]", "objective=causal_lm"),
-            "model=llama32_1b or model=llama3_70b) with data=chat_jsonl,",
+            ") with data=chat_jsonl, data=",
         ),
         (
             (f"data.paths=[{root}]", "objective=causal_lm"),
