@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from mgpu_pipe.config.hub import local_folder
@@ -41,7 +42,7 @@ ANY_MODEL = "hf"
 def check_reached(model: ModelConfig) -> None:
     """Raise for rotary fields and windows of ``model.config`` that transformers drops.
 
-    It imports transformers, only where such fields are set.
+    It imports transformers, only where such fields are set and a preset's own do not answer.
 
     Raises:
         ConfigError: transformers refuses the configuration.
@@ -49,6 +50,8 @@ def check_reached(model: ModelConfig) -> None:
     """
     if not _may_be_dropped(model.config, model.path is not None or model.name == ANY_MODEL):
         return
+    if errors := list(_dropped_beside_parameters(model)):
+        raise ConfigErrors(errors)
     from mgpu_pipe.models.build import model_config
 
     folder = read_config_json(local_folder(model.path)) if model.path is not None else {}
@@ -65,6 +68,16 @@ def _may_be_dropped(overrides: Mapping[str, Any], is_any_model: bool) -> bool:
         isinstance(part, Mapping) and name.endswith("_config") and _may_be_dropped(part, is_any_model)
         for name, part in overrides.items()
     )
+
+
+def _dropped_beside_parameters(model: ModelConfig) -> Iterator[ConfigError]:
+    """Errors of older fields whose entries a preset has: transformers keeps the entries. It needs no class."""
+    parameters = model.config.get(PARAMETERS)
+    older = model.config.keys() & {SCALING, *PLACES}
+    is_preset = model.path is None and model.name != ANY_MODEL
+    if is_preset and isinstance(parameters, Mapping) and older <= parameters.keys():
+        built = SimpleNamespace(**{PARAMETERS: parameters})
+        yield from _dropped_rotary(model.config, model.config, {}, built, "model.config")
 
 
 def _dropped_in_parts(

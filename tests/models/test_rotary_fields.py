@@ -15,9 +15,11 @@ from mgpu_pipe.checks.model import check_model
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.models import build, reached_fields
 from mgpu_pipe.models.build import model_config
-from mgpu_pipe.models.fields import MODEL_CLASSES, config_fields, model_types
+from mgpu_pipe.models.fields import MODEL_CLASSES, ModelClassError, config_fields, model_types
 from mgpu_pipe.models.reached_fields import check_reached
+from mgpu_pipe.system.conf_folders import conf_dir
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64}
 LLAMA |= {"num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64}
@@ -152,6 +154,22 @@ def test_dropped_fields_are_refused_with_those_that_reach(
         assert advised["full_attention"] == SCALED
 
 
+MODELS = (conf_dir() / "model").glob("*.yaml")
+
+
+@pytest.mark.parametrize("preset", sorted(file.stem for file in MODELS if "\n  rope_parameters:" in file.read_text()))
+def test_a_presets_own_parameters_answer_as_its_class_does(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [f"model={preset}", "model.config.rope_theta=777.0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "model_config", None)  # no class is asked
+        with pytest.raises(ConfigErrors) as fast:
+            check_reached(compose(words)[0].model)
+    monkeypatch.setattr(reached_fields, "_dropped_beside_parameters", lambda model: iter(()))
+    with pytest.raises(ConfigErrors) as slow:
+        check_reached(compose(words)[0].model)
+    assert str(fast.value) == str(slow.value)
+
+
 @pytest.mark.parametrize("word", ["rope_theta=777.0", "partial_rotary_factor=0.5"])
 def test_names_of_other_families_are_refused_without_rope_parameters(word: str) -> None:
     words = ["model=hf", "model.type=gpt_neox"]
@@ -219,6 +237,8 @@ def test_bases_of_all_families_are_refused_exactly_where_they_are_dropped() -> N
             continue
         try:
             check_reached(ModelConfig(name="hf", type=family, config={"rope_parameters": own}))
+        except ModelClassError:  # a part of a model alone
+            continue
         except ConfigErrors as error:
             assert "transformers would drop" not in str(error), family
             continue

@@ -140,10 +140,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path: Path, mo
         ((f"data.paths=[{root}]", "data.image_size=8"), "data.image_size=8: the model's image_size is 16"),
         ((f"data.paths=[{root}]", "data.mean=[0.5,0.5]"), "data.mean=[0.5, 0.5]: the model has 3 channels"),
         ((f"data.paths=[{root}]", "model.config.num_channels=5"), "model.config.num_channels=5"),
-        (
-            (f"data.paths=[{root}]", "objective=causal_lm"),
-            ") with data=chat_jsonl, data=",
-        ),
+        ((f"data.paths=[{root}]", "objective=causal_lm"), ") with data=chat_jsonl, data="),
         (
             (f"data.paths=[{root}]", "objective=causal_lm"),
             "model.type=vit: transformers has no causal language model vit; use a causal language model (model=",
