@@ -19,7 +19,7 @@ from mgpu_pipe.data.model_field import model_vocab_size, resolve_packing
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, existing_file, json_file, token_texts
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
-from mgpu_pipe.models.field_sizes import POSITIONS_AFTER_PADDING, largest_width
+from mgpu_pipe.models.field_sizes import largest_width, usable_positions
 from mgpu_pipe.models.fields import ModelClassError, check_model_config, resolved_fields
 from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
@@ -325,8 +325,8 @@ def sequence_errors(config: RunConfig) -> list[BadInputError]:
     limit, padding = fields.get("max_position_embeddings"), fields.get("pad_token_id", 1)
     text = fields.get("text_config")
     kinds = (fields.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
-    if isinstance(limit, int) and isinstance(padding, int) and set(kinds) & set(POSITIONS_AFTER_PADDING):
-        limit -= padding + 1
+    if isinstance(limit, int):
+        limit = usable_positions(limit, padding if isinstance(padding, int) else None, *kinds)
     if isinstance(limit, int) and config.data.seq_len > limit:
         field = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
         field = f"text_config.{field}" if isinstance(text, Mapping) else field

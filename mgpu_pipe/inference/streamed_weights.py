@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_pipe.architectures.family import Frames
+from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.objectives.picture_inputs import build_picture_inputs
@@ -46,7 +47,8 @@ def probe(model: PreTrainedModel) -> Inputs:
     kind = None if image is None else build_picture_inputs(model.config)
     picture = None if kind is None else kind.random_picture(generator)
     places = 0 if picture is None else picture.tokens
-    tokens = places + min(PROBE_TOKENS, getattr(text, "max_position_embeddings", None) or PROBE_TOKENS)
+    positions = getattr(text, "max_position_embeddings", None) or PROBE_TOKENS
+    tokens = places + min(PROBE_TOKENS, usable_positions(positions, text.pad_token_id, text.model_type))
     ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
     if kind is not None and picture is not None:
         ids[ids == kind.token] = 0

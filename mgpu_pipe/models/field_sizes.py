@@ -35,9 +35,21 @@ POSITIONS_AFTER_PADDING = (
     *("altclip", "camembert", "data2vec-text", "ibert", "longformer", "mpnet", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-"""Families like RoBERTa, whose first position is ``pad_token_id + 1``."""
+"""Families like RoBERTa, whose first position is ``pad_token_id + 1``; see :func:`usable_positions`."""
 PartType = Callable[[str, str, Mapping[str, Any]], str]
 """Model type of a part: of the model's type, the part's field and its fields."""
+
+
+def usable_positions(positions: int, padding: int | None, *model_types: str | None) -> int:
+    """Tokens of the longest input of a model with ``positions`` learned positions.
+
+    Args:
+        padding: ``pad_token_id``, up to which RoBERTa's kin use no position.
+        model_types: of the model and of its text tower.
+    """
+    return (
+        positions if padding is None or not set(model_types) & set(POSITIONS_AFTER_PADDING) else positions - padding - 1
+    )
 
 
 def size_errors(fields: Mapping[str, Any], model: ModelConfig, part_type: PartType) -> list[BadInputError]:

@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from transformers import RobertaConfig, RobertaModel
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.inference.batch import encode
@@ -70,6 +72,44 @@ def test_processes_and_windows_change_nothing(place: Path, cache: Path, monkeypa
     assert (place / "two.npy").read_bytes() == (place / "one.npy").read_bytes()
     monkeypatch.setattr(encode, "WINDOW", 9)
     np.testing.assert_allclose(vectors_of(place, "run", "windows.npy"), one, atol=1e-6)
+
+
+@pytest.mark.parametrize("longest", [26, None])
+def test_a_text_is_cut_where_roberta_has_no_more_positions(place: Path, tmp_path: Path, longest: int | None) -> None:
+    """26 positions are 24 tokens, for the first two are those of padding; sentence-transformers runs past the end."""
+    library = pytest.importorskip("sentence_transformers", reason=REASON)
+    folder = shutil.copytree(place / "exported", tmp_path / "roberta")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    torch.manual_seed(0)
+    config = RobertaConfig(vocab_size=384, max_position_embeddings=26, pad_token_id=1, **sizes)
+    RobertaModel(config).save_pretrained(folder)
+    shape = folder / "sentence_bert_config.json"
+    shape.write_text(json.dumps({"max_seq_length": longest, "do_lower_case": False}))
+    found = vectors_of(place, str(folder), f"roberta-{longest}.npy")
+    published = library.SentenceTransformer(str(folder), device="cpu")
+    with pytest.raises((IndexError, RuntimeError)):
+        published.encode(TEXTS)
+    published.max_seq_length = 24
+    np.testing.assert_allclose(found, published.encode(TEXTS), atol=1e-6)
+
+
+def test_a_text_without_tokens_is_one_line(
+    place: Path, tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Sentence-transformers gives it a vector of zeros beside other texts, and fails alone."""
+    folder = shutil.copytree(place / "exported", tmp_path / "quiet")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "~"}, "content": ""}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    texts = tmp_path / "texts.txt"
+    texts.write_text("some words\n~ ~\n~\nmore\n")
+    words = ["encode", str(folder), "--input", str(texts), "--batch-size", "1"]
+    said = f"error: {texts}: row 3 has no tokens; correct or remove it\n"
+    assert main([*words, "--output", str(tmp_path / "one.npy")]) == 2
+    assert capfd.readouterr().err.endswith(said)
+    two = [*words, "--output", "two.npy", "--processes", "2", "trainer.accelerator=cpu"]
+    assert said in mgpu(cache, tmp_path, *two, code=2)
+    assert not (tmp_path / "one.npy").exists() and not (tmp_path / "two.npy").exists()
 
 
 @pytest.mark.parametrize("given", ["texts.csv", "texts.parquet", "texts.txt"])

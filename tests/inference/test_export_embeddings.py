@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoModel, RobertaConfig, RobertaModel
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare import prepare
 from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
+from mgpu_pipe.inference.streamed_weights import compute_logits, probe
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective
 from mgpu_pipe.objectives.text_embedding_keys import Pooling, TextEmbeddingConfig
 from tests.support.command import mgpu, run_folder
@@ -85,3 +86,10 @@ def test_the_files_name_pooling_length_and_scores(pooling: Pooling) -> None:
 def test_data_of_a_plug_in_without_prompts_gives_empty_ones() -> None:
     files = description("text_embedding").keys().folder_files(RunConfig(), 64)
     assert files["config_sentence_transformers.json"]["prompts"] == {"query": "", "document": ""}
+
+
+def test_few_positions_hold_the_text_by_which_an_export_is_checked() -> None:
+    """RoBERTa's first token is at position ``pad_token_id + 1``."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = RobertaModel(RobertaConfig(vocab_size=99, max_position_embeddings=26, pad_token_id=1, **sizes))
+    assert compute_logits(model, probe(model)).shape[1] == 24

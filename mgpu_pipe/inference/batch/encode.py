@@ -17,7 +17,7 @@ from mgpu_pipe.inference.batch.share import Share, compute_batches
 from mgpu_pipe.inference.batch.texts import TextRow, read_texts, vectors_of
 from mgpu_pipe.inference.batch.vector_folder import VectorFolder
 from mgpu_pipe.inference.open import LoadedRun
-from mgpu_pipe.models.field_sizes import POSITIONS_AFTER_PADDING
+from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.objectives.text_embedding import pool
 
 WINDOW = 1 << 14
@@ -63,9 +63,7 @@ class TextEncoder:
         config: Any = run.model.config
         padding = config.pad_token_id
         self._padding = int((self._tokenizer.pad_token_id if padding is None else padding) or 0)
-        positions = config.max_position_embeddings
-        if config.model_type in POSITIONS_AFTER_PADDING:
-            positions -= self._padding + 1
+        positions = usable_positions(config.max_position_embeddings, padding, config.model_type)
         self._room = min(self._vectors.max_tokens or self._tokenizer.model_max_length, positions)
 
     @torch.no_grad()
