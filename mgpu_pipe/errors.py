@@ -11,7 +11,7 @@ import re
 import sys
 import traceback
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -208,6 +208,17 @@ def raised_by(check: Callable[[], object]) -> list[BadInputError]:
     except BadInputError as error:
         return [error]
     return []
+
+
+def check_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Runs every check, then raises their errors together.
+
+    Raises:
+        ConfigErrors: checks raised errors.
+    """
+    errors = [error for check in checks for error in raised_by(check)]
+    if errors:
+        raise ConfigErrors(errors)
 
 
 def section_of(error: BadInputError) -> str:

@@ -20,7 +20,7 @@ from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.data.cache import Progress, no_progress
 from mgpu_pipe.data.text.documents import Source, refusing_bad
 from mgpu_pipe.data.text.plug_in import Load, plug_in_source
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, check_all
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
@@ -114,16 +114,7 @@ def check_sources(config: RunConfig) -> None:
     checks.append((lambda: source.check(config)) if source else lambda: _plug_in(data.source))
     if data.validation_paths:
         checks.append(lambda: validation_source_config(config))
-    errors: list[BadInputError] = []
-    for check in checks:
-        try:
-            check()
-        except ConfigErrors as several:
-            errors += several.errors
-        except BadInputError as error:
-            errors.append(error)
-    if errors:
-        raise ConfigErrors(errors)
+    check_all(checks)
 
 
 def _check_numbers(data: DataConfig) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
-from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.objectives.preference_metrics import CHOSEN_LOSS, PAIR_LOSS, PREFERENCE, measured
+from mgpu_pipe.config.objective import Metric
+from mgpu_pipe.objectives.preference_metrics import describe
 from mgpu_pipe.objectives.text_config import SampledTextConfig
 
 
@@ -22,11 +21,4 @@ class CPOConfig(SampledTextConfig):
     """Share of the pairs that are taken to be the wrong way round, below 0.5."""
 
 
-DESCRIPTION = Description(
-    name="cpo",
-    keys=CPOConfig,
-    metrics=(PAIR_LOSS, PREFERENCE, CHOSEN_LOSS, Metric("val/margin", "held-out margin", higher_is_better=True)),
-    measured=partial(measured, figure="val/margin"),
-    counts="pairs",
-    samples="preferences",
-)
+DESCRIPTION = describe("cpo", CPOConfig, Metric("val/margin", "held-out margin", higher_is_better=True))

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.preference_metrics import MARGIN, PAIR_LOSS, PREFERENCE
 from mgpu_pipe.objectives.text_config import ReferencedConfig
 
 
@@ -50,20 +51,13 @@ DESCRIPTION = Description(
     name="dpo",
     keys=DPOConfig,
     metrics=(
-        Metric("val/loss", "held-out loss", "nats a pair"),
-        Metric(
-            "val/preference_accuracy",
-            "held-out preference",
-            "of pairs",
-            percent=True,
-            higher_is_better=True,
-            headline=True,
-        ),
+        PAIR_LOSS,
+        PREFERENCE,
         Metric("val/style_rate", "held-out style rate", "of the pair's two", percent=True, higher_is_better=True),
         Metric("val/exact_match", "held-out exact match", percent=True, higher_is_better=True),
         Metric("val/reference_style_rate", "reference's style rate", "of the pair's two", percent=True),
         Metric("val/reference_exact_match", "reference's exact match", percent=True),
-        Metric("val/margin", "held-out margin", "of rewards", higher_is_better=True),
+        MARGIN,
         Metric("val/chosen_reward", "held-out reward, chosen", higher_is_better=True),
         Metric("val/rejected_reward", "held-out reward, rejected"),
     ),

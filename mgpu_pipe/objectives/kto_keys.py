@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.objectives.preference_metrics import MARGIN
 from mgpu_pipe.objectives.text_config import ReferencedConfig
 
 
@@ -41,7 +42,7 @@ DESCRIPTION = Description(
     metrics=(
         Metric("val/loss", "held-out loss", "an answer"),
         Metric("val/accuracy", "held-out accuracy", "of answers", percent=True, higher_is_better=True, headline=True),
-        Metric("val/margin", "held-out margin", "of rewards", higher_is_better=True),
+        MARGIN,
         Metric("val/desirable_reward", "held-out reward, desirable", higher_is_better=True),
         Metric("val/undesirable_reward", "held-out reward, undesirable"),
         Metric("val/reference_point", "held-out reference point", "nats"),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
-from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.objectives.preference_metrics import CHOSEN_LOSS, PAIR_LOSS, PREFERENCE, measured
+from mgpu_pipe.config.objective import Metric
+from mgpu_pipe.objectives.preference_metrics import describe
 from mgpu_pipe.objectives.text_config import SampledTextConfig
 
 
@@ -18,12 +17,6 @@ class ORPOConfig(SampledTextConfig):
     """Weight of the odds ratio's loss next to the chosen answer's cross-entropy (lambda of arXiv:2403.07691)."""
 
 
-RATIO = Metric("val/log_odds_ratio", "held-out log odds ratio", higher_is_better=True)
-DESCRIPTION = Description(
-    name="orpo",
-    keys=ORPOConfig,
-    metrics=(PAIR_LOSS, PREFERENCE, CHOSEN_LOSS, RATIO),
-    measured=partial(measured, figure=RATIO.key),
-    counts="pairs",
-    samples="preferences",
+DESCRIPTION = describe(
+    "orpo", ORPOConfig, Metric("val/log_odds_ratio", "held-out log odds ratio", higher_is_better=True)
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.preference_metrics import MARGIN, PAIR_LOSS
 from mgpu_pipe.objectives.text_config import TextHeadConfig
 
 
@@ -45,9 +46,9 @@ DESCRIPTION = Description(
     name="reward",
     keys=RewardConfig,
     metrics=(
-        Metric("val/loss", "held-out loss", "nats a pair"),
+        PAIR_LOSS,
         Metric("val/accuracy", "held-out accuracy", "of pairs", percent=True, higher_is_better=True, headline=True),
-        Metric("val/margin", "held-out margin", "of rewards", higher_is_better=True),
+        MARGIN,
         Metric("val/chosen_reward", "held-out reward, chosen"),
         Metric("val/rejected_reward", "held-out reward, rejected"),
     ),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
-from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.objectives.preference_metrics import CHOSEN_LOSS, PAIR_LOSS, PREFERENCE, measured
+from mgpu_pipe.config.objective import Metric
+from mgpu_pipe.objectives.preference_metrics import describe
 from mgpu_pipe.objectives.text_config import SampledTextConfig
 
 
@@ -20,11 +19,4 @@ class SimPOConfig(SampledTextConfig):
     """By how much the chosen answer's reward is to exceed the rejected one's (gamma of arXiv:2405.14734)."""
 
 
-DESCRIPTION = Description(
-    name="simpo",
-    keys=SimPOConfig,
-    metrics=(PAIR_LOSS, PREFERENCE, CHOSEN_LOSS, Metric("val/margin", "held-out margin", higher_is_better=True)),
-    measured=partial(measured, figure="val/margin"),
-    counts="pairs",
-    samples="preferences",
-)
+DESCRIPTION = describe("simpo", SimPOConfig, Metric("val/margin", "held-out margin", higher_is_better=True))

@@ -10,6 +10,7 @@ from typing import Any
 from mgpu_pipe.config.objective import Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.import_package import import_package
 
 _FIRST = 0x4E00
 """Start of a Unicode block of 20,000 letters without a space."""
@@ -37,14 +38,7 @@ def jiwer(objective: str = "ctc") -> Any:
     Raises:
         ConfigError: it is not installed, and ``objective`` needs it.
     """
-    try:
-        import jiwer as package
-    except ImportError as error:
-        fix = "install it: pip install 'mgpu_pipe[audio]'"
-        raise ConfigError(
-            "objective.name", objective, fix, "jiwer, which counts wrong words, is not installed"
-        ) from error
-    return package
+    return import_package("jiwer", "jiwer, which counts wrong words,", "audio", "objective.name", objective)
 
 
 def transcribe(labels: Iterable[int], between_words: int, blank: int | None = None) -> str:

@@ -9,7 +9,7 @@ from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import speaker_of
 from mgpu_pipe.data.bad_samples import check_rule
-from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.errors import check_all
 
 
 def check_recordings(config: RunConfig) -> None:
@@ -18,7 +18,7 @@ def check_recordings(config: RunConfig) -> None:
     Raises:
         ConfigErrors: the errors found.
     """
-    data, errors = config.data, list[BadInputError]()
+    data = config.data
     assert isinstance(data, AudioConfig)
     checks = [
         *(soundfile, lambda: LogMel.from_model(config.model, Sound.from_config(data, config.model).rate)),
@@ -28,10 +28,4 @@ def check_recordings(config: RunConfig) -> None:
         checks.append(lambda: listed(data, data.paths, "data.paths"))
         if data.validation_paths:
             checks.append(lambda: listed(data, data.validation_paths, "data.validation_paths"))
-    for check in checks:
-        try:
-            check()
-        except BadInputError as error:
-            errors.append(error)
-    if errors:
-        raise ConfigErrors(errors)
+    check_all(checks)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container, id3_bytes
 from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
-from mgpu_pipe.errors import ConfigError, one_line
+from mgpu_pipe.errors import one_line
+from mgpu_pipe.system.import_package import import_package
 from mgpu_pipe.system.standard_streams import library_output
 
 NO_SOUND = "is no sound that can be read"
@@ -159,12 +160,7 @@ def soundfile() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        import soundfile as package
-    except (ImportError, OSError) as error:  # OSError: without the library that it brings
-        fix = "install it: pip install 'mgpu_pipe[audio]'"
-        raise ConfigError("data.source", "recordings", fix, "soundfile is not installed") from error
-    return package
+    return import_package("soundfile", "soundfile", "audio", "data.source", "recordings")
 
 
 def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:

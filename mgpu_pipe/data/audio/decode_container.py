@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.iso_boxes import brands_of, is_cut_short, outer_boxes
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.import_package import import_package
 
 CUT = "is cut short"
 NAMES = "M4A, AAC, AMR, WebM or WMA"
@@ -38,12 +38,7 @@ def pyav() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        fix = "install it: pip install 'mgpu_pipe[audio]'"
-        raise ConfigError("data.source", f"recordings in {NAMES}", fix, "PyAV is not installed") from error
-    return av
+    return import_package("av", "PyAV", "audio", "data.source", f"recordings in {NAMES}")
 
 
 def container_of(raw: bytes) -> str | None:

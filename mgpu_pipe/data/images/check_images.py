@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from mgpu_pipe.data.images.videos import pyav
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.text.chat_templates import check_chat
 from mgpu_pipe.data.text.conversations import is_trained
-from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
+from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError, check_all
 from mgpu_pipe.system.local_files import is_file
 
 
@@ -50,7 +50,7 @@ def check_pictures(config: RunConfig) -> None:
         checks.append(lambda: looked(paths, "data.paths"))
         if held_out:
             checks.append(lambda: looked(held_out, "data.validation_paths"))
-    _raise_all(checks)
+    check_all(checks)
 
 
 def check_picture_chats(config: RunConfig) -> None:
@@ -73,7 +73,7 @@ def check_picture_chats(config: RunConfig) -> None:
         checks.append(lambda: rows(data.paths, "data.paths"))
         if data.validation_paths:
             checks.append(lambda: rows(data.validation_paths, "data.validation_paths"))
-    _raise_all(checks)
+    check_all(checks)
 
 
 def check_row(config: RunConfig, row: ChatRow) -> None:
@@ -103,14 +103,3 @@ def sees_videos(config: RunConfig, origin: str) -> None:
     if kind not in SEE_VIDEOS:
         reason = f"{origin} has a video, which no model of {kind} is given"
         raise ConfigError("model.type", kind, f"use one of {', '.join(SEE_VIDEOS)}", reason)
-
-
-def _raise_all(checks: Sequence[Callable[[], object]]) -> None:
-    errors = list[BadInputError]()
-    for check in checks:
-        try:
-            check()
-        except BadInputError as error:
-            errors.append(error)
-    if errors:
-        raise ConfigErrors(errors)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.data.bad_samples import BadSampleError, decoding
 from mgpu_pipe.data.iso_boxes import brands_of, is_cut_short
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.import_package import import_package
 from mgpu_pipe.system.standard_streams import library_output
 
 if TYPE_CHECKING:
@@ -54,14 +55,10 @@ def pillow() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        fix = "install it: pip install 'mgpu_pipe[image]'"
-        raise ConfigError("data.source", "pictures", fix, "Pillow is not installed") from error
+    images = import_package("PIL.Image", "Pillow", "image", "data.source", "pictures")
     # Pillow also raises what it logs, and that error names the sample.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
-    return Image
+    return images
 
 
 def known_formats(head: bytes) -> tuple[str, ...]:
@@ -73,12 +70,8 @@ def known_formats(head: bytes) -> tuple[str, ...]:
     brands = brands_of(head)
     form = "AVIF" if {*AVIF} & {*brands} else "HEIF" if brands[:1] and brands[0] in HEIF else None
     if form == "HEIF":
-        try:
-            from pillow_heif import register_heif_opener
-        except ImportError as error:
-            fix = "install it: pip install 'mgpu_pipe[image]'"
-            raise ConfigError("data.source", "HEIC pictures", fix, "pillow-heif is not installed") from error
-        register_heif_opener()
+        heif = import_package("pillow_heif", "pillow-heif", "image", "data.source", "HEIC pictures")
+        heif.register_heif_opener()
     elif form == "AVIF":
         from PIL import features
 

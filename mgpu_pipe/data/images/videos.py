@@ -24,8 +24,9 @@ from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprin
 from mgpu_pipe.data.images.decode_image import LEAST_SIDE, MODES, MOST_PIXELS, SIDEWAYS, pillow
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.hardware import cpu_cores
+from mgpu_pipe.system.import_package import import_package
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -165,12 +166,7 @@ def pyav() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        fix = "install it: pip install 'mgpu_pipe[video]', or give folders of frames"
-        raise ConfigError("data.paths", "video files", fix, "PyAV is not installed") from error
-    return av
+    return import_package("av", "PyAV", "video", "data.paths", "video files", ", or give folders of frames")
 
 
 def prepare_clips(data: PictureChatConfig, paths: Sequence[Path], cache: Path, progress: Progress) -> Path:

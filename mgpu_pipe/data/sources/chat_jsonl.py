@@ -5,20 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.file_check import check_first_row
-from mgpu_pipe.data.text.file_source import FileFormat, nested_rows, whole_document
+from mgpu_pipe.data.text.file_source import ChatFormat, nested_rows, whole_document
 
 
 def check_row(data: DataConfig, line: str, origin: str) -> None:
     messages_of(files.json_row(line, origin, data.messages_column), origin, data.messages_column, data.format)
 
 
-FORMAT = FileFormat(
+FORMAT = ChatFormat(
     name="chat_jsonl",
     rows=nested_rows,
     document=whole_document,
@@ -26,22 +26,12 @@ FORMAT = FileFormat(
     columns=lambda data: data.messages_column if data.format == "auto" else [data.messages_column, data.format],
     kind="chat",
 )
-
-
-def check_conversations(config: RunConfig) -> None:
-    """Checks the files, then that the chat template renders the first conversation."""
-    FORMAT.check(config)
-    from mgpu_pipe.data.text.chat_templates import check_chat  # imports numpy, which other checks do not need
-
-    check_chat(config)
-
-
 SOURCE = DataSource(
     name="chat_jsonl",
     documents="chat",
     reads=(*TEXT_KEYS, "messages_column", "format"),
     reads_files=True,
-    check=check_conversations,
+    check=FORMAT.check,
     open=FORMAT.open,
     prepare=prepare_packed_text,
 )

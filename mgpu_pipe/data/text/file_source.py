@@ -89,6 +89,18 @@ class FileFormat(Generic[Content]):
         )
 
 
+@dataclass(frozen=True)
+class ChatFormat(FileFormat[str]):
+    """How files hold conversations."""
+
+    def check(self, config: RunConfig) -> None:
+        """Checks the files, then that the chat template renders the first conversation."""
+        super().check(config)
+        from mgpu_pipe.data.text.chat_templates import check_chat  # imports numpy, which other checks do not need
+
+        check_chat(config)
+
+
 def table_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
     """Reads the rows of a JSON, CSV, TSV or Parquet file as lines of JSON."""
     return row_lines(path, expected)

@@ -10,7 +10,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
 from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
-from mgpu_pipe.errors import ConfigErrors, raised_by
+from mgpu_pipe.errors import check_all
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.images.demo_pictures import Question
@@ -35,9 +35,7 @@ def build_digits(cache: Path, identity: str) -> Path:
 def check_digits(config: RunConfig) -> None:
     from mgpu_pipe.data.images.picture_files import digits_file
 
-    errors = [*raised_by(lambda: check_picture_chats(config)), *raised_by(digits_file)]
-    if errors:
-        raise ConfigErrors(errors)
+    check_all([lambda: check_picture_chats(config), digits_file])
 
 
 SOURCE = PictureChatSource(

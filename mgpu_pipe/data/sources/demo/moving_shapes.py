@@ -11,7 +11,7 @@ from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
 from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
-from mgpu_pipe.errors import ConfigErrors, raised_by
+from mgpu_pipe.errors import check_all
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.images.demo_pictures import Question
@@ -51,10 +51,7 @@ def check_model(config: RunConfig) -> None:
     """Checks that the model takes videos."""
     from mgpu_pipe.data.images.check_images import sees_videos
 
-    sees = raised_by(lambda: sees_videos(config, f"data.source={SOURCE.name}"))
-    errors = [*raised_by(lambda: check_picture_chats(config)), *sees]
-    if errors:
-        raise ConfigErrors(errors)
+    check_all([lambda: check_picture_chats(config), lambda: sees_videos(config, f"data.source={SOURCE.name}")])
 
 
 SOURCE = PictureChatSource(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.config.data_sources import TEXT_KEYS, DocumentKind
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.kinds import prepare_packed_text
@@ -14,21 +15,25 @@ from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.documents import Document, Source
 
 
-def open_numbers(config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
+def open_numbers(
+    name: str, kind: DocumentKind, each: int, config: RunConfig, cache: Path, progress: Progress, key: str
+) -> Source:
+    """Opens the numbers as documents of ``kind``, ``each`` of every number; the others are arguments of
+    ``DataSource.open``."""
     shape = config.data.numbers
 
     def documents() -> Iterator[Document]:
         from mgpu_pipe.data.text.numbers import spoken_documents  # imports numpy, which check does not load
 
-        return spoken_documents(SOURCE.name, shape)
+        return spoken_documents(name, shape)
 
-    return Source(SOURCE.name, digest_of(SOURCE.name, asdict(shape)), 2 * shape.count, documents, "chat")
+    return Source(name, digest_of(name, asdict(shape)), each * shape.count, documents, kind)
 
 
 SOURCE = DataSource(
     name="spoken_chat",
     documents="chat",
     reads=(*TEXT_KEYS, "messages_column", "numbers"),
-    open=open_numbers,
+    open=partial(open_numbers, "spoken_chat", "chat", 2),
     prepare=prepare_packed_text,
 )

@@ -12,7 +12,7 @@ from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import SpeechSource
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.kinds import check_recordings, prepare_speech
-from mgpu_pipe.errors import ConfigErrors, raised_by
+from mgpu_pipe.errors import check_all
 
 
 @dataclass
@@ -29,11 +29,8 @@ def check_programs(config: RunConfig) -> None:
 
     data = config.data
     assert isinstance(data, SpokenDigitsConfig)
-    errors = raised_by(lambda: check_recordings(config))
-    for program in (synthesis.ESPEAK, *((synthesis.FLITE,) if data.held_out == "synthesiser" else ())):
-        errors += raised_by(partial(synthesis.program, program))
-    if errors:
-        raise ConfigErrors(errors)
+    programs = [synthesis.ESPEAK, *((synthesis.FLITE,) if data.held_out == "synthesiser" else ())]
+    check_all([lambda: check_recordings(config), *(partial(synthesis.program, program) for program in programs)])
 
 
 def speak_digits(data: DataConfig, rate: int, cache: Path, progress: Progress) -> tuple[Path, Path]:
