@@ -141,21 +141,31 @@ def axes_traffic(
     if not first:
         sent[BACKWARD] = batches, batches * hidden
     sent.update(_context_traffic(shape, dims, batches * layers, tokens, method))
-    shards = dims.dp_shard * dims.cp
-    if shards > 1:
-        norms = layer_norm_parameters(fields)
-        layer = (layer_parameters(fields, 0).total - norms) // dims.tp + norms
-        tables = first * embedding_parameters(fields) + last * head_parameters(fields)
-        ends = tables // dims.tp + last * final_norm_parameters(fields)
-        times, again = (1, 0) if dims.pp > 1 else (batches, layers)
-        units = layers + first + last
-        gathered, reduced = ((count * layer + ends) * FP32 * times for count in (layers + again, layers))
-        exchange("weights gathered", times * (units + again), gathered, shards)
-        exchange("gradients reduce-scattered", times * units, reduced, shards)
-        sent["used gradients"] = 1, all_reduced(FP64 * (LAYER_TENSORS * layers + first + 2 * last), shards)
+    sent.update(_unit_traffic(fields, dims, batches, layers, first, last))
     sent["loss and stop flag"] = 1, all_reduced(4 * FP64, dims.world_size)
     sent["gradient norm"] = 1, all_reduced(FP64, dims.world_size)
     return sent
+
+
+def _unit_traffic(
+    fields: Mapping[str, Any], dims: ParallelDims, batches: int, layers: int, first: bool, last: bool
+) -> Collectives:
+    """Collectives of FSDP2's units, see :func:`axes_traffic`; ``layers``, ``first`` and ``last`` are of the process."""
+    shards = dims.dp_shard * dims.cp
+    if shards == 1:
+        return {}
+    norms = layer_norm_parameters(fields)
+    layer = (layer_parameters(fields, 0).total - norms) // dims.tp + norms
+    tables = first * embedding_parameters(fields) + last * head_parameters(fields)
+    ends = tables // dims.tp + last * final_norm_parameters(fields)
+    times, again = (1, 0) if dims.pp > 1 else (batches, layers)
+    units = layers + first + last
+    gathered, reduced = ((count * layer + ends) * FP32 * times for count in (layers + again, layers))
+    return {
+        "weights gathered": (times * (units + again), exchanged(gathered, shards)),
+        "gradients reduce-scattered": (times * units, exchanged(reduced, shards)),
+        "used gradients": (1, all_reduced(FP64 * (LAYER_TENSORS * layers + first + 2 * last), shards)),
+    }
 
 
 def _context_traffic(shape: Shape, dims: ParallelDims, passes: int, tokens: int, method: str) -> Collectives:
