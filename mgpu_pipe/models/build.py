@@ -16,7 +16,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.activations import refused_activation, unknown_activations
 from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
 from mgpu_pipe.models.adapters.qlora import pack, packed_weight
-from mgpu_pipe.models.fields import HEADLESS, builder_of, check_model_config, class_of_folder, given_fields
+from mgpu_pipe.models.fields import HEADLESS, builder_of, check_model_config, class_of_folder, given_fields, with_floats
 from mgpu_pipe.models.init.keyed_init import InitRecipe
 from mgpu_pipe.models.local_shards import TensorPart, fill_parameters
 from mgpu_pipe.models.model_parts import freeze_parameters
@@ -71,7 +71,7 @@ def model_config(model: ModelConfig) -> PretrainedConfig:
     fields = _without(IGNORED_FIELDS, given_fields(model)) if model.path is not None else given_fields(model)
     model_type = str(fields.pop("model_type", None) or model.type)
     try:
-        config = AutoConfig.for_model(model_type, **fields)
+        config = AutoConfig.for_model(model_type, **with_floats(fields, model_type))
     except REFUSALS as error:
         raise _refused(model, error) from error
     config.dtype = torch.float32

@@ -6,13 +6,40 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mgpu_pipe.architectures.config_source import ConfigClass, config_class
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.models.field_sizes import EXPERTS
 from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.models.rotary_fields import PARAMETERS, PARTIAL
 
 DROPS = re.compile(r"(dropout|pdrop|dropout_rate|dropout_prob|drop_rate)$")
 """Fields that hold the probability to drop a value."""
+SPREADS = re.compile(r"(^|_)(eps|epsilon|std|initializer_range|initializer_factor)$")
+"""Fields that hold the width of a distribution, or what is added to one."""
+PADDING = "pad_token_id"
+HEAD, HEADS, WIDTH = "head_dim", "num_attention_heads", "hidden_size"
+TURNED = "qk_rope_head_dim"
+"""Field that holds the turned part of a head."""
+TURN_LESS = frozenset(
+    [
+        *(
+            "bamba",
+            "cohere_compass_text",
+            "deepseek_v4",
+            "gemma4_text",
+            "gemma4_unified_text",
+            "glm",
+            "glm4",
+            "glm4_moe",
+        ),
+        *("gpt_neox", "laguna", "mimo_v2_flash", "nemotron", "persimmon", "phi", "qwen3_5_moe_text", "qwen3_5_text"),
+        *("qwen3_next", "recurrent_gemma", "stablelm", "zaya"),
+    ]
+)
+"""Model types whose class turns a part of a head, or none, where no field says so."""
+SMALLEST_HEAD = 4
+"""Up to this size transformers turns odd heads too."""
 CHOSEN = "num_experts_per_tok"
 """Field that holds the number of experts that see a token."""
 
@@ -23,8 +50,8 @@ def check_ranges(model: ModelConfig) -> None:
     Raises:
         ConfigErrors: the fields, each with its range.
     """
-    errors = list(_dropped(model.config, "model.config"))
     fields = resolved_fields(model)
+    errors = [*_out_of_range(model.config, fields, "model.config"), *_odd_heads(model.config, fields)]
     experts = next((fields[name] for name in EXPERTS if isinstance(fields.get(name), int)), 0)
     chosen = fields.get(CHOSEN)
     if CHOSEN in model.config and isinstance(chosen, int) and 0 < experts < chosen:
@@ -34,10 +61,36 @@ def check_ranges(model: ModelConfig) -> None:
         raise ConfigErrors(errors)
 
 
-def _dropped(fields: Mapping[str, Any], within: str) -> Iterator[ConfigError]:
-    """Errors of probabilities, in a model and its parts."""
-    for name, value in fields.items():
+def _out_of_range(overrides: Mapping[str, Any], fields: Mapping[str, Any], within: str) -> Iterator[ConfigError]:
+    """Errors of probabilities, of spreads and of padding outside the vocabulary, in a model and its parts."""
+    for name, value in overrides.items():
+        key, is_number = f"{within}.{name}", isinstance(value, int | float)
         if isinstance(value, Mapping) and name.endswith("_config"):
-            yield from _dropped(value, f"{within}.{name}")
-        elif DROPS.search(name) and isinstance(value, int | float) and not 0 <= value <= 1:
-            yield ConfigError(f"{within}.{name}", value, "use a probability, from 0 to 1")
+            yield from _out_of_range(value, {**fields, **(fields.get(name) or {})}, key)
+        elif DROPS.search(name) and is_number and not 0 <= value <= 1:
+            yield ConfigError(key, value, "use a probability, from 0 to 1")
+        elif SPREADS.search(name) and is_number and not value >= 0:
+            yield ConfigError(key, value, "use a number of at least 0")
+        elif name == PADDING and is_number and isinstance(rows := fields.get("vocab_size"), int) and value >= rows:
+            yield ConfigError(key, value, f"use an id below {rows}", f"the model's vocabulary has {rows} tokens")
+
+
+def _odd_heads(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[ConfigError]:
+    """The error of heads whose numbers are no pairs, which rotary positions turn; transformers' own rule."""
+    family = str(fields["model_type"])
+    known = config_class(family) or ConfigClass()
+    names = [name for name in overrides if known.attribute_map.get(name, name) in (HEAD, HEADS, WIDTH)]
+    if not names or not {HEAD, PARAMETERS} <= known.names or TURNED in fields or family in TURN_LESS:
+        return
+    parameters = fields.get(PARAMETERS)
+    if PARTIAL in {*overrides, *(parameters if isinstance(parameters, Mapping) else ())}:
+        return
+    heads, width, size = fields.get(HEADS), fields.get(WIDTH), fields.get(HEAD)
+    if not size and isinstance(heads, int) and isinstance(width, int):
+        size = width // heads
+    if isinstance(size, int) and size > SMALLEST_HEAD and size % 2:
+        is_typed = overrides.get(HEAD) is not None
+        name = HEAD if is_typed else next(name for name in names if name != HEAD)
+        fix = f"use {size - 1} or {size + 1}" if is_typed else f"set model.config.{HEAD}={size + 1} too"
+        reason = f"a head has {size} numbers, and rotary positions turn pairs of them"
+        yield ConfigError(f"model.config.{name}", overrides[name], fix, reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.config.synonyms import MODEL_FIELDS
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.models.field_sizes import size_errors
+from mgpu_pipe.models.field_types import accepts, describe, floats_of
 from mgpu_pipe.models.rotary_fields import check_rotary
 from mgpu_pipe.models.weights.folder import read_config_json
 
@@ -69,19 +69,8 @@ ALPHABET = {
     ),
 }
 """Fields that the alphabet of transcripts decides, by model class."""
-IN_WORDS = {"None": "null", "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
 WIDTHS = ("hidden_size", "intermediate_size")
 """Fields that decide the width of all weights; a vocabulary may get new rows instead."""
-PRIMITIVES: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (float, int),
-    "bool": (bool,),
-    "str": (str,),
-    "list": (list,),
-    "dict": (dict,),
-    "tuple": (list, tuple),
-    "None": (type(None),),
-}
 
 
 class ModelClassError(ConfigError):
@@ -234,8 +223,8 @@ def _check_field(
         fix = f"did you mean {within}.{close}?" if close else "leave it out"
         return [ConfigError(key, value, fix, "the model's configuration has no such field")]
     annotation = known.annotations.get(known.attribute_map.get(name, name))
-    if annotation is not None and not _accepts(annotation, value):
-        return [ConfigError(key, value, f"give {_described(annotation)}", "wrong type")]
+    if annotation is not None and not accepts(annotation, value):
+        return [ConfigError(key, value, f"give {describe(annotation)}", "wrong type")]
     if _is_part(name, value):
         inner, items = (
             config_class(kinds[name]),
@@ -270,6 +259,17 @@ def part_fields(model_type: str, name: str, fields: Mapping[str, Any]) -> dict[s
     """Fields of a model's part with the literal defaults of its class."""
     known = config_class(part_type(model_type, name, fields)) or ConfigClass()
     return {**{field: value for field, value in known.defaults.items() if value is not NO_DEFAULT}, **fields}
+
+
+def with_floats(fields: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Fields of a model or a part of it, whole numbers as floats where its class takes no others.
+
+    transformers refuses the 1 of ``initializer_range: 1``.
+    """
+    known = config_class(model_type)
+    exact = floats_of(fields, known) if known is not None else dict(fields)
+    parts = {name: part for name, part in exact.items() if _is_part(name, part)}
+    return {**exact, **{name: with_floats(part, part_type(model_type, name, part)) for name, part in parts.items()}}
 
 
 def _check_folder_sizes(model: ModelConfig, own_names: Mapping[str, str]) -> list[BadInputError]:
@@ -309,37 +309,6 @@ def _check_heads(fields: Mapping[str, Any], known: ConfigClass) -> list[BadInput
 
 def _positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _alternatives(annotation: ast.expr) -> list[ast.expr]:
-    if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
-        return _alternatives(annotation.left) + _alternatives(annotation.right)
-    return [annotation]
-
-
-def _accepts(annotation: ast.expr, value: Any) -> bool:
-    """Whether ``value`` fits ``annotation``; True for annotations unknown here."""
-    for option in _alternatives(annotation):
-        base = option.value if isinstance(option, ast.Subscript) else option
-        name = "None" if isinstance(option, ast.Constant) and option.value is None else getattr(base, "id", "")
-        if name == "Literal" and isinstance(option, ast.Subscript):
-            if value in ast.literal_eval(
-                option.slice if isinstance(option.slice, ast.Tuple) else ast.Tuple([option.slice])
-            ):
-                return True
-        elif name not in PRIMITIVES:
-            return True
-        elif isinstance(value, bool):
-            if name == "bool":
-                return True
-        elif isinstance(value, PRIMITIVES[name]):
-            return True
-    return False
-
-
-def _described(annotation: ast.expr) -> str:
-    names = [ast.unparse(option) for option in _alternatives(annotation)]
-    return " or ".join(IN_WORDS.get(name, name) for name in names)
 
 
 def picture_shape(config: Any) -> tuple[int, int, int]:
