@@ -131,9 +131,10 @@ def unknown_key(path: str, value: object) -> ConfigError:
         return ConfigError(
             path, value, f"did you mean {nearest_key(f'{SECTION_NAMES[section]}.{rest}', all_keys())}?", "no such key"
         )
-    close = _corrected(path)
+    near = nearest_key(path, all_keys())
+    close = near if near == _last(path) else _corrected(path)
     elsewhere = None if close and _last(close) == _last(path) else known_elsewhere(path, value)
-    close = close or nearest_key(path, all_keys())
+    close = close or near
     return ConfigError(path, value, elsewhere or (f"did you mean {close}?" if close else SEE), "no such key")
 
 

@@ -35,13 +35,15 @@ def choose_from(word: str, options: Iterable[str]) -> str:
 def nearest_key(path: str, keys: Iterable[str]) -> str | None:
     """The valid dotted key nearest to ``path``.
 
-    A key of the same section comes first, then any key with the same last word (``lr`` for ``optimizer.lr``), then
-    the nearest whole path.
+    A key without a section comes first (``seed`` for ``data.seed``), then one of the same section, then any key with
+    the same last word (``optimizer.lr`` for ``lr``), then the nearest whole path.
     """
     every = set(keys)
     sections = {key.rpartition(".")[0] for key in every}
     known = sorted(every - sections) if "." in path else sorted(every)
     section, _, last = path.rpartition(".")
+    if last in every - sections:
+        return last
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     close = nearest(last, siblings)
     if close:

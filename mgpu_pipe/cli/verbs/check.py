@@ -16,8 +16,11 @@ DESCRIPTION = "Compose and check a configuration, and print what would run. Star
 def check(words: list[str]) -> int:
     from mgpu_pipe.api import plan
     from mgpu_pipe.launch.composed import composed, print_notices
+    from mgpu_pipe.planning.hardware_profile import load_profile
 
     def job(composition: Composition) -> int:
+        for name in composition.config.plan.hardware:
+            load_profile(name)  # a run for CPUs reads none
         planned = plan(composition)
         print_notices(planned.notices)
         from mgpu_pipe.report.columns import print_rows

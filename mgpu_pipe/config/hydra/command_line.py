@@ -126,7 +126,8 @@ def _as_override(message: str) -> str | None:
     fix = "" if key in all_keys() else unknown_key(key, "").fix
     known = f"{key}=..." if key in all_keys() else fix
     flags = re.findall(r"--[a-z][\w-]*", arguments_parser().format_usage())
-    close = nearest(f"--{flag}", [*flags, *VERB_FLAGS], cutoff=0.8)
+    others = [name for name in (*flags, *VERB_FLAGS) if name != f"--{flag}"]
+    close = nearest(f"--{flag}", others, cutoff=0.8)
     if fix.startswith("see the keys") or (close and key not in all_keys()):
         return f"did you mean {close}?" if close else None
     return f"keys are set by key=value, without dashes; {known}"

@@ -286,6 +286,11 @@ def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) ->
     if override.is_delete() or _chooses_nothing(override):
         return []
     options, _ = lookup(group)
+    chosen = override.value()
+    if isinstance(chosen, list) and len(chosen) > 1 and dataclasses.is_dataclass(hints(RunConfig).get(group)):
+        names = [str(name) for name in chosen]
+        fix = f"choose one, {group}={names[0]}, or run each with -m {group}={','.join(names)}"
+        return [ConfigError(group, _value_text(override), fix, "a run has one of these")]
     if not options and (key := group.replace("/", ".")) in all_keys():
         fix = f"write {key}={_value_text(override)}"
         return [ConfigError(group, _value_text(override), fix, "a key has dots, and no slashes")]
