@@ -25,6 +25,7 @@ UNABLE: dict[str, tuple[tuple[str, ...], str]] = {
     "labelled_text": (("split",), "a piece of a text may be of another class"),
     "pairs": (("split",), "no piece of a target belongs to a piece of its source"),
     "embedding_pairs": (("split",), "no piece of a text belongs to a piece of another"),
+    "scored_pairs": (("split",), "no piece of a sentence has the score"),
     "preferences": (("truncate", "split"), "conversations that are cut compare other answers"),
     "unpaired": (("truncate", "split"), "a conversation that is cut ends with another answer"),
     "captioned_images": (("split",), "no piece of a caption describes the whole picture"),

@@ -47,6 +47,12 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None) -> Pre
     return embedding_pairs.prepare_embedding_pairs(config, progress)
 
 
+def prepare_scored_pairs(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.text import scored_pairs
+
+    return scored_pairs.prepare_scored_pairs(config, progress)
+
+
 def prepare_labelled_images(config: RunConfig, progress: Progress | None) -> Prepared:
     from mgpu_pipe.data.images.prepare_images import prepare_images
 

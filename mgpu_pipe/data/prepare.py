@@ -21,13 +21,14 @@ from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 from mgpu_pipe.data.text.pairs import PreparedPairs
 from mgpu_pipe.data.text.preferences import PreparedPreferences
 from mgpu_pipe.data.text.prepare_text import PreparedData
+from mgpu_pipe.data.text.scored_pairs import PreparedScoredPairs
 from mgpu_pipe.data.text.unpaired import PreparedUnpaired
 
 KINDS: dict[str, type[Prepared]] = {
     kind.kind: kind
     for kind in (
         *(PreparedData, PreparedLabelled, PreparedPairs, PreparedPreferences, PreparedMixture),
-        *(PreparedEmbeddingPairs, PreparedUnpaired),
+        *(PreparedEmbeddingPairs, PreparedScoredPairs, PreparedUnpaired),
         *(PreparedImages, PreparedCaptions, PreparedPictureChats, PreparedSpeech, arrays.PreparedArrays),
     )
 }

@@ -17,21 +17,19 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
-from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
+from mgpu_pipe.objectives.global_batch import Features
 from mgpu_pipe.objectives.losses.softmax_pairing import softmax_pairing
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.text_embedding_keys import DESCRIPTION, METRICS, TextEmbeddingConfig
 from mgpu_pipe.objectives.text_search import search_sums
+from mgpu_pipe.objectives.text_vectors import PAIR, TextVectorObjective
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PAIR = 2
-"""Texts of a sample without negatives."""
 
-
-class TextEmbeddingObjective(GlobalBatchObjective):
+class TextEmbeddingObjective(TextVectorObjective):
     """Cross-entropy of each query's positive among the positives and negatives of all samples, a mean over samples.
 
     Args:
@@ -44,10 +42,8 @@ class TextEmbeddingObjective(GlobalBatchObjective):
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: TextEmbeddingConfig
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
+        super().__init__(model, optimizer_factory, learning_rate, keys)
         self._keys, self._texts = keys, PAIR
-        self._config = cast(Any, model.config)
-        self._held_out: list[tuple[Features, slice]] = []
 
     @classmethod
     def from_config(
@@ -70,44 +66,10 @@ class TextEmbeddingObjective(GlobalBatchObjective):
             }
         )
 
-    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Each text that is there a row, and at least one row, so that every process runs the model."""
-        there = _is_there(batch)
-        ids, lengths = batch["input_ids"].flatten(0, 1)[there], batch["lengths"].flatten()[there].clamp_min(1)
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-        return {"input_ids": ids, "attention_mask": mask.long()}
+    def labels(self, batch: Mapping[str, torch.Tensor]) -> Features:
+        return {"numbers": batch["text_numbers"]}
 
-    def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
-        inputs = self.model_inputs(batch)
-        hidden = self.model(**inputs).last_hidden_state
-        vectors = pool(hidden, inputs["attention_mask"], self._keys.pooling)
-        features = {"numbers": batch["text_numbers"]}
-        for size in self._sizes:
-            features |= self._sides(batch, vectors[:, :size], _suffix(size))
-        return features
-
-    @property
-    def _sizes(self) -> list[int | None]:
-        """Numbers of first entries whose losses are added; None is all of them."""
-        return [None, *self._keys.matryoshka_sizes]
-
-    def _sides(self, batch: Mapping[str, torch.Tensor], vectors: torch.Tensor, suffix: str) -> Features:
-        """Queries, (rows, size), and documents, (rows, texts - 1, size), from the vectors of the present texts."""
-        if self._keys.normalize:
-            vectors = F.normalize(vectors, dim=-1)
-        there = _is_there(batch)
-        every = vectors.new_zeros(len(there), vectors.shape[1]).index_put((there,), vectors)
-        queries, *documents = every.unflatten(0, batch["lengths"].shape).unbind(1)
-        return {f"queries{suffix}": queries * self._keys.scale, f"documents{suffix}": torch.stack(documents, 1)}
-
-    def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
-        total = torch.zeros((), device=features["queries"].device)
-        for size in self._sizes:
-            of_size = None if gradients is None else _of_size(gradients, size)
-            total = total + self._losses_of_size({**features, **_of_size(features, size)}, rows, of_size)
-        return total
-
-    def _losses_of_size(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
+    def losses_of_size(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         """Losses of some samples, (rows,), from vectors of one size."""
         to_document = self._losses_of_queries(features, rows, gradients)
         if not self._keys.symmetric:
@@ -153,13 +115,6 @@ class TextEmbeddingObjective(GlobalBatchObjective):
             del logits  # frees memory before the next ones
         return torch.cat(losses)
 
-    def collect_heldout(self, features: Features, rows: slice) -> None:
-        self._held_out.append(({**_of_size(features, None), "numbers": features["numbers"]}, rows))
-
-    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss = self.micro_batch_loss(batch).double()
-        return F.pad(loss.reshape(1), (0, self.num_sums - 1))
-
     def last_sums(self, world: SampleGroup) -> torch.Tensor | float:
         """Sums of the held-out metrics over the queries of this process, in the order of ``measured``."""
         if not self._held_out:
@@ -184,22 +139,8 @@ class TextEmbeddingObjective(GlobalBatchObjective):
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One text at a time, without padding; one pair at a time."""
-        keys = self._keys
-
-        def pooled(ids: torch.Tensor, length: int) -> torch.Tensor:
-            states = forward(input_ids=ids[None, :length]).last_hidden_state[0].float()
-            return {"mean": states.mean(0), "cls": states[0], "last_token": states[-1]}[keys.pooling]
-
-        vectors = [
-            [pooled(ids, length) for ids, length in zip(*texts, strict=True) if length]
-            for texts in zip(batch["input_ids"], batch["lengths"].tolist(), strict=True)
-        ]
-        sums = []
-        for size in self._sizes:
-            cut = [[vector[:size] for vector in row] for row in vectors]
-            if keys.normalize:
-                cut = [[vector / vector.norm() for vector in row] for row in cut]
-            sums.append(self._plain_losses(cut, batch["text_numbers"].tolist()))
+        numbers = batch["text_numbers"].tolist()
+        sums = [self._plain_losses(vectors, numbers) for vectors in self.plain_vectors(forward, batch)]
         return Reference(torch.stack(sums).sum())
 
     def _plain_losses(self, vectors: list[list[torch.Tensor]], numbers: list[list[int]]) -> torch.Tensor:
@@ -221,39 +162,6 @@ class TextEmbeddingObjective(GlobalBatchObjective):
                 sides = [[right, *side] for side in sides]
             losses.append(sum(torch.stack(side).logsumexp(0) - right for side in sides) / len(sides))
         return torch.stack(cast("list[torch.Tensor]", losses)).sum()
-
-
-def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor:
-    """Vectors of texts, (texts, width), from the states of their tokens, (texts, seq_len, width).
-
-    Args:
-        mask: 1 for a token and 0 for padding, which follows the tokens, (texts, seq_len).
-        pooling: as of ``objective.pooling``.
-    """
-    states = at_least_fp32(hidden)
-    if pooling == "cls":
-        return states[:, 0]
-    if pooling == "last_token":
-        return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
-    weights = mask.unsqueeze(-1).to(states)
-    return (states * weights).sum(1) / weights.sum(1)
-
-
-def _suffix(size: int | None) -> str:
-    """Ends the names of features of this size; empty for whole vectors."""
-    return "" if size is None else f"_{size}"
-
-
-def _of_size(features: Features, size: int | None) -> Features:
-    """Queries and documents of one size, under their plain names."""
-    return {name: features[name + _suffix(size)] for name in ("queries", "documents")}
-
-
-def _is_there(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Whether each text is encoded, (rows * texts,): all that samples have, and the first."""
-    there = batch["lengths"].flatten() > 0
-    there[:1] = True
-    return there
 
 
 def _chunks(rows: slice, vectors: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:

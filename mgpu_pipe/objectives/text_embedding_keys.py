@@ -11,14 +11,14 @@ from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 
 Pooling = Literal["mean", "cls", "last_token"]
+FAMILIES = ("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta")
 MOST_RANK = 10
 """Rank of the last text that a held-out query may find."""
 
 
 @dataclass
-class TextEmbeddingConfig(ObjectiveConfig):
-    name: str = "text_embedding"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+class VectorConfig(ObjectiveConfig):
+    """Keys of objectives whose models make vectors of texts."""
 
     pooling: Pooling = "mean"
     """Vector of a text: the mean over its tokens, that of its first token (cls), or that of its last token."""
@@ -26,14 +26,9 @@ class TextEmbeddingConfig(ObjectiveConfig):
     """Divide each vector by its length, so that scores are cosines; false compares by dot products."""
     scale: float = field(default=20.0, metadata={"above": 0})
     """Factor of the scores, the inverse of a temperature."""
-    symmetric: bool = False
-    """Also find the query of each positive among all queries; the loss is the mean of both directions."""
-    mask_equal: bool = True
-    """Leave out negatives that are no negatives: texts equal to the positive, and the positives of equal queries."""
-
     matryoshka_sizes: list[int] = field(default_factory=list)
-    """Numbers of first entries of a vector that are to find texts alone too. Their losses add to that of the whole
-    vectors (arXiv:2205.13147); empty: only whole vectors."""
+    """Numbers of first entries of a vector that are trained alone too. Their losses add to that of the whole vectors
+    (arXiv:2205.13147); empty: only whole vectors."""
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         width, sizes = vector_width(fields), self.matryoshka_sizes
@@ -75,6 +70,16 @@ class TextEmbeddingConfig(ObjectiveConfig):
         }
 
 
+@dataclass
+class TextEmbeddingConfig(VectorConfig):
+    name: str = "text_embedding"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+    symmetric: bool = False
+    """Also find the query of each positive among all queries; the loss is the mean of both directions."""
+    mask_equal: bool = True
+    """Leave out negatives that are no negatives: texts equal to the positive, and the positives of equal queries."""
+
+
 def vector_width(fields: Mapping[str, Any]) -> int:
     """Numbers of a vector of the model with these ``fields``."""
     return int(fields.get("hidden_size") or fields["dim"])
@@ -110,7 +115,7 @@ DESCRIPTION = Description(
     model_class="AutoModel",
     attention="own",
     samples="embedding_pairs",
-    families=("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta"),
+    families=FAMILIES,
     refused_axes=("pp", "cp", "ep"),
     other_names=("embedding", "sentence_transformer"),
 )

@@ -76,6 +76,7 @@ NEEDS_MORE = {
     ("data", "git_files"),
     ("data", "embedding_pairs"),
     ("data", "stdlib_pairs"),
+    ("data", "scored_pairs"),
     ("data", "sqlite"),
     ("data", "image_folder"),
     ("data", "image_list"),

@@ -66,6 +66,7 @@ def test_a_family_that_is_trained_without_a_head_has_none(tmp_path: Path) -> Non
     run = load_run(stored(BertModel(BertConfig(vocab_size=64, **SIZES)), tmp_path / "bert"))
     assert isinstance(run.model, BertModel)
     assert _evaluation_config(run, []).objective.name == "text_embedding"
+    assert _evaluation_config(run, ["data=scored_pairs", "data.paths=[a]"]).objective.name == "text_similarity"
 
 
 def test_a_type_that_no_objective_trains_is_refused(tmp_path: Path) -> None:

@@ -277,6 +277,19 @@ CONTRACTS = {
         """,
         target="encoder.layer.1.output.dense",
     ),
+    "text_similarity": Contract(
+        "objective=text_similarity data=scored_pairs model=bert_tiny",
+        """
+        1: strategy=single objective.matryoshka_sizes=[4]
+        2: strategy=fsdp data.micro_batch_size=2
+        2 exhaustive: strategy=ddp objective.loss=cosine; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=cls;
+            strategy=fsdp peft=lora; strategy=ddp precision=bf16;
+            strategy=fsdp model.type=roberta model.config.pad_token_id=1; strategy=tp @distilbert
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
+        """,
+        target="encoder.layer.1.output.dense",
+    ),
     "orpo": Contract(
         "objective=orpo data=preferences_jsonl model=llama_tiny",
         """

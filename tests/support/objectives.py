@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.objectives.test_sequence_classification import write_rows
-from tests.support.embedding_pairs import write_pairs
+from tests.support.embedding_pairs import write_pairs, write_scored_pairs
 from tests.support.needs import need_digits, need_speech
 from tests.support.sounds import RATE, list_of_tones
 
@@ -23,6 +23,8 @@ OBJECTIVES = {
     "sequence_classification": ("model=bert_tiny", "objective=sequence_classification", "data=labelled_jsonl")
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "text_embedding": ("model=bert_tiny", "objective=text_embedding", "data=embedding_pairs")
+    + ("data.seq_len=24", "data.validation_fraction=0.2"),
+    "text_similarity": ("model=bert_tiny", "objective=text_similarity", "data=scored_pairs")
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "dpo": ("model=llama_tiny", "model.config.vocab_size=384", "objective=dpo", "data=spoken_preferences")
     + ("data.chat_template=chatml", "data.numbers={count: 200, digits: 3}", "data.seq_len=80"),
@@ -55,6 +57,8 @@ def list_overrides(name: str, folder: Path, table: dict[str, tuple[str, ...]] = 
         return *overrides, f"data.paths=[{list_of_tones(sounds)}]"
     if "data=embedding_pairs" in overrides:
         return *overrides, f"data.paths=[{write_pairs(folder / 'pairs.jsonl')}]"
+    if "data=scored_pairs" in overrides:
+        return *overrides, f"data.paths=[{write_scored_pairs(folder / 'scored.jsonl')}]"
     if "data=labelled_jsonl" in overrides:
         return *overrides, f"data.paths=[{write_rows(folder / 'rows.jsonl')}]"
     return overrides

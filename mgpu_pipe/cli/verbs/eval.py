@@ -14,7 +14,7 @@ from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.harness import add_harness_arguments, evaluate_by_harness, uses_harness
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.config.data_sources import makes_tokens
+from mgpu_pipe.config.data_sources import makes_tokens, samples_of
 from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
 from mgpu_pipe.config.objective import bits_per_byte, description, descriptions
 from mgpu_pipe.config.schema import DataConfig, RunConfig
@@ -23,7 +23,7 @@ from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line
 from mgpu_pipe.inference.model_arguments import add_device_argument, build_parser, open_run, parse_arguments
 from mgpu_pipe.inference.open import LoadedRun
-from mgpu_pipe.models.fields import class_of
+from mgpu_pipe.models.fields import HEADLESS, class_of
 from mgpu_pipe.models.weights.sentence_modules import read_sentence_modules
 from mgpu_pipe.runs.hub_names import at_commits
 
@@ -137,8 +137,12 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
         raise BadInputError(f"{strange[0]}: eval takes data and eval overrides only, e.g. data.paths=[held_out.txt]")
     if run.config is None:
         built_by = class_of([type(run.model).__name__])
-        objective = next(candidate.name for candidate in descriptions() if candidate.model_class == built_by)
-        folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective}"]
+        able = [candidate for candidate in descriptions() if candidate.model_class == built_by]
+        objective = able[0]
+        if built_by == HEADLESS:  # their data tell what the vectors are for
+            samples = samples_of(compose(overrides)[0].data.source)
+            objective = next((candidate for candidate in able if candidate.samples == samples), objective)
+        folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective.name}"]
         config = _with_classes(compose([*folder, *overrides])[0], run)
         return _with_vectors_of(run.source, config, overrides) if hasattr(config.objective, "pooling") else config
     typed = {text.lstrip("+").split("=")[0] for text in overrides}

@@ -31,6 +31,7 @@ class Document(NamedTuple):
         tokens: token ids.
         loss_mask: 1 where a token counts as a label, of the length of ``tokens``; None where all do.
         fault: why it cannot be used, and then it has no content; None for a usable document.
+        score: how similar the texts of a group are; None where nothing says it.
     """
 
     body: Text
@@ -41,6 +42,7 @@ class Document(NamedTuple):
     tokens: NDArray[np.int64] | None = None
     loss_mask: NDArray[np.uint8] | None = None
     fault: Fault | None = None
+    score: float | None = None
 
     @property
     def text(self) -> str:

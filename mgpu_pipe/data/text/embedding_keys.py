@@ -1,4 +1,4 @@
-"""Keys of pairs of texts for embeddings."""
+"""Keys of pairs of texts for embeddings, and of pairs with scores."""
 
 from __future__ import annotations
 
@@ -26,4 +26,21 @@ class EmbeddingPairsConfig(DataConfig):
 
     def tokens(self) -> int:
         """Tokens of a query and a positive with padding."""
+        return 2 * self.seq_len
+
+
+@dataclass
+class ScoredPairsConfig(DataConfig):
+    sentence1_column: str = field(default="sentence1", metadata=CONTENT)
+    """Name of the first sentence (scored_pairs)."""
+    sentence2_column: str = field(default="sentence2", metadata=CONTENT)
+    """Name of the second sentence (scored_pairs)."""
+    score_column: str = field(default="score", metadata=CONTENT)
+    """Name of the number that says how similar both are, of any range (scored_pairs)."""
+
+    def sample_text(self) -> str:
+        return f"sentences of {self.seq_len} tokens, padded"
+
+    def tokens(self) -> int:
+        """Tokens of both sentences with padding."""
         return 2 * self.seq_len

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.pieces import special_ends
-from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowFolders, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.errors import ConfigError, DataError
 
@@ -54,10 +54,8 @@ class Texts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedEmbeddingPairs(PreparedRows):
-    """Everything a worker needs to load pairs for embeddings; :func:`prepare_embedding_pairs` makes it."""
-
-    kind: ClassVar[str] = "embedding_pairs"
+class PreparedTextGroups(PreparedRows):
+    """Everything a worker needs to load groups of texts; :func:`prepare_groups` makes it."""
 
     texts: int
     """Texts of a sample: query, positive, and as many negatives as the row with most has."""
@@ -82,6 +80,16 @@ class PreparedEmbeddingPairs(PreparedRows):
         return [(self.num_pairs, "pairs"), (self.num_tokens, "tokens"), *self.left_out()]
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedEmbeddingPairs(PreparedTextGroups):
+    """Everything a worker needs to load pairs for embeddings; :func:`prepare_embedding_pairs` makes it."""
+
+    kind: ClassVar[str] = "embedding_pairs"
+
+
+Groups = TypeVar("Groups", bound=PreparedTextGroups)
+
+
 def open_texts(folder: Path) -> Texts:
     """Maps the ranges of a token store's texts into memory."""
     return Texts(*(load_array(_texts(folder) / name) for name in (_FIRST_TEXTS, _STARTS, _LENGTHS, _HASHES)))
@@ -92,6 +100,26 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
 
     Raises:
         ConfigError, DataError: see there; or no pair is left.
+    """
+    known, _ = prepare_groups(PreparedEmbeddingPairs, config, progress)
+    data, train = config.data, known.train_samples
+    if known.texts == 2 and 1 in (data.global_batch_size, train):
+        reason = "a pair has no text to tell from its positive, so its loss is always 0"
+        if train == 1:
+            raise DataError(
+                f"data.source={data.source}: there is 1 pair to train on: {reason}; give more, or negatives"
+            )
+        raise ConfigError("data.global_batch_size", 1, "use at least 2, or pairs with negatives", reason)
+    return known
+
+
+def prepare_groups(
+    kind: type[Groups], config: RunConfig, progress: Progress | None = None
+) -> tuple[Groups, RowFolders]:
+    """Prepares the groups of ``config``, or finds them cached; returns also their token stores.
+
+    Raises:
+        ConfigError, DataError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`; or no group is left.
     """
     data, rows = config.data, prepare_rows(config, progress)
     for folder in rows.names:
@@ -105,7 +133,7 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     last_tokens = _last_tokens(rows.tokenizer_folder)
     if data.seq_len <= last_tokens + 1:
         raise ConfigError("data.seq_len", data.seq_len, f"use at least {last_tokens + 2}", "a text has special tokens")
-    known = PreparedEmbeddingPairs(
+    known = kind(
         **{**vars(rows), "padding_token_id": padding if isinstance(padding, int) else rows.padding_token_id},
         seq_len=data.seq_len,
         texts=max(texts.most for texts in every),
@@ -118,23 +146,17 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     )
     long = known.count_long()
     train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
-    if known.texts == 2 and 1 in (data.global_batch_size, train):
-        reason = "a pair has no text to tell from its positive, so its loss is always 0"
-        if train == 1:
-            raise DataError(
-                f"data.source={data.source}: there is 1 pair to train on: {reason}; give more, or negatives"
-            )
-        raise ConfigError("data.global_batch_size", 1, "use at least 2, or pairs with negatives", reason)
     identity = (data.seq_len, known.padding_token_id, *([rule] if long else []))
-    return known.with_counts(
+    prepared = known.with_counts(
         config,
         train,
         held_out,
         f"{long:,} of {known.num_pairs:,} pairs do not fit (data.seq_len={data.seq_len}), {held_out:,} held out",
         too_long_samples=long,
-        digest=digest_of("embedding_pairs", rows.folder.name, rows.fraction, *identity),
+        digest=digest_of(kind.kind, rows.folder.name, rows.fraction, *identity),
         validation_digest=digest_of(rows.held_out_folder.name, *identity) if data.validation_paths else "",
     )
+    return prepared, rows
 
 
 def _last_tokens(tokenizer_folder: Path) -> int:

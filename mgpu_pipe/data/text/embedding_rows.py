@@ -17,7 +17,7 @@ from mgpu_pipe.data.text.file_source import Rows
 from mgpu_pipe.errors import DataError
 
 SCORE = "score"
-"""Column that is refused: losses on scores are not there yet."""
+"""Column that is refused: ``data=scored_pairs`` reads scores."""
 
 
 def pair_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
@@ -60,7 +60,9 @@ def pair_document(data: DataConfig, line: str, origin: str, size: int) -> Docume
     columns = (keys.query_column, keys.positive_column, keys.negative_column)
     row = files.json_row(line, origin, *columns)
     if row.get(SCORE) is not None:
-        raise DataError(f"{origin}: column '{SCORE}' is not supported, a pair is right or wrong; remove the column")
+        raise DataError(
+            f"{origin}: column '{SCORE}' is not read, a pair is right or wrong; remove it, or use data=scored_pairs"
+        )
     for key, column in zip(("query_column", "positive_column"), columns, strict=False):
         if column not in row:
             raise files.missing_column(origin, f"data.{key}", column, list(row))

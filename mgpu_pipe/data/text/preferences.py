@@ -21,23 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.files import FIX
 from mgpu_pipe.data.samples import SampleSet, Split
-from mgpu_pipe.data.source import open_source, validation_source_config
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.encode import REJECTED
 from mgpu_pipe.data.text.notes import notes_of
-from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowFolders, prepare_rows
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
+from mgpu_pipe.data.text.row_values import open_values, prepare_values
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.errors import DataError
 
-_LENGTHS, _EQUAL, _MARGINS = "chosen_lengths.npy", "equal.npy", "margins.npy"
-MARGIN = "margin"
-"""Column of a pair's margin."""
+_LENGTHS, _EQUAL = "chosen_lengths.npy", "equal.npy"
+MARGIN, MARGINS = "margin", "margins"
+"""Column of a pair's margin; name of the margins beside a token store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class PreparedPreferences(PreparedRows):
         length = np.diff(store.offsets)[documents]
         margins = None
         if self.with_margins:
-            margins = load_array(_margins(self.folder_of(split)) / _MARGINS)[documents]
+            margins = open_values(self.folder_of(split), MARGINS)[documents]
         return PreferenceSamples(
             store, store.offsets[documents], chosen, length, self.seq_len, self.padding_token_id, reopen, margins
         )
@@ -97,7 +96,7 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
         build_once(_halves(folder), partial(_find_halves, TokenStore.open(folder)))
     with_margins = description(config.objective.name).reads_margins
     if with_margins:
-        _prepare_margins(config, rows, progress or no_progress)
+        prepare_values(config, rows, MARGINS, margins_of, progress)
     equal = sum(int(equal_pairs(folder).sum()) for folder in rows.names)
     stores = [TokenStore.open(folder) for folder in rows.names]
     notes = notes_of(map(read_manifest, rows.names))
@@ -132,30 +131,6 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
 def _halves(folder: Path) -> Path:
     """Folder next to a token store with facts about its pairs."""
     return folder.with_name(f"{folder.name}.halves")
-
-
-def _margins(folder: Path) -> Path:
-    """Folder next to a token store with the margins of its pairs."""
-    return folder.with_name(f"{folder.name}.margins")
-
-
-def _prepare_margins(config: RunConfig, rows: RowFolders, report: Progress) -> None:
-    """Reads the margins of all pairs, once for each token store."""
-    cache = cache_folder(config.data.cache_dir).absolute()
-    settings = {rows.folder: (config, "data.paths")}
-    if config.data.validation_paths:
-        settings.setdefault(rows.held_out_folder, (validation_source_config(config), "data.validation_paths"))
-    for folder, (chosen, key) in settings.items():
-        usable = TokenStore.open(folder).usable
-
-        def build(out: Path, chosen: RunConfig = chosen, key: str = key, usable: Any = usable) -> dict[str, Any]:
-            documents = open_source(chosen, cache, report, key).documents()
-            read = (document for at, document in enumerate(documents) if usable is None or usable[at])
-            margins = np.array(margins_of(read), np.float64)
-            save_array(out / _MARGINS, margins)
-            return {"pairs": len(margins)}
-
-        build_once(_margins(folder), build)
 
 
 def margins_of(documents: Iterable[Document]) -> list[float]:

@@ -19,6 +19,7 @@ from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
 from mgpu_pipe.data.text.preferences import PreparedPreferences
 from mgpu_pipe.data.text.prepare_text import PreparedData
 from mgpu_pipe.data.text.prepared_rows import PreparedRows
+from mgpu_pipe.data.text.scored_pairs import PreparedScoredPairs
 from mgpu_pipe.data.text.token_store import TokenStore
 
 if TYPE_CHECKING:
@@ -102,6 +103,11 @@ def parts_of(
         return [_pair(tokenizer, batch, row) for row in range(len(indices))]
     if isinstance(prepared, PreparedEmbeddingPairs):
         return [_group(tokenizer, batch, row, 1) for row in range(len(indices))]
+    if isinstance(prepared, PreparedScoredPairs):
+        return [
+            [*_group(tokenizer, batch, row, -1), Part(f" \u2192 {batch['scores'][row]:g}", True)]
+            for row in range(len(indices))
+        ]
     if isinstance(prepared, PreparedPreferences) and "lengths" in batch:
         return [_group(tokenizer, batch, row, 0) for row in range(len(indices))]
     if prepared.kind == "picture_chats":

@@ -16,7 +16,7 @@ from mgpu_pipe.data.text.encode import TRAINED
 from mgpu_pipe.data.text.token_store import TokenStore, load_array
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.embedding_pairs import PreparedEmbeddingPairs, Texts
+    from mgpu_pipe.data.text.embedding_pairs import PreparedTextGroups, Texts
     from mgpu_pipe.data.text.labels import PreparedLabelled
     from mgpu_pipe.data.text.pairs import Pairs
 
@@ -188,7 +188,7 @@ class TextGroups:
         self,
         store: TokenStore,
         texts: Texts,
-        prepared: PreparedEmbeddingPairs,
+        prepared: PreparedTextGroups,
         documents: NDArray[np.int64],
         reopen: Callable[[], SampleSet],
     ) -> None:
@@ -234,3 +234,29 @@ class TextGroups:
         at = np.where(there, self._first[indices][:, None] + place, 0)
         texts = self._texts
         return texts.start[at], np.where(there, texts.length[at], 0), np.where(there, texts.number[at], 0)
+
+
+class ScoredGroups(TextGroups):
+    """Pairs of sentences with scores.
+
+    Args:
+        scores: of the samples, (samples,).
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        texts: Texts,
+        prepared: PreparedTextGroups,
+        documents: NDArray[np.int64],
+        reopen: Callable[[], SampleSet],
+        scores: NDArray[np.float64],
+    ) -> None:
+        super().__init__(store, texts, prepared, documents, reopen)
+        self._scores = scores.astype(np.float32)
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """``input_ids`` and ``lengths`` of the texts, and ``scores``, float32 (rows,)."""
+        batch = super().batch(indices, numbers)
+        del batch["text_numbers"]
+        return {**batch, "scores": torch.from_numpy(self._scores[indices])}

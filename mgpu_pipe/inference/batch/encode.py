@@ -18,7 +18,7 @@ from mgpu_pipe.inference.batch.texts import TextRow, read_texts, vectors_of
 from mgpu_pipe.inference.batch.vector_folder import VectorFolder
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.field_sizes import usable_positions
-from mgpu_pipe.objectives.text_embedding import pool
+from mgpu_pipe.objectives.text_vectors import pool
 
 WINDOW = 1 << 14
 """Texts in memory at once, which are sorted by length."""

@@ -15,7 +15,7 @@ from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.weights.sentence_modules import SentenceModules, read_sentence_modules
-from mgpu_pipe.objectives.text_embedding_keys import DESCRIPTION, TextEmbeddingConfig, vector_width
+from mgpu_pipe.objectives.text_embedding_keys import FAMILIES, VectorConfig, vector_width
 
 LINES = ".txt"
 """Ends the name of a file with a text in each line."""
@@ -60,7 +60,7 @@ def vectors_of(config: RunConfig | None, folder: Path) -> SentenceModules:
     """
     if config is not None:
         keys, data = config.objective, config.data
-        if not isinstance(keys, TextEmbeddingConfig):
+        if not isinstance(keys, VectorConfig):
             raise BadInputError(f"{folder}: learned objective={keys.name}; give a run of objective=text_embedding")
         prompts = {kind: getattr(data, f"{kind}_prompt", None) or "" for kind in KINDS}
         return SentenceModules(keys.pooling, keys.normalize, prompts, max_tokens=data.seq_len)
@@ -81,10 +81,10 @@ def width_of(source: ModelSource) -> int:
     """
     folder = source.folder
     model = ModelConfig(name=folder.name, path=str(folder)) if source.config is None else source.config.model
-    fields, families = resolved_fields(model), DESCRIPTION.families
-    if fields["model_type"] not in families:
+    fields = resolved_fields(model)
+    if fields["model_type"] not in FAMILIES:
         raise BadInputError(
-            f"{folder}: objective=text_embedding has no {fields['model_type']}; use {', '.join(families)}"
+            f"{folder}: objective=text_embedding has no {fields['model_type']}; use {', '.join(FAMILIES)}"
         )
     return vector_width(fields)
 

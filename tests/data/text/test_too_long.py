@@ -135,6 +135,7 @@ def test_a_conversation_cut_before_its_answer_is_left_out(tmp_path: Path) -> Non
     ("source", "rule"),
     [
         *(("labelled_jsonl", "split"), ("pairs_jsonl", "split"), ("embedding_pairs", "split")),
+        ("scored_pairs", "split"),
         *(("preferences_jsonl", rule) for rule in ("split", "truncate")),
         *(("picture_chats", rule) for rule in ("split", "truncate")),
         *(("captions", "split"), ("audio_list", "truncate")),
