@@ -7,6 +7,7 @@ imports neither torch nor transformers.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -32,6 +33,8 @@ class ConfigClass:
     """Annotations of declared fields."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Literal defaults of the fields; NO_DEFAULT for others."""
+    bounds: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Smallest and largest value of fields that are declared with an interval."""
     keywords: set[str] = field(default_factory=set)
     """Other keywords of the class: constructor arguments, names taken from ``kwargs``."""
     attribute_map: dict[str, str] = field(default_factory=dict)
@@ -170,6 +173,7 @@ def _read_class(file: Path, class_name: str, folder: Path) -> ConfigClass:
             if "ClassVar" not in ast.unparse(item.annotation):
                 cls.annotations[item.target.id] = item.annotation
                 cls.defaults[item.target.id] = _literal_default(item.value)
+                cls.bounds.update({item.target.id: bounds} if (bounds := _bounds(item.value)) else {})
         elif isinstance(item, ast.Assign):
             _read_attribute_map(item, cls)
         elif isinstance(item, ast.FunctionDef):
@@ -180,6 +184,18 @@ def _read_class(file: Path, class_name: str, folder: Path) -> ConfigClass:
     )
     cls.keywords = {name for name in cls.keywords if not name.startswith("_")} - {"self", "kwargs"}
     return cls
+
+
+def _bounds(value: ast.expr | None) -> tuple[float, float] | None:
+    """Bounds of a declaration such as ``interval(min=0.0, max=1.0)(default=0.02)``."""
+    call = value.func if isinstance(value, ast.Call) else None
+    if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != "interval":
+        return None
+    try:
+        ends = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    except ValueError:  # an expression
+        return None
+    return ends.get("min", -math.inf), ends.get("max", math.inf)
 
 
 def _undeclared(modeling: Path) -> set[str]:
@@ -206,6 +222,7 @@ def _read_base(file: Path, base: str, folder: Path) -> ConfigClass:
 def _merge(into: ConfigClass, other: ConfigClass) -> None:
     into.annotations.update(other.annotations)
     into.defaults.update(other.defaults)
+    into.bounds.update(other.bounds)
     into.keywords |= other.keywords
     into.attribute_map.update(other.attribute_map)
     into.computed |= other.computed

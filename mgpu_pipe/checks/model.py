@@ -156,6 +156,10 @@ def check_tokenizer_size(config: RunConfig) -> None:
         _check_alphabet(config)
     if not samples or not _reads_text(config):
         return
+    if template is not None:
+        from mgpu_pipe.data.text.chat_templates import chosen_template
+
+        chosen_template(config)  # a source without conversations keeps it for the export
     if model.path is None and config.data.tokenizer == "auto" and spoken:
         transcripts_vocab_size(config)
     elif model.path is None and config.data.tokenizer == "auto":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from mgpu_pipe.architectures.config_source import ConfigClass, config_class
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.models.field_sizes import EXPERTS
-from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.models.fields import part_type, resolved_fields
 from mgpu_pipe.models.rotary_fields import PARAMETERS, PARTIAL
 
 DROPS = re.compile(r"(dropout|pdrop|dropout_rate|dropout_prob|drop_rate)$")
@@ -51,7 +52,8 @@ def check_ranges(model: ModelConfig) -> None:
         ConfigErrors: the fields, each with its range.
     """
     fields = resolved_fields(model)
-    errors = [*_out_of_range(model.config, fields, "model.config"), *_odd_heads(model.config, fields)]
+    family = str(fields["model_type"])
+    errors = [*_out_of_range(model.config, fields, family, "model.config"), *_odd_heads(model.config, fields)]
     experts = next((fields[name] for name in EXPERTS if isinstance(fields.get(name), int)), 0)
     chosen = fields.get(CHOSEN)
     if CHOSEN in model.config and isinstance(chosen, int) and 0 < experts < chosen:
@@ -61,14 +63,22 @@ def check_ranges(model: ModelConfig) -> None:
         raise ConfigErrors(errors)
 
 
-def _out_of_range(overrides: Mapping[str, Any], fields: Mapping[str, Any], within: str) -> Iterator[ConfigError]:
+def _out_of_range(
+    overrides: Mapping[str, Any], fields: Mapping[str, Any], model_type: str, within: str
+) -> Iterator[ConfigError]:
     """Errors of probabilities, of spreads and of padding outside the vocabulary, in a model and its parts."""
+    known = config_class(model_type) or ConfigClass()
     for name, value in overrides.items():
         key, is_number = f"{within}.{name}", isinstance(value, int | float)
+        smallest, largest = known.bounds.get(known.attribute_map.get(name, name), (-math.inf, math.inf))
         if isinstance(value, Mapping) and name.endswith("_config"):
-            yield from _out_of_range(value, {**fields, **(fields.get(name) or {})}, key)
+            part = fields.get(name) or {}
+            yield from _out_of_range(value, {**fields, **part}, part_type(model_type, name, part), key)
         elif DROPS.search(name) and is_number and not 0 <= value <= 1:
             yield ConfigError(key, value, "use a probability, from 0 to 1")
+        elif is_number and not smallest <= value <= largest:
+            wanted = f"from {smallest} to {largest}" if largest < math.inf else f"of at least {smallest}"
+            yield ConfigError(key, value, f"use a number {wanted}")
         elif SPREADS.search(name) and is_number and not value >= 0:
             yield ConfigError(key, value, "use a number of at least 0")
         elif name == PADDING and is_number and isinstance(rows := fields.get("vocab_size"), int) and value >= rows:

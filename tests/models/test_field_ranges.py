@@ -18,7 +18,8 @@ from mgpu_pipe.models.fields import config_fields, model_types
     ("word", "said"),
     [
         ("model.config.rms_norm_eps=-1e-6", "use a number of at least 0"),
-        ("model.config.initializer_range=-1", "use a number of at least 0"),
+        ("model.config.initializer_range=-1", r"use a number from 0\.0 to 1\.0"),
+        ("model.config.initializer_range=3", r"use a number from 0\.0 to 1\.0"),
         ("model.config.attention_dropout=1.5", "use a probability, from 0 to 1"),
         ("model.config.pad_token_id=1024", "the model's vocabulary has 1024 tokens; use an id below 1024"),
         ("model.config.head_dim=7", "rotary positions turn pairs of them; use 6 or 8"),
