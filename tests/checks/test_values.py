@@ -94,7 +94,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         ),
         (["model=gpt2_tiny", "data.seq_len=2048"], "raise model.config.n_positions"),
         (["checkpoint.resume=auot"], "did you mean auto?"),
-        (["data.source=squares"], "stdlib_pairs, ...; or install the package that brings it"),
+        (["data.source=squares"], ", ...; or install the package that brings it"),
         (["checkpoint.init_from=/nothing/here"], "no such file or folder"),
         (["checkpoint.init_from=/etc/passwd"], "mgpu-pipe import --from /etc/passwd --out"),
         (["data.tokenizer=/nothing/here"], "give a tokenizer folder"),
