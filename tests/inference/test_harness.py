@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from mgpu_pipe.cli.main import main
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.harness import settings
+from mgpu_pipe.inference.harness.measure import measure_tasks
+from mgpu_pipe.inference.harness.settings import HarnessSettings
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.support.command import mgpu
 
@@ -88,7 +92,7 @@ def expected(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             model="hf",
             model_args={"pretrained": str(place / "exported"), "dtype": "float32"},
             tasks=list(TASKS),
-            task_manager=TaskManager(include_path=str(place / "tasks")),
+            task_manager=TaskManager(include_path=str(place / "tasks"), include_defaults=False),
             device="cpu",
             batch_size=8,
             bootstrap_iters=0,
@@ -159,6 +163,13 @@ def test_a_task_file_that_names_code_is_refused(place: Path, tmp_path: Path, cap
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
+def test_the_harness_own_tasks_are_known_beside_those_of_a_folder(place: Path) -> None:
+    asked = HarnessSettings("run", ["words_text", "arc_easy", "nowhere"], [str(place / "tasks")])
+    with pytest.raises(BadInputError, match=r"^--harness=nowhere: no such task; "):
+        measure_tasks(asked, None)
+
+
 def test_a_template_cannot_run_code() -> None:
     """Without the sandbox this template gives the interpreter's subclasses, from which anything can be run."""
     pytest.importorskip("lm_eval", reason="pip install 'mgpu_pipe[harness]'")
@@ -194,9 +205,6 @@ def test_wrong_evaluations_are_one_line(
 
 
 def test_a_missing_harness_is_one_line_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mgpu_pipe.errors import BadInputError
-    from mgpu_pipe.inference.harness import settings
-
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
     with pytest.raises(
         BadInputError, match=r"needs the package lm-eval; install it: pip install 'mgpu_pipe\[harness\]'"

@@ -28,12 +28,11 @@ def measure_tasks(settings: HarnessSettings, model: Any) -> dict[str, Any]:
         BadInputError: there is no such task, or its data is not on this machine.
     """
     from lm_eval import evaluator, utils
-    from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if not settings.runs_code:
         utils.env = _sandbox(utils.env)
-    manager = TaskManager(include_path=settings.paths or None)
+    manager = index_tasks(settings)
     unknown = [name for name in settings.tasks if not manager.match_tasks([name])]
     if unknown:
         raise BadInputError(f"--harness={unknown[0]}: no such task; name one of lm-eval, or give --harness-path FOLDER")
@@ -51,6 +50,18 @@ def measure_tasks(settings: HarnessSettings, model: Any) -> dict[str, Any]:
         fix = "give tasks of local files by --harness-path, or set HF_HUB_OFFLINE=0 and HF_DATASETS_OFFLINE=0"
         raise BadInputError(f"--harness: the data of a task is not on this machine ({reason}); {fix}") from error
     return results or {}
+
+
+def index_tasks(settings: HarnessSettings) -> Any:
+    """An lm-eval ``TaskManager`` of the given folders' tasks, and of lm-eval's own thousands only where these are
+    needed: reading them takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    if settings.paths:
+        manager = TaskManager(include_path=settings.paths, include_defaults=False)
+        if {*settings.tasks} <= {*manager.all_subtasks}:  # a group may name tasks of lm-eval's
+            return manager
+    return TaskManager(include_path=settings.paths or None)
 
 
 def _sandbox(environment: Any) -> Any:
