@@ -145,6 +145,7 @@ def rope_parameter_names(model_type: str) -> set[str]:
     return names
 
 
+@lru_cache(maxsize=16)
 def _class_node(file: Path, class_name: str) -> ast.ClassDef | None:
     """AST of a class, parsed alone because files are long."""
     text = file.read_text(encoding="utf-8")

@@ -63,8 +63,10 @@ def test_the_field_is_what_decides(family: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [name for name in model_types() if not_tried(name) is None])
+@pytest.mark.parametrize("family", model_types())
 def test_every_family_by_default_is_what_the_check_says(family: str) -> None:
+    if reason := not_tried(family):
+        pytest.skip(reason)
     try:
         seen = measured(family, {})
     except (BadInputError, AssertionError, AttributeError, ValueError) as error:
