@@ -21,9 +21,9 @@ DATA = ("data=stdlib_pairs", "data.seq_len=32", "data.validation_max_samples=200
 
 
 def write_docstrings(path: Path) -> list[str]:
-    """Writes 60 paragraphs of the library's sources, one of which is cut, and returns them."""
+    """Writes 12 paragraphs of the library's sources, one of which is cut, and returns them."""
     paragraphs = [part for file in files.stdlib_files()[:12] for part in file.read_text("utf-8").split("\n\n")]
-    texts = [text.strip() for text in paragraphs if text.strip()][:59] + ["and so on " * 200]
+    texts = [text.strip() for text in paragraphs if text.strip()][:11] + ["and so on " * 200]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return texts
 

@@ -209,9 +209,23 @@ def is_open(address: str) -> bool:
         return connection.connect_ex((host, int(port))) == 0
 
 
+@pytest.fixture(scope="module")
+def exported(place: Path) -> str:
+    mgpu(place / "cache", place, "export", "run", "--out", "talk", "--dtype", "bf16")
+    return "talk"
+
+
 @pytest.mark.parametrize("number", one_in(2, [signal.SIGKILL, signal.SIGINT]))
-def test_the_server_ends_with_the_command(place: Path, number: signal.Signals) -> None:
-    with serving(place / "cache", place, "run") as started:
+def test_a_server_without_a_token_refuses_other_pages_and_ends_with_the_command(
+    place: Path, exported: str, number: signal.Signals
+) -> None:
+    with serving(place / "cache", place, exported, "--no-token") as started:
+        assert json.loads(started.send("/v1/models")[1])["data"][0]["id"] == "talk"
+        assert started.send("/v1/models", Host="evil.example")[0] == 403
+        body = {"model": "talk", "prompt": "Is", "max_tokens": 1}
+        assert started.send("/v1/completions", body)[0] == 200
+        assert started.send("/v1/completions", body, **{"Content-Type": "text/plain"})[0] == 415
+
         children = Path(f"/proc/{started.process.pid}/task/{started.process.pid}/children").read_text().split()
         assert len(children) == 2, "a server and the orphan guard"
         os.kill(started.process.pid, number)
@@ -240,8 +254,8 @@ def test_a_port_in_use_a_bad_token_and_an_open_network_are_one_line(place: Path)
         assert said.count("\n") == 1 and part in said, said
 
 
-def test_another_answer_is_an_error(place: Path) -> None:
-    mgpu(place / "cache", place, "serve", "run", "--check", "--port", "0")
+def test_another_answer_is_an_error(place: Path, server: Server) -> None:
+    """The server has recorded the run's answers."""
     [record] = (place / "cache" / "served").glob("*-hf-fp32.json")
     answers = json.loads(record.read_text())
     other = {**answers, "answers": [*answers["answers"][:4], [answers["answers"][4][0], "something else"]]}
@@ -251,16 +265,6 @@ def test_another_answer_is_an_error(place: Path) -> None:
     finally:
         record.write_text(json.dumps(answers))
     assert "the server is wrong: 4 of 5 greedy answers equal the run's" in said and "'something else'" in said
-
-
-def test_without_a_token_other_pages_are_refused(place: Path) -> None:
-    mgpu(place / "cache", place, "export", "run", "--out", "talk", "--dtype", "bf16")
-    with serving(place / "cache", place, "talk", "--no-token") as started:
-        assert json.loads(started.send("/v1/models")[1])["data"][0]["id"] == "talk"
-        assert started.send("/v1/models", Host="evil.example")[0] == 403
-        body = {"model": "talk", "prompt": "Is", "max_tokens": 1}
-        assert started.send("/v1/completions", body)[0] == 200
-        assert started.send("/v1/completions", body, **{"Content-Type": "text/plain"})[0] == 415
 
 
 def test_the_python_of_the_guide(server: Server) -> None:
