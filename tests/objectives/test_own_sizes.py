@@ -24,10 +24,10 @@ from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
-from tests.objectives.test_vision_language import CLASS, said
+from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.command import mgpu
-from tests.support.pictures import stored
+from tests.support.pictures import SIZES, stored, write_chats
 from tests.support.sampling import one_in
 from tests.verify.support import small_run
 
@@ -36,23 +36,11 @@ QWEN25, QWEN3 = "model=qwen25_vl_tiny", "model=qwen3_vl_tiny"
 ADAPTED = ("peft=lora", "peft.targets=[language]", "peft.train_also=[projector]")
 FURTHER = {ADAPTED: (QWEN3, "tp"), ("precision=bf16",): (QWEN25, "fsdp")}
 """What else each strategy is tried with, and the cell that is sampled."""
-SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
-"""Height and width."""
 
 
 def chats(folder: Path, *overrides: str) -> RunConfig:
     """Conversations with none, one or two pictures, of four sizes."""
-    if not (folder / "chats.jsonl").exists():
-        folder.mkdir(exist_ok=True)
-        for seed, (name, size) in enumerate(SIZES.items()):
-            values = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
-            (folder / f"{name}.png").write_bytes(stored(Image.fromarray(values)))
-        rows = [
-            *({"messages": said(f"<image> How is it, {name}?", name), "image": f"{name}.png"} for name in SIZES),
-            {"messages": said("Compare <image> and <image>.", "wide"), "images": ["wide.png", "high.png"]},
-            {"messages": said("Do you see me?", "No.")},
-        ]
-        (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_chats(folder)
     tower = "model.config.vision_config"
     shape = (f"{tower}.in_channels=3", f"{tower}.temporal_patch_size=2", "model.config.text_config.vocab_size=300")
     given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")

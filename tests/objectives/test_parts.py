@@ -27,30 +27,18 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.picture_inputs import NOT_ZERO, build_picture_inputs
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
-from tests.objectives.test_vision_language import CLASS, said
+from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
-from tests.support.pictures import stored
+from tests.support.pictures import SIZES, write_chats
 from tests.verify.support import small_run
 
 GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off", "model=smolvlm_tiny")
 IDEFICS = ("model.type=idefics3", "model.config.vision_config.model_type=idefics3_vision")
-SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
-"""Height and width."""
 
 
 def chats(folder: Path, *overrides: str) -> RunConfig:
     """Conversations with none, one or two pictures, of four sizes, in parts of 16 pixels of which a side has two."""
-    if not (folder / "chats.jsonl").exists():
-        folder.mkdir(exist_ok=True)
-        for seed, (name, size) in enumerate(SIZES.items()):
-            values = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
-            (folder / f"{name}.png").write_bytes(stored(Image.fromarray(values)))
-        rows = [
-            *({"messages": said(f"<image> How is it, {name}?", name), "image": f"{name}.png"} for name in SIZES),
-            {"messages": said("Compare <image> and <image>.", "wide"), "images": ["wide.png", "high.png"]},
-            {"messages": said("Do you see me?", "No.")},
-        ]
-        (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_chats(folder)
     tower = "model.config.vision_config"
     shape = (f"{tower}.num_channels=3", f"{tower}.image_size=16", f"{tower}.patch_size=4")
     given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")

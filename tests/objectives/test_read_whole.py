@@ -20,9 +20,9 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.picture_inputs import build_picture_inputs
-from tests.objectives.test_vision_language import CLASS, said
+from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
-from tests.support.pictures import folder_of_classes
+from tests.support.pictures import folder_of_classes, said
 
 GIVEN = ("objective=vision_language", "logger=none", "trainer.progress=off", "model=paligemma_tiny")
 

@@ -23,10 +23,9 @@ from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.objectives.transcripts import count_errors
 from tests.support import small_runs
-from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_speech
 from tests.support.sampling import one_in
-from tests.support.sounds import list_of_tones, tones, write_wav
+from tests.support.sounds import list_of_tones, run_speech_experiment, tones, write_wav
 
 WHISPER = (
     "objective=speech_seq2seq",
@@ -187,18 +186,7 @@ def test_bad_input_is_told_before_the_run(tmp_path: Path, line: str, overrides: 
 @pytest.mark.slow
 def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     need_speech("espeak-ng")
-    few = (
-        "data.recordings=48",
-        "data.validation_max_samples=12",
-        "data.global_batch_size=8",
-        "data.micro_batch_size=4",
-    )
-    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
-    folder = run_folder(mgpu(cache, tmp_path, "experiment=whisper_spoken_digits", "trainer.devices=2", *few, *short))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and summary["model"]["class"] == "WhisperForConditionalGeneration"
-    assert summary["metrics"]["val/word_error_rate"] >= 0.5 and len(summary["samples"]) == 12
-    assert (folder / "report.html").read_text(encoding="utf-8").count('src="data:audio/ogg;base64,T2dnU') >= 12
+    run_speech_experiment(cache, tmp_path, "whisper_spoken_digits", "WhisperForConditionalGeneration")
 
 
 def test_an_evaluation_writes_no_more_than_the_decoder_has_positions() -> None:

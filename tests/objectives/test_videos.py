@@ -37,11 +37,11 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from mgpu_pipe.inference.generation import encode
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.picture_inputs import build_picture_inputs
-from tests.objectives.test_vision_language import CLASS, said
+from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_pyav
-from tests.support.pictures import noise, stored
+from tests.support.pictures import noise, said, stored
 from tests.support.sampling import one_in
 from tests.support.videos import frames_of, strange_videos, video_file, video_folder
 

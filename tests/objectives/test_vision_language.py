@@ -26,7 +26,7 @@ from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
-from tests.support.pictures import folder_of_classes
+from tests.support.pictures import folder_of_classes, said
 from tests.support.sampling import one_in
 from tests.verify.support import small_run
 
@@ -80,10 +80,6 @@ def test_a_picture_has_as_many_places_as_vectors(tower: str, select: str, places
     image = objective.model.config.image_token_id  # type: ignore[union-attr]
     assert int((batch["input_ids"] == image).sum()) == places * int(batch["pictures"].sum()) > 0
     assert torch.isfinite(objective.micro_batch_loss(batch))
-
-
-def said(question: object, answer: str = "a square") -> list[dict[str, object]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 PART = {"type": "image"}

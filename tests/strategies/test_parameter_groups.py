@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mgpu_pipe.config.group_keys import ParameterGroup
-from mgpu_pipe.topology import ParallelDims
 from tests.support.processes import run_processes
 from tests.support.training import LR, Case, plain, trained, worst_error
+from tests.support.ways import WAYS
 
 DECAY, STEPS, LATE = 0.5, 4, 2
 TREATED: dict[str, Any] = {
@@ -43,17 +43,6 @@ class ByHand(torch.optim.AdamW):
         super().step()
 
 
-WAYS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
-    "single": (ParallelDims(), {}),
-    "fsdp 2": (ParallelDims(dp_shard=2), {}),
-    "tp 2": (ParallelDims(tp=2), {}),
-    "pp 2": (ParallelDims(pp=2), {"micro_batches": 2}),
-    "zero2 2": (ParallelDims(dp_shard=2), {"zero_stage": 2}),
-    "zero3 2": (ParallelDims(dp_shard=2), {"zero_stage": 3}),
-    "zero3_cpu 2": (ParallelDims(dp_shard=2), {"zero_stage": 3, "offload": "cpu"}),
-    "ddp 2": (ParallelDims(dp_replicate=2), {}),
-    "cp 2": (ParallelDims(cp=2), {}),
-}
 SAMPLED = ("single", "pp 2", "zero3 2")
 
 

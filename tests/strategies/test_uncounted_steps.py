@@ -10,26 +10,17 @@ import torch
 
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.topology import ParallelDims
+from tests.support import ways
 from tests.support.processes import run_processes
 from tests.support.training import Case, Outcome, trained
 
 WAYS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
-    "single": (ParallelDims(), {}),
-    "ddp 2": (ParallelDims(dp_replicate=2), {}),
-    "fsdp 2": (ParallelDims(dp_shard=2), {}),
-    "tp 2": (ParallelDims(tp=2), {}),
-    "pp 2": (ParallelDims(pp=2), {"micro_batches": 2}),
-    "cp 2": (ParallelDims(cp=2), {}),
+    **ways.WAYS,
     "fp16": (ParallelDims(), {"precision": "fp16"}),
     "muon": (
         ParallelDims(dp_shard=2),
         {"optimizer": "mgpu_pipe.optim.muon.Muon", "optimizer_options": {"weight_decay": 0.1, "adamw_lr": 3e-4}},
     ),
-    "zero1 2": (ParallelDims(dp_shard=2), {"zero_stage": 1}),
-    "zero2 2": (ParallelDims(dp_shard=2), {"zero_stage": 2}),
-    "zero3 2": (ParallelDims(dp_shard=2), {"zero_stage": 3}),
-    "zero2_cpu 2": (ParallelDims(dp_shard=2), {"zero_stage": 2, "offload": "cpu"}),
-    "zero3_cpu 2": (ParallelDims(dp_shard=2), {"zero_stage": 3, "offload": "cpu"}),
 }
 SAMPLED = ("pp 2", "zero3 2")
 

@@ -30,20 +30,10 @@ from tests.support.training import (
     trained,
     worst_error,
 )
+from tests.support.ways import WAYS
 
 DECAY, HALF = 0.8, 3
 BOUND = 1e-5
-WAYS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
-    "single": (ParallelDims(), {}),
-    "ddp 2": (ParallelDims(dp_replicate=2), {}),
-    "fsdp 2": (ParallelDims(dp_shard=2), {}),
-    "tp 2": (ParallelDims(tp=2), {}),
-    "pp 2": (ParallelDims(pp=2), {"micro_batches": 2}),
-    "cp 2": (ParallelDims(cp=2), {}),
-    "zero1 2": (ParallelDims(dp_shard=2), {"zero_stage": 1}),
-    "zero3 2": (ParallelDims(dp_shard=2), {"zero_stage": 3}),
-    "zero3_cpu 2": (ParallelDims(dp_shard=2), {"zero_stage": 3, "offload": "cpu"}),
-}
 PAIRS = [("zero3 2", "tp 2"), ("fsdp 2", "pp 2")]
 MORE = [
     ("ddp 2", "zero3 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,3 +77,27 @@ def strange() -> dict[str, tuple[bytes, str]]:
         "empty.png": (b"", "is empty"),
         "float.tiff": (stored(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "has values of no known range"),
     }
+
+
+def said(question: object, answer: str = "a square") -> list[dict[str, object]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+SIZES = {"wide": (12, 40), "high": (33, 15), "small": (5, 6), "large": (70, 50)}
+"""Height and width of the pictures of :func:`write_chats`."""
+
+
+def write_chats(folder: Path) -> None:
+    """Conversations with none, one or two pictures, of four sizes, in ``folder / "chats.jsonl"``; once."""
+    if (folder / "chats.jsonl").exists():
+        return
+    folder.mkdir(exist_ok=True)
+    for seed, (name, size) in enumerate(SIZES.items()):
+        values = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+        (folder / f"{name}.png").write_bytes(stored(Image.fromarray(values)))
+    rows = [
+        *({"messages": said(f"<image> How is it, {name}?", name), "image": f"{name}.png"} for name in SIZES),
+        {"messages": said("Compare <image> and <image>.", "wide"), "images": ["wide.png", "high.png"]},
+        {"messages": said("Do you see me?", "No.")},
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

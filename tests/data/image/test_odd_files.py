@@ -21,10 +21,9 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.inference.visual_prompts import _decode_file
 from tests.data.image.test_pictures import configured
 from tests.objectives.test_videos import chats
-from tests.objectives.test_vision_language import said
 from tests.support.fuzzing import changed
 from tests.support.needs import need_pyav
-from tests.support.pictures import noise, stored
+from tests.support.pictures import noise, said, stored
 from tests.support.videos import frames_of as drawn
 
 TIFFS = ("raw", "tiff_lzw", "tiff_adobe_deflate", "jpeg", "packbits")

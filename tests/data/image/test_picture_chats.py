@@ -21,9 +21,9 @@ from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_ou
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigErrors, DataError
 from tests.objectives.test_videos import chats as video_chats
-from tests.objectives.test_vision_language import ROWS, chats, said
+from tests.objectives.test_vision_language import ROWS, chats
 from tests.support.needs import need_pyav
-from tests.support.pictures import noise, stored
+from tests.support.pictures import noise, said, stored
 from tests.support.sampling import one_in
 from tests.support.videos import frames_of, video_folder
 
