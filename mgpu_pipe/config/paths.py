@@ -130,6 +130,9 @@ def private_folder(folder: Path) -> None:
         reason = "the cache belongs to another user"
         raise ConfigError("data.cache_dir", folder, "give a folder of your own, or set MGPU_PIPE_CACHE to one", reason)
     names = {entry.name for entry in folder.iterdir()} if status.st_mode & 0o077 else set()
+    if status.st_mode & 0o022 and not names:
+        folder.chmod(0o700)
+        names = {entry.name for entry in folder.iterdir()}  # what others put there until then
     if status.st_mode & 0o022 and names:
         reason = "others can write into the cache, and may have put code there"
         raise ConfigError("data.cache_dir", folder, "empty it, or give another folder", reason)

@@ -134,3 +134,16 @@ def test_the_cache_is_private(mode: int, owner: int, said: str, tmp_path: Path):
         return
     with pytest.raises(ConfigError, match=said):
         private_folder(cache)
+
+
+def test_what_others_put_into_an_open_cache_until_it_closes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    close = Path.chmod
+
+    def close_late(folder: Path, mode: int) -> None:
+        (folder / "inductor").mkdir()
+        close(folder, mode)
+
+    close(tmp_path, 0o777)
+    monkeypatch.setattr(Path, "chmod", close_late)
+    with pytest.raises(ConfigError, match="others can write"):
+        private_folder(tmp_path)
