@@ -89,9 +89,9 @@ class TextEmbeddingObjective(TextVectorObjective):
             if self._keys.mask_equal:
                 hidden = hidden | (names == names[some, :1, None])
                 hidden[:, :, 0] |= numbers[:, 0] == numbers[some, :1]
-            right = indices * each
-            hidden = hidden.flatten(1).scatter(1, right, False)
-            logits = (queries[some] @ keys.T).masked_fill_(hidden, -torch.inf)
+            right, logits = indices * each, queries[some] @ keys.T
+            hidden = self._without_near(hidden.flatten(1), logits, right).scatter(1, right, False)
+            logits.masked_fill_(hidden, -torch.inf)
             losses.append(softmax_pairing(logits, right))
             if gradients:
                 gradients["queries"][some].addmm_(logits, keys)
@@ -105,15 +105,23 @@ class TextEmbeddingObjective(TextVectorObjective):
         losses = [queries.new_zeros(0)]
         for some, indices in _chunks(rows, queries):
             logits = positives[some] @ queries.T
+            hidden = torch.zeros_like(logits, dtype=torch.bool)
             if self._keys.mask_equal:
-                equal = (numbers[:, :PAIR] == numbers[some, None, :PAIR]).any(-1)
-                logits.masked_fill_(equal.scatter(1, indices, False), -torch.inf)
+                hidden = (numbers[:, :PAIR] == numbers[some, None, :PAIR]).any(-1)
+            hidden = self._without_near(hidden, logits, indices).scatter(1, indices, False)
+            logits.masked_fill_(hidden, -torch.inf)
             losses.append(softmax_pairing(logits, indices))
             if gradients:
                 gradients["documents"][some, 0].addmm_(logits, queries)
                 gradients["queries"].addmm_(logits.T, positives[some])
             del logits  # frees memory before the next ones
         return torch.cat(losses)
+
+    def _without_near(self, hidden: torch.Tensor, logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """``hidden``, and the columns whose scores ``objective.mask_margin`` takes for those of right ones."""
+        if self._keys.mask_margin is None:
+            return hidden
+        return hidden | (logits > logits.gather(1, right) - self._keys.scale * self._keys.mask_margin)
 
     def last_sums(self, world: SampleGroup) -> torch.Tensor | float:
         """Sums of the held-out metrics over the queries of this process, in the order of ``measured``."""
@@ -152,15 +160,16 @@ class TextEmbeddingObjective(TextVectorObjective):
                 same_query = numbers[other][0] == numbers[row][0]
                 for at, document in enumerate(documents, 1):
                     is_equal = numbers[other][at] == numbers[row][1] or (at == 1 and same_query)
-                    if not (keys.mask_equal and is_equal):
+                    if (other, at) != (row, 1) and not (keys.mask_equal and is_equal):
                         others.append(keys.scale * (query @ document))
-                if not (keys.mask_equal and (same_query or numbers[other][1] == numbers[row][1])):
+                if other != row and not (keys.mask_equal and (same_query or numbers[other][1] == numbers[row][1])):
                     queries.append(keys.scale * (other_query @ positive))
             right = keys.scale * (query @ positive)
             sides = [others, queries] if keys.symmetric else [others]
-            if keys.mask_equal:
-                sides = [[right, *side] for side in sides]
-            losses.append(sum(torch.stack(side).logsumexp(0) - right for side in sides) / len(sides))
+            if keys.mask_margin is not None:
+                most = float(right) - keys.scale * keys.mask_margin
+                sides = [[score for score in side if float(score) <= most] for side in sides]
+            losses.append(sum(torch.stack([right, *side]).logsumexp(0) - right for side in sides) / len(sides))
         return torch.stack(cast("list[torch.Tensor]", losses)).sum()
 
 

@@ -78,6 +78,9 @@ class TextEmbeddingConfig(VectorConfig):
     """Also find the query of each positive among all queries; the loss is the mean of both directions."""
     mask_equal: bool = True
     """Leave out negatives that are no negatives: texts equal to the positive, and the positives of equal queries."""
+    mask_margin: float | None = None
+    """Leave out negatives whose score is above that of the positive less this margin: 0 leaves out those that are
+    nearer than the positive, 0.1 also those almost as near; null leaves none out by its score."""
 
 
 def vector_width(fields: Mapping[str, Any]) -> int:

@@ -267,6 +267,7 @@ CONTRACTS = {
         2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.pooling=cls objective.matryoshka_sizes=[4];
             strategy=zero3 objective.symmetric=true
         2 exhaustive: strategy=tp; strategy=zero1; strategy=zero2 objective.mask_equal=false;
+            strategy=ddp objective.mask_margin=0.1 objective.symmetric=true;
             strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;
             strategy=fsdp peft=lora; strategy=ddp precision=bf16;
             strategy=fsdp model.type=roberta model.config.pad_token_id=1; strategy=tp @electra; strategy=tp @camembert;

@@ -180,6 +180,33 @@ def test_equal_texts_are_no_negatives(symmetric: bool) -> None:
     assert float(unmasked) > float(masked) + 1e-3
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_texts_that_are_too_near_are_no_negatives(symmetric: bool) -> None:
+    """Oracle: autograd of the cross-entropy without them. A positive is its query: no text is nearer."""
+    batch, margin = batch_of(3), 0.02
+    batch["input_ids"][0, 1], batch["lengths"][0, 1] = batch["input_ids"][0, 0], batch["lengths"][0, 0]
+    model, plain = bert(), bert()
+    masked = mean_loss(objective_of(model, symmetric=symmetric, mask_margin=margin), cut(batch, 2, 4))
+    features = objective_of(plain, symmetric=symmetric).encode(batch)
+    queries, documents = features["queries"], features["documents"]
+    to_document = queries @ documents.flatten(0, 1).T
+    sides = [(to_document, torch.arange(SAMPLES) * 2), (documents[:, 0] @ queries.T, torch.arange(SAMPLES))]
+    losses, left_out = [], []
+    for scores, right in sides[: 1 + symmetric]:
+        most = scores.gather(1, right[:, None]) - 20 * margin
+        near = (scores > most).scatter(1, right[:, None], False)
+        losses.append(torch.nn.functional.cross_entropy(scores.masked_fill(near, -torch.inf), right))
+        left_out.append(int(near.sum()))
+    expected = torch.stack(losses).mean()
+    expected.backward()
+    assert all(0 < number < 40 for number in left_out), left_out
+    torch.testing.assert_close(masked, expected.detach(), rtol=1e-5, atol=1e-6)
+    found, wanted = (m.embeddings.word_embeddings.weight.grad for m in (model, plain))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+    unmasked = mean_loss(objective_of(bert(), symmetric=symmetric), cut(batch, 6))
+    assert float(unmasked) > float(masked) + 1e-3
+
+
 def missing_negative(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**batch, "lengths": batch["lengths"].where(batch["text_numbers"] > 0, 0)}
 
