@@ -71,6 +71,10 @@ def non_negative(text: str) -> float:
     return _number(text, float, lambda value: value >= 0, "use a number of at least 0")
 
 
+def random_seed(text: str) -> int:
+    return int(_number(text, int, lambda value: -(2**63) <= value < 2**63, "use a whole number of at most 63 bits"))
+
+
 def byte_size(text: str) -> int:
     """A number of bytes: ``5GB``, ``500MB`` (powers of 1000), ``2GiB`` (of 1024), or plain bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B)?", text.strip(), re.IGNORECASE)

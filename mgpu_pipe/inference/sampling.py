@@ -11,6 +11,9 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+SMALLEST_TEMPERATURE = 1e-5
+"""Below it logits overflow; the likeliest token has all of the probability anyway."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -20,6 +23,10 @@ class Sampling:
     temperature: float
     top_k: int | None
     top_p: float | None
+
+    def __post_init__(self) -> None:
+        if self.temperature < SMALLEST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
 
     def settings(self) -> dict[str, Any]:
         """Fields of transformers' ``GenerationConfig``."""

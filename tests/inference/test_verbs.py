@@ -202,6 +202,8 @@ def test_draws_are_seeded_and_leave_no_trace(run: Run) -> None:
     model.eval()
     assert generate_text(model, root / "tokenizer", ["the"], max_new_tokens=8, seed=5) == both[:1]
     assert generate_text(model, tokenizer, ["the"], max_new_tokens=8, seed=6) != both[:1]
+    greedy = generate_text(model, tokenizer, ["the"], max_new_tokens=8, temperature=0.0)
+    assert generate_text(model, tokenizer, ["the"], max_new_tokens=8, temperature=1e-308) == greedy
     assert generate_text(model, tokenizer, [""], max_new_tokens=4)[0]
 
 

@@ -109,6 +109,8 @@ def test_folders_without_something(folder: Path, tmp_path: Path) -> None:
     assert "no weights" in error_of(folder)
     (folder / "config.json").unlink()
     assert "no config.json" in error_of(folder)
+    (folder / "config.yaml").touch()
+    assert f"mgpu-pipe export {folder} --out <folder>" in error_of(folder)
 
 
 def test_a_damaged_generation_config_is_refused_before_transformers_reads_it(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.config.arguments import non_negative, positive_int, share
+from mgpu_pipe.config.arguments import non_negative, positive_int, random_seed, share
 from mgpu_pipe.errors import EXIT_OK, BadInputError, one_line, print_line, print_text
 from mgpu_pipe.inference.model_arguments import (
     add_device_argument,
@@ -46,7 +46,7 @@ def chat(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default 0")
+    parser.add_argument("--seed", type=random_seed, default=0, metavar="N", help="of the draws; default 0")
     add_visual_arguments(parser)
     add_device_argument(parser)
     _chat(parse_arguments(parser, argv))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.config.arguments import non_negative, positive_int, share
+from mgpu_pipe.config.arguments import non_negative, positive_int, random_seed, share
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line, print_text
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE, AnswerSettings
@@ -42,7 +42,7 @@ def generate(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--top-k", type=positive_int, metavar="K", help="draw among the K likeliest tokens")
     parser.add_argument("--top-p", type=share, metavar="P", help="draw among the likeliest of total probability P")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; default 0")
+    parser.add_argument("--seed", type=random_seed, default=0, metavar="N", help="of the draws; default 0")
     parser.add_argument(
         "--raw", action="store_true", help="continue the prompt, also where the model has a chat template"
     )

@@ -194,9 +194,10 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """The folder's ``config.json``."""
     file = folder / "config.json"
     if not is_file(file):
-        raise ModelFolderError(
-            f"model.path={folder}: no config.json in this folder; give a folder written by save_pretrained"
-        )
+        fix = "give a folder written by save_pretrained"
+        if is_file(folder / "config.yaml"):
+            fix = f"a run's weights become a folder by mgpu-pipe export {folder} --out <folder>"
+        raise ModelFolderError(f"model.path={folder}: no config.json in this folder; {fix}")
     content = _read_json(file)
     if not isinstance(content.get("model_type"), str):
         raise ModelFolderError(f"model.path={folder}: {file.name} names no model_type; give a causal LM's folder")
