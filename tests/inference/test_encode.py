@@ -79,7 +79,12 @@ def test_a_text_is_cut_where_roberta_has_no_more_positions(place: Path, tmp_path
     """26 positions are 24 tokens, for the first two are those of padding; sentence-transformers runs past the end."""
     library = pytest.importorskip("sentence_transformers", reason=REASON)
     folder = shutil.copytree(place / "exported", tmp_path / "roberta")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     torch.manual_seed(0)
     config = RobertaConfig(vocab_size=384, max_position_embeddings=26, pad_token_id=1, **sizes)
     RobertaModel(config).save_pretrained(folder)

@@ -90,6 +90,11 @@ def test_data_of_a_plug_in_without_prompts_gives_empty_ones() -> None:
 
 def test_few_positions_hold_the_text_by_which_an_export_is_checked() -> None:
     """RoBERTa's first token is at position ``pad_token_id + 1``."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     model = RobertaModel(RobertaConfig(vocab_size=99, max_position_embeddings=26, pad_token_id=1, **sizes))
     assert compute_logits(model, probe(model)).shape[1] == 24

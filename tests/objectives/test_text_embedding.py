@@ -13,6 +13,7 @@ from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective
 from mgpu_pipe.objectives.text_embedding_keys import METRICS, TextEmbeddingConfig, measured
 from mgpu_pipe.objectives.text_search import search_sums
+from mgpu_pipe.objectives.text_vectors import TextVectorObjective
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -57,7 +58,7 @@ def cut(batch: dict[str, torch.Tensor], *sizes: int) -> list[dict[str, torch.Ten
     return [dict(zip(batch, part, strict=True)) for part in parts]
 
 
-def mean_loss(objective: TextEmbeddingObjective, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+def mean_loss(objective: TextVectorObjective, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     """The loss of a step of these micro-batches; backpropagated."""
     objective.gather_features(batches, len(batches), SingleProcess())
     samples = sum(len(batch["lengths"]) for batch in batches)

@@ -12,6 +12,7 @@ import torch
 from transformers import BertModel
 
 from mgpu_pipe.objectives.losses.ranked_pairs import cosent, ranks, shares_of_correlation
+from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.text_similarity import TextSimilarityObjective
 from mgpu_pipe.objectives.text_similarity_keys import TextSimilarityConfig, measured
 from tests.objectives.test_text_embedding import (  # published is a fixture
@@ -139,9 +140,9 @@ def test_correlations_are_those_of_sentence_transformers() -> None:
         objective = objective_of(bert())
         for part in parts:
             objective.collect_heldout(part, slice(min(first, len(part["scores"])), min(last, len(part["scores"]))))
-        sums += objective.last_sums(Alone())
+        sums += objective.last_sums(SingleProcess())
 
-    class Known(evaluation.EmbeddingSimilarityEvaluator):  # type: ignore[misc]
+    class Known(evaluation.EmbeddingSimilarityEvaluator):  # type: ignore[name-defined]
         def embed_inputs(self, model: Any, texts: list[str], **_: Any) -> Any:
             return vectors[0 if texts[0] == "first" else 1].numpy()
 
@@ -153,15 +154,6 @@ def test_correlations_are_those_of_sentence_transformers() -> None:
     found = measured([0.0, *sums[1:].tolist(), 60])
     for name in ("spearman", "pearson"):
         assert found[f"val/{name}"] == pytest.approx(expected[f"{name}_cosine"], abs=1e-6)
-
-
-class Alone:
-    """A process whose sums are not added to others' yet."""
-
-    ring = 1
-
-    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
-        return values
 
 
 def test_equal_values_have_the_mean_of_their_ranks() -> None:

@@ -96,7 +96,7 @@ def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, row: Any, reason: 
 
 
 def test_scores_that_teach_nothing_are_refused(tmp_path: Path) -> None:
-    same = [{**row, "score": 1} for row in ROWS]
+    same: list[Any] = [{**row, "score": 1} for row in ROWS]
     with pytest.raises(DataError, match="every score to train on is 1; give pairs that are more and less similar"):
         prepare(configured(tmp_path, same))
     held = write_jsonl(tmp_path / "held.jsonl", same)
