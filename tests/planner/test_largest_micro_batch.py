@@ -195,14 +195,14 @@ def test_a_run_from_a_base_run_is_measured_with_its_weights(monkeypatch: pytest.
 @pytest.mark.slow
 def test_tries_that_run_out_of_memory_end_in_a_smaller_one(cache: Path, tmp_path: Path) -> None:
     limit = 1_000_000_000
-    words = ["model=llama_tiny", "data.seq_len=512", "data.global_batch_size=61", "trainer.max_steps=1"]
+    words = ["model=llama_tiny", "data.seq_len=512", "data.global_batch_size=31", "data.validation_max_samples=2"]
     process = start(
         cache,
         tmp_path,
-        *(*words, "trainer.accelerator=cpu", "run.dir=run", "data.micro_batch_size=max"),
+        *(*words, "trainer.max_steps=1", "trainer.accelerator=cpu", "run.dir=run", "data.micro_batch_size=max"),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
     _, said = process.communicate(timeout=600)
     assert process.returncode == 0, said[-3000:]
-    assert "61 does not fit" in said and "max is 1, measured" in said
+    assert "31 does not fit" in said and "max is 1, measured" in said
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["micro_batch_size"] == 1

@@ -20,7 +20,8 @@ ADDRESS_SPACE = 3 << 30
 @pytest.mark.parametrize(
     "strategy",
     [
-        ("strategy=fsdp", "trainer.devices=4", "data.micro_batch_size=3"),
+        ("strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=3"),
+        pytest.param(("strategy=fsdp", "trainer.devices=4", "data.micro_batch_size=3"), marks=pytest.mark.exhaustive),
         pytest.param(("strategy=hsdp", "strategy.dp_replicate=2", "trainer.devices=4"), marks=pytest.mark.exhaustive),
         pytest.param(
             ("strategy=fsdp", "trainer.devices=2", "strategy.activation_checkpointing=full"),

@@ -28,7 +28,7 @@ def single(cache: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run_folder(mgpu(cache, cwd, *overrides(corpus, "strategy=single", *MORE)))
 
 
-@pytest.mark.parametrize(("preset", "devices"), one_in(3, [("zero3", 4), ("zero1", 2), ("zero3_cpu", 2)]))
+@pytest.mark.parametrize(("preset", "devices"), one_in(4, [("zero3", 2), ("zero3", 4), ("zero1", 2), ("zero3_cpu", 2)]))
 def test_the_numbers_are_those_of_one_process(
     cache: Path, corpus: Path, tmp_path: Path, single: Path, preset: str, devices: int
 ) -> None:
