@@ -180,17 +180,7 @@ def build_engine(
     def must_stop() -> bool:
         return stop_requested() or checkpointer.must_stop or too_late(checkpointer.longest_s)
 
-    strategy = strategy_class(config.strategy.engine).from_config(
-        config,
-        attempt.dims,
-        attempt.device,
-        materialise=built.fill,
-        dropout_seed=config.seed if uses_dropout(built.model) else None,
-        stop_requested=lambda: must_stop() or clock.is_over(),
-    )
-    strategy.save_due, strategy.before_writing = clock.save_is_due, checkpointer.before_writing
-    strategy.average.decay, strategy.average.evaluated = config.optimizer.ema.decay, config.optimizer.ema.evaluate
-    strategy.spike_guard = SpikeGuard(config.optimizer.spike_guard, warns=attempt.rank == 0)
+    strategy = _build_strategy(attempt, built, checkpointer, clock, must_stop)
     tasks, sample = None, None
     if inference is not None:
         if config.eval.tasks:
@@ -220,6 +210,24 @@ def build_engine(
         begins=clock.start,
     )
     return Engine(strategy, checkpointer, recorder, clock, tasks, _build_profiler(attempt), must_stop)
+
+
+def _build_strategy(
+    attempt: Attempt, built: BuiltModel, checkpointer: Checkpointer, clock: RunClock, must_stop: Callable[[], bool]
+) -> EngineStrategy:
+    config = attempt.config
+    strategy: EngineStrategy = strategy_class(config.strategy.engine).from_config(
+        config,
+        attempt.dims,
+        attempt.device,
+        materialise=built.fill,
+        dropout_seed=config.seed if uses_dropout(built.model) else None,
+        stop_requested=lambda: must_stop() or clock.is_over(),
+    )
+    strategy.save_due, strategy.before_writing = clock.save_is_due, checkpointer.before_writing
+    strategy.average.decay, strategy.average.evaluated = config.optimizer.ema.decay, config.optimizer.ema.evaluate
+    strategy.spike_guard = SpikeGuard(config.optimizer.spike_guard, warns=attempt.rank == 0)
+    return strategy
 
 
 def _first_weights(
