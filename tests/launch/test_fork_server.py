@@ -81,7 +81,7 @@ def test_a_worker_that_was_forked_begins_with_what_a_fresh_one_has(cache: Path, 
 
 @pytest.mark.slow
 def test_a_sweeps_runs_are_bit_for_bit_those_of_fresh_workers(cache: Path, tmp_path: Path) -> None:
-    seeds = (1, 2, 3)
+    seeds = (1, 2)
     fresh = [run_folder(mgpu(cache, tmp_path, *WORDS, f"seed={seed}", "run.root=fresh")) for seed in seeds]
     mgpu(cache, tmp_path, "-m", *WORDS, f"seed={','.join(map(str, seeds))}", "run.root=forked", "sweep.name=mine")
     for point, theirs in zip(find(tmp_path / "forked", "mine").points(), fresh, strict=True):

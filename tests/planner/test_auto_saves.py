@@ -90,7 +90,8 @@ def test_a_job_is_not_planned_for_the_processors_of_the_login_node(monkeypatch: 
 
 @pytest.mark.slow
 def test_the_number_is_frozen_with_the_run(cache: Path, tmp_path: Path) -> None:
-    words = ["model=llama_tiny", "trainer.max_steps=2", "trainer.accelerator=cpu", "run.dir=run"]
-    mgpu(cache, tmp_path, *words, "checkpoint.every_n_steps=auto", "plan.failure_hours=10")
+    words = ["model=llama_tiny", "data=synthetic", "data.seq_len=32", "data.global_batch_size=8", "run.dir=run"]
+    more = ["trainer.max_steps=2", "trainer.accelerator=cpu", "data.validation_max_samples=8"]
+    mgpu(cache, tmp_path, *words, *more, "checkpoint.every_n_steps=auto", "plan.failure_hours=10")
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["checkpoint"]["every_n_steps"] > 1
