@@ -135,14 +135,15 @@ def test_broken_tar_files_are_refused_in_one_line(tmp_path: Path) -> None:
         (lambda: spoil(header + 3), f"breaks off at byte {header}"),
         (lambda: spoil(3), "is no tar file"),
     ]
+    config = of_tars(tmp_path)
     for make, told in cases:
         make()
         with pytest.raises(DataError) as refused:
-            prepare(of_tars(tmp_path))
+            prepare(config)
         said = str(refused.value)
         assert told in said and "\n" not in said and said.startswith(str(tar)), (told, said)
     with pytest.raises(ConfigErrors, match="is no tar file; replace the file"):
-        preflight(of_tars(tmp_path))
+        preflight(config)
 
 
 def test_what_is_wrong_in_a_tar_file_is_left_out_and_the_rest_is_used(
