@@ -19,6 +19,7 @@ from mgpu_pipe.api.run import PathLike, Run, as_exceptions
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigErrors, WorkerError, concealed, printable
+from mgpu_pipe.system.local_files import expand_home
 
 if TYPE_CHECKING:
     from mgpu_pipe.checks.notices import Notice
@@ -124,7 +125,7 @@ def open_run(folder: PathLike | None = None) -> Run:
     from mgpu_pipe.runs.latest import named_or_newest
 
     with as_exceptions():
-        run = Run(named_or_newest(None if folder is None else Path(folder).expanduser(), None))
+        run = Run(named_or_newest(None if folder is None else expand_home(folder), None))
         run.view()
         return run
 

@@ -18,7 +18,7 @@ from mgpu_pipe.checkpoint.manifest import Manifest, Verify, hashing_pool, read_m
 from mgpu_pipe.checkpoint.selection import ruined_steps
 from mgpu_pipe.config.convert import leaves
 from mgpu_pipe.errors import CheckpointError, RunFolderError
-from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, exists, is_file, is_folder, parse_yaml
+from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, exists, expand_home, is_file, is_folder, parse_yaml
 
 
 def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
@@ -31,7 +31,7 @@ def steps_under(source: Path) -> tuple[Path, dict[int, Path]]:
         RunFolderError: there is no such folder.
         CheckpointError: the folder has no checkpoint.
     """
-    folder = source.expanduser()
+    folder = expand_home(source)
     if not is_folder(folder):
         raise RunFolderError(f"{source}: no such folder; give a run's folder or one of its checkpoints/step-*")
     layout.refuse_links(folder)

@@ -17,6 +17,7 @@ from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.weights.folder import check_model_folder, weight_files, whole_folder
+from mgpu_pipe.system.local_files import expand_home
 
 KEY = "left_out"
 """The field in ``state.json``."""
@@ -85,7 +86,7 @@ def weights_digest(folder: Path, cache: Path) -> str:
     Raises:
         ModelFolderError: the model folder is incomplete.
     """
-    folder = folder.expanduser()
+    folder = expand_home(folder)
     check_model_folder(folder)
     names = weight_files(folder)
     with writing_to_cache(cache):

@@ -14,7 +14,7 @@ from mgpu_pipe.checkpoint.chunks import as_object, as_text, canonical, parse
 from mgpu_pipe.checkpoint.layout import Step
 from mgpu_pipe.checkpoint.manifest import OtherFormatError, Verify, check_folder, read_manifest, read_state
 from mgpu_pipe.errors import CheckpointError
-from mgpu_pipe.system.local_files import exists, is_folder, replace_file
+from mgpu_pipe.system.local_files import exists, expand_home, is_folder, replace_file
 
 RUINED = "ruined.json"
 MAX_BYTES = 1 << 20
@@ -133,7 +133,7 @@ def resolve_source(
     Raises:
         CheckpointError: there is no such folder, it has no checkpoint, or the named step is damaged.
     """
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if not is_folder(path):
         raise CheckpointError(f"{key}={source}: no such folder; give a run's folder or one of its checkpoints/step-*")
     name = layout.parse_folder_name(path.name)

@@ -10,6 +10,7 @@ from typing import Any
 
 from mgpu_pipe.config.targets.source_class import inherited_names
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.local_files import expand_home
 
 CALLBACKS = "pytorch_lightning.callbacks"
 PARTS = "it wants the whole model before the ranks have built their parts of it"
@@ -132,7 +133,7 @@ def _has_comet_key() -> bool:
 def _mentions(place: str, words: tuple[str, ...]) -> bool:
     """Whether the file holds one of the words."""
     try:
-        text = Path(place).expanduser().read_text(encoding="utf-8", errors="replace")
+        text = expand_home(place).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     return any(word in text for word in words)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.architectures.family import FLASH
@@ -22,7 +21,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 from mgpu_pipe.models.field_sizes import largest_width, usable_positions
 from mgpu_pipe.models.fields import ModelClassError, check_model_config, resolved_fields
 from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
-from mgpu_pipe.system.local_files import exists, is_file, is_folder
+from mgpu_pipe.system.local_files import exists, expand_home, is_file, is_folder
 from mgpu_pipe.topology import ParallelDims
 
 DECIDED_BY: Mapping[str, tuple[str, ...]] = {
@@ -125,7 +124,7 @@ def check_model(config: RunConfig) -> None:
             ids, made_for = _tokenizer_ids(config)
             if ids is not None:
                 check_vocabulary(folder, read_config_json(folder), ids, made_for)
-        elif not model.path.strip() or not is_folder(Path(model.path).expanduser()):
+        elif not model.path.strip() or not is_folder(expand_home(model.path)):
             return  # value_errors reports it
         else:
             check_model_folder(model.path, *_tokenizer_ids(config))
@@ -194,7 +193,7 @@ def _check_alphabet(config: RunConfig) -> None:
 def _tokenizer_is_here(config: RunConfig) -> bool:
     """Whether the configuration names an existing local tokenizer; value_errors reports a missing one."""
     named = config.data.tokenizer
-    return named != "auto" and hub_name(named) is None and exists(Path(named).expanduser())
+    return named != "auto" and hub_name(named) is None and exists(expand_home(named))
 
 
 def _reads_text(config: RunConfig) -> bool:

@@ -18,7 +18,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.system.child_process import bound
-from mgpu_pipe.system.local_files import exists, is_folder
+from mgpu_pipe.system.local_files import exists, expand_home, is_folder
 
 COMPILE_TIMEOUT_S = 60
 COMPILES = "DeepSpeed compiles an extension"
@@ -62,7 +62,7 @@ def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
     if folder is None:
         yield ConfigError(key, None, "give a folder on the NVMe disk", "strategy.offload=nvme writes to one")
         return
-    path = Path(folder).expanduser()
+    path = expand_home(folder)
     if not is_folder(path):
         reason = "it is not a folder" if exists(path) else "no such folder"
         yield ConfigError(key, folder, "make the folder, or give another", reason)

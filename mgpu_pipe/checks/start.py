@@ -10,7 +10,7 @@ from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 from mgpu_pipe.system.joined_world import joined_processes
-from mgpu_pipe.system.local_files import exists, is_folder, name_problem, shortened
+from mgpu_pipe.system.local_files import exists, expand_home, is_folder, name_problem, shortened
 from mgpu_pipe.system.machine_errors import creation_problem
 
 
@@ -33,9 +33,9 @@ def check_start(config: RunConfig) -> None:
     """Check that the run starts from a checkpoint whose files have the recorded sizes."""
     start = config.checkpoint
     for key, source in (("checkpoint.resume", start.resume), ("checkpoint.init_from", start.init_from)):
-        if source in (None, "none", "auto") or not exists(Path(source).expanduser()):
+        if source in (None, "none", "auto") or not exists(expand_home(source)):
             continue  # value_errors reports what does not exist
-        if key == "checkpoint.init_from" and (start.resume == "auto" or _is_model_folder(Path(source).expanduser())):
+        if key == "checkpoint.init_from" and (start.resume == "auto" or _is_model_folder(expand_home(source))):
             continue  # a resumed run does not need it, and a model folder has no step
         from mgpu_pipe.checkpoint.selection import resolve_source
 
@@ -54,7 +54,7 @@ def run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInputE
     key, path_text = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
     if not path_text.strip():
         return []  # value_errors reports it
-    folder = Path(path_text).expanduser()
+    folder = expand_home(path_text)
     named = {key: path_text, **({"run.name": run.name} if run.dir is None else {})}
     for name, value in named.items():
         if problem := name_problem(value):

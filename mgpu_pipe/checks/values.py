@@ -21,7 +21,7 @@ from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.config.synonyms import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.system.local_files import exists, is_file
+from mgpu_pipe.system.local_files import exists, expand_home, is_file
 
 TAG = r"[\w.:+-]{1,32}"
 FREE_TEXTS = ("objective.sample_prompts", "objective.sample_texts")
@@ -123,20 +123,20 @@ def _path_errors(config: RunConfig) -> list[ConfigError]:
         value = _get(config, key)
         if key == "model.path" and isinstance(value, str) and hub_name(value):
             continue  # the look-up of its commit has checked it
-        if isinstance(value, str) and not exists(Path(value).expanduser()):
+        if isinstance(value, str) and not exists(expand_home(value)):
             fix = "check the path"
             if key == "model.path":
                 fix = "check the path, or give a name on the Hub (<org>/<name>)"
             errors.append(ConfigError(key, value, fix, "no such file or folder"))
-        elif isinstance(value, str) and _is_foreign(Path(value).expanduser()):
+        elif isinstance(value, str) and _is_foreign(expand_home(value)):
             fix = f"make a folder of it by mgpu-pipe import --from {value} --out <folder> model=..."
             errors.append(ConfigError(key, value, fix, "is another program's checkpoint"))
     tokenizer = config.data.tokenizer
-    if tokenizer != "auto" and not hub_name(tokenizer) and not exists(Path(tokenizer).expanduser()):
+    if tokenizer != "auto" and not hub_name(tokenizer) and not exists(expand_home(tokenizer)):
         fix = "give a tokenizer folder, a tokenizer.json or a name on the Hub (<org>/<name>), or auto"
         errors.append(ConfigError("data.tokenizer", tokenizer, fix, "no such file or folder"))
     resume = config.checkpoint.resume
-    if resume not in ("none", "auto") and not exists(Path(resume).expanduser()):
+    if resume not in ("none", "auto") and not exists(expand_home(resume)):
         meant = VALUES["checkpoint.resume"].get(resume.lower())
         fix = choose_from(resume, ["none", "auto"]) + ", or give a run or step folder"
         fix = f"use {meant}" if meant else fix

@@ -11,7 +11,7 @@ from mgpu_pipe.config.arguments import count, positive_int
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.find_model import find_model
 from mgpu_pipe.inference.model_arguments import find_inputs, resolve_device
-from mgpu_pipe.system.local_files import replace_file
+from mgpu_pipe.system.local_files import expand_home, replace_file
 
 OPTIONS = ("harness_path", "harness_code", "harness_limit", "harness_few_shot", "harness_batch_size", "harness_output")
 
@@ -53,7 +53,7 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
 
     require_harness()
     source = find_model(find_inputs(arguments))
-    paths = [path.expanduser().absolute() for path in arguments.harness_path]
+    paths = [expand_home(path).absolute() for path in arguments.harness_path]
     if not arguments.harness_code:
         check_task_files(paths)
     config = compose_processes("eval --harness", arguments.overrides, arguments.device, strategies=True)
@@ -78,7 +78,7 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
         return code
     _print_figures(results)
     if arguments.harness_output is not None:
-        replace_file(arguments.harness_output.expanduser(), json.dumps(results, default=str, indent=1) + "\n")
+        replace_file(expand_home(arguments.harness_output), json.dumps(results, default=str, indent=1) + "\n")
     print_line(f"{'weights':<{WIDTH}}{source.folder}")
     return EXIT_OK
 

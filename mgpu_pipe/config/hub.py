@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.system.local_files import exists, is_file
+from mgpu_pipe.system.local_files import exists, expand_home, is_file
 
 T = TypeVar("T")
 DATA = "hf://"
@@ -166,7 +166,7 @@ def local_folder(text: str | Path, key: str = "model.path") -> Path:
         ConfigError: the files cannot be fetched.
     """
     name = _at_commit(text)
-    return Path(text).expanduser() if name is None else fetch(name, SMALL, key)
+    return expand_home(text) if name is None else fetch(name, SMALL, key)
 
 
 def is_at_commit(text: str | Path) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.system.local_files import exists
+from mgpu_pipe.system.local_files import exists, expand_home
 
 COMPARISON = "comparison.html"
 """A report of several runs."""
@@ -109,8 +109,8 @@ def cache_folder(configured: str | None) -> Path:
     """Folder of cached data: the configured one, ``$MGPU_PIPE_CACHE``, or the user's cache folder."""
     chosen = configured or os.environ.get("MGPU_PIPE_CACHE")
     if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mgpu_pipe"
+        return expand_home(chosen)
+    return expand_home(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mgpu_pipe"
 
 
 def private_folder(folder: Path) -> None:

@@ -25,7 +25,7 @@ from mgpu_pipe.models.weights.folder import (
     stored_elements,
     stored_tensors,
 )
-from mgpu_pipe.system.local_files import NotPlainError, exists, is_file, is_folder
+from mgpu_pipe.system.local_files import NotPlainError, exists, expand_home, is_file, is_folder
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def existing_folder(path: Path | str) -> Path:
     Raises:
         BadInputError: there is no such folder, or this program cannot open its kind.
     """
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if not is_folder(folder):
         prompt = "; a prompt is given by --prompt TEXT" if " " in str(path) else ""
         raise BadInputError(f"{path}: no such folder; give a run's, step's or Hugging Face model's folder{prompt}")

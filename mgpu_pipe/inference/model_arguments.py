@@ -13,7 +13,7 @@ from mgpu_pipe.inference.find_model import existing_folder, find_model
 from mgpu_pipe.inference.open import LoadedRun, load_run
 from mgpu_pipe.runs.latest import named_or_newest, split_root
 from mgpu_pipe.system.hardware import usable_gpus
-from mgpu_pipe.system.local_files import exists
+from mgpu_pipe.system.local_files import exists, expand_home
 
 FOLDER_HELP = (
     "run's, step's or Hugging Face model's folder; default: the newest run with a checkpoint below "
@@ -98,7 +98,7 @@ def find_inputs(arguments: argparse.Namespace) -> Path:
     folder = folder_of(arguments)
     for option, what in (("image", "picture"), ("video", "video")):
         for file in getattr(arguments, option, ()):
-            if not exists(file.expanduser()):
+            if not exists(expand_home(file)):
                 raise BadInputError(f"--{option}={file}: no such file or folder; give another {what}")
     return folder
 

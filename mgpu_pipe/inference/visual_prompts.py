@@ -20,7 +20,7 @@ from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualInput
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.objectives.picture_inputs import NativeSizePictures, Picture, PictureInputs, build_picture_inputs
-from mgpu_pipe.system.local_files import is_file, is_folder
+from mgpu_pipe.system.local_files import expand_home, is_file, is_folder
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.open import LoadedRun
@@ -66,7 +66,7 @@ class PromptVisuals:
             raise BadInputError(f"--video={videos[0]}: {type(run.model).__name__} sees no videos; leave it out")
         if videos and (kind.video is None or not written.knows(kind.video)):
             raise BadInputError(f"--video={videos[0]}: the model was shown no videos in training; leave it out")
-        clips = [_video(file.expanduser(), pixels, data) for file in videos if isinstance(pixels, GridPixels)]
+        clips = [_video(expand_home(file), pixels, data) for file in videos if isinstance(pixels, GridPixels)]
         return cls(kind, written, [_picture(file, pixels, kind) for file in files], clips)
 
     def inputs(self, prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
@@ -172,7 +172,7 @@ def _video(file: Path, pixels: GridPixels, data: PictureChatConfig) -> Picture:
 
 def _decode_file(option: str, file: Path, channels: int) -> Any:
     try:
-        return decode(file.expanduser().read_bytes(), channels)
+        return decode(expand_home(file).read_bytes(), channels)
     except OSError as error:
         raise BadInputError(f"{option}={file}: cannot be read ({error.strerror}); give a picture's file") from error
     except BadSampleError as error:

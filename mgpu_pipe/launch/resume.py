@@ -20,7 +20,7 @@ from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, one_line, print_line
 from mgpu_pipe.models.weights.folder import read_config_json
 from mgpu_pipe.runs.latest import STARTS_FROM, recorded
-from mgpu_pipe.system.local_files import exists
+from mgpu_pipe.system.local_files import exists, expand_home
 from mgpu_pipe.training.run_clock import run_length
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
         ConfigErrors: another type of model, or a tokenizer with other ids.
         CheckpointError: no whole checkpoint in the folder.
     """
-    source = Path(str(config.checkpoint.init_from)).expanduser()
+    source = expand_home(str(config.checkpoint.init_from))
     errors: list[BadInputError] = []
     notices: list[str] = []
     if exists(source / "config.json") and not exists(source / "manifest.json"):

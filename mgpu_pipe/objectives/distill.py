@@ -43,7 +43,7 @@ from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import forward_kwargs
 from mgpu_pipe.parallel.fsdp import apply_fully_shard, reshard_all
 from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
-from mgpu_pipe.system.local_files import is_file
+from mgpu_pipe.system.local_files import expand_home, is_file
 from mgpu_pipe.topology import Meshes, ParallelDims
 
 TEACHER_DTYPES = {"bf16": torch.bfloat16, "bf16_true": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -175,7 +175,7 @@ def _source(keys: DistillConfig) -> Path | None:
     """Model folder or checkpoint of a run, equal on all processes; None for random weights. Collective."""
     if keys.teacher == DRAWN:
         return None
-    folder = Path(keys.teacher).expanduser()
+    folder = expand_home(keys.teacher)
     if not is_run(folder):
         return folder
     step = resolve_source(folder, verify="size", key=KEY)

@@ -20,7 +20,7 @@ from mgpu_pipe.models.weights.folder import read_config_json
 from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION as CAUSAL
 from mgpu_pipe.objectives.causal_lm_keys import LOSS, perplexity
 from mgpu_pipe.objectives.text_config import SampledTextConfig
-from mgpu_pipe.system.local_files import is_file, is_folder
+from mgpu_pipe.system.local_files import expand_home, is_file, is_folder
 
 DRAWN = "drawn"
 """Teacher of a run of ``verify``: the student with other weights."""
@@ -75,7 +75,7 @@ class DistillConfig(SampledTextConfig):
         return []
 
     def tokenizer_errors(self, folder: Path) -> list[ConfigError]:
-        teacher = Path(self.teacher).expanduser()
+        teacher = expand_home(self.teacher)
         if is_run(teacher):
             run = teacher if is_folder(RunPaths(teacher).checkpoints) else teacher.parents[1]
             teacher = RunPaths(run).tokenizer
@@ -93,7 +93,7 @@ def is_run(folder: Path) -> bool:
 
 def _fields(teacher: str) -> Mapping[str, Any]:
     """Configuration fields of the teacher's model."""
-    folder = Path(teacher).expanduser()
+    folder = expand_home(teacher)
     if not is_run(folder):
         return read_config_json(folder)
     step = resolve_source(folder, verify="size", key=KEY)

@@ -18,7 +18,7 @@ import yaml
 from mgpu_pipe.config.suggest import choose_from, nearest
 from mgpu_pipe.errors import ConfigError, one_line
 from mgpu_pipe.planning.work import Constants, Hardware, constant_names
-from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, NotPlainError, parse_yaml, read_bytes, shortened
+from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, NotPlainError, expand_home, parse_yaml, read_bytes, shortened
 
 FOLDER = Path(__file__).parent / "profiles"
 NETWORKS = "networks"
@@ -149,7 +149,7 @@ def load_profile(name: str, network: str | None = None, key: str = "plan.hardwar
         close = nearest(plain, profile_names())
         fix = choose_from(close or name, profile_names()) if close != name else ""
         raise ConfigError(key, name, f"{fix}, or give the path of a profile of yours, <file>.yaml", "no such hardware")
-    file = Path(name).expanduser() if is_path else FOLDER / f"{name}.yaml"
+    file = expand_home(name) if is_path else FOLDER / f"{name}.yaml"
     profile = _profile(yaml_of(file, name, key), name, key)
     if network is not None:
         if network not in networks():

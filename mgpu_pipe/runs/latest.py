@@ -21,6 +21,7 @@ from mgpu_pipe.system.local_files import (
     MAX_CONFIG_BYTES,
     MAX_JSON_BYTES,
     NotPlainError,
+    expand_home,
     is_file,
     is_folder,
     parse_json,
@@ -78,7 +79,7 @@ def newest_run(root: Path, *, saved: bool = False) -> Path:
     Raises:
         RunFolderError: there is no such run.
     """
-    for folder in find_runs(root.expanduser()):
+    for folder in find_runs(expand_home(root)):
         if not saved or layout.committed(RunPaths(folder).checkpoints):
             return folder
     what = "no run with a checkpoint" if saved else "no run"

@@ -20,7 +20,7 @@ from mgpu_pipe.runs import history
 from mgpu_pipe.runs.environment import write_environment
 from mgpu_pipe.runs.latest import RUN, STARTS_FROM, attempts, recorded, start_time
 from mgpu_pipe.runs.run_folder import RunFolder, writing_to
-from mgpu_pipe.system.local_files import MAX_JSON_BYTES, read_bytes, replace_file
+from mgpu_pipe.system.local_files import MAX_JSON_BYTES, expand_home, read_bytes, replace_file
 from mgpu_pipe.system.machine_errors import fix_of_writing
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def begin(
         now = time.time()
         stamp: dict[str, object] = {"started": now, "command": list(command), "folder": os.getcwd(), "launch": launch}
         if config.checkpoint.resume not in ("none", "auto"):
-            stamp[STARTS_FROM] = str(Path(config.checkpoint.resume).expanduser().absolute())
+            stamp[STARTS_FROM] = str(expand_home(config.checkpoint.resume).absolute())
         _record_environment(paths, config, stamp, dated, flush=flush)
         _write_overrides(paths, overrides)
         freeze(config, paths.config, flush=flush)

@@ -11,16 +11,17 @@ from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.runs.latest import HASH_DIGITS, find_own, runs_in
+from mgpu_pipe.system.local_files import expand_home
 
 
 def resumable_folders(config: RunConfig) -> list[Path]:
     """Runs, or the step, that ``config`` may resume; the latest first."""
     resume, run = config.checkpoint.resume, config.run
     if resume not in ("none", "auto"):
-        return [Path(resume).expanduser()]
+        return [expand_home(resume)]
     if run.dir is not None:
-        return [Path(run.dir).expanduser()] if resume == "auto" else []
-    return runs_in(Path(run.root).expanduser() / run.name) if resume == "auto" else []
+        return [expand_home(run.dir)] if resume == "auto" else []
+    return runs_in(expand_home(run.root) / run.name) if resume == "auto" else []
 
 
 def resumed_config(config: RunConfig, swept: Sequence[str] = ()) -> RunConfig | None:
@@ -31,7 +32,7 @@ def resumed_config(config: RunConfig, swept: Sequence[str] = ()) -> RunConfig | 
     """
     folders = resumable_folders(config)
     if config.run.dir is None and config.checkpoint.resume == "auto":
-        runs = Path(config.run.root).expanduser() / config.run.name
+        runs = expand_home(config.run.root) / config.run.name
         latest, _ = find_own(config, runs, mathematics_hash(config, HASH_DIGITS), swept)
         folders = [] if latest is None else [latest]
     for folder in folders:

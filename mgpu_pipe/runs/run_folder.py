@@ -27,7 +27,7 @@ from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.runs.latest import HASH_DIGITS, find_own, is_run_folder, named_after, recorded, runs_in
 from mgpu_pipe.runs.resume_command import line_for
-from mgpu_pipe.system.local_files import exists, is_file, is_folder
+from mgpu_pipe.system.local_files import exists, expand_home, is_file, is_folder
 from mgpu_pipe.system.machine_errors import fix_of_writing
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def choose_folder(
     if "/" in config.run.name or config.run.name in ("", ".", ".."):
         raise ConfigError("run.name", config.run.name, "use a plain folder name, without slashes")
     if config.run.dir is not None:
-        return _configured_folder(Path(config.run.dir).expanduser())
-    runs, digits = Path(config.run.root).expanduser() / config.run.name, mathematics_hash(config, HASH_DIGITS)
+        return _configured_folder(expand_home(config.run.dir))
+    runs, digits = expand_home(config.run.root) / config.run.name, mathematics_hash(config, HASH_DIGITS)
     existing, note = None, ""
     if restart_of:
         existing = next((run for run in runs_in(runs) if recorded(run).get("launch") == restart_of), None)

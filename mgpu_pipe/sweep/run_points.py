@@ -27,6 +27,7 @@ from mgpu_pipe.sweep.search import Tried, promoted, suggest
 from mgpu_pipe.sweep.space import as_override, from_record
 from mgpu_pipe.sweep.store import Store
 from mgpu_pipe.sweep.sweep_outcome import ended, ended_with, killed_for_memory, refused, say_in_run
+from mgpu_pipe.system.local_files import expand_home
 
 POLL_S = 0.2
 MOST_POINTS = 100_000
@@ -275,7 +276,7 @@ def grid(request: SweepRequest) -> list[list[list[str]]]:
         listed.append([[value] for value in values])
     if request.config.sweep.points is not None:
         path = request.config.sweep.points
-        listed.insert(0, read_points(Path(path).expanduser()))
+        listed.insert(0, read_points(expand_home(path)))
         if both := [word for word in listed[0][0] if word.partition("=")[0] in request.values]:
             key = both[0].partition("=")[0]
             raise ConfigError(key, "...", f"sweep it here or in {path}", "the points have values of it already")

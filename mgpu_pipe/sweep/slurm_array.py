@@ -28,6 +28,7 @@ from mgpu_pipe.runs.run_folder import RunFolder
 from mgpu_pipe.sweep.point import FINISHED, RESUMABLE, Point
 from mgpu_pipe.sweep.run_points import grid, parsed_again, resume_line
 from mgpu_pipe.sweep.store import Store, check_name, create, writing
+from mgpu_pipe.system.local_files import expand_home
 
 
 def submit_sweep(request: SweepRequest, spec: dict[str, object], command: Sequence[str]) -> int:
@@ -43,7 +44,7 @@ def submit_sweep(request: SweepRequest, spec: dict[str, object], command: Sequen
     errors = list(_errors(request.config))
     if errors:
         raise ConfigErrors(errors)
-    root, name = Path(request.config.run.root).expanduser(), request.config.sweep.name
+    root, name = expand_home(request.config.run.root), request.config.sweep.name
     check_name(root, name)
     trials = grid(request)
     overrides = [point for runs in trials for point in runs]
@@ -140,7 +141,7 @@ def _composed(spec: Mapping[str, object], points: Mapping[int, list[str]]) -> di
             if not composition.errors:
                 composition.config = slurm.settled(composition.config)
                 run = composition.config.run
-                slurm.check_folder(composition.config, Path(run.root).expanduser().absolute() / run.name)
+                slurm.check_folder(composition.config, expand_home(run.root).absolute() / run.name)
             errors = errors_of(composition)
         except ConfigError as error:
             errors = [error]

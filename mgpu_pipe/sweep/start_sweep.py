@@ -6,7 +6,6 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config.eval_tasks import metric_of, ranked
@@ -25,6 +24,7 @@ from mgpu_pipe.sweep.slurm_array import submit_sweep
 from mgpu_pipe.sweep.space import Parameter, as_record, flat, from_record, ordered, parameter
 from mgpu_pipe.sweep.store import Store, create
 from mgpu_pipe.system.joined_world import existing_world
+from mgpu_pipe.system.local_files import expand_home
 
 MEASURED = (
     "throughput/tokens_per_s",
@@ -56,12 +56,12 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
     if request.plain and request.launcher == "slurm":
         return submit_sweep(request, spec, ["mgpu-pipe", *words])
     if not request.plain:
-        return _by_hydra(parsed, create(Path(request.config.run.root).expanduser(), request.config.sweep.name, spec))
+        return _by_hydra(parsed, create(expand_home(request.config.run.root), request.config.sweep.name, spec))
     for word in words:
         if word.lstrip("+~").startswith("hydra.sweep."):
             where = "the sweep's folder is <run.root>/sweeps/<sweep.name>"
             print_line(f"note: {one_line(word)}: does nothing here: {where}", file=sys.stderr)
-    root, name = Path(request.config.run.root).expanduser(), request.config.sweep.name
+    root, name = expand_home(request.config.run.root), request.config.sweep.name
     if spec["search"] != "grid":
         corners = ends(from_record(spec["space"]))  # type: ignore[arg-type]
         if errors := errors_by_point(request.flags, request.fixed, [corners]):

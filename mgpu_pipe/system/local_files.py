@@ -25,6 +25,11 @@ SHOWN = 80
 """Characters of a longer path in an error."""
 
 
+def expand_home(path: str | os.PathLike[str]) -> Path:
+    """The path with ``~`` and ``~name`` as home folders; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
 def exists(path: str | os.PathLike[str]) -> bool:
     """Whether a file or folder exists, following links."""
     return os.path.exists(path)

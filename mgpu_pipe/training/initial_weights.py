@@ -38,7 +38,7 @@ from mgpu_pipe.models.weights.folder import whole_folder
 from mgpu_pipe.models.weights.pretrained import RECORDED, load_pretrained, recorded
 from mgpu_pipe.models.weights.slices import FolderWeights, folder_buffers
 from mgpu_pipe.objectives.first_weights import MEASURED
-from mgpu_pipe.system.local_files import exists
+from mgpu_pipe.system.local_files import exists, expand_home
 from mgpu_pipe.topology import ParallelDims
 
 if TYPE_CHECKING:
@@ -111,10 +111,10 @@ def _first_weights(config: RunConfig, root: str | None) -> str:
     files = []
     for folder in folders:
         if folder is not None:
-            place = whole_folder(folder).expanduser()
+            place = expand_home(whole_folder(folder))
             files += [weights_digest(place, cache), *hash_blocks(place / "config.json")]
     if peft.init_from is not None:
-        place = Path(peft.init_from).expanduser()
+        place = expand_home(peft.init_from)
         files += [*hash_blocks(place / ADAPTER_WEIGHTS), *hash_blocks(place / ADAPTER_SETTINGS)]
     adapters = {key: value for key, value in asdict(peft).items() if key != "init_from"}
     random_part = (INITIALISATION, CHUNK, config.seed)
@@ -222,7 +222,7 @@ def starts_from_folder(config: RunConfig) -> bool:
     """Whether ``checkpoint.init_from`` names a Hugging Face folder."""
     if config.checkpoint.init_from is None:
         return False
-    source = Path(config.checkpoint.init_from).expanduser()
+    source = expand_home(config.checkpoint.init_from)
     return not exists(source / "manifest.json") and exists(source / "config.json")
 
 

@@ -24,7 +24,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.targets.build_target import TARGET, build, resolve_target
 from mgpu_pipe.errors import BadInputError, ConfigError, concealed
 from mgpu_pipe.runs.latest import recorded
-from mgpu_pipe.system.local_files import MAX_JSON_BYTES, parse_json, read_bytes, replace_file
+from mgpu_pipe.system.local_files import MAX_JSON_BYTES, expand_home, parse_json, read_bytes, replace_file
 from mgpu_pipe.topology import ParallelDims
 
 SECRET = re.compile(r"(logger|callbacks)\..*(key|token|password|secret|credentials?)", re.IGNORECASE)
@@ -161,7 +161,7 @@ def start_loggers(config: RunConfig, folder: Path, dims: ParallelDims) -> list[L
         BadInputError: one that cannot be built, or whose store or service refuses it.
     """
     if config.logger:
-        Path(config.run.root).expanduser().mkdir(parents=True, exist_ok=True)  # for a store that runs share
+        expand_home(config.run.root).mkdir(parents=True, exist_ok=True)  # for a store that runs share
     path, started = RunPaths(folder).logger, []
     runs = _kept_runs(path)
     parameters, marks, command = hyperparameters(config), tags(config, dims), command_line(folder)
@@ -218,7 +218,7 @@ def _options(
         options: dict[str, Any] = {"run_id": run_id, "tags": {**marks, "mlflow.note.content": command}}
         uri = node.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
         if not str(uri).startswith(SERVERS):  # MLflow's own place is the working folder
-            place = Path(config.run.root).expanduser().absolute() / "mlartifacts"
+            place = expand_home(config.run.root).absolute() / "mlartifacts"
             options["artifact_location"] = place.as_uri()
         return options
     return {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.errors import EXIT_OK, ConfigError, ConfigErrors, print_line
-from mgpu_pipe.system.local_files import replace_file
+from mgpu_pipe.system.local_files import expand_home, replace_file
 from mgpu_pipe.system.machine_errors import creation_problem
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _split_file(words: list[str]) -> tuple[Path, list[str]]:
         if word == OUT or word.startswith(f"{OUT}="):
             name = word.partition("=")[2] if "=" in word else next(iter(words[at + 1 :]), "")
             rest = [*words[:at], *words[at + (1 if "=" in word else 2) :]]
-    file = Path(name).expanduser()
+    file = expand_home(name)
     if file.suffix not in (".yaml", ".yml"):
         raise ConfigError(OUT, name, f"name it like {USUAL}", "a profile is a YAML file")
     if not file.parent.is_dir():

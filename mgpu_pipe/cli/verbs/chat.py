@@ -20,6 +20,7 @@ from mgpu_pipe.inference.model_arguments import (
     open_run,
     parse_arguments,
 )
+from mgpu_pipe.system.local_files import expand_home
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,7 +166,7 @@ def _save(messages: Sequence[dict[str, str]], name: str) -> None:
     if not name:
         print_line("/save: name a file, e.g. /save talk.jsonl", file=sys.stderr)
         return
-    path = Path(name).expanduser()
+    path = expand_home(name)
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")

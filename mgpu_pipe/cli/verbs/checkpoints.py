@@ -20,7 +20,7 @@ from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, CheckpointError, RunFolderError, one_line, print_line
 from mgpu_pipe.runs.latest import ROOT_KEY, named_or_newest, split_root
 from mgpu_pipe.runs.lock import RunLock
-from mgpu_pipe.system.local_files import exists
+from mgpu_pipe.system.local_files import exists, expand_home
 
 PROGRAM = "mgpu-pipe checkpoints"
 FOLDER_HELP = "run's or step's folder; default: the newest run with a checkpoint below run.root=<folder> (outputs/)"
@@ -168,7 +168,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
     folder = named_or_newest(arguments.folder, arguments.root, saved=True)
     root, folders = inventory.steps_under(folder)
-    if folder.expanduser() in folders.values():
+    if expand_home(folder) in folders.values():
         raise RunFolderError(f"{folder}: is one step; give the run's folder")
     with _run_lock(root) if arguments.yes else nullcontext():
         steps = _with_newest_proved(folders)

@@ -21,6 +21,7 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     resolve_device,
 )
+from mgpu_pipe.system.local_files import expand_home
 
 ENDINGS = (".parquet", ".npy")
 
@@ -52,7 +53,7 @@ def _encode(arguments: argparse.Namespace) -> int:
         raise BadInputError(f"--output={arguments.output}: unknown ending; let it end in {' or '.join(ENDINGS)}")
     processes = [] if arguments.processes is None else [f"trainer.devices={arguments.processes}"]
     config = compose_processes("encode", [*arguments.overrides, *processes], arguments.device, strategies=False)
-    source, texts = find_model(folder_of(arguments)), arguments.input.expanduser().absolute()
+    source, texts = find_model(folder_of(arguments)), expand_home(arguments.input).absolute()
     vectors, width = vectors_of(source.config, source.folder), width_of(source)
     size = arguments.size or width
     if size > width:
@@ -62,7 +63,7 @@ def _encode(arguments: argparse.Namespace) -> int:
     settings = EncodeSettings(
         model=source.folder.absolute(),
         input=texts,
-        output=arguments.output.expanduser().absolute(),
+        output=expand_home(arguments.output).absolute(),
         batch_size=arguments.batch_size,
         average=arguments.weights == "ema",
         frozen_weights=arguments.frozen_weights,

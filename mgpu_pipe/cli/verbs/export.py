@@ -24,7 +24,7 @@ from mgpu_pipe.inference.model_arguments import (
 from mgpu_pipe.inference.model_card import write_card
 from mgpu_pipe.inference.open import open_model
 from mgpu_pipe.models.fields import builder_of, class_of
-from mgpu_pipe.system.local_files import is_file
+from mgpu_pipe.system.local_files import expand_home, is_file
 
 DTYPES = ("fp32", "bf16", "fp16", "q8_0", "q4_k")
 
@@ -81,7 +81,7 @@ def _export_gguf(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export_folder import check_target
     from mgpu_pipe.inference.gguf.file import require_package
 
-    folder, out = folder_of(arguments), arguments.out.expanduser()
+    folder, out = folder_of(arguments), expand_home(arguments.out)
     check_target(out, arguments.force)
     require_package("--format=gguf")
     model_files = find_model(folder)
@@ -105,7 +105,7 @@ def _export_gguf(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export_folder import check_target, export_folder
 
-    folder, out = folder_of(arguments), arguments.out.expanduser()
+    folder, out = folder_of(arguments), expand_home(arguments.out)
     check_target(out, arguments.force)
     if arguments.private and arguments.push is None:
         raise BadInputError("--private: makes no sense without --push; leave it out")

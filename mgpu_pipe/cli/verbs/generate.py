@@ -21,6 +21,7 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     resolve_device,
 )
+from mgpu_pipe.system.local_files import expand_home
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -90,8 +91,8 @@ def _answer_file(arguments: argparse.Namespace) -> int:
     config = compose_processes("generate", arguments.overrides, arguments.device, strategies=False)
     settings = AnswerSettings(
         model=source.folder.absolute(),
-        input=arguments.input.expanduser().absolute(),
-        output=arguments.output.expanduser().absolute(),
+        input=expand_home(arguments.input).absolute(),
+        output=expand_home(arguments.output).absolute(),
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,

@@ -12,7 +12,7 @@ from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.model_arguments import add_target_arguments, silence_transformers
 from mgpu_pipe.runs.hub_names import at_commits
-from mgpu_pipe.system.local_files import exists, is_folder
+from mgpu_pipe.system.local_files import exists, expand_home, is_folder
 
 
 def import_weights(argv: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def import_weights(argv: Sequence[str]) -> int:
 def _import(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.gguf.file import is_gguf
 
-    source = arguments.source.expanduser()
+    source = expand_home(arguments.source)
     if not exists(source):
         raise BadInputError(f"--from={arguments.source}: no such file or folder; check the path")
     if is_gguf(source):
@@ -66,7 +66,7 @@ def _import(arguments: argparse.Namespace) -> None:
     from mgpu_pipe.inference.export_folder import check_target, export_folder, working_folder
     from mgpu_pipe.inference.import_weights import weight_files
 
-    out = arguments.out.expanduser()
+    out = expand_home(arguments.out)
     check_target(out, arguments.force)
     weight_files(source, arguments.trust)
     silence_transformers()
@@ -89,7 +89,7 @@ def _import_gguf(arguments: argparse.Namespace) -> None:
     for option, value in {**unusable, "model overrides": arguments.overrides}.items():
         if value:
             raise BadInputError(f"{option}: a GGUF file names its model and brings its tokenizer; leave them out")
-    out, source = arguments.out.expanduser(), arguments.source.expanduser()
+    out, source = expand_home(arguments.out), expand_home(arguments.source)
     check_target(out, arguments.force)
     require_package(f"--from={arguments.source}")
     silence_transformers()

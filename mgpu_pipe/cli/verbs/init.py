@@ -9,7 +9,7 @@ from pathlib import Path
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import VerbParser, parse
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
-from mgpu_pipe.system.local_files import exists, is_folder
+from mgpu_pipe.system.local_files import exists, expand_home, is_folder
 
 NAME = r"[a-z][a-z0-9_]*"
 """Allowed folder name, which is also the name of the project's Python package."""
@@ -162,7 +162,7 @@ def init(words: list[str]) -> int:
     arguments = parse(parser, words)
     if arguments is None:
         return EXIT_OK
-    folder = arguments.folder.expanduser()
+    folder = expand_home(arguments.folder)
     name = folder.absolute().name
     if re.fullmatch(NAME, name) is None:
         fix = "use small letters, digits and _, as in my_project: its Python package has that name too"

@@ -19,7 +19,7 @@ from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.runs.latest import is_run_folder
 from mgpu_pipe.runs.listing import Listed, listed
-from mgpu_pipe.system.local_files import exists
+from mgpu_pipe.system.local_files import exists, expand_home
 
 DESCRIPTION = (
     "List this user's runs that SLURM has queued or runs; or follow the output of one, cancel it,\n"
@@ -172,7 +172,7 @@ def _job(name: str) -> tuple[str, Path | None]:
     Raises:
         RunFolderError: the folder was never submitted.
     """
-    folder = Path(name).expanduser().absolute()
+    folder = expand_home(name).absolute()
     job = job_of(folder)
     if job:
         return job, log_of(folder, job) if is_run_folder(folder) else None

@@ -23,7 +23,7 @@ from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.runs.latest import ROOT_KEY, is_run_folder, split_root
 from mgpu_pipe.runs.listing import Listed, config_and_metrics, delete_run, list_runs, listed
-from mgpu_pipe.system.local_files import is_folder
+from mgpu_pipe.system.local_files import expand_home, is_folder
 
 DESCRIPTION = f"List the runs below {ROOT_KEY}=<folder> ({RunOptions.root}/), the newest first; delete some of them."
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -58,7 +58,7 @@ def runs(words: list[str]) -> int:
     if arguments is None:
         return EXIT_OK
     _check(arguments, root)
-    candidates = list(map(_named, arguments.run)) or list_runs((root or Path(RunOptions.root)).expanduser())
+    candidates = list(map(_named, arguments.run)) or list_runs(expand_home(root or Path(RunOptions.root)))
     chosen = [run for run in candidates if _fits(run, arguments)]
     pairs = [condition.partition("=")[::2] for condition in arguments.where]
     sort_keys = [] if arguments.sort in SORTS else [arguments.sort]
@@ -126,7 +126,7 @@ def _no_column(word: str, keys: Iterable[str]) -> BadInputError:
 def _check(arguments: argparse.Namespace, root: Path | None) -> None:
     if arguments.run and root is not None:
         raise BadInputError(f"{ROOT_KEY}={root}: is where runs are looked for; leave out it or the folders")
-    if root is not None and not is_folder(root.expanduser()):
+    if root is not None and not is_folder(expand_home(root)):
         raise BadInputError(f"{ROOT_KEY}={root}: no such folder; give the folder of runs")
     if arguments.sort not in SORTS and "/" not in arguments.sort and not _is_key(arguments.sort):
         raise _no_column(arguments.sort, all_keys())
@@ -188,9 +188,9 @@ def _cell_text(value: object) -> str:
 
 
 def _named(folder: Path) -> Listed:
-    if not is_run_folder(folder.expanduser()):
+    if not is_run_folder(expand_home(folder)):
         raise RunFolderError(f"{folder}: not a run's folder; mgpu-pipe runs {ROOT_KEY}={folder} lists those below it")
-    return listed(folder.expanduser())
+    return listed(expand_home(folder))
 
 
 def _seconds(text: str) -> float:

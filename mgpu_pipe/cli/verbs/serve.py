@@ -24,6 +24,7 @@ from mgpu_pipe.serving.serve_file import check_host, read_serve_file, share_gpus
 from mgpu_pipe.serving.sizes import Gpus
 from mgpu_pipe.serving.source import ServedModel, find_served
 from mgpu_pipe.system.hardware import gpu_capability, host_memory, used_memory
+from mgpu_pipe.system.local_files import expand_home
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MAX_PORT = 65535
@@ -104,7 +105,7 @@ def _options(arguments: argparse.Namespace, token: str | None) -> ServeOptions:
         concurrency=arguments.concurrency or CONCURRENCY,
         gpus=gpus,
         memory_share=arguments.memory_share,
-        out=None if arguments.out is None else arguments.out.expanduser(),
+        out=None if arguments.out is None else expand_home(arguments.out),
         force=arguments.force,
         frozen=arguments.frozen_weights,
         average=arguments.weights == "ema",

@@ -26,6 +26,7 @@ from mgpu_pipe.runs.latest import ROOT_KEY, split_root
 from mgpu_pipe.sweep.best import Trial, pareto, ranked, repeat_line
 from mgpu_pipe.sweep.point import CANCELLED, ENDED_BADLY, FINISHED, RESUMABLE, RUNNING, WAITING, Point, local_pid
 from mgpu_pipe.sweep.store import Store, find, stores
+from mgpu_pipe.system.local_files import expand_home
 
 ACTIONS = {
     "list": "the sweeps below run.root=<folder>, the newest first",
@@ -52,7 +53,7 @@ def sweeps(words: list[str]) -> int:
         BadInputError: a wrong argument, no such sweep, or a store that cannot be read.
     """
     words, typed_root = split_root(words)
-    root = (typed_root or Path(RunOptions.root)).expanduser()
+    root = expand_home(typed_root or Path(RunOptions.root))
     arguments = parse(_parser(), words)
     if arguments is None:
         return EXIT_OK

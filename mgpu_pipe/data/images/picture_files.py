@@ -20,6 +20,7 @@ from mgpu_pipe.data.images.image_keys import CaptionConfig, ImageConfig
 from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.tables import CAPTION, Entry, Keep, entries_of
 from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.system.local_files import expand_home
 
 TRAIN, HELD_OUT = "train", ("validation", "test")
 SPLITS = {
@@ -59,7 +60,7 @@ def label_column_of(data: DataConfig) -> tuple[str, str]:
 
 
 def _in_folder(pattern: str, key: str) -> Iterator[Entry]:
-    root = Path(pattern).expanduser()
+    root = expand_home(pattern)
     if pattern.startswith(DATA) or not root.is_dir():
         fix = "give a folder that holds a folder of pictures for each class"
         raise ConfigError(key, pattern, fix, "is no folder here")
@@ -85,7 +86,7 @@ def classes_in(root: Path) -> dict[str, list[Path]]:
 
 def loose_pictures(root: str) -> list[Path]:
     """Pictures next to the folders of classes; they have no class."""
-    visible = (path for path in sorted(Path(root).expanduser().iterdir()) if not is_no_data(path.name))
+    visible = (path for path in sorted(expand_home(root).iterdir()) if not is_no_data(path.name))
     return [path for path in visible if path.suffix.lower() in SUFFIXES and path.is_file()]
 
 
@@ -112,7 +113,7 @@ def with_splits(data: ImageConfig) -> tuple[list[str], list[str]]:
 
 def _splits_in(pattern: str, key: str) -> dict[str, str]:
     """Splits that a folder has instead of classes, by kind."""
-    root = Path(pattern).expanduser()
+    root = expand_home(pattern)
     if not root.is_dir():
         return {}
     folders = [folder for folder in sorted(root.iterdir()) if folder.is_dir() and not is_no_data(folder.name)]

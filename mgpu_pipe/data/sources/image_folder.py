@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_source import PictureSource
 from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
+from mgpu_pipe.system.local_files import expand_home
 
 
 def labels(data: DataConfig) -> Iterator[str]:
@@ -16,7 +16,7 @@ def labels(data: DataConfig) -> Iterator[str]:
 
     assert isinstance(data, ImageConfig)
     for root in with_splits(data)[0]:
-        for name, paths in classes_in(Path(root).expanduser()).items():
+        for name, paths in classes_in(expand_home(root)).items():
             yield from [name] * len(paths)
 
 

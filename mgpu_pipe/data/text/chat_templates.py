@@ -21,7 +21,7 @@ from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.data.text.template_limits import TemplateLimit, reason
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
 from mgpu_pipe.errors import ConfigError, DataError
-from mgpu_pipe.system.local_files import exists, is_file
+from mgpu_pipe.system.local_files import exists, expand_home, is_file
 
 LARGEST_TEMPLATE = 1 << 20
 """Largest template in bytes; real ones have some thousand."""
@@ -64,7 +64,7 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
         return ChosenTemplate(path.read_text(encoding="utf-8"), (*SPECIAL[chosen], *place))
-    path = Path(chosen).expanduser()
+    path = expand_home(chosen)
     close = nearest(chosen, list(SPECIAL))
     fix = f"did you mean {close}?" if close else f"give a Jinja file, or one of {', '.join(SPECIAL)}"
     try:

@@ -23,6 +23,7 @@ from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
 from mgpu_pipe.runs import record, run_folder
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine
+from mgpu_pipe.system.local_files import expand_home
 
 SCRIPT = "job.sh"
 """Batch script in the run's folder; ``sbatch`` with it queues the run again."""
@@ -92,7 +93,7 @@ def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) ->
         print_line(f"note: trainer.accelerator=auto: the job asks for no GPUs; {fix}", file=sys.stderr)
     if dry_run:
         run = config.run
-        folder = Path(run.dir or f"{run.root}/{run.name}/<date>_<time>-<hash>").expanduser().absolute()
+        folder = expand_home(run.dir or f"{run.root}/{run.name}/<date>_<time>-<hash>").absolute()
         print_text(batch_script(config, folder, run.name, command_line.command), end="")
         return
     done = submit(config, command_line)

@@ -19,7 +19,7 @@ from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.low_rank import MAGNITUDE, A, B, as_rows, row_norms
 from mgpu_pipe.models.weights.folder import read_header
-from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, check_folder, parse_json, read_bytes
+from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, check_folder, expand_home, parse_json, read_bytes
 
 COMPARED = frozenset({"r", "lora_alpha", "use_rslora", "use_dora"})
 """Fields that must agree with the run's keys."""
@@ -142,7 +142,7 @@ def first_adapters(keys: PeftConfig, model: nn.Module) -> Iterator[tuple[str, to
         return
     from safetensors import safe_open
 
-    folder, tied = Path(keys.init_from).expanduser(), other_names(model)
+    folder, tied = expand_home(keys.init_from), other_names(model)
     check_peft_folder(keys, model)
     with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as file:
         stored = set(file.keys())
@@ -168,7 +168,7 @@ def check_peft_folder(keys: PeftConfig, model: nn.Module, adapters_alone: bool =
     Raises:
         ConfigError: the folder cannot be read, or has other kinds, sizes or layers.
     """
-    folder = Path(str(keys.init_from)).expanduser()
+    folder = expand_home(str(keys.init_from))
     try:
         check_folder(folder)
         settings = parse_json(read_bytes(folder / ADAPTER_SETTINGS, MAX_CONFIG_BYTES), folder / ADAPTER_SETTINGS)

@@ -20,6 +20,7 @@ from mgpu_pipe.system.local_files import (
     check_folder,
     check_plain,
     exists,
+    expand_home,
     is_file,
     is_folder,
     parse_json,
@@ -115,7 +116,7 @@ def check_model_folder(path: Path | str, tokenizer_vocab_size: int | None = None
         ModelFolderError: no folder, no ``config.json``, no weights, a truncated or damaged file, a missing shard or
             tensor of the index, or a vocabulary other than the tokenizer's.
     """
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if not is_folder(folder):
         raise ModelFolderError(f"model.path={path}: no such folder; give a local Hugging Face model folder")
     check_folder(folder)  # transformers opens files there by itself

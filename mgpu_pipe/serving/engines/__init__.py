@@ -11,6 +11,7 @@ from typing import Any
 
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.serving.sizes import EngineSizes
+from mgpu_pipe.system.local_files import expand_home
 
 ENGINES = ("transformers", "vllm", "sglang", "llama_cpp")
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -90,7 +91,7 @@ def find_program(name: str, environment: Path | None) -> str | None:
     """The path of the program ``name`` in a virtual environment, or on PATH."""
     if environment is None:
         return shutil.which(name)
-    file = environment.expanduser() / "bin" / name
+    file = expand_home(environment) / "bin" / name
     return str(file) if file.is_file() else None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf import FILE
 from mgpu_pipe.serving.engines import Engine, EngineCommand, EngineRequest, find_program, install_error
+from mgpu_pipe.system.local_files import expand_home
 
 MODULE = ("-m", "llama_cpp.server")
 ALL_LAYERS = "999"
@@ -26,7 +27,7 @@ def _find(environment: Path | None) -> Sequence[str]:
     if program is not None:
         return (program,)
     python = sys.executable if environment is None else find_program("python", environment)
-    is_there = environment is not None and any(environment.expanduser().glob("lib/python3*/site-packages/llama_cpp"))
+    is_there = environment is not None and any(expand_home(environment).glob("lib/python3*/site-packages/llama_cpp"))
     if python is not None and (is_there or (environment is None and find_spec("llama_cpp"))):
         return (python, *MODULE)
     raise install_error("llama_cpp", environment, "'llama-cpp-python[server]'", " (no llama-server either)")

@@ -17,13 +17,14 @@ from mgpu_pipe.serving.engines import (
     find_program,
     install_error,
 )
+from mgpu_pipe.system.local_files import expand_home
 
 MODULE = ("-m", "sglang.launch_server")
 
 
 def _find(environment: Path | None) -> Sequence[str]:
     python = sys.executable if environment is None else find_program("python", environment)
-    is_there = environment is not None and any(environment.expanduser().glob("lib/python3*/site-packages/sglang"))
+    is_there = environment is not None and any(expand_home(environment).glob("lib/python3*/site-packages/sglang"))
     if python is None or not (is_there or (environment is None and find_spec("sglang"))):
         raise install_error("sglang", environment, "sglang")
     return (python, *MODULE)

@@ -19,6 +19,7 @@ from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.system.local_files import expand_home
 from mgpu_pipe.topology import BatchPlan
 
 ZERO = "zero_optimization"
@@ -235,7 +236,7 @@ def _offload(stage: int, offload: str, path: str | None, pinned: bool) -> dict[s
         return {}
     place: dict[str, Any] = {"device": offload, "pin_memory": pinned}
     if offload == "nvme":
-        place["nvme_path"] = str(Path(str(path)).expanduser().resolve())
+        place["nvme_path"] = str(expand_home(str(path)).resolve())
     settings = {"offload_optimizer": place}
     if stage == 3:
         # Weights stay in host memory under nvme as well: the optimizer state is six times as large.
