@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import RobertaConfig, RobertaModel
 
 from mgpu_pipe.cli.main import main
@@ -63,6 +64,17 @@ def test_vectors_are_those_of_sentence_transformers(place: Path) -> None:
         query = vectors_of(place, model, f"query-{model}.npy", "--prompt", "query", "--size", "16")
         expected = published.encode(TEXTS, prompt_name="query", truncate_dim=16, normalize_embeddings=True)
         np.testing.assert_allclose(query, expected, atol=1e-6)
+
+
+def test_a_folder_without_a_pooler_has_the_same_vectors(place: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(place / "exported", tmp_path / "folder")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("pooler.")}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    np.testing.assert_array_equal(
+        vectors_of(place, str(folder), "unread.npy"), vectors_of(place, "exported", "read.npy")
+    )
 
 
 def test_processes_and_windows_change_nothing(place: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,6 +319,9 @@ def check_loading(
     if theirs:
         new |= missing - theirs
         missing, unexpected = missing & theirs, unexpected - theirs
+    unread = {name for name in missing if name.startswith("pooler.")}  # of a model without a head; see build_from
+    new |= unread
+    missing -= unread
     problems = _misfits(missing, unexpected, mismatched)
     problems += [first_line(message) for message in info.get("error_msgs") or []]
     if problems:
@@ -328,11 +331,11 @@ def check_loading(
         )
     if not new and not adapters:
         return {}
-    assert seed is not None
+    assert seed is not None or not (new | adapters) - unread
     if new and (not dist.is_initialized() or dist.get_rank() == 0):
         print_line(f"note: model.path={folder}: has no {', '.join(sorted(new))}: newly initialised", file=sys.stderr)
     recipe = recipe_of(twin)
-    return {name: draw_parameter(twin, recipe, name, seed) for name in sorted(new | adapters)}
+    return {name: draw_parameter(twin, recipe, name, seed or 0) for name in sorted(new | adapters)}
 
 
 def _misfits(missing: set[str], unexpected: set[str], mismatched: set[str]) -> list[str]:
