@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mgpu_pipe.architectures.config_source import config_class, modeling_source
+from mgpu_pipe.architectures.config_source import ConfigClass, config_class, modeling_source
 from mgpu_pipe.architectures.family import PARTS, parts_in
 from mgpu_pipe.config.group_keys import ALL_LINEAR
 from mgpu_pipe.config.schema import RunConfig
@@ -42,11 +42,13 @@ def name_errors(config: RunConfig) -> list[BadInputError]:
 
     Returns no errors if a part's source is not in its usual place.
     """
-    parts = parts_in(given_fields(config.model))
+    fields = given_fields(config.model)
+    known = config_class(str(fields.get("model_type", config.model.type)))
+    parts, possible = parts_in(fields), PARTS if known is None or _names_of_parts(known) else ()
     patterns = [
         (key, pattern)
         for key, pattern in _patterns(config)
-        if pattern not in (parts if key in (TARGETS, TRAINED) else PARTS)
+        if pattern not in (parts if key in (TARGETS, TRAINED) else possible)
     ]
     sources = _source(config) if patterns else None
     if sources is None:
@@ -63,7 +65,9 @@ def name_errors(config: RunConfig) -> list[BadInputError]:
         if key != TARGETS:
             fix = "use patterns of parameter names, such as *norm*"
             last = pattern.rpartition(".")[2]
-            if unknown is None and WORD.fullmatch(last) and last not in parameter_names:
+            if pattern in PARTS:  # of a model of one piece
+                unknown = pattern
+            elif unknown is None and WORD.fullmatch(last) and last not in parameter_names:
                 fix = f"did you mean *{pattern}*?"
                 reason = f"{last} is not a parameter name"
                 errors.append(ConfigError(key, pattern, fix, reason))
@@ -113,12 +117,17 @@ def _source(config: RunConfig) -> list[tuple[str, str]] | None:
     return _source_of(str(fields.get("model_type", config.model.type)), fields)
 
 
+def _names_of_parts(known: ConfigClass) -> list[str]:
+    """Fields of a class that configure parts of a model."""
+    return sorted(name for name in known.names if name.endswith("_config") and name not in NOT_PARTS)
+
+
 def _source_of(model_type: str, fields: Mapping[str, Any]) -> list[tuple[str, str]] | None:
     family_source, known = modeling_source(model_type), config_class(model_type)
     if family_source is None or known is None:
         return None
     sources = [family_source]
-    for name in sorted(name for name in known.names if name.endswith("_config") and name not in NOT_PARTS):
+    for name in _names_of_parts(known):
         part = fields.get(name)
         sources_of_part = _source_of(part_type(model_type, name, part), part) if isinstance(part, Mapping) else None
         if sources_of_part is None:

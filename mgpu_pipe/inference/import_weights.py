@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 LATEST = "latest"
 STATES = "*_optim_states.pt"
 CONVERTED = "pytorch_model.bin"
-TORCH_SIGNATURES = (b"PK\x03\x04", b"\x80")
+ZIP, PICKLE = b"PK\x03\x04", b"\x80"
 """First bytes of a torch file: a zip archive, or before torch 1.6 a pickle."""
+TORCH_NUMBER = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+"""What torch's pickles begin with."""
 
 
 def weight_files(source: Path, trust: bool) -> list[Path] | None:
@@ -77,9 +79,11 @@ def weight_files(source: Path, trust: bool) -> list[Path] | None:
 
 def _check_signature(file: Path) -> None:
     with file.open("rb") as stream:
-        start = stream.read(4)
-    if not start.startswith(TORCH_SIGNATURES):
-        reason = "is empty" if not start else "begins neither as a zip archive nor as a pickle"
+        start = stream.read(64)
+    if not start.startswith(ZIP) and not (start.startswith(PICKLE) and TORCH_NUMBER in start):
+        is_pickle = start.startswith(PICKLE)
+        reason = "is a pickle of another program" if is_pickle else "begins neither as a zip archive nor as a pickle"
+        reason = reason if start else "is empty"
         raise BadInputError(
             f"--from={file}: cannot be read as a torch checkpoint ({reason}); give a .ckpt, .pt or .bin"
         )

@@ -97,6 +97,13 @@ def test_a_lightning_file_becomes_a_folder_that_runs_start_from(
     assert main(["check", "model=hf", f"model.path={out}", "data.seq_len=32", "trainer.max_steps=1"]) == 0
 
 
+def test_a_file_of_torch_before_1_6_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "old.pt"
+    torch.save(model().state_dict(), file, _use_new_zipfile_serialization=False)
+    imported(capsys, "--from", file, "--out", tmp_path / "out", *MODEL)
+    same_logits(tmp_path / "out")
+
+
 def test_what_does_not_fit_is_listed_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = lightning_file(tmp_path / "last.ckpt", **{"accuracy.total": torch.zeros(3)}), tmp_path / "out"
     said = imported(capsys, "--from", source, "--out", out, *MODEL, code=2)
