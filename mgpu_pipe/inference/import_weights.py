@@ -41,7 +41,7 @@ CONVERTED = "pytorch_model.bin"
 ZIP, PICKLE = b"PK\x03\x04", b"\x80"
 """First bytes of a torch file: a zip archive, or before torch 1.6 a pickle."""
 TORCH_NUMBER = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
-"""What torch's pickles begin with."""
+"""The number at the start of a pickle that torch wrote."""
 
 
 def weight_files(source: Path, trust: bool) -> list[Path] | None:
