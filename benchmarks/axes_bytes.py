@@ -3,7 +3,7 @@
 ``llama_tiny`` trains for two steps through the product's own ``train``, fp32; the second is counted, on every process,
 and has to be the closed form's exactly, call by call and byte by byte. (``ep`` is in expert_bytes.)
 
-The closed form is :func:`mgpu_pipe.architectures.formulas.traffic.axes_traffic`.
+The closed form is :func:`benchmarks.traffic.axes_traffic`.
 
 ``python -m benchmarks.axes_bytes``.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.architectures.formulas.traffic import Collectives, Step, axes_traffic
+from benchmarks.traffic import Collectives, Step, axes_traffic
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.topology import ParallelDims

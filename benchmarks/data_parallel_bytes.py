@@ -3,7 +3,7 @@
 ``llama_small`` trains for two steps of two micro-batches on groups of 2, 4 and 8 CPU processes through the product's
 own ``train``. Kept are weights, gradients and AdamW's state; the closed forms are
 :func:`mgpu_pipe.architectures.formulas.kept_memory.state_bytes` and
-:func:`mgpu_pipe.architectures.formulas.traffic.state_traffic`. Under fsdp less is
+:func:`benchmarks.traffic.state_traffic`. Under fsdp less is
 sent: a plan keeps the last unit gathered and never gathers a lookup for the backward pass.
 ``python -m benchmarks.data_parallel_bytes [sizes]``.
 """
@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
+from benchmarks.traffic import state_traffic
 from mgpu_pipe.architectures.formulas.kept_memory import state_bytes
-from mgpu_pipe.architectures.formulas.traffic import state_traffic
 
 MICRO_BATCHES = 2
 CASES = (("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "fp32"), ("fsdp", "bf16"), ("fsdp", "bf16_true"), ("hsdp", "fp32"))

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.architectures.formulas.traffic import expert_traffic
+from benchmarks.traffic import expert_traffic
 
 MICRO_BATCHES, ROWS, LENGTH = 2, 4, 64
 CONFIG = {

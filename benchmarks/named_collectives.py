@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.collectives import CollectiveCounter, _Mode
-from mgpu_pipe.architectures.formulas.traffic import BACKWARD, FORWARD, all_reduced, exchanged
+from benchmarks.traffic import BACKWARD, FORWARD
+from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
 from mgpu_pipe.training.tracing.phase_memory import group_size
 
 FUNCTIONS = {

@@ -3,7 +3,7 @@
 ``llama_small`` trains for two steps of two micro-batches on groups of 2, 4 and 8 CPU processes through the product's
 own ``train``. The closed forms are :func:`mgpu_pipe.architectures.formulas.kept_memory.state_bytes`, with masters in
 fp32 where weights are
-bf16, and :func:`mgpu_pipe.architectures.formulas.traffic.state_traffic`. Kept is the most between passes; ``in
+bf16, and :func:`benchmarks.traffic.state_traffic`. Kept is the most between passes; ``in
 update`` is while the optimizer runs, when of the gradients only this process's part is left.
 
 ``python -m benchmarks.zero_bytes [sizes]``.
@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.data_parallel_bytes import MICRO_BATCHES, measure
 from benchmarks.processes import run_group
 from benchmarks.support import finish
+from benchmarks.traffic import state_traffic
 from mgpu_pipe.architectures.formulas.kept_memory import ADAM_STATE, state_bytes
-from mgpu_pipe.architectures.formulas.traffic import state_traffic
 
 CASES = [(f"zero{stage}", precision) for stage in (1, 2, 3) for precision in ("fp32", "bf16")]
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import axes_bytes, expert_bytes
-from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged, expert_traffic
+from benchmarks.traffic import expert_traffic
+from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.models.fields import resolved_fields
 from tests.support.processes import run_processes
