@@ -63,6 +63,8 @@ _log = logging.getLogger(__name__)
 
 Plan = Mapping[str, Mapping[str, StoredTensor]]
 """``[kind][name]``: the file of each tensor slice."""
+WrittenFile = tuple[str, int, list[str]]
+"""Name, size in bytes and chunk hashes."""
 
 
 def save(
@@ -155,10 +157,7 @@ def write(
 
     def begin() -> None:
         if rank == 0:
-            if not root.is_dir():
-                files.make_folders(root)
-            layout.clean(root)
-            files.make_folder(folder)
+            _make_partial_folder(root, folder)
 
     def write_mine() -> dict[str, Any]:
         texts = _texts(step, state, config_file) if rank == 0 else {}
@@ -169,18 +168,14 @@ def write(
 
     def finish() -> None:
         if rank == 0:
-            listed = [file for part in written for file in part["files"]]
-            records = {name: FileRecord(size, tuple(hashes)) for name, size, hashes in listed}
             before_manifest()
-            _write_manifest(folder, step, plan, records)
+            _write_manifest(folder, step, plan, [file for part in written for file in part["files"]])
             layout.commit(root, step)
 
     try:
         run_on_all_ranks(begin, failed, group)
         written = run_on_all_ranks(write_mine, failed, group)
-        for part in written:
-            if "not_finite" in part:
-                raise NotFinite(part["not_finite"])
+        _require_finite(written)
         run_on_all_ranks(finish, failed, group)
     except (CheckpointSaveError, NotFinite):
         if rank == 0:
@@ -188,6 +183,12 @@ def write(
         exchange_json(None, group)  # all ranks wait until the partial folder is removed
         raise
     return layout.step_folder(root, step)
+
+
+def _require_finite(written: Sequence[Mapping[str, Any]]) -> None:
+    for part in written:
+        if "not_finite" in part:
+            raise NotFinite(part["not_finite"])
 
 
 def _failure(root: Path, step: int) -> str:
@@ -230,14 +231,11 @@ def write_files(
     model: Sequence[LocalShard],
     optimizer: Sequence[LocalShard],
     texts: Mapping[str, bytes],
-) -> list[tuple[str, int, list[str]]]:
+) -> list[WrittenFile]:
     """Write and flush this rank's files in parallel, because each flush waits for the disk.
 
     Args:
         texts: further files by their names.
-
-    Returns:
-        Name, size in bytes and chunk hashes of each.
 
     Raises:
         NotFinite: a tensor contains infinity or NaN.
@@ -306,7 +304,15 @@ def _texts(step: int, state: Mapping[str, Any], config_file: Path) -> dict[str, 
     }
 
 
-def _write_manifest(folder: Path, step: int, plan: Plan, records: dict[str, FileRecord]) -> None:
+def _make_partial_folder(root: Path, folder: Path) -> None:
+    if not root.is_dir():
+        files.make_folders(root)
+    layout.clean(root)
+    files.make_folder(folder)
+
+
+def _write_manifest(folder: Path, step: int, plan: Plan, written: Sequence[WrittenFile]) -> None:
+    records = {name: FileRecord(size, tuple(hashes)) for name, size, hashes in written}
     files.write_file(folder / layout.MANIFEST, Manifest(step, plan, records).encode())
     files.sync_folder(folder)
 

@@ -60,8 +60,7 @@ def work_in_order(
             ours, theirs = Pipe()
             pipes.append(ours)
             with theirs:
-                command = python_module(MODULE, str(os.getpid()), str(theirs.fileno()))
-                processes.append(subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]))
+                processes.append(_start_process(theirs))
             ours.send_bytes(json.dumps([entry for entry in sys.path if isinstance(entry, str)]).encode())
             _send(ours, (make, arguments), what)
         results += map(_Results, pipes)
@@ -74,14 +73,23 @@ def work_in_order(
         while waiting:
             yield _next(waiting.popleft(), what)
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-        for worker in results:
-            worker.join()  # its process has ended and closed the pipe
-        for pipe in pipes:
-            pipe.close()
+        _end_processes(processes, results, pipes)
+
+
+def _start_process(pipe: Connection) -> subprocess.Popen[bytes]:
+    command = python_module(MODULE, str(os.getpid()), str(pipe.fileno()))
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[pipe.fileno()])
+
+
+def _end_processes(processes: list[subprocess.Popen[bytes]], results: list[_Results], pipes: list[Connection]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    for worker in results:
+        worker.join()  # its process has ended and closed the pipe
+    for pipe in pipes:
+        pipe.close()
 
 
 def _send(pipe: Connection, item: object, what: str) -> None:

@@ -17,7 +17,7 @@ from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.settings import model_settings, require_model_settings
 from mgpu_pipe.models.weights.pretrained import restore_buffers
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.save_and_resume import restore_weights
+from mgpu_pipe.training.start_weights import restore_weights
 from mgpu_pipe.training.strategy import EngineStrategy
 from mgpu_pipe.training.trainer import objective_class, strategy_class
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,31 +41,50 @@ def fit(
         errors: Array = np.log(predict(constants(point)) / seconds)
         return errors
 
-    def loss(res: Array, point: Array) -> float:
-        return float(np.sum(np.sqrt((res / NOISE) ** 2 + 0.05)) + 0.5 * np.sum(((point - centre) / prior) ** 2))
-
+    problem = _Problem(residuals, centre, prior)
     point, damping = centre.copy(), 1e-2
-    res = residuals(point)
-    best = loss(res, point)
     for _ in range(rounds):
-        jacobian = np.stack(
-            [(residuals(point + 1e-4 * np.eye(len(free))[i]) - res) / 1e-4 for i in range(len(free))], 1
-        )
-        weight = 1 / np.sqrt((res / NOISE) ** 2 + 0.05) / NOISE**2
-        hessian = (jacobian.T * weight) @ jacobian + np.diag(1 / prior**2)
-        slope = jacobian.T @ (weight * res) + (point - centre) / prior**2
+        step = problem.improve(point, damping)
+        if step is None:
+            break
+        point, damping, gain = step
+        if gain < 1e-5:
+            break
+    return constants(point)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Least squares of the errors' logarithms, with a Gaussian prior.
+
+    Attributes:
+        residuals: errors of all rows at a point.
+        centre, prior: mean and standard deviation of the point's coordinates.
+    """
+
+    residuals: Callable[[Array], Array]
+    centre: Array
+    prior: Array
+
+    def loss(self, errors: Array, point: Array) -> float:
+        """Errors count by their squares up to :data:`NOISE`, beyond it by their size."""
+        penalty = 0.5 * np.sum(((point - self.centre) / self.prior) ** 2)
+        return float(np.sum(np.sqrt((errors / NOISE) ** 2 + 0.05)) + penalty)
+
+    def improve(self, point: Array, damping: float) -> tuple[Array, float, float] | None:
+        """The next point, its damping, and by how much its loss is lower; None where no step lowers it."""
+        errors = self.residuals(point)
+        steps = 1e-4 * np.eye(len(point))
+        jacobian = np.stack([(self.residuals(point + step) - errors) / 1e-4 for step in steps], 1)
+        weight = 1 / np.sqrt((errors / NOISE) ** 2 + 0.05) / NOISE**2
+        hessian = (jacobian.T * weight) @ jacobian + np.diag(1 / self.prior**2)
+        slope = jacobian.T @ (weight * errors) + (point - self.centre) / self.prior**2
+        before = self.loss(errors, point)
         for _ in range(12):
             move = np.linalg.solve(hessian + damping * np.diag(np.diag(hessian)), slope)
             trial = point - np.clip(move, -0.5, 0.5)
-            errors = residuals(trial)
-            value = loss(errors, trial)
-            if value < best:
-                is_done = best - value < 1e-5
-                point, res, best, damping = trial, errors, value, max(1e-6, damping / 4)
-                break
+            gain = before - self.loss(self.residuals(trial), trial)
+            if gain > 0:
+                return trial, max(1e-6, damping / 4), gain
             damping *= 4
-        else:
-            break
-        if is_done:
-            break
-    return constants(point)
+        return None

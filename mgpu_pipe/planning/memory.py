@@ -188,24 +188,9 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     table, tower = embedding_parameters(fields), tower_parameters(fields)
     shards, adapts = dims.dp_shard * dims.cp, peft.name != "none"
     item = FP32 if precision == "fp32" else HALF
-    weight = HALF if precision == "bf16_true" else FP32
-    optimizer = optimizer_bytes(config.optimizer) // (2 if precision == "bf16_true" else 1)
     by_fsdp = shards > 1 or dims.uses_model_axes or precision != "fp32" or strategy.offload != "none"
-    buckets = 0.0
-    copy, whole = item * by_fsdp, dims.pp > 1 or shards == 1
-    # Whole gradients are summed up in the type of their reduction.
-    reduces_half = config.precision.reduce == "bf16" or (precision == "bf16_true" and not whole)
-    gradient = HALF if reduces_half else FP32
-    reshards = strategy.fsdp.reshard_after_forward
-    # One process keeps its copy of the weights, unless it is in their own type.
-    is_own_type = precision == "bf16_true" and dims.pp == 1
-    keeps_gathered = (whole and not is_own_type) or reshards is False
-    if strategy.engine == "deepspeed":
-        weight, master = (FP32, 0) if precision == "fp32" else (HALF, FP32)
-        optimizer, gradient, whole = optimizer + master, FP32, False
-        # ZeRO-2 reduces in the compute type, the others in fp32.
-        buckets = strategy.bucket_mib * MIB * (item / FP32 if sharded_stage(config) == 2 else 1)
-        copy, keeps_gathered = item * (sharded_stage(config) > 2), False
+    is_zero = strategy.engine == "deepspeed"
+    storage = _zero_storage(config, item) if is_zero else _mesh_storage(config, dims, item * by_fsdp)
     trained = float(not adapts and not {"language", "*"} & set(config.model.freeze))
     four = four_bits(peft)
     return State(
@@ -215,23 +200,57 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         experts=max(layers) - min(_dense(fields), max(layers)) if fields.get("num_experts") else 0.0,
         norms=layer_norm_parameters(fields),
         head_trains=trained,
-        block_weight=four or weight,
-        weight=weight,
-        copy=copy,
-        block_copy=four * by_fsdp if four else copy,
+        block_weight=four or storage["weight"],
+        block_copy=four * by_fsdp if four else storage["copy"],
         dequantised=DEQUANTISED * _largest_matrix(fields) if four else 0.0,
-        gradient=gradient,
-        optimizer=optimizer,
         trained=trained,
         added=_adapter_parameters(config, fields, shape) if adapts else 0.0,
-        gathers_units=float(not keeps_gathered),
-        sums_whole=float(whole),
         units=1 + strategy.fsdp.prefetch if device_type(config) == "cuda" else 1,
-        buckets=buckets,
         other=other_bytes(config, item, shards),
         offloads=float(strategy.offload != "none"),
         groups=sum(getattr(dims, axis) > 1 for axis in (*AXES, "ep")) + (dims.world_size > 1),
+        **storage,
     )
+
+
+def _mesh_storage(config: RunConfig, dims: ParallelDims, copy: float) -> dict[str, float]:
+    """Fields of :class:`State` that say how DDP and FSDP2 keep weights, gradients and optimizer state.
+
+    Args:
+        copy: bytes of a weight in the compute type next to the weight.
+    """
+    is_half = resolve_precision(config) == "bf16_true"
+    whole = dims.pp > 1 or dims.dp_shard * dims.cp == 1
+    # Whole gradients are summed up in the type of their reduction.
+    reduces_half = config.precision.reduce == "bf16" or (is_half and not whole)
+    # One process keeps its copy of the weights, unless it is in their own type.
+    keeps_gathered = whole and not (is_half and dims.pp == 1)
+    return {
+        "weight": HALF if is_half else FP32,
+        "copy": copy,
+        "gradient": HALF if reduces_half else FP32,
+        "optimizer": optimizer_bytes(config.optimizer) // (2 if is_half else 1),
+        "gathers_units": float(not keeps_gathered and config.strategy.fsdp.reshard_after_forward is not False),
+        "sums_whole": float(whole),
+    }
+
+
+def _zero_storage(config: RunConfig, item: float) -> dict[str, float]:
+    """Fields of :class:`State` that say how DeepSpeed keeps weights, gradients and optimizer state.
+
+    Args:
+        item: bytes of a number in the compute type.
+    """
+    precision, stage = resolve_precision(config), sharded_stage(config)
+    weight, master = (FP32, 0) if precision == "fp32" else (HALF, FP32)
+    return {
+        "weight": weight,
+        "copy": item * (stage > 2),
+        "gradient": FP32,
+        "optimizer": optimizer_bytes(config.optimizer) // (2 if precision == "bf16_true" else 1) + master,
+        # ZeRO-2 reduces in the compute type, the others in fp32.
+        "buckets": config.strategy.bucket_mib * MIB * (item / FP32 if stage == 2 else 1),
+    }
 
 
 def _largest_matrix(fields: Mapping[str, Any]) -> int:

@@ -138,13 +138,7 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     twice = overheads.second_gradients * keeps.compiled * (shards == 1) * whole * (state.copy > 0)
     second = twice * summed * state.gradient * state.trained * whole_blocks
     head = place.last * choose(state.head, state.head, state.embedding) / work.tp
-    # At the loss the head's unit, gathered last, is there with the buffer in which it came, and no block's; it is freed
-    # before the blocks' backward pass. Tied tables are in the root unit, which stays.
-    units = state.block_copy * choose(state.gathers_units, minimum(state.units, place.layers) * unit, whole_blocks)
-    root = state.copy * choose(state.gathers_units, choose(state.head, 0.0, head), ends)
-    unit_of_head = choose(state.head, 2 * state.copy * head, root + state.block_copy * unit)
-    gathered_at_loss = choose(state.gathers_units, unit_of_head, units + root)
-    gathered_in_block = units + root
+    gathered_at_loss, gathered_in_block = _gathered_weights(state, place, unit, head, ends)
 
     a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)
     tokens_kept = place.passes * a_pass + place.last * around_bytes(work, keeps)
@@ -166,13 +160,39 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     terms["loss head"] = choose(head_first, at_loss, 0.0)
     terms["backward pass of a block"] = choose(head_first, 0.0, in_block)
     terms["gradients under way"] = choose(head_first, 0.0, choose(at_start, in_unit, late - in_block))
-    terms["buckets"] = state.buckets + 0.0 * weights
-    terms["other models"] = state.other + 0.0 * weights
-    terms["communication"] = overheads.group * state.groups
-    moves = sum(terms[name] for name in MOVING)
-    terms["context"] = overheads.context + 0.0 * weights
-    terms["fragmentation"] = overheads.fragmentation * moves
+    terms.update(_steady_terms(state, overheads, weights))
+    terms["fragmentation"] = overheads.fragmentation * sum(terms[name] for name in MOVING)
     return terms
+
+
+def _gathered_weights(
+    state: State, place: Place, unit: Numbers, head: Numbers, ends: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Bytes of gathered weights at the loss and in a block's backward pass.
+
+    At the loss the head's unit, gathered last, is there with the buffer in which it came, and no block's; it is freed
+    before the blocks' backward pass. Tied tables are in the root unit, which stays.
+
+    Args:
+        unit: parameters of a block's unit.
+        head: parameters of the matrix of the output head on this rank.
+        ends: parameters of embedding and head on this rank.
+    """
+    units = choose(state.gathers_units, minimum(state.units, place.layers) * unit, place.layers * unit)
+    root = state.copy * choose(state.gathers_units, choose(state.head, 0.0, head), ends)
+    in_block = state.block_copy * units + root
+    unit_of_head = choose(state.head, 2 * state.copy * head, root + state.block_copy * unit)
+    return choose(state.gathers_units, unit_of_head, in_block), in_block
+
+
+def _steady_terms(state: State, overheads: Overheads, weights: Numbers) -> Terms:
+    """Terms that are the same all through a step; ``weights`` gives them their shape."""
+    return {
+        "buckets": state.buckets + 0.0 * weights,
+        "other models": state.other + 0.0 * weights,
+        "communication": overheads.group * state.groups,
+        "context": overheads.context + 0.0 * weights,
+    }
 
 
 MOVING = ("gathered weights", "activations", "loss head", "backward pass of a block", "gradients under way")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +37,7 @@ from mgpu_pipe.training.recorder import StepRecorder
 from mgpu_pipe.training.result import TaskFigures
 from mgpu_pipe.training.run_clock import RunClock, too_late
 from mgpu_pipe.training.save_and_resume import Checkpointer
+from mgpu_pipe.training.start_weights import StartWeights
 from mgpu_pipe.training.strategy import EngineStrategy
 from mgpu_pipe.training.trainer import objective_class, set_tf32, strategy_class
 
@@ -162,33 +162,26 @@ def build_engine(
     inference: Inference | None,
 ) -> Engine:
     """Build the strategy, and the recorder that closes its steps."""
-    config, reader = attempt.config, attempt.reader
+    config = attempt.config
     if inference is None and (config.eval.tasks or config.trainer.sample_every_n_steps):
         raise ValueError("give train() inference: the configuration asks for tasks or samples")
-    first, start, measure = _first_weights(attempt, objective)
-    source = first if reader is None else reader
-    if source is not None:
-        source.require({name: tuple(weights.shape) for name, weights in built.model.named_parameters()}, "model")
-    clock = RunClock(
-        config.trainer.max_seconds(),
-        config.checkpoint.every_n_minutes,
-        float(reader.state.get("trained_s", 0.0)) if reader is not None else 0.0,
-        logs=attempt.rank == 0,
-    )
-    checkpointer = _build_checkpointer(attempt, built, files, clock, source, start)
+    weights, start = _start_weights(attempt, objective)
+    if weights.source is not None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in built.model.named_parameters()}
+        weights.source.require(shapes, "model")
+    clock = _build_clock(attempt)
+    checkpointer = _build_checkpointer(attempt, built, files, clock, weights.source, start)
 
     def must_stop() -> bool:
         return stop_requested() or checkpointer.must_stop or too_late(checkpointer.longest_s)
 
     strategy = _build_strategy(attempt, built, checkpointer, clock, must_stop)
-    tasks, sample = None, None
+    tasks = sample = None
     if inference is not None:
-        if config.eval.tasks:
-            tasks = inference.tasks(config, attempt.prepared, objective, strategy)
+        tasks = inference.tasks(config, attempt.prepared, objective, strategy) if config.eval.tasks else None
         sample = inference.sampler(config, attempt.paths, attempt.prepared, built.model, strategy, attempt.start_step)
-    progress = None
-    if attempt.rank == 0:
-        progress = Progress(attempt.max_steps, config.trainer.progress, run_name=config.run.name)
+    logs = attempt.rank == 0
+    progress = Progress(attempt.max_steps, config.trainer.progress, run_name=config.run.name) if logs else None
     recorder = StepRecorder(
         config.trainer,
         max_steps=attempt.max_steps,
@@ -202,14 +195,18 @@ def build_engine(
         progress=progress,
         model_flops_utilisation=_utilisation(attempt, built.model),
         sample=sample,
-        first_reader=first,
-        at_first_weights=partial(measure, "first"),
-        at_loaded_weights=partial(measure, "loaded"),
-        reader=reader,
+        weights=weights,
         source_tokens=attempt.prepared.source_tokens(config),
         begins=clock.start,
     )
     return Engine(strategy, checkpointer, recorder, clock, tasks, _build_profiler(attempt), must_stop)
+
+
+def _build_clock(attempt: Attempt) -> RunClock:
+    """The clock of the run's time limit and of saves by time, which goes on from the checkpoint's seconds."""
+    config, reader = attempt.config, attempt.reader
+    trained_s = float(reader.state.get("trained_s", 0.0)) if reader is not None else 0.0
+    return RunClock(config.trainer.max_seconds(), config.checkpoint.every_n_minutes, trained_s, logs=attempt.rank == 0)
 
 
 def _build_strategy(
@@ -230,10 +227,8 @@ def _build_strategy(
     return strategy
 
 
-def _first_weights(
-    attempt: Attempt, objective: Objective
-) -> tuple[CheckpointReader | None, RunStart, Callable[[str], None]]:
-    """The reader of the run's first weights, the run's start, and the objective's measurement of them."""
+def _start_weights(attempt: Attempt, objective: Objective) -> tuple[StartWeights, RunStart]:
+    """The weights that the attempt starts from, which the objective may measure, and the run's start."""
     config, reader = attempt.config, attempt.reader
     first = None
     if reader is None and initial_weights.starts_from_run(config):
@@ -259,7 +254,7 @@ def _first_weights(
         if needs_first and measurer is not None and measurer.measures_weights == weights:
             measurer.first_weights(start)
 
-    return first, start, measure
+    return StartWeights(first, reader, measure), start
 
 
 def _build_checkpointer(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import resource
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -20,13 +18,14 @@ import torch
 from mgpu_pipe.config.objective import TRAINING_METRICS
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.data.step_batch import StepBatch
-from mgpu_pipe.models.weights.pretrained import restore_buffers
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.runs.metrics_file import MetricsWriter
 from mgpu_pipe.system.compat.lightning_private import evaluate_after_this_step, start_at_step, stop_after_this_step
 from mgpu_pipe.training.loggers import log_metrics, log_samples
 from mgpu_pipe.training.progress import Progress
-from mgpu_pipe.training.save_and_resume import Checkpointer, restore_optimizer, restore_weights
+from mgpu_pipe.training.save_and_resume import Checkpointer
+from mgpu_pipe.training.start_weights import StartWeights
+from mgpu_pipe.training.step_times import StepTimes
 
 GIB = 1 << 30
 TOKENS = "tokens/"
@@ -42,10 +41,6 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
-def _median_rate(amounts: Sequence[int], seconds: Sequence[float]) -> float:
-    return statistics.median(amount / duration for amount, duration in zip(amounts, seconds, strict=True))
-
-
 class StepRecorder(pl.Callback):
     """Lightning callback that records the metrics of every step and starts evaluation, saves and samples.
 
@@ -58,12 +53,9 @@ class StepRecorder(pl.Callback):
         model_flops_utilisation: from tokens/s to MFU, or None where the device's peak is not known.
         tasks: measured at every evaluation, on every rank; gives their metrics.
         sample: called after each closed step, on every rank; its time is not the step's.
-        first_reader: checkpoint to take the run's first weights from, once there are some to write into.
+        weights: loaded before the first step.
         source_tokens: of a mixture, from a step's first sample and their number to the tokens of each source.
         begins: called before the first step.
-        at_first_weights: called when the first weights are there, on every rank.
-        reader: checkpoint to take weights and optimizer state from, after that.
-        at_loaded_weights: called when the weights of ``reader``, or the first ones, are there, on every rank.
     """
 
     def __init__(
@@ -81,10 +73,7 @@ class StepRecorder(pl.Callback):
         model_flops_utilisation: Any = None,
         tasks: Callable[[], dict[str, float]] | None = None,
         sample: Callable[[int], list[dict[str, str]]] | None = None,
-        first_reader: Any = None,
-        at_first_weights: Callable[[], None] = lambda: None,
-        at_loaded_weights: Callable[[], None] = lambda: None,
-        reader: Any = None,
+        weights: StartWeights | None = None,
         source_tokens: Callable[[int, int], dict[str, int]] | None = None,
         begins: Callable[[], None] = lambda: None,
     ) -> None:
@@ -101,21 +90,17 @@ class StepRecorder(pl.Callback):
         self._tasks, self._sample = tasks, sample
         self._begins = begins
         self._save_due = False
-        self._first_reader, self._at_first_weights, self._reader = first_reader, at_first_weights, reader
-        self._at_loaded_weights = at_loaded_weights
+        self._weights = weights or StartWeights()
         self._source_tokens = source_tokens
-        before = reader.state["metrics"] if reader is not None else {}
+        resumed = self._weights.resumed
+        before = resumed.state["metrics"] if resumed is not None else {}
         self._consumed = {key: int(value) for key, value in before.items() if key.startswith(TOKENS)}
         """Tokens of each source of a mixture since the run's first step, by metric."""
         self._open: dict[str, Any] | None = None
         self._evaluating = ExitStack()
-        self._step_seconds: list[float] = []
-        self._step_work: list[tuple[int, int, int]] = []
-        """Tokens, samples and padding of each step whose time counts."""
-        self._data_seconds: list[float] = []
-        self._cpu_seconds: list[float] = []
-        """Seconds of those steps: waiting for the batch, and processor time of this process."""
-        self._mark = self._cpu_mark = self._waited = self._cpu = 0.0
+        self._times = StepTimes()
+        self._cpu_seconds = 0.0
+        """Processor time of this process in the latest step."""
         self.step = start_step
         self.stopped = False
         self.metrics: dict[str, float] = {}
@@ -124,50 +109,37 @@ class StepRecorder(pl.Callback):
         """Metrics of the latest step alone, which its checkpoint stores and is ranked by."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy: Any = trainer.strategy
         objective: Any = pl_module
-        if self._first_reader is not None:
-            restore_weights(self._first_reader, strategy)
-            restore_buffers(objective.model, self._first_reader.state, self._first_reader.folder)
-        self._at_first_weights()
-        if self._reader is not None:
-            restore_weights(self._reader, strategy)
-            restore_buffers(objective.model, self._reader.state, self._reader.folder)
-            restore_optimizer(self._reader, strategy)
-        self._at_loaded_weights()
+        self._weights.load(trainer.strategy, objective.model)
         start_at_step(trainer, self._start_step)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._progress is not None:
             self._progress.start(self._start_step)
         self._begins()
-        self._mark_time()
+        self._times.start_step()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: StepBatch, batch_idx: int
     ) -> None:
-        self._waited = time.perf_counter() - self._mark
+        self._times.receive_batch()
         evaluate_after_this_step(trainer, self._evaluation_due(batch.step + 1))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
-        seconds, cpu = time.perf_counter() - self._mark, time.process_time() - self._cpu_mark
-        self._mark_time()
+        seconds, cpu_seconds = self._times.end_step()
         result: StepResult = outputs["result"]
         if result.stop:
             self.stopped = True
             stop_after_this_step(trainer)
         if result.abandoned:
             return
-        self.step, self._cpu, self._save_due = batch.step + 1, cpu, result.save
+        self.step, self._cpu_seconds, self._save_due = batch.step + 1, cpu_seconds, result.save
         if math.isfinite(result.loss) and math.isfinite(result.gradient_norm):  # fp16 skips a step that is not
             self._checkpointer.step_was_finite(self.step)
         if self.step > self._start_step + WARM_UP_STEPS:
-            self._step_seconds.append(seconds)
-            self._data_seconds.append(self._waited)
-            self._cpu_seconds.append(cpu)
-            self._step_work.append((batch.num_tokens, batch.num_samples, batch.padding))
+            self._times.count(batch, seconds, cpu_seconds)
         self._open = {
             "step": self.step,
             **({} if batch.loss_denominator == 0 else {"train/loss": result.loss}),
@@ -210,33 +182,15 @@ class StepRecorder(pl.Callback):
             self._progress.close()
 
     def throughput(self) -> dict[str, float]:
-        """Medians over the run, warm-up steps left out; tokens are those that the model computes, padding included."""
-        if not self._step_seconds:
-            return {}
-        tokens, samples, padding = zip(*self._step_work, strict=True)
-        rates = {
-            "throughput/tokens_per_s": _median_rate(tokens, self._step_seconds),
-            "throughput/samples_per_s": _median_rate(samples, self._step_seconds),
-            "throughput/padding": sum(padding) / max(sum(tokens), 1),
-            "throughput/step_s": statistics.median(self._step_seconds),
-        }
-        if self._mfu is not None:
+        """See :meth:`StepTimes.throughput`; with the model FLOPs utilisation where the device's peak is known."""
+        rates = self._times.throughput()
+        if rates and self._mfu is not None:
             rates["throughput/mfu"] = self._mfu(rates["throughput/tokens_per_s"])
         return rates
 
     def times(self) -> dict[str, float]:
-        """Seconds of this rank's steps in this attempt, warm-up steps left out; 0 where there is none.
-
-        Ranks wait for one another in every step, so their steps take equally long: what tells a slow rank is that it
-        waits longest for its data, or computes longest while the others wait.
-        """
-        steps = max(len(self._step_seconds), 1)
-        return {
-            "step_s": statistics.median(self._step_seconds or [0.0]),
-            "slowest_s": max(self._step_seconds, default=0.0),
-            "data_s": sum(self._data_seconds) / steps,
-            "cpu_s": sum(self._cpu_seconds) / steps,
-        }
+        """See :meth:`StepTimes.times`."""
+        return self._times.times()
 
     def _count_sources(self, batch: StepBatch) -> dict[str, int]:
         """Tokens of each source of a mixture so far, including this step."""
@@ -264,8 +218,8 @@ class StepRecorder(pl.Callback):
         if due and (self._writer is not None or self._own_writer is not None or trainer.loggers):
             peak = row["memory/peak_gib"] = peak_memory_gib(trainer.strategy.root_device)
             if self._own_writer is not None:
-                row_of_rank = {"step": row["step"], "data_s": self._waited, "cpu_s": self._cpu, "peak_gib": peak}
-                self._own_writer.append(row_of_rank)
+                times = {"data_s": self._times.waited, "cpu_s": self._cpu_seconds}
+                self._own_writer.append({"step": row["step"], **times, "peak_gib": peak})
             if self._mfu is not None:
                 row["throughput/mfu"] = self._mfu(row["throughput/tokens_per_s"])
             self._record(trainer, row)
@@ -284,10 +238,7 @@ class StepRecorder(pl.Callback):
             self._checkpointer.reserve(trainer.strategy, row["step"])  # type: ignore[arg-type]
         if self._sample is not None and not self.stopped:
             log_samples(trainer.loggers, row["step"], self._sample(row["step"]))
-        self._mark_time()  # evaluation, saving and sampling are not the step's time
-
-    def _mark_time(self) -> None:
-        self._mark, self._cpu_mark = time.perf_counter(), time.process_time()
+        self._times.start_step()  # evaluation, saving and sampling are not the step's time
 
     def _record(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
         if self._writer is not None:

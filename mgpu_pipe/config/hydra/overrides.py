@@ -170,15 +170,8 @@ def check_overrides(
             unused = hydra_key_error(override, multirun)
             errors.extend([unused] if unused else [])
             good.extend([] if unused else [argument])
-        elif override.is_sweep_override() and not multirun:
-            fix = "add -m for one run each, or write a list as [a,b] and a text as '\"a,b\"'"
-            errors.append(ConfigError(override.key_or_group, _value_text(override), fix, "several values"))
-        elif _stands_still(override):
-            fix, reason = "use a step above or below 0", "the range has a step of 0"
-            errors.append(ConfigError(override.key_or_group, _value_text(override), fix, reason))
-        elif _length_of_range(override) > MOST_VALUES:
-            fix, reason = f"use at most {MOST_VALUES:,}", "the range has too many values"
-            errors.append(ConfigError(override.key_or_group, _value_text(override), fix, reason))
+        elif fault := _sweep_fault(override, multirun):
+            errors.append(ConfigError(override.key_or_group, _value_text(override), *fault))
         elif override.key_or_group in groups or "/" in override.key_or_group:
             wrong = _check_choice(override, groups, lookup)
             errors.extend(wrong)
@@ -211,10 +204,16 @@ def _leaves(parser: OverridesParser, argument: str) -> Iterator[str]:
         yield from _leaves(parser, f"{key}.{name}={text}")
 
 
-def _stands_still(override: Override) -> bool:
-    """Whether an override is ``range(...)`` with a step of 0."""
+def _sweep_fault(override: Override, multirun: bool) -> tuple[str, str] | None:
+    """Fix and reason for several values without ``-m``, and for a range without a step or of too many values."""
     value = override.value()
-    return isinstance(value, RangeSweep) and value.step == 0
+    if override.is_sweep_override() and not multirun:
+        return "add -m for one run each, or write a list as [a,b] and a text as '\"a,b\"'", "several values"
+    if isinstance(value, RangeSweep) and value.step == 0:
+        return "use a step above or below 0", "the range has a step of 0"
+    if _length_of_range(override) > MOST_VALUES:
+        return f"use at most {MOST_VALUES:,}", "the range has too many values"
+    return None
 
 
 def _length_of_range(override: Override) -> int:

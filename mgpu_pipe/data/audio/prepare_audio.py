@@ -164,13 +164,24 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
         recordings=sum(manifest.get("recordings", 0) for manifest in manifests),
         hours=sum(manifest.get("seconds", 0.0) for manifest in manifests) / 3600,
     )
-    bad += known.unlearnable()
+    return _add_counts(known, config, sound, bad + known.unlearnable())
+
+
+def _add_counts(known: PreparedSpeech, config: RunConfig, sound: Sound, bad: list[tuple[str, str]]) -> PreparedSpeech:
+    """Adds sample counts, left-out recordings and digests to ``known``; reports the bad recordings.
+
+    Raises:
+        DataError: a bad recording that the rules do not leave out; no recording to train on.
+    """
+    data = config.data
+    assert isinstance(data, AudioConfig)
     long, bad = _among_rules(bad, data)
     report_bad_samples(bad, data.on_bad_sample, ("the recording or its text", "recordings"))
+    is_apart = known.is_apart or bool(data.validation_paths)
     train, available = len(known.chosen("train")), len(known.chosen("validation"))
-    identity = (_FORMAT, asdict(sound), tokenizer.name)
-    trained = (_content(folder), _content(labels), known.fraction, data.speed, data.noise, data.sort_steps)
-    evaluated = (_content(held_folder), _content(held_labels))
+    identity = (_FORMAT, asdict(sound), known.tokenizer_folder.name)
+    trained = (_content(known.folder), _content(known.labels), known.fraction, data.speed, data.noise, data.sort_steps)
+    evaluated = (_content(known.held_out_folder), _content(known.held_out_labels))
     return known.with_counts(
         config,
         train,
@@ -180,7 +191,7 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
         on_too_long="" if data.on_too_long == "auto" else data.on_too_long,
         told=_note_of_strange(known),
         digest=digest_of(*trained, *identity),
-        validation_digest=digest_of(*evaluated, *identity) if apart and available else "",
+        validation_digest=digest_of(*evaluated, *identity) if is_apart and available else "",
     )
 
 

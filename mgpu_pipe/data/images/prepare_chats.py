@@ -26,7 +26,7 @@ from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest
 from mgpu_pipe.data.images.chat_source import ChatSource
 from mgpu_pipe.data.images.grids import GridPixels, PartPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.pixels import vision_field
+from mgpu_pipe.data.images.pixels import Pixels, vision_field
 from mgpu_pipe.data.images.videos import StoredClips
 from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualIndex
 from mgpu_pipe.data.model_field import model_field, resolve_packing
@@ -185,22 +185,16 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
-        train = held_source = ChatSource.from_config(config, "data.paths", pixels, cache, report)
-        if data.validation_paths:
-            held_source = ChatSource.from_config(
-                validation_source_config(config), "data.validation_paths", pixels, cache, report
-            )
-        tokenizer = resolve_tokenizer(config, [(train.plain, train.source)], cache, report)
-        image = _token(config, tokenizer, PLACE, "image_token_index", "image_token_id")
-        seen = any(visual.is_video for opened in (train, held_source) for visual in opened.visuals)
-        video = _token(config, tokenizer, VIDEO, "video_token_id") if seen else None
+        sources = _open_sources(config, pixels, cache, report)
+        tokenizer = resolve_tokenizer(config, [(sources[0].plain, sources[0].source)], cache, report)
+        image, video = _placeholder_tokens(config, tokenizer, sources)
         standing = [token for token in (image, video) if token is not None]
-        both = {id(opened): opened.known(pixels, tokenizer, standing, cache, report) for opened in (train, held_source)}
-    folder, index, pictures, clips = both[id(train)]
-    held_folder, held_shown, held_pictures, held_clips = both[id(held_source)]
+        folders = [source.known(pixels, tokenizer, standing, cache, report) for source in sources]
+    folder, index, pictures, clips = folders[0]
+    held_folder, held_shown, held_pictures, held_clips = folders[-1]
     notes = notes_of(map(read_manifest, dict.fromkeys((folder, held_folder))))
-    refused = notes.bad
-    for source in (train,) if held_source is train else (train, held_source):
+    num_bad = notes.bad + sum(len(source.skipped) for source in sources)
+    for source in sources:
         notes.add(source.notes)
     known = PreparedPictureChats(
         folder=folder,
@@ -221,17 +215,26 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         grid=grid,
         parts=parts,
         num_conversations=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
-        bad_samples=refused
-        + sum(len(source.skipped) for source in ((train,) if held_source is train else (train, held_source))),
+        bad_samples=num_bad,
         told=notes.summary(),
     )
-    changes = (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop, tokens, data.seq_len, _FORMAT)
-    return _add_figures(known, config, changes)
+    return _add_figures(known, config, pixels)
 
 
-def _add_figures(known: PreparedPictureChats, config: RunConfig, seen: tuple[object, ...]) -> PreparedPictureChats:
+def _open_sources(config: RunConfig, pixels: Pixels, cache: Path, report: Progress) -> list[ChatSource]:
+    """The conversations of ``data.paths``, and after them those of ``data.validation_paths`` where there are any."""
+    configs = {"data.paths": config}
+    if config.data.validation_paths:
+        configs["data.validation_paths"] = validation_source_config(config)
+    return [ChatSource.from_config(source, key, pixels, cache, report) for key, source in configs.items()]
+
+
+def _add_figures(known: PreparedPictureChats, config: RunConfig, pixels: Pixels) -> PreparedPictureChats:
     """Adds sample counts and digests to ``known``."""
     data, apart = config.data, known.is_apart
+    assert isinstance(data, PictureChatConfig)
+    changes = (data.shift, data.turn, data.flip, data.random_crop)
+    seen: tuple[object, ...] = (asdict(pixels), *changes, known.tokens_a_picture, data.seq_len, _FORMAT)
     splits: tuple[Split, ...] = ("train", "validation") if apart else ("train",)
     faults = [known.faults(split) for split in splits]
     bad, long = (sum(int(fault[kind].sum()) for fault in faults) for kind in (0, 1))
@@ -263,6 +266,15 @@ def _summed(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int6
     before = np.concatenate([[0], np.cumsum(values)])
     summed: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]
     return summed
+
+
+def _placeholder_tokens(
+    config: RunConfig, tokenizer: TokenizerInfo, sources: list[ChatSource]
+) -> tuple[int, int | None]:
+    """Ids of the placeholder tokens of pictures and of videos; None where no conversation shows a video."""
+    image = _token(config, tokenizer, PLACE, "image_token_index", "image_token_id")
+    has_videos = any(visual.is_video for source in sources for visual in source.visuals)
+    return image, _token(config, tokenizer, VIDEO, "video_token_id") if has_videos else None
 
 
 def _token(config: RunConfig, tokenizer: TokenizerInfo, place: str, *fields: str) -> int:

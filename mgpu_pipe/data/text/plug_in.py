@@ -64,19 +64,25 @@ def plug_in_source(config: RunConfig, load: Load) -> Source:
     for document in documents():
         _add(expected, document)
         count += 1
+    identity = expected.hexdigest()
+    return stream(identity, count, lambda: _require_identity(documents(), identity, name))
 
-    def the_same_documents() -> Iterator[Document]:
-        again = hashlib.sha256()
-        for document in documents():
-            _add(again, document)
-            yield document
-        if again.digest() != expected.digest():
-            raise DataError(
-                f"data.source={name}: gave other documents than the first time; have it give the same "
-                f"ones, or give it a fingerprint"
-            )
 
-    return stream(expected.hexdigest(), count, the_same_documents)
+def _require_identity(documents: Iterator[Document], identity: str, name: str) -> Iterator[Document]:
+    """Yields the documents.
+
+    Raises:
+        DataError: after the last document, where their digest is not ``identity``.
+    """
+    digest = hashlib.sha256()
+    for document in documents:
+        _add(digest, document)
+        yield document
+    if digest.hexdigest() != identity:
+        raise DataError(
+            f"data.source={name}: gave other documents than the first time; have it give the same ones, or give it a "
+            f"fingerprint"
+        )
 
 
 def _kind(item: object) -> str:

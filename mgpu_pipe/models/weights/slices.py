@@ -189,12 +189,23 @@ def read_folder(
         read = read_tensors(twin, readers, known, stored_shapes, take_as_trained, complete, buffers or {})
         for name, value in check_loading(source, read, twin, seed).items():
             take(name, value)
-        tied = other_names(twin)
-        for name, value in first_adapters(peft, twin):
-            here = next((alias for alias in (name, *tied.get(name, ())) if alias in parameters), None)
-            if here is not None:
-                layer = magnitude_layer(name)
-                take(here, value if layer is None else value - norms[layer])
+        _take_first_adapters(peft, twin, parameters, norms, take)
+
+
+def _take_first_adapters(
+    peft: PeftConfig,
+    twin: PreTrainedModel,
+    parameters: Mapping[str, torch.nn.Parameter],
+    norms: Mapping[str, torch.Tensor],
+    take: TakeTensor,
+) -> None:
+    """Passes the adapters of ``peft.init_from`` to ``take``; ``norms`` are the row norms of layers with magnitudes."""
+    tied = other_names(twin)
+    for name, value in first_adapters(peft, twin):
+        here = next((alias for alias in (name, *tied.get(name, ())) if alias in parameters), None)
+        if here is not None:
+            layer = magnitude_layer(name)
+            take(here, value if layer is None else value - norms[layer])
 
 
 def read_tensors(

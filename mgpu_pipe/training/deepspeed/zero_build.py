@@ -124,35 +124,42 @@ def partition_model(
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     context = deepspeed.zero.Init(config_dict_or_path=dict(settings), dtype=dtype)
-    recipe = recipe_of(cast("PreTrainedModel", model)) if seed is not None or folder is not None else None
+    typed = cast("PreTrainedModel", model)
+    recipe = recipe_of(typed) if seed is not None or folder is not None else None
     shards: Shards = {}
     for name, old in list(model.named_parameters()):
-        shape, kept_as = tuple(old.shape), dtype if old.is_floating_point() else old.dtype
-        new = nn.Parameter(torch.empty(shape, dtype=kept_as, device=device), requires_grad=old.requires_grad)
-        _replace(model, old, new)
-        make_partitioned(context, new)
-        new.partition()  # type: ignore[attr-defined]
+        new = _partition(context, model, old, dtype, device)
         if folder is not None:
             continue
         start, stop = equal_part(old.numel(), rank, ranks)
         place = new.ds_tensor.device  # type: ignore[attr-defined]  # the host's, where weights are offloaded
         if seed is None:
-            master = torch.float32 if old.is_floating_point() else old.dtype
-            values = old.detach().reshape(-1)[start:stop].to(place, master, copy=True)
+            kept_as = torch.float32 if old.is_floating_point() else old.dtype
+            values = old.detach().reshape(-1)[start:stop].to(place, kept_as, copy=True)
         else:
-            values = _draw_elements(cast("PreTrainedModel", model), recipe, name, seed, shape, start, stop).to(place)
+            values = _draw_elements(typed, recipe, name, seed, tuple(old.shape), start, stop).to(place)
         _set_part(new, values)
         if new.is_floating_point() and dtype != torch.float32:
             shards[name] = (start, values)
     _give_shapes(model)
     _name_weights_of_parts(model)
-    if recipe is not None:
-        materialise_buffers(model, recipe, device)
-    else:
-        _move_buffers(model, device)
-    if folder is not None:
-        shards = _read_parts(model, folder, dtype, rank, ranks)
-    return shards
+    _fill_buffers(typed, recipe, device)
+    return shards if folder is None else _read_parts(model, folder, dtype, rank, ranks)
+
+
+def _partition(
+    context: Any, model: nn.Module, old: nn.Parameter, dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
+    """Put a partitioned parameter without values into the place of ``old``."""
+    kept_as = dtype if old.is_floating_point() else old.dtype
+    new = nn.Parameter(torch.empty(old.shape, dtype=kept_as, device=device), requires_grad=old.requires_grad)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
+    make_partitioned(context, new)
+    new.partition()  # type: ignore[attr-defined]
+    return new
 
 
 def _give_shapes(model: nn.Module) -> None:
@@ -234,14 +241,11 @@ def _draw_elements(
     return rows[start - first * row : stop - first * row].clone()
 
 
-def _replace(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
-
-
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
+def _fill_buffers(model: PreTrainedModel, recipe: Any, device: torch.device) -> None:
+    """Compute the buffers on ``device``, or move them there where there is no recipe."""
+    if recipe is not None:
+        materialise_buffers(model, recipe, device)
+        return
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

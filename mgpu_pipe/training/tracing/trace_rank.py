@@ -25,8 +25,10 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 if TYPE_CHECKING:
     import torch
+    from pytorch_lightning import Callback
 
     from mgpu_pipe.data.step_batch import StepBatch
+    from mgpu_pipe.training.strategy import EngineStrategy
     from mgpu_pipe.training.tracing.fake_device import FakeDevice
     from mgpu_pipe.training.tracing.phase_memory import PhaseWatch
 
@@ -128,30 +130,12 @@ def _fit(
     fake: FakeDevice | None,
 ) -> dict[str, Any]:
     """Train this step batch, once the optimizer has its state; the bytes by phase."""
-    import pytorch_lightning as pl
-
     from mgpu_pipe.data.step_batch import ListedStepBatches
     from mgpu_pipe.objectives.causal_lm import CausalLMObjective
     from mgpu_pipe.optim.optimizers import optimizer_factory
     from mgpu_pipe.parallel.random_streams import uses_dropout
     from mgpu_pipe.training.initial_weights import build_model
-    from mgpu_pipe.training.tracing.phase_memory import FORWARD, UPDATE
     from mgpu_pipe.training.trainer import bare_trainer, strategy_class
-
-    figures_of_step: dict[str, Any] = {}
-
-    class Phases(pl.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            figures_of_step["built"] = watch.live
-            make_state(strategy.optimizers[0])
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            watch.begin(FORWARD)
-            watch.collectives.counts = True
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            watch.collectives.counts = False
-            figures_of_step.update(kept=watch.live, peaks=dict(watch.peaks), born=dict(watch.born))
 
     model, fill = build_model(config, device, sharded=True)
     strategy = strategy_class(config.strategy.engine).from_config(
@@ -163,20 +147,44 @@ def _fit(
         stop_requested=lambda: False,
     )
     strategy.broadcast = lambda obj, src=0: obj  # type: ignore[method-assign]  # Lightning's, before the first step
-    reduce: Callable[..., Any] = strategy.reduce_gradients
-
-    def reduced(*args: Any) -> Any:
-        watch.phase = UPDATE
-        return reduce(*args)
-
-    strategy.reduce_gradients = reduced  # type: ignore[method-assign, assignment]
+    figures: dict[str, Any] = {}
+    callbacks = [_phase_callback(strategy, watch, figures)]
     trainer = bare_trainer(
-        accelerator=device.type, devices=1, strategy=strategy, max_steps=1, logger=False, callbacks=[Phases()]
+        accelerator=device.type, devices=1, strategy=strategy, max_steps=1, logger=False, callbacks=callbacks
     )
     factory = optimizer_factory(config.optimizer, model, config.precision.name)
     objective = CausalLMObjective.from_config(config, model, factory, lambda _: 1.0)
     trainer.fit(objective, ListedStepBatches([batch]))
-    return {**figures_of_step, "parts": strategy.memory_parts()}
+    return {**figures, "parts": strategy.memory_parts()}
+
+
+def _phase_callback(strategy: EngineStrategy, watch: PhaseWatch, figures: dict[str, Any]) -> Callback:
+    """Return a callback that begins the phases of the step and writes their bytes into ``figures``."""
+    import pytorch_lightning as pl
+
+    from mgpu_pipe.training.tracing.phase_memory import FORWARD, UPDATE
+
+    class Phases(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            figures["built"] = watch.live
+            make_state(strategy.optimizers[0])
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            watch.begin(FORWARD)
+            watch.collectives.counts = True
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            watch.collectives.counts = False
+            figures.update(kept=watch.live, peaks=dict(watch.peaks), born=dict(watch.born))
+
+    reduce: Callable[..., Any] = strategy.reduce_gradients
+
+    def begin_update(*args: Any) -> Any:
+        watch.phase = UPDATE
+        return reduce(*args)
+
+    strategy.reduce_gradients = begin_update  # type: ignore[method-assign, assignment]
+    return Phases()
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
