@@ -116,7 +116,7 @@ def generate_text(
     if temperature is None:
         temperature = 0.0 if is_encoder_decoder else 0.8
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p)
-    device, end_ids = next(model.parameters()).device, end_tokens(tokenizer, chat)
+    device, end_ids = input_device(model), end_tokens(tokenizer, chat)
     with generation_mode(model, forward):
         token_ids = [encode(tokenizer, prompt, chat) for prompt in prompts]
         token_ids = token_ids if visuals is None else [visuals.expand(ids) for ids in token_ids]
@@ -140,10 +140,16 @@ def generate_text(
         return [answer.text.removeprefix(lead) for answer in continuations]
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device that takes the model's inputs; weights on the disk are on none until their module runs."""
+    hook = getattr(model, "_hf_hook", None)  # of accelerate
+    return next(model.parameters()).device if hook is None else torch.device(hook.execution_device)
+
+
 @contextmanager
 def generation_mode(model: PreTrainedModel, forward: Callable[..., Any] | None = None) -> Iterator[None]:
     """Evaluation without gradients, by ``forward`` if given; the mode and the random state come back."""
-    was_training, device = model.training, next(model.parameters()).device
+    was_training, device = model.training, input_device(model)
     model.eval()
     try:
         with (
@@ -245,7 +251,7 @@ def continue_batch(
         processors = [RowSampling(sampling, row_seeds, start)]
         sampling = replace(sampling, temperature=0.0)
     settings = _generation_config(model, sampling, longest, end_ids, filler, use_cache)
-    inputs, mask = _padded_left(token_ids, filler, next(model.parameters()).device)
+    inputs, mask = _padded_left(token_ids, filler, input_device(model))
     encoded = (
         {"encoder_outputs": BaseModelOutput(inputs[..., None].float())} if is_encoder_decoder and not use_cache else {}
     )

@@ -122,7 +122,7 @@ def load_run(
     if source.config is None:
         _refuse_frozen(frozen, source.folder)
         if average:
-            raise _no_average(source.folder)
+            raise no_average(source.folder)
         return _load_model_folder(source, device)
     return _load_checkpoint(source, source.config, device, frozen, average)
 
@@ -168,11 +168,12 @@ def average_names(reader: CheckpointReader) -> dict[str, str]:
 
     names = {name.removesuffix(f"/{EMA}"): name for name in reader.names("optimizer") if name.endswith(f"/{EMA}")}
     if not names:
-        raise _no_average(reader.folder)
+        raise no_average(reader.folder)
     return names
 
 
-def _no_average(folder: Path) -> BadInputError:
+def no_average(folder: Path) -> BadInputError:
+    """The refusal of ``--weights ema`` for weights without an average."""
     return BadInputError(f"--weights=ema: {folder} holds no average of weights; train with optimizer.ema.decay=0.999")
 
 
@@ -190,11 +191,11 @@ def open_model(path: Path | str | ModelSource, frozen: Path | None = None, avera
         return _open_checkpoint(source, source.config, frozen, average)[0]
     _refuse_frozen(frozen, folder)
     if average:
-        raise _no_average(folder)
+        raise no_average(folder)
     from mgpu_pipe.models.build import build_meta
 
     loaded = _load_model_folder(source, "cpu")
-    twin = _with_buffers(build_meta(ModelConfig(name=folder.name, path=str(folder))))
+    twin = with_buffers(build_meta(ModelConfig(name=folder.name, path=str(folder))))
     return StoredModel(twin, read_from(loaded.model), folder, loaded.tokenizer_folder, None, None, maker=folder)
 
 
@@ -227,7 +228,7 @@ def _open_checkpoint(
     trained = model
     if config.peft.name == "qlora":  # compute in fp32 with the dequantised values
         model = run_model(replace(config, peft=config.peft.unquantised()))
-    model = _with_buffers(model)
+    model = with_buffers(model)
     restore_buffers(model, reader.state, step_folder)
     maker = None if config.model.path is None else local_folder(config.model.path)
     return StoredModel(
@@ -334,7 +335,7 @@ def _whole_shard(name: str, tensor: torch.Tensor) -> LocalShard:
     return LocalShard(TensorSlice.whole(name, shape), shape, tensor)
 
 
-def _with_buffers(model: PreTrainedModel) -> PreTrainedModel:
+def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
     """The meta model with real buffers, in evaluation mode."""
     from mgpu_pipe.models.build import materialise_buffers, recipe_of
 

@@ -37,7 +37,7 @@ from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan, worker_environment
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine, joined_start
-from mgpu_pipe.system.hardware import usable_gpus
+from mgpu_pipe.system.hardware import available_memory, usable_gpus
 from mgpu_pipe.system.standard_streams import live_descriptor
 from mgpu_pipe.system.threads import choose_threads
 
@@ -66,8 +66,8 @@ def node_faults(config: RunConfig, folder: Path, node: str) -> list[str]:
     if usable_gpus() < wanted:
         faults.append(f"{usable_gpus()} of {wanted} GPUs can be used")
     job_memory = os.environ.get("SLURM_MEM_PER_NODE", "")
-    if job_memory.isdigit() and int(job_memory) and _available() < MEMORY_SHARE * (int(job_memory) << 20):
-        faults.append(f"{_available() >> 20} MiB of memory are free, {job_memory} were asked for")
+    if job_memory.isdigit() and int(job_memory) and available_memory() < MEMORY_SHARE * (int(job_memory) << 20):
+        faults.append(f"{available_memory() >> 20} MiB of memory are free, {job_memory} were asked for")
     for place in (Path(os.environ.get("TMPDIR", tempfile.gettempdir())), folder):
         try:
             written = _write(place, node)
@@ -107,13 +107,6 @@ def _write(folder: Path, node: str) -> float:
         return path.stat().st_mtime
     finally:
         path.unlink(missing_ok=True)
-
-
-def _available() -> int:
-    """Available memory in bytes."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        values = {name: value for name, _, value in (line.partition(":") for line in file)}
-    return int(values["MemAvailable"].split()[0]) << 10
 
 
 PORT, ENDED, FAILED, VERDICT, HEARD = "port", "ended", "failed", "verdict", "heard"

@@ -241,3 +241,10 @@ def host_memory(groups: Path = GROUPS, own_groups: Path = MEMBERSHIPS) -> int:
                 text = file.read_text().strip()
                 total = min(total, int(text)) if text.isdigit() else total
     return total
+
+
+def available_memory() -> int:
+    """Free bytes of the machine's main memory, with what the kernel can take back from its caches."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        values = {name: value for name, _, value in (line.partition(":") for line in file)}
+    return int(values["MemAvailable"].split()[0]) << 10

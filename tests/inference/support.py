@@ -67,11 +67,14 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def write_run(root: Path, family: str, texts: Path, cache: Path, scale: float = 4.0) -> PreTrainedModel:
+def write_run(
+    root: Path, family: str, texts: Path, cache: Path, scale: float = 4.0, **fields: object
+) -> PreTrainedModel:
     """A run's folder at ``root`` with one checkpoint, step 3; returns the model that was saved.
 
     Args:
         scale: what initial weights are multiplied by, so that next-token distributions are far from flat.
+        fields: of the model's configuration.
     """
     paths = RunPaths(root)
     tokenizer = write_tokenizer(paths.tokenizer)
@@ -86,7 +89,8 @@ def write_run(root: Path, family: str, texts: Path, cache: Path, scale: float = 
         tokenize_workers=1,
         micro_batch_size="auto",
     )
-    config = RunConfig(seed=11, model=tiny_model(family, vocab_size=VOCABULARY + 4, bos_token_id=None), data=data)
+    model_config = tiny_model(family, vocab_size=VOCABULARY + 4, bos_token_id=None, **fields)
+    config = RunConfig(seed=11, model=model_config, data=data)
     freeze(config, paths.config)
     paths.environment.write_text(json.dumps({"created": time.time()}))
     remember(paths.config)

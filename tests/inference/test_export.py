@@ -21,7 +21,7 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.inference import export_folder as export
 from mgpu_pipe.inference.export_folder import export_folder, put_in_place
 from mgpu_pipe.inference.model_folder import write_model_folder
-from mgpu_pipe.inference.open import StoredModel, _with_buffers, open_model, read_from
+from mgpu_pipe.inference.open import StoredModel, open_model, read_from, with_buffers
 from mgpu_pipe.inference.streamed_weights import streamed_logits
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.weights.model_files import saved_groups
@@ -108,7 +108,7 @@ def test_an_export_generates_as_the_makers_folder_does(cache: bool, keeps_settin
     config = RunConfig(model=ModelConfig(path=str(maker)))
     trained, _ = build_model(config, torch.device("cpu"), sharded=False)
     trained(input_ids=torch.tensor([[3, 4]]), use_cache=False).logits.sum().backward()
-    twin = _with_buffers(build_meta(config.model))
+    twin = with_buffers(build_meta(config.model))
     stored = StoredModel(twin, read_from(trained), tmp_path, None, config, 1, maker=maker)
     export_folder(stored, out)
     assert tokens_of_each_pass(out) == tokens_of_each_pass(maker) == ([4, 1, 1, 1, 1] if cache else [4, 5, 6, 7, 8])

@@ -27,7 +27,7 @@ from mgpu_pipe.inference.gguf.libllama import LIBRARY_VARIABLE, LlamaLibrary
 from mgpu_pipe.inference.gguf.modelfile import write_modelfile
 from mgpu_pipe.inference.gguf.settings import metadata_of, settings_of
 from mgpu_pipe.inference.import_gguf import open_gguf
-from mgpu_pipe.inference.open import StoredModel, _with_buffers, read_from
+from mgpu_pipe.inference.open import StoredModel, read_from, with_buffers
 from mgpu_pipe.inference.streamed_weights import probe
 from mgpu_pipe.models.build import build_meta, materialise
 from tests.inference.support import VOCABULARY, write_run, write_texts, write_tokenizer
@@ -69,9 +69,7 @@ def stored_model(family: str, folder: Path, **config: object) -> tuple[StoredMod
     for parameter in model.parameters():
         parameter.data.mul_(4)
     tokenizer = write_tokenizer(folder / "tokenizer")
-    return StoredModel(
-        _with_buffers(build_meta(settings)), read_from(model), folder, tokenizer, None, None, True
-    ), model
+    return StoredModel(with_buffers(build_meta(settings)), read_from(model), folder, tokenizer, None, None, True), model
 
 
 def exported(family: str, folder: Path, dtype: Any = "fp32", **config: object) -> GgufReport:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from mgpu_pipe.cli.verbs import Verb
@@ -12,15 +13,20 @@ from mgpu_pipe.config.arguments import non_negative, positive_int, random_seed, 
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line, print_text
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE, AnswerSettings
+from mgpu_pipe.inference.find_model import find_model
+from mgpu_pipe.inference.map_arguments import MapSettings, add_map_arguments, read_map_arguments
 from mgpu_pipe.inference.model_arguments import (
     add_device_argument,
     add_visual_arguments,
     build_parser,
     find_inputs,
+    folder_of,
     open_run,
     parse_arguments,
     resolve_device,
+    silence_transformers,
 )
+from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.system.local_files import expand_home
 
 
@@ -30,6 +36,7 @@ def generate(argv: Sequence[str]) -> int:
     A model that was trained on conversations answers it. ``--input FILE --output FILE`` answers a file of prompts.
     """
     parser = build_parser("generate", "Continue prompts.")
+    parser.usage = "%(prog)s [FOLDER] [--prompt TEXT] [options] [KEY=VALUE ...]"
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; default: standard input"
     )
@@ -58,13 +65,18 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("--on-bad-row", choices=["refuse", "skip"], help="for rows of --input; default refuse")
     add_visual_arguments(parser)
     add_device_argument(parser)
+    add_map_arguments(parser)
     help_text = "with --input: trainer.devices, trainer.num_nodes, trainer.accelerator or launch.* to answer with"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
     arguments = parse_arguments(parser, argv)
     _check_file_arguments(arguments)
+    settings = read_map_arguments(arguments)
     if arguments.input is not None:
         return _answer_file(arguments)
-    _generate(arguments)
+    if settings is not None and arguments.print:
+        _print_map(arguments, settings)
+    else:
+        _generate(arguments, settings)
     return EXIT_OK
 
 
@@ -84,7 +96,6 @@ def _check_file_arguments(arguments: argparse.Namespace) -> None:
 def _answer_file(arguments: argparse.Namespace) -> int:
     """Answer the file of prompts on the processes that the overrides name."""
     from mgpu_pipe.cli.processes import compose_processes
-    from mgpu_pipe.inference.find_model import find_model
     from mgpu_pipe.launch.batch import run_job
 
     source = find_model(find_inputs(arguments))
@@ -108,14 +119,41 @@ def _answer_file(arguments: argparse.Namespace) -> int:
     return run_job(settings, source, config)
 
 
-def _generate(arguments: argparse.Namespace) -> None:
+def _print_map(arguments: argparse.Namespace, settings: MapSettings) -> None:
+    source = find_model(folder_of(arguments))
+    silence_transformers()
+    from mgpu_pipe.inference.placed_model import print_map
+
+    print_map(source, settings, arguments.weights == "ema")
+
+
+@contextmanager
+def _opened_run(arguments: argparse.Namespace, settings: MapSettings | None) -> Iterator[LoadedRun]:
+    """Context with the model on its device, or its parts on the devices of ``settings``."""
+    if settings is None:
+        yield open_run(arguments)
+        return
+    source = find_model(folder_of(arguments))
+    silence_transformers()
+    from mgpu_pipe.inference.placed_model import open_placed_run
+
+    with open_placed_run(source, settings, arguments.weights == "ema") as run:
+        yield run
+
+
+def _generate(arguments: argparse.Namespace, settings: MapSettings | None) -> None:
     find_inputs(arguments)  # before waiting for a prompt
     prompts = arguments.prompt
     if prompts is None:
         if sys.stdin.isatty():
             raise BadInputError("--prompt: give a text to continue, or pipe one into standard input")
         prompts = [sys.stdin.read().removesuffix("\n")]
-    run = open_run(arguments)
+    with _opened_run(arguments, settings) as run:
+        _answer(arguments, run, prompts)
+
+
+def _answer(arguments: argparse.Namespace, run: LoadedRun, prompts: Sequence[str]) -> None:
+    """Print the continuation or answer of each prompt."""
     if not run.model.can_generate():
         raise BadInputError(f"{run.source}: {type(run.model).__name__} does not generate text; use mgpu-pipe eval")
     from mgpu_pipe.inference.generation import generate_text
