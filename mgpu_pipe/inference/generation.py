@@ -85,6 +85,7 @@ def generate_text(
     streamer: BaseStreamer | None = None,
     batch_size: int = 1,
     visuals: PromptVisuals | None = None,
+    draft: PreTrainedModel | None = None,
 ) -> list[str]:
     """The continuation of each prompt without the prompt, or the output of an encoder-decoder model.
 
@@ -101,6 +102,8 @@ def generate_text(
         streamer: of transformers; gets the ids of the prompt and then each new id.
         batch_size: prompts of one forward pass, where temperature is 0.
         visuals: the pictures and videos of each prompt.
+        draft: proposes tokens that the model checks, see :mod:`mgpu_pipe.inference.draft_model`; for temperature 0 and
+            a batch of one.
 
     Raises:
         BadInputError: the model is one of speech; or a prompt fills the model's context, is refused by the chat
@@ -135,6 +138,7 @@ def generate_text(
                 use_cache=forward is None,
                 streamer=streamer,
                 visual_inputs=None if visuals is None else visuals.inputs(batch, device),
+                draft=draft,
             )
         lead = "" if chat is None else chat.lead()
         return [answer.text.removeprefix(lead) for answer in continuations]
@@ -225,6 +229,7 @@ def continue_batch(
     use_cache: bool = True,
     streamer: BaseStreamer | None = None,
     visual_inputs: Mapping[str, torch.Tensor] | None = None,
+    draft: PreTrainedModel | None = None,
 ) -> list[Answer]:
     """The continuations of prompts that go through the model together, inside :func:`generation_mode`.
 
@@ -232,7 +237,7 @@ def continue_batch(
         end_ids: tokens that end a text.
         is_answer: whether a continuation stands by itself.
         row_seeds: seeds of the draws of each prompt; None draws from the process's random state.
-        together: see :func:`generate_text`.
+        together, draft: see :func:`generate_text`.
 
     Raises:
         BadInputError: the longest prompt fills the model's context.
@@ -251,6 +256,8 @@ def continue_batch(
         processors = [RowSampling(sampling, row_seeds, start)]
         sampling = replace(sampling, temperature=0.0)
     settings = _generation_config(model, sampling, longest, end_ids, filler, use_cache)
+    if draft is not None:
+        _require_context(draft, longest + settings.max_new_tokens)
     inputs, mask = _padded_left(token_ids, filler, input_device(model))
     encoded = (
         {"encoder_outputs": BaseModelOutput(inputs[..., None].float())} if is_encoder_decoder and not use_cache else {}
@@ -262,6 +269,7 @@ def continue_batch(
         synced_gpus=together,
         streamer=streamer,
         logits_processor=processors,
+        assistant_model=draft,
         **encoded,
         **(visual_inputs or {}),
     )
@@ -300,6 +308,15 @@ def _generation_config(
         **({"decoder_start_token_id": model.config.decoder_start_token_id} if is_encoder_decoder else {}),
         **sampling.settings(),
     )
+
+
+def _require_context(draft: PreTrainedModel, length: int) -> None:
+    """Refuse a draft model whose context is shorter than a text of ``length`` tokens."""
+    context = getattr(draft.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and context < length:
+        raise BadInputError(
+            f"--draft: its context is {context}, a prompt and its answer take up to {length}; lower --max-new-tokens"
+        )
 
 
 def _padded_left(token_ids: list[list[int]], filler: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,7 +89,7 @@ def write_run(
         tokenize_workers=1,
         micro_batch_size="auto",
     )
-    model_config = tiny_model(family, vocab_size=VOCABULARY + 4, bos_token_id=None, **fields)
+    model_config = tiny_model(family, **{"vocab_size": VOCABULARY + 4, "bos_token_id": None, **fields})
     config = RunConfig(seed=11, model=model_config, data=data)
     freeze(config, paths.config)
     paths.environment.write_text(json.dumps({"created": time.time()}))

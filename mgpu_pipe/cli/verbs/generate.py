@@ -13,7 +13,7 @@ from mgpu_pipe.config.arguments import non_negative, positive_int, random_seed, 
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line, print_text
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE, AnswerSettings
-from mgpu_pipe.inference.find_model import find_model
+from mgpu_pipe.inference.find_model import existing_folder, find_model
 from mgpu_pipe.inference.map_arguments import MapSettings, add_map_arguments, read_map_arguments
 from mgpu_pipe.inference.model_arguments import (
     add_device_argument,
@@ -63,6 +63,9 @@ def generate(argv: Sequence[str]) -> int:
         help=f"prompts of --input in a forward pass; default {BATCH_SIZE}",
     )
     parser.add_argument("--on-bad-row", choices=["refuse", "skip"], help="for rows of --input; default refuse")
+    parser.add_argument(
+        "--draft", type=Path, metavar="FOLDER", help="smaller model that proposes tokens; temperature 0"
+    )
     add_visual_arguments(parser)
     add_device_argument(parser)
     add_map_arguments(parser)
@@ -70,6 +73,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
     arguments = parse_arguments(parser, argv)
     _check_file_arguments(arguments)
+    _check_draft(arguments)
     settings = read_map_arguments(arguments)
     if arguments.input is not None:
         return _answer_file(arguments)
@@ -91,6 +95,19 @@ def _check_file_arguments(arguments: argparse.Namespace) -> None:
             raise BadInputError(f"{option}: {problem}; leave it out" + ("" if has_file else ", or add --input FILE"))
     if has_file and arguments.output is None:
         raise BadInputError(f"--input={arguments.input}: nowhere to write the answers; add --output FILE")
+
+
+def _check_draft(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go with ``--draft``, and a folder that does not exist."""
+    draft = arguments.draft
+    if draft is None:
+        return
+    for option in ("input", "image", "video"):
+        if getattr(arguments, option):
+            raise BadInputError(f"--draft={draft}: does not work with --{option}; leave one of them out")
+    if arguments.temperature != 0:
+        raise BadInputError(f"--draft={draft}: takes the likeliest tokens; add --temperature 0")
+    existing_folder(draft)
 
 
 def _answer_file(arguments: argparse.Namespace) -> int:
@@ -159,6 +176,11 @@ def _answer(arguments: argparse.Namespace, run: LoadedRun, prompts: Sequence[str
     from mgpu_pipe.inference.generation import generate_text
     from mgpu_pipe.inference.visual_prompts import PromptVisuals, with_places
 
+    draft = None
+    if arguments.draft is not None:
+        from mgpu_pipe.inference.draft_model import open_draft
+
+        draft = open_draft(arguments.draft, run)
     chat = None if arguments.raw or run.model.config.is_encoder_decoder else run.chat()
     texts = generate_text(
         run.model,
@@ -171,6 +193,7 @@ def _answer(arguments: argparse.Namespace, run: LoadedRun, prompts: Sequence[str
         top_p=arguments.top_p,
         seed=arguments.seed,
         visuals=PromptVisuals.from_files(run, arguments.image, arguments.video),
+        draft=draft,
     )
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
