@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ PRIVATE = (
     f"{_STAGE}.forward_maybe_with_nosync",
     f"{_STAGE}.clear_runtime_states",
     f"{_STAGE}.perform_reduce_grad",
-    "torch.distributed.pipelining:PipelineStage._setup_forward_recv_info",
-    f"{_STAGE}._setup_backward_recv_info",
+    "torch.distributed.pipelining:PipelineStage._prepare_forward_infra",
+    "torch.distributed.pipelining:PipelineStage._prepare_backward_infra",
     "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._prepare_schedule_with_comms",
     "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime.pipeline_order_with_comms",
 )
@@ -44,36 +45,51 @@ class LeanStage(PipelineStage):
         _free(self.grad_recv_info.get(chunk, ()))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        self._allocate(self.args_recv_info[fwd_chunk_id])
+        _allocate(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
+            _allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(num_microbatches, has_backward)
-        _free_all(self.args_recv_info)
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        _replace_buffers(self.args_recv_info)
+        return result
 
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(num_microbatches)
-        _free_all(self.grad_recv_info)
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        _replace_buffers(self.grad_recv_info)
+        return result
 
-    def _allocate(self, infos: Sequence[Any]) -> None:
+
+def _replace_buffers(by_chunk: Mapping[int, Sequence[Any]]) -> None:
+    """Put what allocates a buffer in its place. Root arguments have none: torch before 2.12 lacks the attribute."""
+    for infos in by_chunk.values():
         for info in infos:
-            if info.tensor_meta is not None and not info.is_root_arg:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+            buffer = getattr(info, "buffer", None)
+            if buffer is not None:
+                info.allocate = partial(
+                    torch.empty,
+                    buffer.shape,
+                    dtype=buffer.dtype,
+                    device=buffer.device,
+                    requires_grad=buffer.requires_grad,
+                )
+        _free(infos)
+
+
+def _allocate(infos: Sequence[Any]) -> None:
+    for info in infos:
+        if hasattr(info, "allocate"):
+            info.buffer = info.allocate()
 
 
 def _free(infos: Sequence[Any]) -> None:
     for info in infos:
-        info.buffer = None
-
-
-def _free_all(by_chunk: Mapping[int, Sequence[Any]]) -> None:
-    for infos in by_chunk.values():
-        _free(infos)
+        if hasattr(info, "allocate"):
+            info.buffer = None
 
 
 def insert_communication(schedule: PipelineScheduleMulti) -> None:
