@@ -11,27 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.architectures.find import family_of, stages_of
-from mgpu_pipe.checks.model import model_fields
-from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
+from mgpu_pipe.checks.layout_candidates import Candidates, find_candidates, on_processes, with_layout
 from mgpu_pipe.checks.run_hardware import CPU, computing_hardware, hardware_here
-from mgpu_pipe.checks.sizes import size_errors
+from mgpu_pipe.checks.sizes import size_errors, update_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
-from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.hardware_profile import GIB, HardwareProfile, load_profile
-from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, divisors, enumerate_layouts, layout_at, layout_bytes
-from mgpu_pipe.planning.memory import MemoryPlan, activations_of, memory_by_rank, overheads_of, state_of
-from mgpu_pipe.planning.model_work import model_work
-from mgpu_pipe.planning.step_time import step_time
-from mgpu_pipe.planning.work import Hardware, Work
+from mgpu_pipe.planning.layout_search import Layout
+from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
+from mgpu_pipe.planning.work import Hardware
 from mgpu_pipe.system.hardware import host_memory
-from mgpu_pipe.topology import ParallelDims
 
-INTERLEAVED = (1, 2, 4)
-"""Stages of a rank that are tried in a pipeline."""
 BULK_ERROR = 0.05
 """Share by which the bulk estimate of a layout's bytes may be too high; those that pass are computed for every rank."""
 LARGEST_WORLD = 1 << 14
@@ -88,6 +80,8 @@ class Losers:
 
     tried: int = 0
     too_large: int = 0
+    too_large_for_host: int = 0
+    """Those of them whose offloaded state exceeds a node's main memory."""
     """Their weights, gradients and optimizer state alone exceed the memory, or their memory term by term does."""
     refused: int = 0
     """A check refuses them."""
@@ -148,25 +142,6 @@ def _worlds(config: RunConfig, profile: HardwareProfile) -> list[int]:
     return config.plan.gpus or [each * config.trainer.num_nodes]
 
 
-def _on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tuple[RunConfig, list[str]]:
-    """The configuration on so many processes of the hardware, and the overrides for it.
-
-    Raises:
-        ConfigError: the GPUs fill no whole number of nodes.
-    """
-    typed = config.trainer.devices
-    node = min(gpus, typed if typed != "auto" else int(profile.gpus_per_node))
-    if gpus % node:
-        below = max(1, gpus // node) * node
-        fix = f"use {below} or {below + node}"
-        reason = f"a node of {profile.name} has {node} GPUs" if typed == "auto" else f"trainer.devices is {node}"
-        raise ConfigError("plan.gpus", gpus, fix, reason)
-    accelerator = "cpu" if profile.accelerator == CPU else "cuda"
-    trainer = replace(config.trainer, devices=node, num_nodes=gpus // node, accelerator=accelerator)  # type: ignore[arg-type]
-    words = [f"trainer.devices={node}", f"trainer.num_nodes={gpus // node}", f"trainer.accelerator={accelerator}"]
-    return replace(config, trainer=trainer), words
-
-
 def placed_on_one(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The configuration on the processes of its first hardware and number of GPUs, and the overrides for it.
 
@@ -174,74 +149,7 @@ def placed_on_one(config: RunConfig) -> tuple[RunConfig, list[str]]:
         ConfigError: no such hardware, or the GPUs fill no whole number of nodes.
     """
     profile = _profiles(config)[0]
-    return _on_processes(config, profile, _worlds(config, profile)[0])
-
-
-def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
-    model_type, sequence = str(fields["model_type"]), config.data.seq_len
-    refused, family = description(config.objective.name).refused_axes, family_of(model_type)
-    sizes = divisors(gpus)
-
-    def fitting(axis: str, errors: Any) -> tuple[int, ...]:
-        return tuple(size for size in sizes if size == 1 or (axis not in refused and not errors(size)))
-
-    tp = fitting("tp", lambda size: tensor_parallel_errors(fields, model_type, size, False, sequence))
-    cp = fitting("cp", lambda size: context_parallel_errors(fields, model_type, size, "ring", sequence))
-    ep = fitting("ep", lambda size: expert_parallel_errors(fields, model_type, size))
-    ulysses = frozenset(
-        (a, size)
-        for a in tp
-        for size in fitting(
-            "cp",
-            lambda size: context_parallel_errors(fields, model_type, size, "ulysses", sequence, a),  # noqa: B023
-        )
-    )
-    has_stages, layers = stages_of(model_type) is not None, fields["num_hidden_layers"]
-    return AllowedSizes(
-        tp=tp,
-        pp=fitting("pp", lambda size: size > layers or not has_stages),
-        cp=cp,
-        ulysses=ulysses,
-        ep=ep,
-        stages_per_rank=INTERLEAVED,
-        has_sequence_parallel=family.sequence is not None and all(sequence % (a * b) == 0 for a in tp for b in cp),
-    )
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """All layouts on one number of GPUs, with a bulk estimate of their bytes."""
-
-    config: RunConfig
-    words: Sequence[str]
-    gpus: int
-    layouts: Work
-    sizes: Array
-
-
-def _candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> _Candidates:
-    """Every layout that the model and the batch allow.
-
-    Raises:
-        ConfigError: they allow no layout.
-    """
-    fields = model_fields(config)
-    placed, words = _on_processes(config, profile, gpus)
-    samples = config.data.global_batch_size
-    model = model_work(placed, fields)
-    layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed, fields, gpus))
-    if not np.size(layouts.tp):
-        fewer = max(size for size in divisors(samples) if size <= gpus)
-        fix = f"use plan.gpus={fewer}, or data.global_batch_size={gpus}"
-        raise ConfigError("data.global_batch_size", samples, fix, f"no layout divides it over {gpus} processes")
-    alone = with_layout(placed, Layout(1, 1, 1, 1, 1, 1, 1, 1, "none", False))
-    alone = replace(alone, trainer=replace(alone.trainer, devices=1, num_nodes=1))
-    if memory_by_rank(alone) is None:
-        fix = "plan one of a language model, such as objective=causal_lm"
-        raise ConfigError("objective.name", config.objective.name, fix, "the memory of this objective is not known")
-    state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
-    sizes = layout_bytes(layouts, state, keeps, overheads_of(placed))
-    return _Candidates(placed, words, gpus, layouts, sizes)
+    return on_processes(config, profile, _worlds(config, profile)[0])
 
 
 def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Losers) -> list[PlannedRun]:
@@ -250,13 +158,16 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
     Raises:
         ConfigError: no layout fits.
     """
-    candidates = _candidates(config, profile, gpus)
+    candidates = find_candidates(config, profile, gpus)
     hardware = computing_hardware(candidates.config, profile)
     if profile.accelerator == CPU:  # processes of this machine share its memory
         each = host_memory() / GIB / devices_per_node(candidates.config)
         profile = replace(profile, memory_gib=each)
-    fits = candidates.sizes <= (1 + BULK_ERROR) * profile.memory_bytes
-    losers.tried += len(fits)
+    fits_host = _fits_host(candidates, profile)
+    fits = fits_host & (candidates.sizes <= (1 + BULK_ERROR) * profile.memory_bytes)
+    losers.tried += len(fits) + candidates.refused
+    losers.refused += candidates.refused
+    losers.too_large_for_host += int(len(fits) - fits_host.sum())
     losers.too_large += int(len(fits) - fits.sum())
     plans = list(_fitting(candidates, profile, hardware, fits, losers))
     if not plans:
@@ -265,17 +176,16 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
 
 
 def _fitting(
-    candidates: _Candidates, profile: HardwareProfile, hardware: Hardware, fits: NDArray[np.bool_], losers: Losers
+    candidates: Candidates, profile: HardwareProfile, hardware: Hardware, fits: NDArray[np.bool_], losers: Losers
 ) -> Iterator[PlannedRun]:
     """Layouts that fit and that no check refuses, the best first, until ``plan.rows`` are there."""
-    layouts, rows = candidates.layouts, candidates.config.plan.rows
-    times = step_time(layouts, hardware, profile.fitted)
+    rows, times = candidates.config.plan.rows, candidates.times(hardware, profile)
     total = np.asarray(times.total)
     score = candidates.sizes if candidates.config.plan.rank_by == "memory" else total
-    seen = set[tuple[int, ...]]()
+    seen = set[tuple[Any, ...]]()
     for index in np.argsort(np.where(fits, score, np.inf), kind="stable")[: int(fits.sum())].tolist():
-        layout = layout_at(layouts, index)
-        axes = (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_shard)
+        (kind, place), layout = candidates.at(index), candidates.layout(index)
+        axes = (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_shard, layout.sharding)
         if axes in seen:
             continue
         changed = with_layout(candidates.config, layout)
@@ -283,12 +193,13 @@ def _fitting(
         if memory is None or memory.likely > profile.memory_bytes:
             losers.too_large += 1
             continue
-        if size_errors(replace(changed, trainer=replace(changed.trainer, memory_check="off")), elsewhere=True):
+        unchecked = replace(changed, trainer=replace(changed.trainer, memory_check="off"))
+        if size_errors(unchecked, elsewhere=True) or update_errors(unchecked):
             losers.refused += 1
             continue
         seen.add(axes)
-        parts = {name: float(np.broadcast_to(part, total.shape)[index]) for name, part in vars(times).items()}
-        seconds, flops = float(total[index]), float(np.asarray(layouts.model_flops)[index])
+        parts = {name: float(np.asarray(part)[index]) for name, part in vars(times).items()}
+        seconds, flops = float(total[index]), float(np.asarray(kind.layouts.model_flops)[place])
         yield PlannedRun(
             profile=profile,
             gpus=candidates.gpus,
@@ -297,7 +208,7 @@ def _fitting(
             config=changed,
             seconds=seconds,
             parts=parts,
-            tokens_per_step=float(np.asarray(layouts.tokens_per_step)[index]),
+            tokens_per_step=float(np.asarray(kind.layouts.tokens_per_step)[place]),
             utilisation=flops / seconds / candidates.gpus / float(hardware.peak),
             memory=memory,
             dollars_per_hour=_price(candidates.config, profile),
@@ -308,7 +219,8 @@ def _fitting(
 
 LAYOUT_KEYS = (
     *("engine", "tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "sequence_parallel", "activation_checkpointing"),
-    *("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "context.method", "offload"),
+    *("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.layers", "context.method"),
+    *("offload", "deepspeed.stage"),
 )
 """Keys of ``strategy`` that a layout sets."""
 
@@ -330,29 +242,6 @@ def words_against(base: StrategyConfig, plan: PlannedRun) -> list[str]:
     return words
 
 
-def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
-    """The configuration under a layout, as its overrides would make it."""
-    name = layout.overrides[0].partition("=")[2]
-    schedule = "interleaved_1f1b" if layout.stages_per_rank > 1 else "1f1b"
-    strategy = replace(
-        config.strategy,
-        name=name,
-        engine="mesh",
-        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")},
-        sequence_parallel=layout.sequence_parallel,
-        activation_checkpointing=layout.checkpointing,  # type: ignore[arg-type]
-        pipeline=replace(
-            config.strategy.pipeline,
-            schedule=schedule,  # type: ignore[arg-type]
-            stages_per_rank=layout.stages_per_rank if layout.stages_per_rank > 1 else "auto",
-            layers=[],
-        ),
-        context=replace(config.strategy.context, method=layout.context),  # type: ignore[arg-type]
-        offload="none",
-    )
-    return replace(config, strategy=strategy, data=replace(config.data, micro_batch_size=layout.micro_batch_size))
-
-
 def _memory(config: RunConfig) -> MemoryPlan | None:
     try:
         return memory_by_rank(config)
@@ -360,14 +249,25 @@ def _memory(config: RunConfig) -> MemoryPlan | None:
         return None
 
 
-def _does_not_fit(config: RunConfig, candidates: _Candidates, profile: HardwareProfile) -> ConfigError:
+def _fits_host(candidates: Candidates, profile: HardwareProfile) -> NDArray[np.bool_]:
+    processes = devices_per_node(candidates.config)
+    return np.asarray(candidates.host * processes <= profile.host_memory_gib * GIB)
+
+
+def _least(candidates: Candidates, profile: HardwareProfile) -> float:
+    """Bytes of the smallest layout that fits in its host's memory."""
+    return float(candidates.sizes[_fits_host(candidates, profile)].min())
+
+
+def _does_not_fit(config: RunConfig, candidates: Candidates, profile: HardwareProfile) -> ConfigError:
     """The error that names the bytes that the smallest layout lacks, and a number of GPUs that is enough."""
-    least = float(candidates.sizes.min())
+    least = _least(candidates, profile)
     missing = max(0.0, least - profile.memory_bytes) / GIB
     enough, gpus = None, 2 * candidates.gpus
     while enough is None and gpus <= LARGEST_WORLD:
         try:
-            enough = gpus if _candidates(config, profile, gpus).sizes.min() <= profile.memory_bytes else None
+            least_of_more = _least(find_candidates(config, profile, gpus), profile)
+            enough = gpus if least_of_more <= profile.memory_bytes else None
         except ConfigError:
             break
         gpus *= 2

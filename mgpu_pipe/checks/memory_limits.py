@@ -76,6 +76,11 @@ def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
     plan, share, machine = compared
     if elsewhere and machine.gpus is None and config.trainer.accelerator != "cpu":
         return []
+    processes = world_size(config) // max(1, config.trainer.num_nodes)
+    if machine.gpus is not None and plan.host * processes > machine.host:
+        reason = f"{processes} ranks of a node keep {gib(plan.host * processes)} in its memory of {gib(machine.host)}"
+        fix = "use more nodes (trainer.num_nodes), optimizer=adamw_bf16 or peft=lora"
+        return [ConfigError("strategy.offload", config.strategy.offload, fix, reason)]
     # Processes of the CPU share one memory: what one rank has too much, another may have too little.
     if (plan.low if machine.gpus is not None else plan.mean_low) <= share:
         return []
@@ -208,19 +213,13 @@ def _likely_with(config: RunConfig, words: list[str], machine: Machine) -> int |
     """Likely bytes of the worst rank with overrides; None if it may not fit, or is no run that can start."""
     try:
         changed = with_overrides(config, words)
-        dims = ParallelDims.resolve(changed.strategy, world_size(changed))
         plan = memory_by_rank(changed)
     except BadInputError:
         return None
     if plan is None or plan.high > _share(changed, machine):
         return None
-    if changed.strategy.offload != "none":
-        processes = dims.world_size // max(1, changed.trainer.num_nodes)
-        on_gpu = memory_by_rank(replace(changed, strategy=replace(changed.strategy, offload="none")))
-        assert on_gpu is not None
-        state = sum(on_gpu.terms.get(name, 0) for name in ("weights", "gradients", "optimizer"))
-        if state * processes > machine.host:
-            return None
+    if plan.host * (world_size(changed) // max(1, changed.trainer.num_nodes)) > machine.host:
+        return None
     return plan.likely
 
 

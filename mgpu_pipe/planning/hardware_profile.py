@@ -56,6 +56,12 @@ class HardwareProfile:
     """Without TF32, which has half of ``bf16_tflops``; 0 is unknown."""
     network_gb_s: float = 0.0
     """GB/s that a node sends; 0 is that of ``network``."""
+    pcie_gb_s: float = 32.0
+    """GB/s between a GPU and its host, in one direction; PCIe 4.0 x16."""
+    host_memory_gb_s: float = 200.0
+    """GB/s of a node's main memory; assumed: eight channels of DDR4-3200."""
+    disk_gb_s: float = 6.0
+    """GB/s of a node's NVMe disk; assumed: a drive over PCIe 4.0 x4."""
     watts: float = 0.0
     """Power of a GPU under load; 0 is unknown."""
     dollars_per_hour: float = 0.0
@@ -78,6 +84,9 @@ class HardwareProfile:
             link=self.link_gb_s * GIGA,
             network=(self.network_gb_s or networks()[self.network]) * GIGA,
             gpus_per_node=self.gpus_per_node,
+            pcie=self.pcie_gb_s * GIGA,
+            host_bandwidth=self.host_memory_gb_s * GIGA,
+            disk=self.disk_gb_s * GIGA,
         )
 
     def hardware_for(self, precision: str, uses_tf32: bool = False) -> Hardware:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.planning.activations import Activations
-from mgpu_pipe.planning.memory_terms import Overheads, Place, State, memory_terms, passes_in_flight
+from mgpu_pipe.planning.memory_terms import Overheads, Place, State, host_bytes, memory_terms, passes_in_flight
 from mgpu_pipe.planning.work import Work
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -35,6 +35,19 @@ class AllowedSizes:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """An engine that shards weights, gradients and optimizer state, and the place where they lie.
+
+    Attributes:
+        zero: DeepSpeed's stage; 0 is the mesh engine.
+        offload: ``strategy.offload``.
+    """
+
+    zero: int = 0
+    offload: str = "none"
+
+
+@dataclass(frozen=True)
 class Layout:
     """One layout, in whole numbers; names as in :class:`mgpu_pipe.config.group_keys.StrategyConfig`."""
 
@@ -49,14 +62,30 @@ class Layout:
     checkpointing: str
     sequence_parallel: bool
     context: str = "ring"
+    sharding: Sharding = Sharding()
+
+    @property
+    def name(self) -> str:
+        """The layout in words, such as ``tp 8 x pp 4``."""
+        axes = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
+        words = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
+        words += [self.context] if self.context != "ring" else []
+        words += [f"{self.stages_per_rank} stages a rank"] if self.stages_per_rank > 1 else []
+        words += [f"ZeRO-{self.sharding.zero}"] if self.sharding.zero else []
+        words += [f"offload {self.sharding.offload}"] if self.sharding.offload != "none" else []
+        return " x ".join(words) or "one process"
 
     @property
     def overrides(self) -> list[str]:
         """Overrides that choose this layout, but for the number of processes."""
-        words = [*self._strategy(), f"data.micro_batch_size={self.micro_batch_size}"]
+        offload = self.sharding.offload
+        words = [*self._strategy(), *([f"strategy.offload={offload}"] if offload != "none" else [])]
+        words = [*words, f"data.micro_batch_size={self.micro_batch_size}"]
         return [*words, f"strategy.activation_checkpointing={self.checkpointing}"]
 
     def _strategy(self) -> list[str]:
+        if self.sharding.zero:
+            return [f"strategy=zero{self.sharding.zero}"]
         axes = [f"strategy.{axis}={size}" for axis in ("tp", "pp", "cp", "ep") if (size := getattr(self, axis)) > 1]
         replicas = [f"strategy.dp_replicate={self.dp_replicate}"]
         if not axes:
@@ -106,8 +135,22 @@ def enumerate_layouts(model: Work, world: int, samples: int, allowed: AllowedSiz
     )
 
 
-def layout_at(layouts: Work, index: int) -> Layout:
-    """The layout of one row of :func:`enumerate_layouts`."""
+def data_parallel_layouts(layouts: Work, sharding: Sharding) -> Work:
+    """The layouts of data parallelism alone under another sharding; empty arrays if there are none.
+
+    Args:
+        layouts: see :func:`enumerate_layouts`.
+    """
+    alone = (layouts.tp * layouts.pp * layouts.cp * layouts.ep == 1) & (np.asarray(layouts.dp_shard) > 1)
+    if sharding.zero:
+        alone &= np.asarray(layouts.dp_replicate) == 1
+    arrays = {field.name: getattr(layouts, field.name) for field in fields(layouts)}
+    chosen = {name: value[alone] for name, value in arrays.items() if isinstance(value, np.ndarray)}
+    return replace(layouts, **chosen)
+
+
+def layout_at(layouts: Work, index: int, sharding: Sharding = Sharding()) -> Layout:
+    """The layout of one row of :func:`enumerate_layouts` or :func:`data_parallel_layouts`."""
 
     def size(name: str) -> int:
         return int(getattr(layouts, name)[index])
@@ -117,8 +160,32 @@ def layout_at(layouts: Work, index: int) -> Layout:
     sequence_parallel = bool(size("sequence_parallel"))
     context = "ulysses" if size("ulysses") else "ring"
     return Layout(
-        **axes, micro_batch_size=size("rows"), checkpointing=mode, sequence_parallel=sequence_parallel, context=context
+        **axes,
+        micro_batch_size=size("rows"),
+        checkpointing=mode,
+        sequence_parallel=sequence_parallel,
+        context=context,
+        sharding=sharding,
     )
+
+
+def zero_bytes(layouts: Work, state: State, keeps: Activations, overheads: Overheads) -> Array:
+    """Likely bytes of a rank of every layout of ZeRO; see :func:`layout_bytes`."""
+    stores = _stores(layouts, keeps)
+    groups = 2.0  # the world and the shards
+    terms = memory_terms(layouts, replace(state, groups=groups), stores, Place(layouts.layers), overheads)
+    return np.asarray(sum(terms.values()), dtype=np.float64)
+
+
+def layout_host_bytes(layouts: Work, state: State) -> Array:
+    """Bytes of a rank of every layout in host memory."""
+    size = host_bytes(layouts, state, Place(layouts.layers))
+    return np.broadcast_to(np.asarray(size, dtype=np.float64), np.shape(layouts.dp_shard))
+
+
+def _stores(layouts: Work, keeps: Activations) -> Activations:
+    again, products = np.asarray(layouts.recompute_elementwise), np.asarray(layouts.recompute_products)
+    return replace(keeps, recompute=again, products=again - products)
 
 
 def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Overheads) -> Array:
@@ -140,8 +207,7 @@ def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Ove
         groups=sum((np.asarray(size) > 1).astype(np.float64) for size in axes),
         head=np.where((pp > 1) & (np.asarray(state.head) == 0), table, state.head),
     )
-    again, products = np.asarray(layouts.recompute_elementwise), np.asarray(layouts.recompute_products)
-    stores = replace(keeps, recompute=again, products=again - products)
+    stores = _stores(layouts, keeps)
     sharded, stages, batches = replace(layouts, zero=3.0), layouts.stages_per_rank, layouts.micro_batches
     schedules = [
         np.where(

@@ -23,7 +23,16 @@ from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_prec
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activations import Activations
-from mgpu_pipe.planning.memory_terms import MOVING, OUTSIDE, Overheads, Place, State, memory_terms, passes_in_flight
+from mgpu_pipe.planning.memory_terms import (
+    MOVING,
+    OUTSIDE,
+    Overheads,
+    Place,
+    State,
+    host_bytes,
+    memory_terms,
+    passes_in_flight,
+)
 from mgpu_pipe.planning.model_work import NEEDED, run_work, stages_per_rank
 from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
@@ -63,6 +72,7 @@ class MemoryPlan:
         low: bytes that it needs at least.
         mean_low: mean of the low figures over pipeline ranks.
         high: bytes that it hardly exceeds.
+        host: bytes of its state in host memory.
         assumes: what was assumed, in words; empty where the model's shapes are known.
     """
 
@@ -71,6 +81,7 @@ class MemoryPlan:
     low: int
     mean_low: int
     high: int
+    host: int = 0
     assumes: str = ""
 
     @property
@@ -115,7 +126,8 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
     high = sum(size * bounds[name][1] for name, size in likely.items())
     assumes = "" if has_exact_sizes(fields) else f"{fields.get('model_type')}: 12 squared widths a layer"
     terms_of_rank = {name: round(size) for name, size in likely.items() if size}
-    return MemoryPlan(worst, terms_of_rank, int(low), int(mean_low), int(high), assumes)
+    host = round(float(host_bytes(work, state, Place(fields["num_hidden_layers"]))))
+    return MemoryPlan(worst, terms_of_rank, int(low), int(mean_low), int(high), host, assumes)
 
 
 def _uncertain_terms(config: RunConfig) -> tuple[str, ...]:
@@ -208,6 +220,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         units=1 + strategy.fsdp.prefetch if device_type(config) == "cuda" else 1,
         other=other_bytes(config, item, shards),
         offloads=float(strategy.offload != "none"),
+        on_disk=float(strategy.offload == "nvme"),
         groups=sum(getattr(dims, axis) > 1 for axis in (*AXES, "ep")) + (dims.world_size > 1),
         **storage,
     )

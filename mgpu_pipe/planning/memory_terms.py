@@ -69,7 +69,9 @@ class State:
         units: units that are gathered at once.
         buckets: bytes of buffers that gradients are reduced in.
         other: bytes of other models on a rank, such as a teacher.
-        offloads: 1 if weights, gradients and optimizer state are in host memory.
+        offloads: 1 if gradients and optimizer state are in host memory, with ZeRO-3 and FSDP the weights too; ZeRO-1
+            keeps its whole gradients.
+        on_disk: 1 if the optimizer state is on a disk instead.
         groups: groups of ranks that a rank is in.
     """
 
@@ -94,6 +96,7 @@ class State:
     buckets: Numbers = 0.0
     other: Numbers = 0.0
     offloads: Numbers = 0.0
+    on_disk: Numbers = 0.0
     groups: Numbers = 0.0
 
 
@@ -124,8 +127,9 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     trained = state.trained * (blocks + ends) + adapters
     weights_split = choose(work.zero > 2, shards, 1)
     weights = (state.block_weight * blocks + state.weight * (ends + adapters)) / weights_split
-    here = 1 - state.offloads
-    terms: Terms = {"weights": here * weights, "optimizer": here * state.optimizer * trained / shards}
+    weights = weights * choose(work.zero > 2, 1 - state.offloads, 1.0)
+    terms: Terms = {"weights": weights, "optimizer": (1 - state.offloads) * state.optimizer * trained / shards}
+    here = choose(work.zero < 2, 1.0, 1 - state.offloads)
 
     whole = (state.sums_whole > 0) | (work.zero < 2)
     # A unit's experts are gathered over the ranks that hold the same ones; tensor and expert parallelism share a cut.
@@ -163,6 +167,17 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     terms.update(_steady_terms(state, overheads, weights))
     terms["fragmentation"] = overheads.fragmentation * sum(terms[name] for name in MOVING)
     return terms
+
+
+def host_bytes(work: Work, state: State, place: Place) -> Numbers:
+    """Bytes of weights, gradients and optimizer state that a rank of data parallelism alone keeps in host memory."""
+    blocks, ends = place.layers * state.block, state.embedding + state.head
+    adapters = place.layers * state.added
+    trained = state.trained * (blocks + ends) + adapters
+    weights = choose(work.zero > 2, state.block_weight * blocks + state.weight * (ends + adapters), 0.0)
+    gradients = choose(work.zero < 2, 0.0, state.gradient * trained)
+    optimizer = (1 - state.on_disk) * state.optimizer * trained
+    return state.offloads * (weights + gradients + optimizer) / (work.dp_shard * work.cp)
 
 
 def _gathered_weights(

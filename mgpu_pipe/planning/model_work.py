@@ -9,6 +9,7 @@ from typing import Any
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -85,12 +86,25 @@ def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         rows=float(plan.micro_batch_size),
         micro_batches=float(plan.num_micro_batches),
         zero=float(sharded_stage(config)),
+        **place_of_state(config.strategy, resolve_precision(config)),
         sequence_parallel=float(config.strategy.sequence_parallel),
         ulysses=float(config.strategy.context.method == "ulysses"),
         recompute_products=float(mode == "full"),
         recompute_attention=float(mode == "full"),
         recompute_elementwise=float(mode != "none"),
     )
+
+
+def place_of_state(strategy: StrategyConfig, precision: str) -> dict[str, float]:
+    """Fields of :class:`Work` that say where a strategy keeps a rank's state, and whether it hides its collectives."""
+    is_zero = strategy.engine == "deepspeed"
+    halves = is_zero and precision != "fp32"
+    return {
+        "overlaps": float(not is_zero),
+        "offloads": float(strategy.offload != "none"),
+        "on_disk": float(strategy.offload == "nvme"),
+        "host_weight_bytes": 2.0 if halves or precision == "bf16_true" else 4.0,
+    }
 
 
 def stages_per_rank(config: RunConfig) -> int:

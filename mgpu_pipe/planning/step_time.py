@@ -12,12 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.planning.offload_time import (
+    gradient_copy_seconds,
+    host_update_seconds,
+    offload_seconds,
+    weight_copy_seconds,
+)
 from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 """Rows and columns that one multiprocessor computes of a product (cuBLAS's largest tiles on A100 and H100)."""
 ALIGNMENT = 64
 """Multiple to which tensor cores pad a product's dimensions."""
+BUCKET_COPIES = 4
+"""Times that DeepSpeed reads or writes a gradient to fill a bucket and to divide it by the number of ranks."""
 HALF = 2
 """Bytes of an entry for which the constants count bytes."""
 
@@ -37,8 +45,11 @@ class StepTime:
     """Pipeline fill and drain."""
     point_to_point: Numbers
     reduction: Numbers
-    """Gradients reduced among replicas, and weights gathered by ZeRO-1 and 2."""
+    """Gradients reduced among replicas, by DeepSpeed's ZeRO-2 in each micro-batch, and weights gathered by ZeRO-1 and
+    2."""
     optimizer: Numbers
+    offload: Numbers
+    """Copies between GPU and host that nothing hides, sums on the host, and the disk."""
     overhead: Numbers
     """Constant times and stragglers."""
 
@@ -90,6 +101,7 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
         "point_to_point": each * hop,
         "reduction": _reduction(work, hardware, constants),
         "optimizer": _optimizer(work, hardware, constants),
+        "offload": offload_seconds(work, rank_parameters(work), hardware, constants),
     }
     known = sum(parts.values()) + each * constants.micro_batch
     nodes = np.maximum(1, work.world / hardware.gpus_per_node)
@@ -277,7 +289,7 @@ def _forward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
     """Seconds of a layer's forward pass."""
     attention = _attention_seconds(work, hardware, constants)[0]
     busy = _product_seconds(work, hardware, constants)[0] + attention + _elementwise_seconds(work, hardware, constants)
-    gathers = _gather_seconds(work, work.weight_bytes, hardware, constants)
+    gathers = _gather_seconds(work, work.weight_bytes, hardware, constants) + weight_copy_seconds(work, hardware)
     return _layer_pass(work, busy, attention, 1, 1, gathers, hardware, constants)
 
 
@@ -290,6 +302,7 @@ def _backward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
     busy = busy + work.recompute_products * again + work.recompute_attention * attention_again
     busy = busy + work.recompute_elementwise * elementwise
     gathers = _gather_seconds(work, work.weight_bytes + work.trained * work.gradient_bytes, hardware, constants)
+    gathers = gathers + weight_copy_seconds(work, hardware) + gradient_copy_seconds(work, hardware)
     attention = attention + work.recompute_attention * attention_again
     launches, passes = 2 + work.recompute_products, 1 + work.recompute_products
     return _layer_pass(work, busy, attention, launches, passes, gathers, hardware, constants)
@@ -310,7 +323,8 @@ def _layer_pass(
     tensor = passes * _tensor_seconds(work, hardware, constants)
     context = passes * _context_seconds(work, attention / passes, hardware, constants)
     experts = passes * _expert_seconds(work, hardware, constants)
-    exposed = _exposed(compute + tensor + context + experts, gathers, constants)
+    hidden = _exposed(compute + tensor + context + experts, gathers, constants)
+    exposed = np.where(np.asarray(work.overlaps) > 0, hidden, gathers)
     return _Pass(compute, tensor, context, experts, exposed)
 
 
@@ -339,17 +353,18 @@ def _reduction(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     each = np.where(zero > 2, parameters / shards, parameters)
     reduced = _collective(each * work.trained * work.gradient_bytes, ranks, stride, hardware, constants)
     gathered = _collective(each * work.weight_bytes, ranks, stride, hardware, constants)
-    is_partial = (zero > 0) & (zero < 3)
-    return constants.reduction * np.where(is_partial, reduced + gathered, 2 * reduced)
+    is_partial, overlaps = (zero > 0) & (zero < 3), np.asarray(work.overlaps) > 0
+    reduced = reduced * np.where((zero == 2) & ~overlaps, work.micro_batches, 1)
+    copies = BUCKET_COPIES * work.gradient_bytes * work.trained * parameters / (hardware.bandwidth * constants.memory)
+    copied = np.where(overlaps, 0, copies * np.where(zero > 1, work.micro_batches, 1))
+    share = np.where(overlaps, constants.reduction, 1)
+    return share * np.where(is_partial, reduced + gathered, 2 * reduced) + copied
 
 
 def _optimizer(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of the update."""
     shards = np.where(np.asarray(work.zero) > 0, work.dp_shard * work.cp, 1)
-    return (
-        work.trained
-        * rank_parameters(work)
-        / shards
-        * constants.optimizer_bytes
-        / (hardware.bandwidth * constants.memory)
-    )
+    parameters = rank_parameters(work)
+    moved = work.trained * parameters / shards * constants.optimizer_bytes
+    here = moved / (hardware.bandwidth * constants.memory)
+    return np.where(np.asarray(work.offloads) > 0, host_update_seconds(work, parameters, hardware, constants), here)

@@ -66,6 +66,14 @@ class Work:
     """1 if the layers' matrix products are in float8."""
     trained: Numbers = 1.0
     """Share of the parameters that have a gradient."""
+    overlaps: Numbers = 1.0
+    """1 if collectives of weights and gradients run beside computation; DeepSpeed's here do not."""
+    offloads: Numbers = 0.0
+    """1 if gradients and optimizer state are in host memory, with ZeRO-3 and FSDP the weights too."""
+    on_disk: Numbers = 0.0
+    """1 if the optimizer state is on an NVMe disk."""
+    host_weight_bytes: Numbers = 4.0
+    """Bytes of a weight in host memory, which are copied to the GPU."""
 
     @property
     def world(self) -> Numbers:
@@ -118,6 +126,12 @@ class Hardware:
     network: Numbers
     """Bytes a second that a node sends, by all its ports, in one direction."""
     gpus_per_node: Numbers = 8.0
+    pcie: Numbers = 32e9
+    """Bytes a second between a GPU and its host, in one direction."""
+    host_bandwidth: Numbers = 200e9
+    """Memory bandwidth of a node's host."""
+    disk: Numbers = 6e9
+    """Bytes a second of a node's NVMe disk."""
 
 
 @dataclass(frozen=True)

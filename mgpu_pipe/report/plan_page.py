@@ -88,10 +88,8 @@ def plan_page(
 
 def name_of(plan: PlannedRun) -> str:
     """A layout in words, such as ``tp 8 x pp 4, 1 row``."""
-    axes = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
-    sizes = [f"{axis} {getattr(plan.layout, axis)}" for axis in axes if getattr(plan.layout, axis) > 1]
     rows = plan.layout.micro_batch_size
-    return f"{' x '.join(sizes) or 'one process'}, {rows} row{'s' if rows > 1 else ''}, {plan.layout.checkpointing}"
+    return f"{plan.layout.name}, {rows} row{'s' if rows > 1 else ''}, {plan.layout.checkpointing}"
 
 
 def _layouts(plans: Sequence[PlannedRun]) -> list[dict[str, str]]:

@@ -106,6 +106,16 @@ def test_seventy_billion_parameters_on_eight_gpus() -> None:
         assert "memory" in dict(mgpu_pipe.check([*words, *change.split()]).rows), change
 
 
+def test_a_host_without_memory_for_offloaded_state_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("strategy=fsdp", "strategy.offload=cpu", "trainer.devices=8", "data.seq_len=512")
+    assert said(*words) == []
+    monkeypatch.setattr(memory, "host_memory", lambda: 100 << 30)
+    (error,) = said(*words)
+    assert error.startswith("strategy.offload=cpu: 8 ranks of a node keep 119.") and "memory of 100.0 GiB" in error
+    for change in ("trainer.num_nodes=2", "peft=lora"):
+        assert said(*words, change) == []
+
+
 def test_the_user_may_know_better() -> None:
     words = ("strategy=ddp", "trainer.devices=8")
     assert said(*words, "trainer.memory_check=warn") == said(*words, "trainer.memory_check=off") == []

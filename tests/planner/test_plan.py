@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgpu_pipe.checks.layouts import plan_layouts, with_layout
+from mgpu_pipe.checks.layout_candidates import find_candidates, with_layout
+from mgpu_pipe.checks.layouts import _fits_host, plan_layouts
 from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.preflight import preflight_errors
 from mgpu_pipe.cli.main import main
@@ -24,7 +25,7 @@ from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile
-from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, enumerate_layouts, layout_at
+from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, Sharding, enumerate_layouts, layout_at
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.planning.model_work import run_work
 from mgpu_pipe.planning.step_time import step_time
@@ -54,6 +55,7 @@ def composed(*words: str) -> RunConfig:
             [*CLUSTER[:-1], "trainer.devices=4", "precision=bf16_true"],
             ["model=qwen3_30b_a3b", "data.global_batch_size=64", "plan.hardware=[h200]", "trainer.devices=8"],
             ["model=llama3_8b", "plan.hardware=[rtx4090]", "trainer.devices=8", "data.global_batch_size=64"],
+            ["model=llama3_8b", "plan.hardware=[h200]", "data.global_batch_size=8", "trainer.devices=2"],
             [*SMALL, "trainer.devices=4"],
         ],
     ),
@@ -116,16 +118,50 @@ def _step_of(config: RunConfig, profile: HardwareProfile, layout: Layout) -> flo
 
 
 def test_the_bulk_estimate_of_memory_is_that_of_every_rank() -> None:
-    from mgpu_pipe.checks.layouts import _candidates
-
-    found = _candidates(composed(*CLUSTER), load_profile("h100"), 64)
+    found = find_candidates(composed(*CLUSTER), load_profile("h100"), 64)
     order = np.argsort(found.sizes)
     near = order[
         np.sort(found.sizes) < 4 * load_profile("h100").memory_bytes
     ]  # what is far too large need not be exact
     for index in near[:: len(near) // 12].tolist():
-        memory = memory_by_rank(with_layout(found.config, layout_at(found.layouts, index)))
+        memory = memory_by_rank(with_layout(found.config, found.layout(index)))
         assert memory is not None and found.sizes[index] == pytest.approx(memory.likely, rel=0.1)
+
+
+def test_offload_is_chosen_where_nothing_else_fits_and_the_host_has_the_memory() -> None:
+    words = ("model=llama3_70b", "data.seq_len=4096", "data.global_batch_size=8", "trainer.devices=8")
+    plans, losers = plan_layouts(composed(*words, "plan.hardware=[h100]"))
+    assert {plan.layout.sharding.offload for plan in plans} == {"cpu"} and losers.too_large_for_host > 0  # replicas
+    assert {plan.config.strategy.name for plan in plans} >= {"fsdp", "zero3"}
+    assert plans[0].memory.host == pytest.approx(16 * 70.55e9 / 8, rel=0.001)  # fp32 weights, gradients, two moments
+    poor = replace(load_profile("h100"), host_memory_gib=1000.0)
+    found = find_candidates(composed(*words), poor, 8)
+    fits = _fits_host(found, poor)
+    assert fits[found.host == 0].all() and not fits[found.host > 0].any() and (found.host > 0).any()
+
+
+def test_offload_and_zero_lose_where_the_state_fits_on_the_gpus() -> None:
+    words = ("model=llama32_1b", "data.seq_len=4096", "data.global_batch_size=16", "trainer.devices=4")
+    plans, _ = plan_layouts(composed(*words, "plan.hardware=[h200]", "plan.rows=99"))
+    assert plans[0].layout.sharding == Sharding()
+    best = {(plan.config.strategy.engine, plan.layout.sharding.offload): plan.seconds for plan in plans[::-1]}
+    assert best["mesh", "cpu"] > best["mesh", "none"] and best["deepspeed", "cpu"] > best["deepspeed", "none"]
+    assert {plan.layout.sharding.zero for plan in plans} == {0, 1, 2, 3}
+
+
+def test_shardings_are_estimated_in_bulk_as_each_alone() -> None:
+    profile = load_profile("h100")
+    config = composed("model=llama3_8b", "data.global_batch_size=64", "trainer.devices=8")
+    found = find_candidates(config, profile, 8)
+    seconds = np.asarray(found.times(profile.hardware, profile).total)
+    for kind in found.kinds[1:]:
+        at = int(np.flatnonzero(found.sizes == kind.sizes[0])[0])
+        changed = with_layout(found.config, found.layout(at))
+        memory = memory_by_rank(changed)
+        assert memory is not None and found.sizes[at] == pytest.approx(memory.likely, rel=0.001)
+        assert found.host[at] == pytest.approx(memory.host, abs=1)
+        alone = step_time(run_work(changed, model_fields(changed)), profile.hardware, profile.fitted)
+        assert seconds[at] == pytest.approx(float(np.asarray(alone.total)), rel=1e-9)
 
 
 def test_more_gpus_and_other_hardware_are_compared() -> None:
@@ -157,12 +193,13 @@ def refusal(*words: str) -> str:
 
 
 def test_a_world_that_no_layout_fits_names_the_bytes_and_the_nearest_that_does() -> None:
-    said = refusal(*LARGE, "trainer.devices=8")
-    assert said.startswith("plan.gpus=8: no layout fits on 8 of h100: the smallest needs ")
+    large = [*LARGE[:-1], "plan.hardware=[rtx4090]"]
+    said = refusal(*large, "trainer.devices=8")
+    assert said.startswith("plan.gpus=8: no layout fits on 8 of rtx4090: the smallest needs ")
     assert "GiB too many; use plan.gpus=" in said
     enough = int(said.partition("use plan.gpus=")[2].partition(",")[0])
-    assert plan_layouts(composed(*LARGE, f"plan.gpus=[{enough}]"))[0]
-    refusal(*LARGE, f"plan.gpus=[{enough // 2}]")
+    assert plan_layouts(composed(*large, f"plan.gpus=[{enough}]"))[0]
+    refusal(*large, f"plan.gpus=[{enough // 2}]")
 
 
 @pytest.mark.parametrize(

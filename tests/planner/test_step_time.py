@@ -82,6 +82,33 @@ def test_what_gathers_take_longer_than_computing_is_exposed() -> None:
     assert found.gathers == pytest.approx(sent - computed, rel=1e-6)
 
 
+def test_offloaded_state_is_copied_and_updated_by_the_host() -> None:
+    sharded = replace(MODEL, dp_shard=8, micro_batches=1, vocabulary=256, offloads=1, overlaps=0)
+    slow = replace(H100, pcie=1e9, host_bandwidth=1e11)
+    constants = replace(IDEAL, memory=1)
+    found, near = (step_time(work, slow, constants) for work in (sharded, replace(sharded, offloads=0)))
+    layer = 2 * 4096 * 128 * 40 + 3 * 4096 * 14336
+    copied = 32 * layer / 8 * (4 + 4 + 4) / 0.8e9  # fp32 weights in both passes, gradients
+    assert float(found.gathers - near.gathers) == pytest.approx(copied, rel=1e-6)
+    parameters = 32 * layer + 2 * 256 * 4096
+    assert float(found.optimizer) == pytest.approx(parameters * 30 / 1e11, rel=1e-6)  # all eight ranks by one host
+    assert float(found.offload) == 0
+    several = step_time(replace(sharded, micro_batches=4), slow, constants)
+    waits = parameters / 8 * 4 * 4 / 0.8e9 + 3 * 12 * parameters / 1e11
+    assert float(several.offload) == pytest.approx(waits, rel=1e-6)
+    on_disk = step_time(replace(sharded, on_disk=1), replace(slow, disk=1e9), constants)
+    assert float(on_disk.offload) == pytest.approx(32 * parameters / 0.8e9, rel=1e-6)
+
+
+def test_zero_two_reduces_each_micro_batch() -> None:
+    plain = replace(MODEL, dp_shard=8, overlaps=0)
+    once, each, mesh = (
+        float(step_time(work, H100, IDEAL).reduction)
+        for work in (replace(plain, zero=1), replace(plain, zero=2), replace(plain, zero=1, overlaps=1))
+    )
+    assert each - once == pytest.approx(3 * 4 / 6 * once, rel=1e-6) and mesh == pytest.approx(once, rel=1e-6)
+
+
 def test_ranks_of_a_node_share_its_network() -> None:
     replicas = replace(MODEL, zero=0, dp_replicate=16, micro_batches=1)
     alone = float(step_time(replicas, H100, IDEAL).reduction)

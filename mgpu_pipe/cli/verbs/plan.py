@@ -213,7 +213,7 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
                 str(number),
                 each.profile.name if several else "",
                 f"{each.gpus:,}" if worlds else "",
-                _axes(each),
+                each.layout.name,
                 str(each.layout.micro_batch_size),
                 each.layout.checkpointing,
                 seconds(each.seconds),
@@ -231,9 +231,10 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
         print_line(f"{number}: {shlex.join(each.overrides)}")
     best = plans[0]
     print_line()
+    on_host = f" ({losers.too_large_for_host:,} of them the host's memory)" if losers.too_large_for_host else ""
     print_line(
-        f"{losers.tried:,} layouts: {losers.too_large:,} do not fit, {losers.refused:,} are refused by a check, "
-        f"the others are slower or alike"
+        f"{losers.tried:,} layouts: {losers.too_large:,} do not fit{on_host}, {losers.refused:,} are refused by a "
+        f"check, the others are slower or alike"
     )
     for error in losers.errors:
         print_line(f"no plan: {error}")
@@ -248,18 +249,9 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
     print_line(f"check it: mgpu-pipe check {shlex.join([*typed, *best.overrides])}")
 
 
-def _axes(each: PlannedRun) -> str:
-    axes = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
-    sizes = [f"{axis} {getattr(each.layout, axis)}" for axis in axes if getattr(each.layout, axis) > 1]
-    if each.layout.context != "ring":
-        sizes.append(each.layout.context)
-    if each.layout.stages_per_rank > 1:
-        sizes.append(f"{each.layout.stages_per_rank} stages a rank")
-    return " x ".join(sizes) or "one process"
-
-
 def _counts(losers: Losers) -> dict[str, Any]:
     counts = {"layouts": losers.tried, "do_not_fit": losers.too_large, "refused": losers.refused}
+    counts["do_not_fit_host"] = losers.too_large_for_host
     return {**counts, "no_plan": [str(error) for error in losers.errors]}
 
 

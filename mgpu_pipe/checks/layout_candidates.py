@@ -1,0 +1,234 @@
+"""Every layout that a model and a batch allow on given processes, with a bulk estimate of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.architectures.find import family_of, stages_of
+from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
+from mgpu_pipe.checks.offload import offload_errors
+from mgpu_pipe.checks.run_hardware import CPU
+from mgpu_pipe.checks.sizes import update_errors
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.resolve import resolve_precision
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.planning.hardware_profile import HardwareProfile
+from mgpu_pipe.planning.layout_search import (
+    AllowedSizes,
+    Layout,
+    Sharding,
+    data_parallel_layouts,
+    divisors,
+    enumerate_layouts,
+    layout_at,
+    layout_bytes,
+    layout_host_bytes,
+    zero_bytes,
+)
+from mgpu_pipe.planning.memory import activations_of, memory_by_rank, overheads_of, state_of
+from mgpu_pipe.planning.model_work import model_work, place_of_state
+from mgpu_pipe.planning.step_time import StepTime, step_time
+from mgpu_pipe.planning.work import Hardware, Work
+from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.deepspeed.deepspeed_config import deepspeed_errors
+
+INTERLEAVED = (1, 2, 4)
+"""Stages of a rank that are tried in a pipeline."""
+MESH = Sharding()
+ON_GPUS = (Sharding(0, "cpu"), Sharding(2, "cpu"), Sharding(3, "cpu"), Sharding(3, "nvme"))
+"""Shardings of data parallelism that keep state beside the GPU."""
+ZERO = (Sharding(1), Sharding(2), Sharding(3))
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Layouts under the same sharding; arrays of equal length.
+
+    Attributes:
+        sizes: likely bytes of the rank that needs most.
+        host: bytes of a rank in host memory.
+    """
+
+    sharding: Sharding
+    layouts: Work
+    sizes: Array
+    host: Array
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All layouts on one number of GPUs: those of the mesh engine, then those of other shardings.
+
+    Attributes:
+        words: overrides that choose the processes.
+        refused: layouts of shardings that a check refuses.
+    """
+
+    config: RunConfig
+    words: Sequence[str]
+    gpus: int
+    kinds: Sequence[Sharded]
+    refused: int = 0
+    sizes: Array = field(init=False)
+    host: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "host"):
+            object.__setattr__(self, name, np.concatenate([getattr(kind, name) for kind in self.kinds]))
+
+    def at(self, index: int) -> tuple[Sharded, int]:
+        """The sharding of a layout, and its place there."""
+        for kind in self.kinds:
+            if index < len(kind.sizes):
+                return kind, index
+            index -= len(kind.sizes)
+        raise IndexError(index)
+
+    def layout(self, index: int) -> Layout:
+        kind, place = self.at(index)
+        return layout_at(kind.layouts, place, kind.sharding)
+
+    def times(self, hardware: Hardware, profile: HardwareProfile) -> StepTime:
+        """Seconds of every layout by part, in the order of ``sizes``."""
+        each = [(step_time(kind.layouts, hardware, profile.fitted), len(kind.sizes)) for kind in self.kinds]
+        names = vars(each[0][0])
+        return StepTime(
+            **{name: np.concatenate([np.broadcast_to(vars(t)[name], (size,)) for t, size in each]) for name in names}
+        )
+
+
+def on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tuple[RunConfig, list[str]]:
+    """The configuration on so many processes of the hardware, and the overrides for it.
+
+    Raises:
+        ConfigError: the GPUs fill no whole number of nodes.
+    """
+    typed = config.trainer.devices
+    node = min(gpus, typed if typed != "auto" else int(profile.gpus_per_node))
+    if gpus % node:
+        below = max(1, gpus // node) * node
+        fix = f"use {below} or {below + node}"
+        reason = f"a node of {profile.name} has {node} GPUs" if typed == "auto" else f"trainer.devices is {node}"
+        raise ConfigError("plan.gpus", gpus, fix, reason)
+    accelerator = "cpu" if profile.accelerator == CPU else "cuda"
+    trainer = replace(config.trainer, devices=node, num_nodes=gpus // node, accelerator=accelerator)  # type: ignore[arg-type]
+    words = [f"trainer.devices={node}", f"trainer.num_nodes={gpus // node}", f"trainer.accelerator={accelerator}"]
+    return replace(config, trainer=trainer), words
+
+
+def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
+    model_type, sequence = str(fields["model_type"]), config.data.seq_len
+    refused, family = description(config.objective.name).refused_axes, family_of(model_type)
+    sizes = divisors(gpus)
+
+    def fitting(axis: str, errors: Any) -> tuple[int, ...]:
+        return tuple(size for size in sizes if size == 1 or (axis not in refused and not errors(size)))
+
+    tp = fitting("tp", lambda size: tensor_parallel_errors(fields, model_type, size, False, sequence))
+    cp = fitting("cp", lambda size: context_parallel_errors(fields, model_type, size, "ring", sequence))
+    ep = fitting("ep", lambda size: expert_parallel_errors(fields, model_type, size))
+    ulysses = frozenset(
+        (a, size)
+        for a in tp
+        for size in fitting(
+            "cp",
+            lambda size: context_parallel_errors(fields, model_type, size, "ulysses", sequence, a),  # noqa: B023
+        )
+    )
+    has_stages, layers = stages_of(model_type) is not None, fields["num_hidden_layers"]
+    return AllowedSizes(
+        tp=tp,
+        pp=fitting("pp", lambda size: size > layers or not has_stages),
+        cp=cp,
+        ulysses=ulysses,
+        ep=ep,
+        stages_per_rank=INTERLEAVED,
+        has_sequence_parallel=family.sequence is not None and all(sequence % (a * b) == 0 for a in tp for b in cp),
+    )
+
+
+def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> Candidates:
+    """Every layout that the model and the batch allow.
+
+    Raises:
+        ConfigError: they allow no layout.
+    """
+    fields = model_fields(config)
+    placed, words = on_processes(config, profile, gpus)
+    samples = config.data.global_batch_size
+    model = model_work(placed, fields)
+    layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed, fields, gpus))
+    if not np.size(layouts.tp):
+        fewer = max(size for size in divisors(samples) if size <= gpus)
+        fix = f"use plan.gpus={fewer}, or data.global_batch_size={gpus}"
+        raise ConfigError("data.global_batch_size", samples, fix, f"no layout divides it over {gpus} processes")
+    if memory_by_rank(_alone(placed, MESH)) is None:
+        fix = "plan one of a language model, such as objective=causal_lm"
+        raise ConfigError("objective.name", config.objective.name, fix, "the memory of this objective is not known")
+    kinds, refused = [_sharded(placed, fields, layouts, MESH)], 0
+    for sharding in (*ZERO, *(ON_GPUS if profile.accelerator != CPU else ())):
+        if sharding.offload == "nvme" and config.strategy.offload_path is None:
+            continue
+        others = data_parallel_layouts(layouts, sharding)
+        if not np.size(others.tp):
+            continue
+        if _sharding_errors(_alone(placed, sharding)):
+            refused += np.size(others.tp)
+        else:
+            kinds.append(_sharded(placed, fields, others, sharding))
+    return Candidates(placed, words, gpus, kinds, refused)
+
+
+def _sharding_errors(config: RunConfig) -> list[BadInputError]:
+    """Errors of a sharding that are the same for all its layouts."""
+    zero = config.strategy.engine != "mesh"
+    return [*([*deepspeed_errors(config), *offload_errors(config)] if zero else []), *update_errors(config)]
+
+
+def _alone(config: RunConfig, sharding: Sharding) -> RunConfig:
+    """The configuration on one process, whose model is whole."""
+    alone = with_layout(config, Layout(1, 1, 1, 1, 1, 1, 1, 1, "none", False, sharding=sharding))
+    return replace(alone, trainer=replace(alone.trainer, devices=1, num_nodes=1))
+
+
+def _sharded(config: RunConfig, fields: Mapping[str, Any], layouts: Work, sharding: Sharding) -> Sharded:
+    alone = _alone(config, sharding)
+    state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
+    if sharding != MESH:
+        where = place_of_state(alone.strategy, resolve_precision(alone))
+        layouts = replace(layouts, zero=float(sharding.zero or 3), **where)
+    estimate = zero_bytes if sharding.zero else layout_bytes
+    sizes = estimate(layouts, state, keeps, overheads_of(config))
+    return Sharded(sharding, layouts, sizes, layout_host_bytes(layouts, state))
+
+
+def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
+    """The configuration under a layout, as its overrides would make it."""
+    name, sharding = layout.overrides[0].partition("=")[2], layout.sharding
+    schedule = "interleaved_1f1b" if layout.stages_per_rank > 1 else "1f1b"
+    strategy = replace(
+        config.strategy,
+        name=name,
+        engine="deepspeed" if sharding.zero else "mesh",
+        **{axis: getattr(layout, axis) for axis in ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")},
+        sequence_parallel=layout.sequence_parallel,
+        activation_checkpointing=layout.checkpointing,  # type: ignore[arg-type]
+        pipeline=replace(
+            config.strategy.pipeline,
+            schedule=schedule,  # type: ignore[arg-type]
+            stages_per_rank=layout.stages_per_rank if layout.stages_per_rank > 1 else "auto",
+            layers=[],
+        ),
+        context=replace(config.strategy.context, method=layout.context),  # type: ignore[arg-type]
+        offload=sharding.offload,  # type: ignore[arg-type]
+        deepspeed=replace(config.strategy.deepspeed, stage=sharding.zero or 3),  # type: ignore[arg-type]
+    )
+    return replace(config, strategy=strategy, data=replace(config.data, micro_batch_size=layout.micro_batch_size))
