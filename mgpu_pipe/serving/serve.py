@@ -21,7 +21,7 @@ from mgpu_pipe.serving.engines import Engine, EngineRequest
 from mgpu_pipe.serving.prepare import Preparation
 from mgpu_pipe.serving.report import address_of, compare, print_address
 from mgpu_pipe.serving.serve_file import GpuShare, Need
-from mgpu_pipe.serving.sizes import ITEM_BYTES, EngineSizes, Gpus, choose_context, choose_sizes
+from mgpu_pipe.serving.sizes import ITEM_BYTES, EngineSizes, Gpus, choose_context, choose_sizes, model_context
 from mgpu_pipe.serving.source import ServedModel, make_cache, read_answers
 
 
@@ -38,6 +38,7 @@ class ServeOptions:
         token: that requests bear; None for no token.
         is_trial: end after the comparison.
         variables: added to the engine's environment, such as its GPUs.
+        draft: a smaller model that proposes tokens; None for none.
     """
 
     engine: Engine
@@ -58,6 +59,7 @@ class ServeOptions:
     is_trial: bool
     is_verbose: bool
     variables: Mapping[str, str] = field(default_factory=dict)
+    draft: ServedModel | None = None
 
 
 def serve(models: Sequence[tuple[ServedModel, ServeOptions]]) -> None:
@@ -71,6 +73,9 @@ def serve(models: Sequence[tuple[ServedModel, ServeOptions]]) -> None:
     with ExitStack() as resources:
         ports = [resources.enter_context(bind(options.host, options.port)) for _, options in models]
         prepared = [prepare_folder(model, options) for model, options in models]
+        for _, options in models:
+            if options.draft is not None and _is_exported(options.draft, options.engine):
+                prepare_folder(options.draft, _of_draft(options))
         resources.enter_context(_ended_by_signals())
         started = []
         for (model, options), program, listener, (folder, expected) in zip(
@@ -91,8 +96,10 @@ def serve(models: Sequence[tuple[ServedModel, ServeOptions]]) -> None:
 
 def _check(model: ServedModel, options: ServeOptions) -> Sequence[str]:
     """The engine's program, once it is known to take the model."""
-    sizes_of(model, options)
-    return options.engine.find(options.environment)
+    sizes = sizes_of(model, options)
+    program = options.engine.find(options.environment)
+    options.engine.command(engine_request(model, options, _target(model, options), sizes, 0, None), program)
+    return program
 
 
 def _start(
@@ -118,9 +125,21 @@ def sizes_of(model: ServedModel, options: ServeOptions) -> EngineSizes:
     """
     gpus = Gpus(0, 0) if options.engine.is_embedded else options.gpus
     options.engine.check(model.fields, bool(gpus.count))
-    context = choose_context(model.fields, options.context)
+    context, draft = choose_context(model.fields, options.context), options.draft
+    if draft is not None:
+        options.engine.check(draft.fields, bool(gpus.count))
+        longest = model_context(draft.fields)
+        if longest is not None and longest < context:
+            raise BadInputError(f"--draft={draft.source}: was made for {longest} tokens; add --context {longest}")
     return choose_sizes(
-        model.fields, model.elements, options.dtype, context, options.concurrency, gpus, options.memory_share
+        model.fields,
+        model.elements,
+        options.dtype,
+        context,
+        options.concurrency,
+        gpus,
+        options.memory_share,
+        None if draft is None else (draft.fields, draft.elements),
     )
 
 
@@ -134,7 +153,8 @@ def need_of(model: ServedModel, options: ServeOptions, gpus: Gpus) -> Need:
         sizes = choose_sizes(model.fields, model.elements, options.dtype, context, 1, on_gpu, 1.0)
     if sizes.gpu_bytes:
         return Need(sizes.tensor_parallel, sizes.gpu_bytes)
-    return Need(0, int(model.elements * ITEM_BYTES[options.dtype]) + sizes.cache_bytes)
+    elements = model.elements + (0 if options.draft is None else options.draft.elements)
+    return Need(0, int(elements * ITEM_BYTES[options.dtype]) + sizes.cache_bytes)
 
 
 def with_share(options: ServeOptions, share: GpuShare, numbers: Sequence[int]) -> ServeOptions:
@@ -162,6 +182,7 @@ def engine_request(
         sizes=sizes,
         memory_share=options.memory_share,
         token=options.token,
+        draft=None if options.draft is None else _target(options.draft, _of_draft(options)).absolute(),
     )
 
 
@@ -179,14 +200,28 @@ def print_command(model: ServedModel, options: ServeOptions) -> None:
         words += ["--host", options.host, "--port", str(options.port), "--device", options.device]
         print_line(" ".join([*variables, shlex.join(words)]))
         return
-    if _is_exported(model, engine) and not folder.exists():
-        words = ["mgpu-pipe", "export", str(model.source), "--out", str(folder)]
-        words += ["--format", engine.format, "--dtype", options.dtype]
-        words += [] if options.frozen is None else ["--frozen-weights", str(options.frozen)]
-        print_line(shlex.join([*words, *(["--weights", "ema"] if options.average else [])]))
+    _print_export(model, options)
+    if options.draft is not None:
+        _print_export(options.draft, _of_draft(options))
     command = engine.command(engine_request(model, options, folder, sizes, options.port, None), engine.program)
     variables += [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
     print_line(" ".join([*variables, shlex.join([*engine.program, *command.words])]))
+
+
+def _print_export(model: ServedModel, options: ServeOptions) -> None:
+    """Print the line that exports ``model``, if its engine reads an export that is not there yet."""
+    folder = _target(model, options)
+    if not _is_exported(model, options.engine) or folder.exists():
+        return
+    words = ["mgpu-pipe", "export", str(model.source), "--out", str(folder)]
+    words += ["--format", options.engine.format, "--dtype", options.dtype]
+    words += [] if options.frozen is None else ["--frozen-weights", str(options.frozen)]
+    print_line(shlex.join([*words, *(["--weights", "ema"] if options.average else [])]))
+
+
+def _of_draft(options: ServeOptions) -> ServeOptions:
+    """The options by which the draft model is exported."""
+    return replace(options, draft=None, out=None, force=False, frozen=None, average=False)
 
 
 def _is_exported(model: ServedModel, engine: Engine) -> bool:

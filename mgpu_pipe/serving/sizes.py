@@ -70,27 +70,38 @@ def cache_bytes_per_token(shape: Shape, dtype: str) -> int:
 
 
 def choose_sizes(
-    fields: Mapping[str, Any], elements: int, dtype: str, context: int, concurrency: int, gpus: Gpus, share: float
+    fields: Mapping[str, Any],
+    elements: int,
+    dtype: str,
+    context: int,
+    concurrency: int,
+    gpus: Gpus,
+    share: float,
+    draft: tuple[Mapping[str, Any], int] | None = None,
 ) -> EngineSizes:
     """The fewest GPUs that hold weights and caches, of the numbers by which the heads divide.
 
     Args:
         elements: numbers in the weights.
         share: of each GPU's memory that the engine may take.
+        draft: fields and elements of a draft model, which is split and cached as the model is.
 
     Raises:
         BadInputError: the GPUs do not hold them.
     """
-    shape = Shape.from_fields(fields)
-    weights = int(elements * ITEM_BYTES[dtype])
-    cache = cache_bytes_per_token(shape, dtype) * context * concurrency
+    models = [(fields, elements), *([] if draft is None else [draft])]
+    shapes = [Shape.from_fields(fields) for fields, _ in models]
+    weights = int(sum(elements for _, elements in models) * ITEM_BYTES[dtype])
+    cache = sum(cache_bytes_per_token(shape, dtype) for shape in shapes) * context * concurrency
     if not gpus.count:
         return EngineSizes(1, context, concurrency, cache, 0)
     needed = 0
     for ranks in range(1, gpus.count + 1):
-        if not divides_heads(shape, ranks):
+        if not all(divides_heads(shape, ranks) for shape in shapes):
             continue
-        copies = max(1, ranks // shape.key_value_heads)  # fewer heads than GPUs: several GPUs hold the same
+        copies = max(
+            1, ranks // min(shape.key_value_heads for shape in shapes)
+        )  # fewer heads than GPUs: several GPUs hold the same
         needed = int((weights + cache * copies) / ranks + OVERHEAD_BYTES)
         if needed <= share * gpus.memory:
             return EngineSizes(ranks, context, concurrency, cache, needed)

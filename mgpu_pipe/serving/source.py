@@ -17,11 +17,12 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import writing_to_cache
-from mgpu_pipe.data.text.tokenizer_folder import json_file
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, json_file, token_texts
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.find_model import ModelSource, find_model
 from mgpu_pipe.models.fields import class_of, resolved_fields
 from mgpu_pipe.models.weights.folder import stored_elements
+from mgpu_pipe.system.local_files import is_file
 
 GENERATIVE = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
 SERVED = "served"
@@ -39,6 +40,7 @@ class ServedModel:
         elements: numbers in the weights.
         is_folder: whether the source is a model folder.
         digest: of weights, configuration and tokenizer.
+        tokenizer: its folder.
     """
 
     source: Path
@@ -47,6 +49,7 @@ class ServedModel:
     elements: int
     is_folder: bool
     digest: str
+    tokenizer: Path
 
     def export_folder(self, kind: str) -> Path:
         """Where an export of ``kind`` lies in the cache, e.g. ``hf-bf16``."""
@@ -75,8 +78,35 @@ def find_served(folder: Path, frozen: Path | None, average: bool, name: str | No
     fields = fields.get("text_config") or fields
     digest = _digest(source, frozen, average)
     return ServedModel(
-        folder, name or default or "model", fields, _elements(source, fields), source.config is None, digest
+        folder,
+        name or default or "model",
+        fields,
+        _elements(source, fields),
+        source.config is None,
+        digest,
+        source.tokenizer,
     )
+
+
+def find_draft(folder: Path, model: ServedModel) -> ServedModel:
+    """The model of ``folder`` that proposes tokens to ``model``.
+
+    Raises:
+        BadInputError: there is none, or it has other tokens.
+    """
+    draft = find_served(folder, None, False, None)
+    sizes = [served.fields.get("vocab_size") for served in (draft, model)]
+    files = [served.tokenizer / TOKENIZER for served in (draft, model)]
+    if (
+        not all(is_file(file) for file in files)
+        or sizes[0] != sizes[1]
+        or token_texts(files[0]) != token_texts(files[1])
+    ):
+        raise BadInputError(
+            f"--draft={folder}: has other tokens ({sizes[0]}) than {model.source} ({sizes[1]}); give a model with the "
+            "same tokenizer"
+        )
+    return draft
 
 
 def _elements(source: ModelSource, fields: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ What cannot be installed next to this package's torch is stood for by a program 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.serving.engines import find_engine
+from mgpu_pipe.serving.engines import EngineRequest, find_engine
 from mgpu_pipe.serving.sizes import Gpus, choose_sizes
 from tests.inference.support import write_run, write_texts
 from tests.serving.servers import serving, train_run
@@ -76,6 +77,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("MGPU_PIPE_CACHE", str(folder / "cache"))
         for family in ("llama", "bloom"):
             write_run(folder / family, family, texts, folder / "cache")
+        write_run(folder / "small", "llama", texts, folder / "cache", num_hidden_layers=1)
+        write_run(folder / "short", "llama", texts, folder / "cache", max_position_embeddings=16)
+        write_run(folder / "wide", "llama", texts, folder / "cache", vocab_size=400)
         yield folder  # type: ignore[misc]
 
 
@@ -119,6 +123,35 @@ def test_sglang_on_cpus_and_llama_cpp(runs: Path, capsys: pytest.CaptureFixture[
     assert len(variables["LLAMA_API_KEY"]) >= 32
 
 
+def test_a_draft_goes_to_each_engine(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drafted = [str(runs / "llama"), "--draft", str(runs / "small"), "--engine"]
+    for engine, place in (("vllm", GPUS), ("sglang", GPUS), ("llama_cpp", ())):
+        assert main(["serve", *drafted, engine, *place, "--print"]) == 0
+        *exports, line = map(shlex.split, capsys.readouterr().out.splitlines())
+        folder = options(exports[-1])["--out"]
+        assert exports[-1][:3] == ["mgpu-pipe", "export", str(runs / "small")]
+        words = options(line)
+        if engine == "vllm":
+            config = json.loads(words["--speculative-config"])
+            assert config == {"method": "draft_model", "model": folder, "num_speculative_tokens": 5}
+        elif engine == "sglang":
+            assert words["--speculative-algorithm"] == "STANDALONE"
+            assert words["--speculative-draft-model-path"] == folder
+        else:
+            assert words["--model-draft"] == f"{folder}/model.gguf" and words["--gpu-layers-draft"] == "0"
+
+
+def test_a_draft_takes_memory_and_divides_as_the_model_does() -> None:
+    alone = sizes_of(Gpus(8, 80 * 10**9))
+    shape = {**LLAMA_70B, "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
+    draft = (shape, 10**9)
+    drafted = choose_sizes(LLAMA_70B, ELEMENTS_70B, "bf16", 8192, 16, Gpus(2, 141 * 10**9), 0.9, draft)
+    assert drafted.tensor_parallel == 2
+    cache = 2 * 8 * 2 * 4096 * 2 * 8192 * 16  # heads of 8192 / 2
+    assert drafted.cache_bytes == alone.cache_bytes + cache
+    assert drafted.gpu_bytes == int((2 * (ELEMENTS_70B + 10**9) + drafted.cache_bytes) / 2 + 1.5e9)
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -129,12 +162,17 @@ def test_sglang_on_cpus_and_llama_cpp(runs: Path, capsys: pytest.CaptureFixture[
         (("llama", "--engine", "vllm", *GPUS, "--dtype", "q8_0"), "vllm takes fp32"),
         (("llama", "--engine", "vllm", "--gpus", "1"), "give both"),
         (("llama", "--context", "8"), "--context"),
+        (("llama", "--draft", "small"), "--draft: is for other engines than transformers"),
+        (("llama", "--engine", "vllm", *GPUS, "--draft", "wide"), "has other tokens (400)"),
+        (("llama", "--engine", "vllm", *GPUS, "--draft", "short"), "made for 16 tokens; add --context 16"),
+        (("llama", "--engine", "vllm", *GPUS, "--draft", "nosuch"), "nosuch: no such folder"),
     ],
 )
 def test_what_an_engine_refuses_is_one_line(
-    runs: Path, words: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]
+    runs: Path, words: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["serve", str(runs / words[0]), *words[1:], "--print"]) == 2
+    monkeypatch.chdir(runs)
+    assert main(["serve", *words, "--print"]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and part in said.err
 
@@ -145,13 +183,32 @@ def test_the_line_that_installs_an_engine(name: str, tmp_path: Path) -> None:
         find_engine(name).find(tmp_path / "env")
 
 
+def test_the_server_of_llama_cpp_python_takes_no_draft(runs: Path) -> None:
+    request = EngineRequest(
+        folder=runs,
+        name="talk",
+        host="127.0.0.1",
+        port=1,
+        fd=None,
+        device="cpu",
+        dtype="fp32",
+        sizes=sizes_of(Gpus(0, 0)),
+        memory_share=0.9,
+        token=None,
+        draft=runs,
+    )
+    with pytest.raises(BadInputError, match="--draft: the server of llama-cpp-python takes none"):
+        find_engine("llama_cpp").command(request, ["python", "-m", "llama_cpp.server"])
+
+
 def test_vllms_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if find_spec("vllm") is None:
         pytest.skip("vLLM's parser is its own: pip install vllm")
     from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "vllm", *GPUS)
+    assert main(["export", str(runs / "small"), "--out", str(runs / "draft")]) == 0
+    _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "vllm", *GPUS, "--draft", str(runs / "draft"))
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
     assert parsed.max_model_len == 64 and parsed.tensor_parallel_size == 1
 
@@ -161,12 +218,14 @@ def test_sglangs_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFi
         pytest.skip("SGLang's parser is its own: pip install sglang")
     from sglang.srt.server_args import prepare_server_args
 
-    _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", *GPUS)
+    assert main(["export", str(runs / "small"), "--out", str(runs / "sglang_draft")]) == 0
+    drafted = ("--draft", str(runs / "sglang_draft"))
+    _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", *GPUS, *drafted)
     assert prepare_server_args(words[3:]).context_length == 64
 
 
 STANDIN = """#!{python}
-import argparse, os, signal, socket
+import argparse, json, os, signal, socket
 parser = argparse.ArgumentParser()
 parser.add_argument("verb", choices=["serve"])
 parser.add_argument("model")
@@ -174,7 +233,9 @@ for name in ("served-model-name", "host", "dtype"):
     parser.add_argument("--" + name, required=True)
 for name in ("port", "max-model-len", "max-num-seqs"):
     parser.add_argument("--" + name, required=True, type=int)
+parser.add_argument("--speculative-config", required=True, type=json.loads)
 options = parser.parse_args()
+assert os.path.isfile(os.path.join(options.speculative_config["model"], "config.json"))
 if os.fork() == 0:  # as vLLM's engine core, which SIGTERM of the front does not reach
     open({pids!r}, "w").write(str(os.getpid()))
     while True:
@@ -198,7 +259,8 @@ def test_an_engine_is_awaited_compared_and_ended_with_all_that_it_started(tmp_pa
     cache, pids = tmp_path / "cache", tmp_path / "pid"
     train_run(tmp_path, cache)
     write_program(tmp_path / "env" / "bin" / "vllm", STANDIN.format(python=sys.executable, pids=str(pids)))
-    with serving(cache, tmp_path, "run", "--engine", "vllm", "--engine-env", "env", "--name", "my model") as started:
+    words = ["run", "--engine", "vllm", "--engine-env", "env", "--name", "my model", "--draft", "run"]
+    with serving(cache, tmp_path, *words) as started:
         assert started.printed[0] == "5 of 5 greedy answers equal the run's\n"
         assert "serving my model" in started.printed[1] and started.send("/v1/models")[0] == 200
     child = Path(f"/proc/{pids.read_text()}")

@@ -6,6 +6,7 @@ import argparse
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from mgpu_pipe.cli.verbs import Verb
@@ -22,7 +23,7 @@ from mgpu_pipe.serving.engines import ENGINES, Engine, find_engine
 from mgpu_pipe.serving.serve import ServeOptions, need_of, print_command, serve, with_share
 from mgpu_pipe.serving.serve_file import check_host, read_serve_file, share_gpus
 from mgpu_pipe.serving.sizes import Gpus
-from mgpu_pipe.serving.source import ServedModel, find_served
+from mgpu_pipe.serving.source import ServedModel, find_draft, find_served
 from mgpu_pipe.system.hardware import gpu_capability, host_memory, used_memory
 from mgpu_pipe.system.local_files import expand_home
 
@@ -44,7 +45,7 @@ def run_serve(argv: Sequence[str]) -> int:
     if file is not None and file.suffix in YAML and file.is_file():
         models = _read_models(file, arguments, token)
     else:
-        models = [(_find(arguments), _options(arguments, token))]
+        models = [_model_and_options(arguments, token)]
     if arguments.print:
         for model, options in models:
             print_command(model, options)
@@ -56,8 +57,10 @@ def run_serve(argv: Sequence[str]) -> int:
     return EXIT_OK
 
 
-def _find(arguments: argparse.Namespace) -> ServedModel:
-    return find_served(folder_of(arguments), arguments.frozen_weights, arguments.weights == "ema", arguments.name)
+def _model_and_options(arguments: argparse.Namespace, token: str | None) -> tuple[ServedModel, ServeOptions]:
+    model = find_served(folder_of(arguments), arguments.frozen_weights, arguments.weights == "ema", arguments.name)
+    options = _options(arguments, token)
+    return model, options if arguments.draft is None else replace(options, draft=find_draft(arguments.draft, model))
 
 
 def _read_models(
@@ -74,7 +77,7 @@ def _read_models(
     entries = [parse_arguments(_parser(), [*words, *flags]) for words in read_serve_file(file)]
     for entry in entries:
         _check(entry)
-    models = [(_find(entry), _options(entry, token)) for entry in entries]
+    models = [_model_and_options(entry, token) for entry in entries]
     gpus = _gpus(arguments)
     needs = [need_of(model, options, gpus) for model, options in models]
     check_host(needs, host_memory())
@@ -89,6 +92,7 @@ def _read_models(
 def _options(arguments: argparse.Namespace, token: str | None) -> ServeOptions:
     engine, gpus = find_engine(arguments.engine), _gpus(arguments)
     planned = {"--context": arguments.context, "--concurrency": arguments.concurrency, "--gpus": arguments.gpus}
+    planned["--draft"] = arguments.draft
     for option in (option for option, value in planned.items() if engine.is_embedded and value is not None):
         raise BadInputError(f"{option}: is for other engines than {engine.name}; leave it out, or name an --engine")
     dtype = arguments.dtype or _default_dtype(engine, gpus)
@@ -138,6 +142,7 @@ def _default_dtype(engine: Engine, gpus: Gpus) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = build_parser("serve", "Answer requests of OpenAI's interface with a model, until Ctrl-C.")
+    parser.usage = "%(prog)s [FOLDER] [options]"
     parser.add_argument("--engine", choices=ENGINES, default="transformers", help="default transformers")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; default 127.0.0.1, this machine alone")
     parser.add_argument("--port", type=count, default=8000, metavar="N", help="default 8000; 0 takes a free one")
@@ -156,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=count, metavar="N", help="plan for a machine with N GPUs; with --print")
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of each of these GPUs, e.g. 80GB")
     parser.add_argument("--memory-share", type=share, default=0.9, metavar="P", help="of each GPU; default 0.9")
+    parser.add_argument("--draft", type=Path, metavar="FOLDER", help="smaller model that proposes tokens")
     parser.add_argument("--check", action="store_true", help="compare five answers with the run's, and end")
     parser.add_argument("--verbose", action="store_true", help="show all that the engine prints")
     add_device_argument(parser)

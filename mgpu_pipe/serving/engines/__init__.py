@@ -30,6 +30,7 @@ class EngineRequest:
         device: ``cpu``, ``cuda`` or ``cuda:<number>``.
         dtype: of the weights.
         memory_share: of each GPU's memory that the engine may take.
+        draft: folder of a smaller model that proposes tokens; None for none.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class EngineRequest:
     sizes: EngineSizes
     memory_share: float
     token: str | None
+    draft: Path | None = None
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,17 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
     address = ["--host", request.host, "--port", str(request.port)]
     layers = ALL_LAYERS if sizes.gpu_bytes else "0"
     if tuple(program[1:]) == MODULE:
+        if request.draft is not None:
+            raise BadInputError(
+                "--draft: the server of llama-cpp-python takes none; install llama-server, or leave it out"
+            )
         words = ["--model", file, "--model_alias", request.name, *address]
         words += ["--n_ctx", str(sizes.context), "--n_gpu_layers", layers]
         return EngineCommand(words, {} if request.token is None else {"API_KEY": request.token})
     words = ["--model", file, "--alias", request.name, *address, "--n-gpu-layers", layers]
     words += ["--parallel", str(sizes.concurrency), "--ctx-size", str(sizes.context * sizes.concurrency)]
+    if request.draft is not None:
+        words += ["--model-draft", str(request.draft / FILE), "--gpu-layers-draft", layers]
     return EngineCommand(words, {} if request.token is None else {"LLAMA_API_KEY": request.token})
 
 

@@ -45,6 +45,8 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
         words += ["--tp-size", str(sizes.tensor_parallel), "--mem-fraction-static", f"{request.memory_share:g}"]
     else:
         words += ["--device", "cpu"]
+    if request.draft is not None:
+        words += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(request.draft)]
     if request.token is not None:
         words += ["--api-key", request.token]  # it reads no variable: other users of the machine see it
     return EngineCommand(words, OFFLINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Of vllm/v1/attention/backends/cpu_attn.py."""
 GPU_HEAD_MULTIPLE, GPU_HEAD_MAX = 8, 256
 """Of vllm/v1/attention/backends/flash_attn.py."""
+DRAFT_TOKENS = 5
+"""Tokens that a draft model proposes at a time, as in https://docs.vllm.ai/en/latest/features/speculative_decoding/."""
 
 
 def _find(environment: Path | None) -> Sequence[str]:
@@ -49,6 +52,9 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
         *("--host", request.host, "--port", str(request.port), "--dtype", TORCH_DTYPES[request.dtype]),
         *("--max-model-len", str(sizes.context), "--max-num-seqs", str(sizes.concurrency)),
     ]
+    if request.draft is not None:
+        draft = {"method": "draft_model", "model": str(request.draft), "num_speculative_tokens": DRAFT_TOKENS}
+        words += ["--speculative-config", json.dumps(draft)]
     environment = {**OFFLINE, "VLLM_NO_USAGE_STATS": "1"}
     if sizes.gpu_bytes:
         words += ["--tensor-parallel-size", str(sizes.tensor_parallel)]
