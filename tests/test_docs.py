@@ -34,6 +34,7 @@ LONG = tuple(
     for page in (
         "guides/strategies",
         "guides/embeddings",
+        "guides/rerankers",
         "guides/adapters",
         "tutorials/own_experiments",
         "guides/distillation",

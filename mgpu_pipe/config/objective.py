@@ -74,6 +74,7 @@ class Description:
             model's own code.
         refused_axes: axes of ``strategy`` that the objective does not support.
         reads_margins: whether it reads by how much an answer is better than the other.
+        joins_texts: whether a query and a document are one row of its model.
         alphabet: whether its targets are characters of an alphabet, not a tokenizer's tokens.
         other_names: other programs' names for the objective.
     """
@@ -89,6 +90,7 @@ class Description:
     attention: Literal["causal", "bidirectional", "encoder_decoder", "own"] = "causal"
     refused_axes: tuple[str, ...] = ()
     reads_margins: bool = False
+    joins_texts: bool = False
     alphabet: bool = False
     other_names: tuple[str, ...] = ()
 

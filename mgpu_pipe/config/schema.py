@@ -224,6 +224,15 @@ class ObjectiveConfig:
         """These keys with ``auto`` resolved by the run's tokenizer in ``folder``."""
         return self
 
+    def untrained(self, sizes: Mapping[str, int]) -> list[str]:
+        """Parameters on which the loss does not depend. Their gradient would be rounding alone, which Adam makes as
+        large as any other, so they stay as they are.
+
+        Args:
+            sizes: numbers of each parameter, by name.
+        """
+        return []
+
     def reserved_ids(self) -> int:
         """Number of last ids of the vocabulary that no tokenizer may use."""
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.data.cache import write_json
+from mgpu_pipe.data.text.pair_template import adapt_to_pairs
+from mgpu_pipe.data.text.tokenizer_folder import CONFIG as TOKENIZER_CONFIG
 from mgpu_pipe.data.text.tokenizer_folder import end_texts
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.import_path import python_module
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     import torch
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+SHARED_FILES = ("config.json", TOKENIZER_CONFIG)
+"""Files to which an objective adds entries."""
 
 
 def export_folder(
@@ -66,7 +72,7 @@ def export_folder(
             else:
                 stored = merge_stored(stored)
                 write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
-                if stored.maker is not None:
+                if stored.maker is not None and not _joins_texts(stored):  # they make vectors of texts
                     copy_sentence_modules(stored.maker, partial)
             copy_tokenizer(stored, partial, adapter)
             if not adapter:
@@ -81,13 +87,21 @@ def export_folder(
 
 
 def write_objective_files(stored: StoredModel, folder: Path) -> None:
-    """Write the files by which other programs use the objective's model; replaces those of the first folder."""
+    """Write the files by which other programs use the objective's model; replaces those of the first folder, and adds
+    to those of model and tokenizer."""
     if stored.config is None:
         return
     width = getattr(stored.model.config.get_text_config(), "hidden_size", 0)
     for name, content in stored.config.objective.folder_files(stored.config, width).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        write_json(folder / name, content)
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        if name in SHARED_FILES:
+            content = {**json.loads(file.read_text(encoding="utf-8")), **content}
+        write_json(file, content)
+
+
+def _joins_texts(stored: StoredModel) -> bool:
+    return stored.config is not None and description(stored.config.objective.name).joins_texts
 
 
 def copy_tokenizer(stored: StoredModel, folder: Path, adapter: bool = False) -> None:
@@ -102,6 +116,8 @@ def copy_tokenizer(stored: StoredModel, folder: Path, adapter: bool = False) -> 
         stop_at_turns(folder)
     if hasattr(stored.model, "logit_scale"):
         end_texts(folder)
+    if _joins_texts(stored):
+        adapt_to_pairs(folder, getattr(stored.model.config, "type_vocab_size", 0) > 1)
 
 
 @contextmanager

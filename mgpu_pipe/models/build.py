@@ -84,6 +84,8 @@ def run_model(config: RunConfig) -> PreTrainedModel:
     """Model of a run on the meta device, of its objective's class, with adapters; see :func:`build_meta`."""
     model = build_meta(config.model, description(config.objective.name).model_class)
     add_adapters(model, config.peft)
+    for name in config.objective.untrained({name: value.numel() for name, value in model.named_parameters()}):
+        model.get_parameter(name).requires_grad_(False)
     return model
 
 

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.preference_metrics import MARGIN, PAIR_LOSS
-from mgpu_pipe.objectives.text_config import TextHeadConfig
+from mgpu_pipe.objectives.text_config import OneOutputConfig
 
 
 @dataclass
-class RewardConfig(TextHeadConfig):
+class RewardConfig(OneOutputConfig):
     name: str = "reward"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     center_weight: float = field(default=0.0, metadata={"at_least": 0})
     """Weight of the square of a pair's summed rewards, which holds the rewards around 0 (arXiv:2312.09244)."""
-
-    def model_fields(self) -> Mapping[str, Any]:
-        return {"num_labels": 1}
-
-    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
-        classes = fields.get("num_labels", 1)
-        if classes != 1:
-            reason = "a reward model's head has one output"
-            return [ConfigError("model.config.num_labels", classes, "leave it out", reason)]
-        return super().model_errors(fields)
 
 
 def measured(sums: Sequence[float]) -> dict[str, float]:

@@ -51,11 +51,7 @@ class SequenceClassificationObjective(Objective):
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         ids, lengths = batch["input_ids"], batch["lengths"]
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-        return {"input_ids": ids, "attention_mask": mask.long(), **self._token_types(batch["token_type_ids"])}
-
-    def _token_types(self, token_type_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``token_type_ids`` as an argument, if the model has embeddings of them."""
-        return {"token_type_ids": token_type_ids} if getattr(self._config, "type_vocab_size", 0) > 1 else {}
+        return {"input_ids": ids, "attention_mask": mask.long(), **token_types(self._config, batch["token_type_ids"])}
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._losses(batch)[0]
@@ -93,9 +89,16 @@ class SequenceClassificationObjective(Objective):
         for ids, kinds, length, label in zip(*(batch[name] for name in self.batch_spec.fields), strict=True):
             if int(label) != IGNORE_INDEX:
                 end = int(length)
-                logits = forward(input_ids=ids[None, :end], **self._token_types(kinds[None, :end])).logits.float()
+                logits = forward(
+                    input_ids=ids[None, :end], **token_types(self._config, kinds[None, :end])
+                ).logits.float()
                 losses.append(-logits.log_softmax(-1)[0, int(label)])
         return Reference(torch.stack(losses).sum())
+
+
+def token_types(config: Any, token_type_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``token_type_ids`` as an argument, if the model with this configuration has embeddings of them."""
+    return {"token_type_ids": token_type_ids} if getattr(config, "type_vocab_size", 0) > 1 else {}
 
 
 OBJECTIVE = SequenceClassificationObjective

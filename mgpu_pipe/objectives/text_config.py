@@ -95,3 +95,18 @@ class TextHeadConfig(ObjectiveConfig):
         reason = "it finds a row's last token by it: the last one that is another"
         fix = "give the id that fills rows up, e.g. the tokenizer's end-of-text token (0 in those made here)"
         return [ConfigError("model.config.pad_token_id", None, fix, reason)]
+
+
+@dataclass
+class OneOutputConfig(TextHeadConfig):
+    """Keys of objectives whose head has one output."""
+
+    def model_fields(self) -> Mapping[str, Any]:
+        return {"num_labels": 1}
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        classes = fields.get("num_labels", 1)
+        if classes != 1:
+            reason = f"the head of objective={self.name} has one output"
+            return [ConfigError("model.config.num_labels", classes, "leave it out", reason)]
+        return super().model_errors(fields)

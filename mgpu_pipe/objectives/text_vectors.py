@@ -44,11 +44,7 @@ class TextVectorObjective(GlobalBatchObjective):
         ``documents``, (rows, texts - 1, size), the others."""
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Each text that is there a row, and at least one row, so that every process runs the model."""
-        there = _is_there(batch)
-        ids, lengths = batch["input_ids"].flatten(0, 1)[there], batch["lengths"].flatten()[there].clamp_min(1)
-        mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
-        return {"input_ids": ids, "attention_mask": mask.long()}
+        return present_rows(batch)[1]
 
     def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
         inputs = self.model_inputs(batch)
@@ -68,7 +64,7 @@ class TextVectorObjective(GlobalBatchObjective):
         """Queries, (rows, size), and documents, (rows, texts - 1, size), from the vectors of the present texts."""
         if self._vector_keys.normalize:
             vectors = F.normalize(vectors, dim=-1)
-        there = _is_there(batch)
+        there, _ = present_rows(batch)
         every = vectors.new_zeros(len(there), vectors.shape[1]).index_put((there,), vectors)
         queries, *documents = every.unflatten(0, batch["lengths"].shape).unbind(1)
         return {f"queries{suffix}": queries * self._vector_keys.scale, f"documents{suffix}": torch.stack(documents, 1)}
@@ -131,8 +127,11 @@ def _of_size(features: Features, size: int | None) -> Features:
     return {name: features[name + _suffix(size)] for name in SIDES}
 
 
-def _is_there(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Whether each text is encoded, (rows * texts,): all that samples have, and the first."""
+def present_rows(batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Which texts are encoded, (rows * texts,): all that samples have, and the first, so that every process runs the
+    model; and the model's inputs, a row for each of them."""
     there = batch["lengths"].flatten() > 0
     there[:1] = True
-    return there
+    ids, lengths = batch["input_ids"].flatten(0, 1)[there], batch["lengths"].flatten()[there].clamp_min(1)
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
+    return there, {"input_ids": ids, "attention_mask": mask.long()}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import (
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
     GPT2Config,
     GPT2Model,
@@ -67,6 +68,17 @@ def test_a_family_that_is_trained_without_a_head_has_none(tmp_path: Path) -> Non
     assert isinstance(run.model, BertModel)
     assert _evaluation_config(run, []).objective.name == "text_embedding"
     assert _evaluation_config(run, ["data=scored_pairs", "data.paths=[a]"]).objective.name == "text_similarity"
+
+
+def test_the_data_tell_what_a_classifier_is_evaluated_for(tmp_path: Path) -> None:
+    config = BertConfig(vocab_size=64, num_labels=1, **SIZES)
+    run = load_run(stored(BertForSequenceClassification(config), tmp_path / "bert"))
+    for source, objective in (
+        ("embedding_pairs", "reranker"),
+        ("preferences_jsonl", "reward"),
+        ("labelled_jsonl", "sequence_classification"),
+    ):
+        assert _evaluation_config(run, [f"data={source}", "data.paths=[a]"]).objective.name == objective
 
 
 def test_a_type_that_no_objective_trains_is_refused(tmp_path: Path) -> None:

@@ -291,6 +291,21 @@ CONTRACTS = {
         """,
         target="encoder.layer.1.output.dense",
     ),
+    "reranker": Contract(
+        "objective=reranker data=embedding_pairs model=bert_tiny",
+        """
+        1 exhaustive: strategy=single objective.loss=listwise
+        2: strategy=fsdp objective.loss=margin data.micro_batch_size=2; strategy=tp objective.loss=listwise
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2;
+            strategy=zero3; strategy=ddp objective.loss=listwise; strategy=zero3 objective.loss=margin;
+            strategy=fsdp precision=bf16; strategy=fsdp peft=lora peft.train_also=[classifier.*];
+            strategy=fsdp model.type=roberta model.config.pad_token_id=1; strategy=tp @electra; strategy=tp @camembert;
+            strategy=tp @distilbert; strategy=fsdp @distilbert; strategy=zero3 @electra;
+            model=llama_tiny model.config.pad_token_id=0 strategy=tp
+        4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
+        """,
+        target="bert.encoder.layer.1.output.dense",
+    ),
     "orpo": Contract(
         "objective=orpo data=preferences_jsonl model=llama_tiny",
         """

@@ -106,7 +106,10 @@ def test_margins_that_are_no_numbers_are_refused(tmp_path: Path, rows: list[Any]
     ("override", "fault"),
     [
         ("model.config.pad_token_id=null", "model.config.pad_token_id"),
-        ("+model.config.num_labels=3", "model.config.num_labels=3: a reward model's head has one output; leave it out"),
+        (
+            "+model.config.num_labels=3",
+            "model.config.num_labels=3: the head of objective=reward has one output; leave it out",
+        ),
         ("model.type=mamba", "model.type=mamba"),
         ("strategy=pp", "pp"),
     ],

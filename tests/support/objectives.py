@@ -24,6 +24,8 @@ OBJECTIVES = {
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "text_embedding": ("model=bert_tiny", "objective=text_embedding", "data=embedding_pairs")
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
+    "reranker": ("model=bert_tiny", "objective=reranker", "data=embedding_pairs")
+    + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "text_similarity": ("model=bert_tiny", "objective=text_similarity", "data=scored_pairs")
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "dpo": ("model=llama_tiny", "model.config.vocab_size=384", "objective=dpo", "data=spoken_preferences")

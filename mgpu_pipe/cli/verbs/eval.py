@@ -30,6 +30,8 @@ from mgpu_pipe.runs.hub_names import at_commits
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
 
+SHARED_CLASSES = (HEADLESS, "AutoModelForSequenceClassification")
+"""Classes of models that several objectives train on different data."""
 PROMPTS = ("query", "document")
 """Kinds of prompts that the data of embeddings has."""
 
@@ -139,7 +141,7 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
         built_by = class_of([type(run.model).__name__])
         able = [candidate for candidate in descriptions() if candidate.model_class == built_by]
         objective = able[0]
-        if built_by == HEADLESS:  # their data tell what the vectors are for
+        if built_by in SHARED_CLASSES:  # the data tell which objective it is
             samples = samples_of(compose(overrides)[0].data.source)
             objective = next((candidate for candidate in able if candidate.samples == samples), objective)
         folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective.name}"]

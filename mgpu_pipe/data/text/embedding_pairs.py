@@ -17,12 +17,14 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.notes import notes_of
+from mgpu_pipe.data.text.pair_template import pair_template
 from mgpu_pipe.data.text.pieces import special_ends
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowFolders, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
@@ -52,6 +54,19 @@ class Texts:
         """Texts of the document with most."""
         return int(np.diff(self.first).max())
 
+    def longest_rows(self, more_tokens: int | None) -> NDArray[np.int64]:
+        """Tokens of each document's longest row, (documents,).
+
+        Args:
+            more_tokens: see :class:`PreparedTextGroups`.
+        """
+        queries, lengths = self.first[:-1], self.length
+        if more_tokens is not None:
+            lengths = lengths + np.repeat(lengths[queries], np.diff(self.first)) + more_tokens
+            lengths[queries] = 0  # they are no rows
+        longest: NDArray[np.int64] = np.maximum.reduceat(lengths, queries)
+        return longest
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTextGroups(PreparedRows):
@@ -65,6 +80,9 @@ class PreparedTextGroups(PreparedRows):
     num_texts: int
     num_tokens: int
     on_too_long: str = "truncate"
+    more_tokens: int | None = None
+    """Tokens of a row of two texts less those of both alone, for a model that reads a query and a document together;
+    None where each text is a row."""
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         from mgpu_pipe.data.text.row_tensors import TextGroups
@@ -73,8 +91,7 @@ class PreparedTextGroups(PreparedRows):
         return TextGroups(TokenStore.open(folder), open_texts(folder), self, self.documents(split), reopen)
 
     def long_documents(self, folder: Path) -> NDArray[np.bool_]:
-        texts = open_texts(folder)
-        return np.maximum.reduceat(texts.length, texts.first[:-1]) > self.seq_len
+        return open_texts(folder).longest_rows(self.more_tokens) > self.seq_len
 
     def amounts(self) -> list[tuple[int, str]]:
         return [(self.num_pairs, "pairs"), (self.num_tokens, "tokens"), *self.left_out()]
@@ -99,10 +116,13 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     """Prepares the pairs of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
-        ConfigError, DataError: see there; or no pair is left.
+        ConfigError, DataError: see there; or no pair is left, or nothing to compare a positive with.
     """
     known, _ = prepare_groups(PreparedEmbeddingPairs, config, progress)
     data, train = config.data, known.train_samples
+    if known.more_tokens is not None:
+        _require_negatives(known, config)
+        return known
     if known.texts == 2 and 1 in (data.global_batch_size, train):
         reason = "a pair has no text to tell from its positive, so its loss is always 0"
         if train == 1:
@@ -111,6 +131,17 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
             )
         raise ConfigError("data.global_batch_size", 1, "use at least 2, or pairs with negatives", reason)
     return known
+
+
+def _require_negatives(known: PreparedEmbeddingPairs, config: RunConfig) -> None:
+    splits: dict[Split, str] = {"train": "to train on", "validation": "held out"}
+    for split, which in splits.items():
+        pairs = known.documents(split)
+        if split == "validation":
+            pairs = pairs[known.evaluated_samples()]
+        if len(pairs) and np.diff(open_texts(known.folder_of(split)).first)[pairs].max() == 2:
+            reason = f"no row {which} has a negative, which objective={config.objective.name} ranks below the positive"
+            raise DataError(f"data.source={config.data.source}: {reason}; give column 'negative'")
 
 
 def prepare_groups(
@@ -126,13 +157,18 @@ def prepare_groups(
         build_once(_texts(folder), partial(_find_texts, TokenStore.open(folder)))
     rule = "truncate" if data.on_too_long == "auto" else data.on_too_long
     every = [open_texts(folder) for folder in rows.names]
+    joins = description(config.objective.name).joins_texts
+    template = pair_template(rows.tokenizer_folder) if joins else None
+    more_tokens = None if template is None else template.more_tokens
     if rule == "refuse":
         for texts in every:
-            refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "texts"), texts.length)
+            lengths = texts.length if more_tokens is None else texts.longest_rows(more_tokens)
+            refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "rows" if joins else "texts"), lengths)
     padding = model_field(config.model, "pad_token_id")
     last_tokens = _last_tokens(rows.tokenizer_folder)
-    if data.seq_len <= last_tokens + 1:
-        raise ConfigError("data.seq_len", data.seq_len, f"use at least {last_tokens + 2}", "a text has special tokens")
+    least = last_tokens + 2 if template is None else template.specials + 2
+    if data.seq_len < least:
+        raise ConfigError("data.seq_len", data.seq_len, f"use at least {least}", "a text has special tokens")
     known = kind(
         **{**vars(rows), "padding_token_id": padding if isinstance(padding, int) else rows.padding_token_id},
         seq_len=data.seq_len,
@@ -143,10 +179,11 @@ def prepare_groups(
         num_tokens=sum(int(texts.length.sum()) for texts in every),
         bad_samples=notes_of(map(read_manifest, rows.names)).bad,
         on_too_long=rule,
+        more_tokens=more_tokens,
     )
     long = known.count_long()
     train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
-    identity = (data.seq_len, known.padding_token_id, *([rule] if long else []))
+    identity = (data.seq_len, known.padding_token_id, *([rule] if long else []), *(["joined"] if joins else []))
     prepared = known.with_counts(
         config,
         train,

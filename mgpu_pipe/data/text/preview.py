@@ -102,7 +102,8 @@ def parts_of(
     if isinstance(prepared, PreparedPairs):
         return [_pair(tokenizer, batch, row) for row in range(len(indices))]
     if isinstance(prepared, PreparedEmbeddingPairs):
-        return [_group(tokenizer, batch, row, 1) for row in range(len(indices))]
+        positive = 1 if prepared.more_tokens is None else 0
+        return [_group(tokenizer, batch, row, positive) for row in range(len(indices))]
     if isinstance(prepared, PreparedScoredPairs):
         return [
             [*_group(tokenizer, batch, row, -1), Part(f" \u2192 {batch['scores'][row]:g}", True)]

@@ -182,6 +182,10 @@ class TextGroups:
     Args:
         documents: of the split.
         reopen: opens the same samples in another process; picklable.
+
+    Attributes:
+        tokens: all texts' tokens, one text after another.
+        prepared: sizes of the rows.
     """
 
     def __init__(
@@ -192,7 +196,7 @@ class TextGroups:
         documents: NDArray[np.int64],
         reopen: Callable[[], SampleSet],
     ) -> None:
-        self._tokens, self._texts, self._prepared, self._reopen = store.tokens, texts, prepared, reopen
+        self.tokens, self.prepared, self._texts, self._reopen = store.tokens, prepared, texts, reopen
         self._first = texts.first[documents]
         self._count = texts.first[documents + 1] - self._first
 
@@ -207,29 +211,29 @@ class TextGroups:
         return len(indices)
 
     def positions(self, indices: NDArray[np.int64]) -> int:
-        return len(indices) * self._prepared.texts * self._prepared.seq_len
+        return len(indices) * self.prepared.texts * self.prepared.seq_len
 
     def padding(self, indices: NDArray[np.int64]) -> int:
-        return self.positions(indices) - int(np.minimum(self._ranges(indices)[1], self._prepared.seq_len).sum())
+        return self.positions(indices) - int(np.minimum(self.ranges(indices)[1], self.prepared.seq_len).sum())
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Batch of the groups ``indices`` as int64 tensors: ``input_ids``, (rows, texts, seq_len); ``lengths`` and
         ``text_numbers``, (rows, texts), 0 for a text that a sample does not have."""
-        (start, length, number), room = self._ranges(indices), self._prepared.seq_len
+        (start, length, number), room = self.ranges(indices), self.prepared.seq_len
         place, lengths = np.arange(room), np.minimum(length, room)
         # The last special tokens of a cut text stay at its end.
-        skipped = np.where(place >= room - self._prepared.last_tokens, np.maximum(length - room, 0)[..., None], 0)
-        ids = self._tokens.take(start[..., None] + place + skipped, mode="clip").astype(np.int64)
+        skipped = np.where(place >= room - self.prepared.last_tokens, np.maximum(length - room, 0)[..., None], 0)
+        ids = self.tokens.take(start[..., None] + place + skipped, mode="clip").astype(np.int64)
         arrays = {
-            "input_ids": np.where(place < lengths[..., None], ids, self._prepared.padding_token_id),
+            "input_ids": np.where(place < lengths[..., None], ids, self.prepared.padding_token_id),
             "lengths": lengths,
             "text_numbers": number,
         }
         return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
-    def _ranges(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    def ranges(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """Start, length and number of each text, (rows, texts); length and number are 0 for missing texts."""
-        place = np.arange(self._prepared.texts)
+        place = np.arange(self.prepared.texts)
         there = place < self._count[indices][:, None]
         at = np.where(there, self._first[indices][:, None] + place, 0)
         texts = self._texts

@@ -153,7 +153,7 @@ BAD: list[tuple[Any, str]] = [
     ({"query": "a", "positive": "b", "negative": ["c", "b"]}, "a text of column 'negative' is the positive"),
     ({"query": "a", "positive": ["c", "b"], "negative": "b"}, "a text of column 'negative' is the positive"),
     ({"query": "a", "positive": "b", "negative": ["c", ""]}, "column 'negative' is empty"),
-    ({"query": "a", "positive": "b", "score": 0.5}, "column 'score' is not supported, a pair is right or wrong"),
+    ({"query": "a", "positive": "b", "score": 0.5}, "column 'score' is not read, a pair is right or wrong"),
 ]
 
 

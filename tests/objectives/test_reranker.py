@@ -1,0 +1,265 @@
+"""Rerankers. Oracle: sentence-transformers' losses, its evaluator of rankings, and its CrossEncoder of an export."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import BertConfig, BertForSequenceClassification
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.text.pair_template import adapt_to_pairs
+from mgpu_pipe.errors import ConfigErrors
+from mgpu_pipe.models.build import run_model
+from mgpu_pipe.objectives.reranker import RerankerObjective, ranking_sums
+from mgpu_pipe.objectives.reranker_keys import Loss, RerankerConfig, measured
+from tests.data.text.test_pair_template import configured, rows_of, samples_of
+from tests.support.command import mgpu, run_folder
+from tests.support.pair_tokenizers import write_tokenizer
+
+REASON = "sentence-transformers is the oracle of rerankers: pip install sentence-transformers"
+LOSSES: tuple[Loss, ...] = ("binary", "listwise", "margin")
+SIZES: dict[str, Any] = {
+    "vocab_size": 44,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "initializer_range": 0.3,
+    "num_labels": 1,
+}
+
+
+def bert(seed: int = 0, dtype: torch.dtype = torch.float32) -> BertForSequenceClassification:
+    torch.manual_seed(seed)
+    model: Any = BertForSequenceClassification(BertConfig(**SIZES))
+    with torch.no_grad():
+        model.classifier.bias.fill_(0.3)
+    whole: BertForSequenceClassification = model.to(dtype)
+    return whole
+
+
+def objective_of(model: Any, loss: Loss) -> RerankerObjective:
+    return RerankerObjective(model, None, lambda _: 1.0, RerankerConfig(loss=loss))
+
+
+def cut(batch: dict[str, torch.Tensor], *sizes: int) -> list[dict[str, torch.Tensor]]:
+    parts = zip(*(value.split(sizes) for value in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
+
+
+def mean_loss(objective: RerankerObjective, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The loss of a step of these micro-batches; backpropagated."""
+    terms = sum(objective.batch_spec.valid_targets(batch) for batch in batches)
+    losses = [objective.micro_batch_loss(batch) / terms for batch in batches]
+    torch.stack(losses).sum().backward()
+    return torch.stack(losses).sum().detach()
+
+
+def published_loss(whole: Any, loss: Loss, rows: list[Any]) -> torch.Tensor:
+    """Loss of sentence-transformers over ``rows``; in float64 the binary one is torch's, as theirs is in float32."""
+    from sentence_transformers.cross_encoder import losses
+
+    queries, documents = [row["query"] for row in rows], [[row["positive"], *row["negative"]] for row in rows]
+    labels = [torch.tensor([1.0, *[0.0] * (len(each) - 1)]) for each in documents]
+    if loss == "binary":
+        flat = [document for each in documents for document in each]
+        repeated = [query for query, each in zip(queries, documents, strict=True) for _ in each]
+        result: torch.Tensor = losses.BinaryCrossEntropyLoss(whole)([repeated, flat], torch.cat(labels))
+        if whole.dtype == torch.float64:
+            scores = whole(whole.preprocess(list(zip(repeated, flat, strict=True))))["scores"][:, 0]
+            result = F.binary_cross_entropy_with_logits(scores, torch.cat(labels).double())
+    elif loss == "margin":
+        result = losses.RankNetLoss(whole, reduction_log="natural")([queries, documents], labels)
+    else:  # alone in its batch a query has no documents of others
+        oracle = losses.MultipleNegativesRankingLoss(whole, num_negatives=None, scale=1, activation_fn=None)
+        pairs = [pair for pair in zip(queries, documents, strict=True) if len(pair[1]) > 1]
+        each = [oracle([[query], *([text] for text in texts)], torch.zeros(1)) for query, texts in pairs]
+        result = torch.stack(each).mean()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [*((loss, torch.float32) for loss in LOSSES), ("binary", torch.float64), ("listwise", torch.float64)],
+)
+def test_loss_and_gradients_are_those_of_sentence_transformers(tmp_path: Path, loss: Loss, dtype: torch.dtype) -> None:
+    """RankNetLoss computes in float32 alone. Most rows are longer than the model is to read."""
+    library = pytest.importorskip("sentence_transformers", reason=REASON)
+    rows, model = rows_of(9), bert(dtype=dtype)
+    _, samples = samples_of(configured(tmp_path, rows, f"objective.loss={loss}"))
+    batch = samples.batch(np.arange(9), np.arange(9))
+    model.save_pretrained(tmp_path / "model")
+    adapt_to_pairs(write_tokenizer(tmp_path / "model", "bert"), True)
+    whole = library.CrossEncoder(str(tmp_path / "model"), max_length=14, device="cpu").to(dtype).train()
+    expected = published_loss(whole, loss, rows)
+    expected.backward()
+    found = mean_loss(objective_of(model, loss), cut(batch, 1, 6, 2))
+    error = abs(float(found) - float(expected.detach())) / float(expected.detach())
+    named: dict[str, Any] = {
+        name.rpartition("model.")[2]: parameter.grad for name, parameter in whole.named_parameters()
+    }
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    total = torch.cat([gradient.flatten() for gradient in named.values()]).norm()
+    errors = {name: float((gradient - named[name]).norm() / total) for name, gradient in gradients.items()}
+    print(f"{loss} {dtype}: loss {error:.1e}, gradients {max(errors.values()):.1e}")
+    bound = 1e-6 if dtype == torch.float32 else 1e-10
+    assert error <= bound and len(errors) == len(named)
+    assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_loss_is_the_plain_formula_however_it_is_cut(loss: Loss) -> None:
+    """The last sample counts nothing, and a process without data changes nothing."""
+    model = bert()
+    objective = objective_of(model, loss)
+    batch = objective.random_batch(3, 2, 6, 9, packed=True)
+    reference = objective.reference_loss(lambda **inputs: model(**inputs), model, batch)
+    terms = objective.batch_spec.valid_targets(batch)
+    gradients = []
+    for sizes in ((6,), (2, 2, 2), (1, 5)):
+        model.zero_grad()
+        batches = [*cut(batch, *sizes), objective.batch_spec.empty(5, torch.device("cpu"))]
+        torch.testing.assert_close(
+            mean_loss(objective, batches), (reference.loss_sum / terms).detach(), rtol=1e-5, atol=0, check_dtype=False
+        )
+        gradients.append(model.bert.embeddings.word_embeddings.weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-4, atol=1e-6)
+
+
+def test_metrics_are_those_of_sentence_transformers() -> None:
+    evaluation = pytest.importorskip("sentence_transformers.cross_encoder.evaluation", reason=REASON)
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(40, 25, generator=generator).double()
+    counts = torch.randint(1, 25, (40,), generator=generator)
+    there = torch.arange(25) <= counts[:, None]
+
+    class Known:
+        model_card_data: Any = None
+
+        def predict(self, *_: Any, **__: Any) -> Any:
+            return scores[there].numpy()
+
+    samples = [{"query": "q", "positive": ["p"], "negative": ["n"] * int(count)} for count in counts]
+    evaluator = evaluation.CrossEncoderRerankingEvaluator(samples, show_progress_bar=False)
+    evaluator.store_metrics_in_model_card_data = lambda *_: None
+    expected = evaluator(Known())
+    sums = ranking_sums(scores.masked_fill(~there, -torch.inf), there.long())
+    found = measured([0.0, *sums.tolist(), 1])
+    for name in ("mrr@10", "ndcg@10"):
+        assert found[f"val/{name}"] == pytest.approx(expected[name], rel=1e-9)
+    first = [float(scores[row, 0]) > float(scores[row, 1 : 1 + count].max()) for row, count in enumerate(counts)]
+    assert found["val/accuracy"] == pytest.approx(sum(first) / 40)
+
+
+def test_equal_scores_are_no_ranking_and_queries_without_negatives_none() -> None:
+    scores = torch.tensor([[1.0, 1.0, 0.5], [2.0, -torch.inf, -torch.inf], [1.0, 0.0, 0.0]])
+    terms = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    assert ranking_sums(scores, terms).tolist() == pytest.approx([1.0, 0.0, 0.5, 1 / np.log2(3)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (("+model.config.num_labels=3",), "model.config.num_labels=3: the head of objective=reranker has one output"),
+        (("model=llama_tiny", "model.config.pad_token_id=null"), "model.config.pad_token_id=null"),
+        (("model.type=mamba",), "model.type=mamba"),
+        (("strategy=pp", "trainer.devices=2"), "strategy.pp=2: objective.name=reranker cannot"),
+        (("peft=lora",), "peft.train_also=[]: the new head of a classifier would stay untrained"),
+        (("data.query_prompt='find: '",), "data.query_prompt=find: : no program that loads the exported folder"),
+        (("data=stdlib_text",), "data.source=stdlib_text"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path: Path, overrides: tuple[str, ...], fault: str) -> None:
+    with pytest.raises(ConfigErrors) as caught:
+        preflight(configured(tmp_path, rows_of(4), *overrides))
+    assert fault in str(caught.value), caught.value
+
+
+def test_the_bias_is_not_trained_by_differences_of_scores(tmp_path: Path) -> None:
+    frozen = {}
+    for loss in LOSSES:
+        config = configured(tmp_path, rows_of(4), f"objective.loss={loss}")
+        model = run_model(prepare(config).complete(config))
+        frozen[loss] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen == {"binary": [], "listwise": ["classifier.bias"], "margin": ["classifier.bias"]}
+
+
+def ranked_rows(file: Path, number: int = 120) -> Path:
+    """Writes queries, of which every fifth is long, whose positives have a word that negatives do not have."""
+    draw = np.random.default_rng(0)
+    rows = []
+    for at in range(number):
+        first, second, *others = (f"w{word}" for word in draw.permutation(20)[:6])
+        negatives = [f"w31 {first} {others[0]}", f"w32 {others[1]}", f"w33 {others[2]} {others[3]}"][: 1 + at % 3]
+        query = f"{first} {second}" + " w34 w35" * (at % 5 == 0)
+        rows.append({"query": query, "positive": f"w30 {second}", "negative": negatives})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def metrics_of(out: str) -> dict[str, float]:
+    """Those that ``eval`` printed."""
+    found = re.findall(r"^(loss|accuracy|mrr@10|ndcg@10)\s+([\d.]+)", out, re.MULTILINE)
+    assert len(found) == 4, out
+    return {name: float(value) for name, value in found}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "kind", "seq_len"), [("binary", "plain", 7), ("listwise", "bert", 8)])
+def test_a_run_ranks_and_its_export_gives_the_same_scores(
+    tmp_path: Path, cache: Path, loss: Loss, kind: str, seq_len: int
+) -> None:
+    library = pytest.importorskip("sentence_transformers", reason=REASON)
+    from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
+
+    file, tokenizer = ranked_rows(tmp_path / "ranked.jsonl"), write_tokenizer(tmp_path / "tokenizer", kind)
+    data = ("data=embedding_pairs", f"data.paths=[{file}]", f"data.seq_len={seq_len}", f"data.tokenizer={tokenizer}")
+    model = ("model=bert_tiny", "model.config.vocab_size=44", "model.config.pad_token_id=0", "optimizer.lr=1e-3")
+    given = ("objective=reranker", f"objective.loss={loss}", "data.validation_fraction=0.2", *data, *model)
+    run = ("trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "trainer.max_steps=60", "logger=none")
+    folder = str(run_folder(mgpu(cache, tmp_path, *given, *run)))
+    mgpu(cache, tmp_path, "export", folder, "--out", "exported")
+    held_out = (*data, f"data.validation_paths=[{file}]")
+    outs = [mgpu(cache, tmp_path, "eval", place, "--device", "cpu", *held_out) for place in (folder, "exported")]
+    found = [metrics_of(out) for out in outs]
+    assert found[0]["accuracy"] > 90
+    assert {name: value for name, value in found[0].items() if name != "loss"} == {
+        name: value for name, value in found[1].items() if name != "loss"
+    }
+    whole = library.CrossEncoder(str(tmp_path / "exported"), device="cpu")
+    config = compose([*given, f"data.cache_dir={cache}", "data.validation_fraction=0"])[0]
+    check_scores(config, whole, loss, file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    samples = [{**row, "positive": [row["positive"]]} for row in rows]
+    evaluator = CrossEncoderRerankingEvaluator(samples, show_progress_bar=False)
+    expected = evaluator(whole)
+    assert found[0]["ndcg@10"] == pytest.approx(expected["ndcg@10"], abs=1e-6)
+    assert found[0]["mrr@10"] == pytest.approx(expected["mrr@10"], abs=1e-6)
+
+
+def check_scores(config: RunConfig, whole: Any, loss: Loss, file: Path) -> None:
+    """``whole`` gives the scores of the objective with its weights."""
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    prepared, samples = samples_of(config)
+    objective = objective_of(whole.model, loss)
+    every = np.arange(len(rows))
+    with torch.no_grad():
+        scores = objective._scores(samples.batch(every, every))
+    pairs = [(row["query"], document) for row in rows for document in (row["positive"], *row["negative"])]
+    expected = scores.sigmoid() if loss == "binary" else scores
+    np.testing.assert_allclose(whole.predict(pairs), expected[scores.isfinite()].numpy(), atol=1e-6)
+    assert prepared.too_long_samples > 0, "no row is cut"
