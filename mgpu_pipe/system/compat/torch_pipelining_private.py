@@ -65,7 +65,7 @@ class LeanStage(PipelineStage):
 
 
 def _replace_buffers(by_chunk: Mapping[int, Sequence[Any]]) -> None:
-    """Put what allocates a buffer in its place. Root arguments have none: torch before 2.12 lacks the attribute."""
+    """Note how each buffer is allocated and free it. Root arguments have none, before torch 2.12 not even as None."""
     for infos in by_chunk.values():
         for info in infos:
             buffer = getattr(info, "buffer", None)
@@ -87,9 +87,10 @@ def _allocate(infos: Sequence[Any]) -> None:
 
 
 def _free(infos: Sequence[Any]) -> None:
+    """Put an empty tensor in a buffer's place: torch before 2.12 clears its gradient after a step."""
     for info in infos:
         if hasattr(info, "allocate"):
-            info.buffer = None
+            info.buffer = info.buffer.new_empty(0)
 
 
 def insert_communication(schedule: PipelineScheduleMulti) -> None:
