@@ -16,7 +16,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import noise_fields
-from mgpu_pipe.system.hardware import gpu_count, torch_has_cuda
+from mgpu_pipe.system import hardware
 from mgpu_pipe.topology import ParallelDims
 
 MESH = "mesh"
@@ -142,8 +142,9 @@ def notices(config: RunConfig) -> list[Notice]:
             f"experiment={config.run.starts_from} is trained first, unless {config.run.root} holds a finished run of it"
         )
         notices.append(Notice("run.starts_from", text))
-    if config.trainer.accelerator == "auto" and gpu_count() and not torch_has_cuda():
-        notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpu_count()} GPUs here"))
+    gpus = hardware.gpu_count()
+    if config.trainer.accelerator == "auto" and gpus and not hardware.torch_has_cuda():
+        notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpus} GPUs here"))
     notices += [Notice(key, text) for key, text in device_notices(config)]
     if emulated := emulated_type(config):
         text = f"this CPU emulates {emulated}: correct, and several times slower than fp32"
