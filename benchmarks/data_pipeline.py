@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.support import finish
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.source import open_source
+from mgpu_pipe.data.data_source import open_source
 from mgpu_pipe.data.text.encode_source import encode_all
 from mgpu_pipe.data.text.packing import pack
 from mgpu_pipe.data.text.prepare_text import prepare

@@ -21,7 +21,7 @@ from benchmarks.support import finish
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.models.adapters.qlora import BLOCK, GROUP
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.shard_units import decoder_blocks

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmarks.step_time import framework_block, plain_block, plain_loss
 from benchmarks.support import KEEPING, finish
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.weights.pretrained import load_pretrained
 

@@ -33,7 +33,7 @@ from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.loader import train_step_batches
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.topology import BatchPlan
 

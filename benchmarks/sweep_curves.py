@@ -45,7 +45,7 @@ PROCESSES = 2
 
 def main() -> None:
     from mgpu_pipe.config.hydra.compose import compose
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.prepare_data import prepare
 
     prepare(compose(BASE)[0])
     if not TABLE.exists():
@@ -75,7 +75,7 @@ def record(share: int) -> None:
     import torch
 
     from mgpu_pipe.config.hydra.compose import compose
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.prepare_data import prepare
     from mgpu_pipe.launch.distributed import World, launcher_store, process_group
 
     torch.set_num_threads(1)

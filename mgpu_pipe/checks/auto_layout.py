@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from mgpu_pipe.checks.layouts import plan_layouts
 from mgpu_pipe.checks.notices import Notice
+from mgpu_pipe.checks.plan_layouts import plan_layouts
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.config.interfaces import INTERFACES, configured_interfaces
 from mgpu_pipe.config.resolve import AMPERE, device_type, resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig

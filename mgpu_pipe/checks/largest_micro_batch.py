@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mgpu_pipe.checks.check_sizes import size_errors
 from mgpu_pipe.checks.memory_limits import likely_fits
 from mgpu_pipe.checks.notices import Notice
-from mgpu_pipe.checks.sizes import size_errors
 from mgpu_pipe.checks.start import joined
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import family_of, stages_of
-from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.check_model import model_fields
+from mgpu_pipe.checks.check_sizes import update_errors
 from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.run_hardware import CPU
-from mgpu_pipe.checks.sizes import update_errors
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig

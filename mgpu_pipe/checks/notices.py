@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.devices import device_notices, emulated_type
-from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.model_axes import across_nodes
 from mgpu_pipe.checks.start import joined
 from mgpu_pipe.config.data_sources import find_source, unread_keys

@@ -1,7 +1,7 @@
 """Checks patterns of parameter and layer names against the source of the model's family.
 
 Building a model takes seconds, so a name that is nowhere in the source of its modules is refused at once. Names in the
-source are checked against the built model afterwards (:func:`mgpu_pipe.checks.model.check_built`).
+source are checked against the built model afterwards (:func:`mgpu_pipe.checks.check_model.check_built`).
 """
 
 from __future__ import annotations

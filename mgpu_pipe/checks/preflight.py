@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from mgpu_pipe.checks.devices import numerics_errors
-from mgpu_pipe.checks.fitting import sample_errors, task_errors
-from mgpu_pipe.checks.memory_limits import memory_notice
-from mgpu_pipe.checks.model import (
+from mgpu_pipe.checks.check_model import (
     check_attention,
     check_built,
     check_model,
@@ -17,10 +14,13 @@ from mgpu_pipe.checks.model import (
     peft_errors,
     sequence_errors,
 )
+from mgpu_pipe.checks.check_sizes import range_errors, size_errors, update_errors
+from mgpu_pipe.checks.devices import numerics_errors
+from mgpu_pipe.checks.fitting import sample_errors, task_errors
+from mgpu_pipe.checks.memory_limits import memory_notice
 from mgpu_pipe.checks.model_axes import refused_axes_errors
 from mgpu_pipe.checks.notices import Notice, notices
 from mgpu_pipe.checks.parameter_names import name_errors
-from mgpu_pipe.checks.sizes import range_errors, size_errors, update_errors
 from mgpu_pipe.checks.start import cache_errors, check_start, joined, run_folder_errors
 from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.data_sources import find_source
@@ -144,7 +144,7 @@ def _first_of_each_key(errors: list[BadInputError]) -> list[BadInputError]:
 
 
 def _check_data(config: RunConfig) -> None:
-    from mgpu_pipe.data.source import check_sources
+    from mgpu_pipe.data.data_source import check_sources
 
     if sample_errors(config):  # data of another kind has its own error
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.config.resolve import device_type, devices_per_node, resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError

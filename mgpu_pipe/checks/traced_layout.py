@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mgpu_pipe.checks.layouts import PlannedRun, placed_on_one
-from mgpu_pipe.checks.sizes import size_errors
+from mgpu_pipe.checks.check_sizes import size_errors
+from mgpu_pipe.checks.plan_layouts import PlannedRun, placed_on_one
 from mgpu_pipe.config.resolve import resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors

@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from mgpu_pipe.checks.check_sizes import range_errors
 from mgpu_pipe.checks.devices import device_errors
-from mgpu_pipe.checks.sizes import range_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.checks.start import base_run_errors
 from mgpu_pipe.config import plugins

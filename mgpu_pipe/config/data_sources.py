@@ -1,7 +1,7 @@
 """Declarations of the shipped data sources, found by listing the folder ``data/sources``.
 
-Each module there has a ``SOURCE``: a :class:`mgpu_pipe.data.source.DataSource` under the module's name. Its declaration
-is the part that the configuration and the checks ask. Installed packages register further sources
+Each module there has a ``SOURCE``: a :class:`mgpu_pipe.data.data_source.DataSource` under the module's name. Its
+declaration is the part that the configuration and the checks ask. Installed packages register further sources
 (:mod:`mgpu_pipe.config.plugins`); those have no declaration.
 """
 

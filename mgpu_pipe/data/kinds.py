@@ -42,15 +42,15 @@ def prepare_unpaired(config: RunConfig, progress: Progress | None) -> Prepared:
 
 
 def prepare_embedding_pairs(config: RunConfig, progress: Progress | None) -> Prepared:
-    from mgpu_pipe.data.text import embedding_pairs
+    from mgpu_pipe.data.text import prepare_embedding_pairs as pairs
 
-    return embedding_pairs.prepare_embedding_pairs(config, progress)
+    return pairs.prepare_embedding_pairs(config, progress)
 
 
 def prepare_scored_pairs(config: RunConfig, progress: Progress | None) -> Prepared:
-    from mgpu_pipe.data.text import scored_pairs
+    from mgpu_pipe.data.text import prepare_scored_pairs as pairs
 
-    return scored_pairs.prepare_scored_pairs(config, progress)
+    return pairs.prepare_scored_pairs(config, progress)
 
 
 def prepare_labelled_images(config: RunConfig, progress: Progress | None) -> Prepared:
@@ -60,7 +60,7 @@ def prepare_labelled_images(config: RunConfig, progress: Progress | None) -> Pre
 
 
 def prepare_captioned_images(config: RunConfig, progress: Progress | None) -> Prepared:
-    from mgpu_pipe.data.images.captions import prepare_captions
+    from mgpu_pipe.data.images.prepare_captions import prepare_captions
 
     return prepare_captions(config, progress)
 

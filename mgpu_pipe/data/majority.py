@@ -8,7 +8,7 @@ from itertools import islice
 
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig
-from mgpu_pipe.data.source import shipped_source
+from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.errors import BadInputError
 
 COUNTED = 100_000

@@ -26,7 +26,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import BadSampleError, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.compressed import bytes_read, codec_of, open_text, table_suffix
 from mgpu_pipe.data.fingerprint import Fingerprint, check_readable
-from mgpu_pipe.data.parquet import is_parquet, parquet_lines
+from mgpu_pipe.data.parquet_rows import is_parquet, parquet_lines
 from mgpu_pipe.data.text.label_rows import label_of
 from mgpu_pipe.errors import ConfigError, DataError
 
@@ -97,7 +97,7 @@ def row_lines(
     """Yields the rows of a file. A broken row is a line that ``json_row`` refuses.
 
     Args:
-        keep: see :func:`mgpu_pipe.data.parquet.parquet_lines`.
+        keep: see :func:`mgpu_pipe.data.parquet_rows.parquet_lines`.
         nested: parse a CSV field that is a JSON list, such as messages.
 
     Raises:

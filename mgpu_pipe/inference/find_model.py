@@ -17,7 +17,7 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import check_model_config, resolved_fields
-from mgpu_pipe.models.settings import recorded_model, with_recorded_data
+from mgpu_pipe.models.model_settings import recorded_model, with_recorded_data
 from mgpu_pipe.models.weights.folder import (
     check_model_folder,
     refuse_many_modules,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
     from transformers.modeling_outputs import BaseModelOutput
 
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
     from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
 

@@ -18,7 +18,7 @@ from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.find_model import ModelSource, find_model
-from mgpu_pipe.models.settings import model_settings, require_model_settings
+from mgpu_pipe.models.model_settings import model_settings, require_model_settings
 from mgpu_pipe.models.weights.folder import whole_folder
 from mgpu_pipe.system.local_files import is_folder
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.checkpoint.tensor_slices import LocalShard
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 ReadTensor = Callable[[str, "torch.dtype"], "torch.Tensor"]
 """Returns a whole parameter or buffer by its name in the module, on the host and in the given type."""

@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.models.build import materialise, run_model
-from mgpu_pipe.models.settings import model_settings, require_model_settings
+from mgpu_pipe.models.model_settings import model_settings, require_model_settings
 from mgpu_pipe.models.weights.pretrained import restore_buffers
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.start_weights import restore_weights

@@ -15,8 +15,8 @@ from mgpu_pipe.data.images.chat_tensors import PackedChats, PictureChatSamples
 from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
 from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.conversations import SEEN
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.objectives.picture_inputs import build_picture_inputs

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.images.captions import CaptionedImages, PreparedCaptions
+from mgpu_pipe.data.images.prepare_captions import CaptionedImages, PreparedCaptions
 from mgpu_pipe.data.images.prepare_images import PreparedImages
 from mgpu_pipe.data.images.scan_images import LabelledImages
 from mgpu_pipe.data.samples import SampleSet, evaluation_numbers

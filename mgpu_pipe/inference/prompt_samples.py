@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.images.captions import PreparedCaptions
+from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
 from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
 from mgpu_pipe.data.images.prepare_images import PreparedImages
 from mgpu_pipe.data.samples import Prepared

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.selection import resolve_source
-from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig

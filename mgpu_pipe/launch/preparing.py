@@ -96,7 +96,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     Raises:
         BadInputError: the data or the model cannot be used.
     """
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.prepare_data import prepare
 
     fetch_model(config)
     with showing_preparation(config.trainer.progress) as progress:

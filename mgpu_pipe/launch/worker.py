@@ -191,7 +191,7 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
         DataError: this node's files differ from rank 0's.
     """
     from mgpu_pipe.data.cache import locked, writing_to_cache
-    from mgpu_pipe.data.prepare import prepare, read_prepared
+    from mgpu_pipe.data.prepare_data import prepare, read_prepared
     from mgpu_pipe.launch.preparing import fetch_model
 
     prepared = read_prepared(json.loads(paths.data.read_text(encoding="utf-8")))

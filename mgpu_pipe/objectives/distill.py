@@ -31,8 +31,8 @@ from mgpu_pipe.models.adapters.lora import is_adapter
 from mgpu_pipe.models.build import build_meta, materialise, materialise_empty, run_model
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.local_shards import cast_parameters
+from mgpu_pipe.models.model_settings import recorded_model
 from mgpu_pipe.models.rotary import fix_rotary_length
-from mgpu_pipe.models.settings import recorded_model
 from mgpu_pipe.models.weights.pretrained import restore_buffers
 from mgpu_pipe.models.weights.slices import FolderWeights
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference

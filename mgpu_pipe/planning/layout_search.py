@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.planning.activations import Activations
+from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import Overheads, Place, State, host_bytes, memory_terms, passes_in_flight
 from mgpu_pipe.planning.work import Work
 

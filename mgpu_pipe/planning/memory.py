@@ -22,7 +22,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.planning.activations import Activations
+from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import (
     MOVING,
     OUTSIDE,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mgpu_pipe.architectures.formulas.kept_memory import ADAM_STATE, FP32, HALF
-from mgpu_pipe.planning.activations import (
+from mgpu_pipe.planning.activation_bytes import (
     Activations,
     around_bytes,
     backward_bytes,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
 from mgpu_pipe.architectures.formulas.layer_split import StageContent, layer_costs, stage_contents, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
+from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.memory_limits import gib, predicted
-from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PeftConfig
 from mgpu_pipe.config.hydra.interpolation import written

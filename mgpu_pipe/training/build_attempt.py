@@ -18,7 +18,7 @@ from mgpu_pipe.models.build import run_model
 from mgpu_pipe.models.kernels.layers import resolve_kernels, use_liger
 from mgpu_pipe.models.kernels.packed_attention import use_flash_attention_3
 from mgpu_pipe.models.model_parts import freeze_parameters
-from mgpu_pipe.models.settings import model_settings, require_model_settings
+from mgpu_pipe.models.model_settings import model_settings, require_model_settings
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
 from mgpu_pipe.objectives.protocols import WeightMeasurer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.checks.model import DECIDED_BY, check_causality
+from mgpu_pipe.checks.check_model import DECIDED_BY, check_causality
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_types, resolved_fields

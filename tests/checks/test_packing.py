@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mgpu_pipe.architectures.find import families_with
-from mgpu_pipe.checks.model import check_attention, check_packing
+from mgpu_pipe.checks.check_model import check_attention, check_packing
 from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.run_identity import differences, mathematics_hash

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checks.model import check_tokenizer_size
+from mgpu_pipe.checks.check_model import check_tokenizer_size
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.audio.alphabet import Alphabet
 from mgpu_pipe.data.audio.transcript_tokens import words_of

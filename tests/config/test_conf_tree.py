@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
-from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hydra.compose import compose

@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import BadInputError
 from tests.support.needs import need_speech
 from tests.support.pictures import noise, packed, stored

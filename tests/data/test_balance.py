@@ -17,7 +17,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.balance import dealt, imbalance
 from mgpu_pipe.data.loader import train_step_batches
-from mgpu_pipe.data.prepare import prepare as prepare_any
+from mgpu_pipe.data.prepare_data import prepare as prepare_any
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.data.text.packed_dataset import PackedDataset

@@ -19,7 +19,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.check_recordings import check_recordings
 from mgpu_pipe.data.images.chat_rows import rows_of
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import BadInputError, DataError
 from tests.data.image.test_pictures import configured
 from tests.support.needs import need_speech

@@ -15,7 +15,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
-from mgpu_pipe.data.text.encode import EncodedBatch
+from mgpu_pipe.data.text.document_encoder import EncodedBatch
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
 from mgpu_pipe.data.text.packing import pack, valid_tokens
 from mgpu_pipe.data.text.prepare_text import PreparedData, prepare

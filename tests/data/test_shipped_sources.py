@@ -14,7 +14,7 @@ from mgpu_pipe.config.data_sources import all_sources, find_source, source_names
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.objective import descriptions
 from mgpu_pipe.config.schema import DataConfig
-from mgpu_pipe.data.source import DataSource, shipped_source
+from mgpu_pipe.data.data_source import DataSource, shipped_source
 
 PACKAGE = Path(mgpu_pipe.__file__).parent
 

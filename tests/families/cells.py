@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from mgpu_pipe.architectures.config_source import NO_DEFAULT, ConfigClass, config_class
-from mgpu_pipe.checks.model import DECIDED_BY
+from mgpu_pipe.checks.check_model import DECIDED_BY
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink_model import shrink_model

@@ -251,7 +251,7 @@ def test_a_failed_check_names_the_problem_and_not_the_file_that_is_gone(
 
 
 def test_a_chat_template_is_translated_where_turns_are_joined_as_they_are() -> None:
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
     from mgpu_pipe.inference.gguf.modelfile import go_template
 
     special = {"eos_token": "<e>", "bos_token": "<b>"}

@@ -18,7 +18,7 @@ from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from tests.support.processes import run_processes
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from tests.kernels.liger_steps import CALLS, interpret
 from tests.support.processes import run_processes
 

@@ -110,7 +110,7 @@ def test_resolved_fields_have_standard_names() -> None:
 def test_checking_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys; from mgpu_pipe.models.fields import check_model_config; from mgpu_pipe.config.schema import *;"
-        "import mgpu_pipe.checks.model, mgpu_pipe.models.weights.folder;"
+        "import mgpu_pipe.checks.check_model, mgpu_pipe.models.weights.folder;"
         "m = ModelConfig(type='mixtral', config={'hidden_size': 64}); check_model_config(m);"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )

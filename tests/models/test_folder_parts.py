@@ -13,7 +13,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import BadInputError, CheckpointError
 from mgpu_pipe.models.build import build_meta, model_config
 from mgpu_pipe.models.fields import check_model_config, resolved_fields
-from mgpu_pipe.models.settings import model_settings, require_model_settings, with_recorded_data
+from mgpu_pipe.models.model_settings import model_settings, require_model_settings, with_recorded_data
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink_model import shrink_model
 

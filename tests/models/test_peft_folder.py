@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mgpu_pipe.checks.model import check_built
+from mgpu_pipe.checks.check_model import check_built
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
-from mgpu_pipe.checks.model import check_model
+from mgpu_pipe.checks.check_model import check_model
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors

@@ -9,7 +9,7 @@ import pytest
 from mgpu_pipe.checkpoint.chunks import canonical, parse
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.models.build import model_config
-from mgpu_pipe.models.settings import model_settings, require_model_settings
+from mgpu_pipe.models.model_settings import model_settings, require_model_settings
 from tests.models.tiny import tiny_model
 
 

@@ -20,7 +20,7 @@ from mgpu_pipe.architectures.pictures import READ_WHOLE
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective

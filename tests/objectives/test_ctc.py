@@ -17,7 +17,7 @@ from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.sources.demo.spoken_digits import check_programs
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise

@@ -17,7 +17,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.order import GlobalOrder
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise, run_model

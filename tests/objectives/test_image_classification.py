@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective

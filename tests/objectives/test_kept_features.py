@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mgpu_pipe.checks.model import check_built
+from mgpu_pipe.checks.check_model import check_built
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError

@@ -14,7 +14,7 @@ import torch
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.data.text.unpaired import PreparedUnpaired
 from mgpu_pipe.data.text.unpaired_answers import unrelated_samples

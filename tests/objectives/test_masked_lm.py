@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors

@@ -19,7 +19,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.grids import chat_pixels
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import ConfigError

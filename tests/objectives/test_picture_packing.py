@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mgpu_pipe.checks.model import check_attention
+from mgpu_pipe.checks.check_model import check_attention
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise

@@ -15,7 +15,7 @@ from PIL import Image
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.check_images import check_picture_chats
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise

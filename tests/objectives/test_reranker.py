@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text.pair_template import adapt_to_pairs
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import run_model

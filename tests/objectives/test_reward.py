@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.reward import RewardObjective, SeparateConversations

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from mgpu_pipe.checks.model import check_attention
+from mgpu_pipe.checks.check_model import check_attention
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.sequence_classification import SequenceClassificationObjective

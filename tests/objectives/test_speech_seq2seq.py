@@ -15,7 +15,7 @@ import torch
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.models.build import materialise, run_model

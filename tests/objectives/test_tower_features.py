@@ -14,7 +14,7 @@ import torch
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.objectives.tower_features import LlavaFeatures, TowerFeatures

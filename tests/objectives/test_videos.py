@@ -30,7 +30,7 @@ from mgpu_pipe.data.images.demo_pictures import CLIPS, FRAMES, SIDE, WAYS, movin
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import sample_frames
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError, printable

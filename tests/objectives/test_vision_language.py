@@ -16,10 +16,10 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.chat_rows import rows_of
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.preview import lengths_of, places_of_pictures
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective

@@ -14,7 +14,7 @@ from typing import Any
 from mgpu_pipe.config.hydra.compose import compose_in, hydra_session
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.data.order import GlobalOrder
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.samples import random_of
 from mgpu_pipe.data.text.heldout_split import document_hash
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mgpu_pipe.planning.activations import Activations
+from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import Overheads, Place, State, memory_terms, passes_in_flight
 from mgpu_pipe.planning.work import Work
 

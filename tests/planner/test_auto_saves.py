@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mgpu_pipe.checks.auto_saves import with_planned_saves
-from mgpu_pipe.checks.layouts import plan_layouts
+from mgpu_pipe.checks.plan_layouts import plan_layouts
 from mgpu_pipe.checks.run_hardware import hardware_here, predicted_seconds
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose, compose_checked

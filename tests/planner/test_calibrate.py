@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgpu_pipe.checks.layouts import plan_layouts
+from mgpu_pipe.checks.plan_layouts import plan_layouts
 from mgpu_pipe.cli.verbs.calibrate import calibrate
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import ConfigError, ConfigErrors
@@ -126,7 +126,7 @@ def test_a_small_constant_is_a_number(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_calibrate_replaces_its_own_profile_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mgpu_pipe.launch.measure.measure_hardware", lambda config: measured())
+    monkeypatch.setattr("mgpu_pipe.launch.measure_hardware.measure_hardware", lambda config: measured())
     file = tmp_path / "mine.yaml"
     words = ["trainer.accelerator=cpu", "--out", str(file)]
     assert calibrate(words) == 0
@@ -140,7 +140,7 @@ def test_calibrate_replaces_its_own_profile_alone(tmp_path: Path, monkeypatch: p
 
 
 def test_a_profile_that_cannot_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mgpu_pipe.launch.measure.measure_hardware", lambda config: measured())
+    monkeypatch.setattr("mgpu_pipe.launch.measure_hardware.measure_hardware", lambda config: measured())
     monkeypatch.setattr("mgpu_pipe.planning.calibration.fitted", lambda measured: replace(TRUE, launch=-1.0))
     with pytest.raises(ConfigError, match=r"^--out=.*constants.launch=-1.0"):
         calibrate(["trainer.accelerator=cpu", f"--out={tmp_path / 'mine.yaml'}"])

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.layout_candidates import find_candidates, with_layout
-from mgpu_pipe.checks.layouts import _fits_host, plan_layouts
-from mgpu_pipe.checks.model import model_fields
+from mgpu_pipe.checks.plan_layouts import _fits_host, plan_layouts
 from mgpu_pipe.checks.preflight import preflight_errors
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checks.layouts import plan_layouts
+from mgpu_pipe.checks.plan_layouts import plan_layouts
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_OK

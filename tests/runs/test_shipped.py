@@ -11,7 +11,7 @@ import pytest
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.system.conf_folders import conf_dir
 from tests.support.needs import need_digits, need_speech
 from tests.support.processes import run_processes

@@ -12,7 +12,7 @@ import pytest
 from mgpu_pipe.config.freeze import freeze, remember
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from tests.support.processes import run_processes
 
 Composed = Callable[..., RunConfig]

@@ -30,8 +30,8 @@ def calibrate(words: list[str]) -> int:
     file, rest = _split_file(words)
 
     def job(composition: Composition) -> int:
-        from mgpu_pipe.checks.sizes import range_errors
-        from mgpu_pipe.launch.measure import measure_hardware
+        from mgpu_pipe.checks.check_sizes import range_errors
+        from mgpu_pipe.launch.measure_hardware import measure_hardware
         from mgpu_pipe.planning.calibration import profile_text
         from mgpu_pipe.planning.hardware_profile import read_profile
 

@@ -25,7 +25,7 @@ from mgpu_pipe.system.local_files import expand_home
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
     from mgpu_pipe.inference.open import LoadedRun
     from mgpu_pipe.inference.visual_prompts import PromptVisuals
 

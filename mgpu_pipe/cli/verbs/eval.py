@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
-from mgpu_pipe.cli.harness import add_harness_arguments, evaluate_by_harness, uses_harness
+from mgpu_pipe.cli.harness_arguments import add_harness_arguments, evaluate_by_harness, uses_harness
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import makes_tokens, samples_of
 from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
@@ -215,7 +215,7 @@ def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:
 
 def _prepared(run: LoadedRun, config: RunConfig) -> Prepared:
     """Data tokenised as in the run: with the run's tokenizer if preparation would give another."""
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.prepare_data import prepare
 
     tokenizer = run.tokenizer_folder
     if (

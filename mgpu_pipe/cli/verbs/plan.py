@@ -14,7 +14,7 @@ from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, print_line, print_text
 
 if TYPE_CHECKING:
-    from mgpu_pipe.checks.layouts import Losers, PlannedRun
+    from mgpu_pipe.checks.plan_layouts import Losers, PlannedRun
     from mgpu_pipe.checks.traced_layout import TracedLayout
     from mgpu_pipe.config.hydra.compose import Composition
 
@@ -48,9 +48,9 @@ def plan(words: list[str]) -> int:
         raise BadInputError(f"{HTML}: the page shows the whole plan; leave {TRACE} out")
 
     def job(composition: Composition) -> int:
-        from mgpu_pipe.checks.layouts import plan_layouts
-        from mgpu_pipe.checks.model import check_model
-        from mgpu_pipe.checks.sizes import range_errors
+        from mgpu_pipe.checks.check_model import check_model
+        from mgpu_pipe.checks.check_sizes import range_errors
+        from mgpu_pipe.checks.plan_layouts import plan_layouts
         from mgpu_pipe.checks.traced_layout import planned_layout, refuse_untraceable, typed_layout
 
         errors = composition.errors or range_errors(composition.config)
@@ -99,7 +99,7 @@ def _without_file(words: list[str]) -> tuple[list[str], str | None]:
 
 def _write_page(composition: Composition, plans: Sequence[PlannedRun], out: Path) -> None:
     """Write the page of the plans, with the best layout of each of several numbers of GPUs."""
-    from mgpu_pipe.checks.layouts import plan_layouts
+    from mgpu_pipe.checks.plan_layouts import plan_layouts
     from mgpu_pipe.report.plan_page import write_plan_page
 
     config, best = composition.config, plans[0]
@@ -156,7 +156,7 @@ def _trace(composition: Composition, layout: TracedLayout, typed: Sequence[str],
 
 def _is_replaced(word: str) -> bool:
     """Whether a plan replaces what this override sets."""
-    from mgpu_pipe.checks.layouts import LAYOUT_KEYS
+    from mgpu_pipe.checks.plan_layouts import LAYOUT_KEYS
 
     key = word.lstrip("+~").partition("=")[0]
     keys = ("strategy", "strategy.name", "strategy.pipeline", *(f"strategy.{name}" for name in LAYOUT_KEYS))
@@ -165,7 +165,7 @@ def _is_replaced(word: str) -> bool:
 
 def _with_all_words(plans: Sequence[PlannedRun], words: Sequence[str]) -> list[PlannedRun]:
     """The plans with all overrides that they need beside ``words``, whose experiment may set keys of a strategy."""
-    from mgpu_pipe.checks.layouts import words_against
+    from mgpu_pipe.checks.plan_layouts import words_against
     from mgpu_pipe.config.hydra.command_line import compose_one, parse
 
     strategies = {each.overrides[0] for each in plans}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.source import DataSource, shipped_source
+from mgpu_pipe.data.data_source import DataSource, shipped_source
 
 Speak = Callable[[DataConfig, int, Path, Progress], tuple[Path, Path]]
 """Builds or finds the cache folders of the training and the held-out recordings, given the sampling rate."""

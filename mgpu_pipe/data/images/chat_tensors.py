@@ -16,7 +16,7 @@ from mgpu_pipe.data.images.scan_images import StoredPictures
 from mgpu_pipe.data.images.videos import StoredClips
 from mgpu_pipe.data.samples import SampleSet, Split, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.encode import TRAINED
+from mgpu_pipe.data.text.document_encoder import TRAINED
 from mgpu_pipe.data.text.packing import best_fit, ranges
 from mgpu_pipe.data.text.token_store import TokenStore
 

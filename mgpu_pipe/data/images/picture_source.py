@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mgpu_pipe.config.schema import DataConfig
-from mgpu_pipe.data.source import DataSource, shipped_source
+from mgpu_pipe.data.data_source import DataSource, shipped_source
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.images.demo_pictures import Question

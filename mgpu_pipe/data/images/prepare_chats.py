@@ -23,6 +23,7 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.data_source import validation_source_config
 from mgpu_pipe.data.images.chat_source import ChatSource
 from mgpu_pipe.data.images.grids import GridPixels, PartPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
@@ -32,7 +33,6 @@ from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualIndex
 from mgpu_pipe.data.model_field import model_field, resolve_packing
 from mgpu_pipe.data.prepared_splits import held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split
-from mgpu_pipe.data.source import validation_source_config
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.prepared_rows import PreparedRows

@@ -17,8 +17,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.compressed import codec_of
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_packed_text
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.sources.text_files import FORMAT, check_text_file
 from mgpu_pipe.data.text.documents import Source
 from mgpu_pipe.data.text.file_check import check_listed

@@ -8,8 +8,8 @@ from functools import partial
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_labelled_text
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.file_check import check_first_row, check_paths
 from mgpu_pipe.data.text.label_rows import row_of

@@ -11,7 +11,7 @@ from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.config.sections import DATA
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.source import DataSource, check_sources
+from mgpu_pipe.data.data_source import DataSource, check_sources
 from mgpu_pipe.data.text.mixture_keys import MixtureConfig, slots_of, source_configs
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, raised_by
 
@@ -23,7 +23,7 @@ NAME = r"[\w.-]{1,32}"
 
 
 def check_mixture(config: RunConfig) -> None:
-    """Checks every source like :func:`mgpu_pipe.data.source.check_sources`.
+    """Checks every source like :func:`mgpu_pipe.data.data_source.check_sources`.
 
     Raises:
         ConfigErrors: with the keys below ``data.sources``.

@@ -7,8 +7,8 @@ from functools import partial
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_pairs
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.file_check import check_columns, check_first_row
 from mgpu_pipe.data.text.file_source import FileFormat, table_rows, text_of

@@ -7,10 +7,10 @@ from pathlib import Path
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.kinds import prepare_packed_text
-from mgpu_pipe.data.parquet import check_column, is_parquet, parquet_rows
-from mgpu_pipe.data.source import DataSource
+from mgpu_pipe.data.parquet_rows import check_column, is_parquet, parquet_rows
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, whole_document
 from mgpu_pipe.errors import DataError
 

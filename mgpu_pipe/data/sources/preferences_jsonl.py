@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_preferences
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.answer_format import answer_format
 from mgpu_pipe.data.text.preference_rows import preference_of
 

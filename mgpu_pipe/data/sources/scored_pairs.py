@@ -7,8 +7,8 @@ from typing import cast
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_scored_pairs
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.embedding_keys import ScoredPairsConfig
 from mgpu_pipe.data.text.file_check import check_first_row
 from mgpu_pipe.data.text.file_source import FileFormat, table_rows

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
 from mgpu_pipe.data.kinds import prepare_packed_text
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, whole_document
 from mgpu_pipe.errors import DataError
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.compressed import HEAD, codec_of
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.long_text import LongText, UndecodableError
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.documents import Text
 from mgpu_pipe.data.text.file_source import FileFormat, whole_document
 from mgpu_pipe.errors import DataError

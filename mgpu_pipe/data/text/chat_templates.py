@@ -16,8 +16,8 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.data.text import tokenizer_train
-from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.template_limits import TemplateLimit, reason
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
 from mgpu_pipe.errors import ConfigError, DataError

@@ -13,8 +13,15 @@ from typing import TypeVar
 import numpy as np
 
 from mgpu_pipe.data.ordered_work import work_in_order
+from mgpu_pipe.data.text.document_encoder import (
+    PARALLELISM,
+    PIECES,
+    EncodedBatch,
+    Encoder,
+    EncoderSpec,
+    library_threads,
+)
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.encode import PARALLELISM, PIECES, EncodedBatch, Encoder, EncoderSpec, library_threads
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.pieces import EncodedPiece, Piece, cut, join
 

@@ -11,7 +11,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP
 from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.fingerprint import check_readable
-from mgpu_pipe.data.parquet import is_parquet
+from mgpu_pipe.data.parquet_rows import is_parquet
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError, raised_by
 

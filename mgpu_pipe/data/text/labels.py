@@ -25,14 +25,14 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, refuse_too_long, rows_of_files, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_names, class_number, in_order
+from mgpu_pipe.data.data_source import validation_source_config
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.prepared_splits import held_out_share, majority_accuracy
 from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.source import validation_source_config
 from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.document_encoder import EncodedBatch
 from mgpu_pipe.data.text.documents import Document, Source
-from mgpu_pipe.data.text.encode import EncodedBatch
 from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
 from mgpu_pipe.data.text.label_rows import Row, row_of
 from mgpu_pipe.data.text.notes import Notes, notes_of, report_bad

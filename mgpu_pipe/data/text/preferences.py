@@ -26,8 +26,8 @@ from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.files import FIX
 from mgpu_pipe.data.samples import SampleSet, Split
+from mgpu_pipe.data.text.document_encoder import REJECTED
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.encode import REJECTED
 from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
 from mgpu_pipe.data.text.row_values import open_values, prepare_values

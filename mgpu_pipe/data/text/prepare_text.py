@@ -25,12 +25,12 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.data_source import open_source, validation_source_config
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
-from mgpu_pipe.data.source import open_source, validation_source_config
 from mgpu_pipe.data.text import packing
+from mgpu_pipe.data.text.document_encoder import token_dtype
 from mgpu_pipe.data.text.documents import Source
-from mgpu_pipe.data.text.encode import token_dtype
 from mgpu_pipe.data.text.encode_source import encode_all
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.notes import notes_of, report_bad

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, no_progress, writing_to_cache
+from mgpu_pipe.data.data_source import open_source, validation_source_config
 from mgpu_pipe.data.prepared_splits import PreparedSplits, held_out_share
 from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.source import open_source, validation_source_config
-from mgpu_pipe.data.text.encode import EncodedBatch, library_threads, token_dtype
+from mgpu_pipe.data.text.document_encoder import EncodedBatch, library_threads, token_dtype
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.label_rows import Row
 from mgpu_pipe.data.text.prepare_text import tokenise

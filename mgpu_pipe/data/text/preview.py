@@ -11,15 +11,15 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.embedding_pairs import PreparedEmbeddingPairs
 from mgpu_pipe.data.text.labels import PreparedLabelled
 from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 from mgpu_pipe.data.text.packing import masked_counts
 from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
 from mgpu_pipe.data.text.preferences import PreparedPreferences
+from mgpu_pipe.data.text.prepare_embedding_pairs import PreparedEmbeddingPairs
+from mgpu_pipe.data.text.prepare_scored_pairs import PreparedScoredPairs
 from mgpu_pipe.data.text.prepare_text import PreparedData
 from mgpu_pipe.data.text.prepared_rows import PreparedRows
-from mgpu_pipe.data.text.scored_pairs import PreparedScoredPairs
 from mgpu_pipe.data.text.token_store import TokenStore
 
 if TYPE_CHECKING:

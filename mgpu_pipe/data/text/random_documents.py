@@ -13,7 +13,7 @@ from math import log
 import numpy as np
 
 from mgpu_pipe.config.schema import SyntheticConfig
-from mgpu_pipe.data.text.encode import EncodedBatch
+from mgpu_pipe.data.text.document_encoder import EncodedBatch
 
 _BLOCK = 1024
 

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.encode import TRAINED
+from mgpu_pipe.data.text.document_encoder import TRAINED
 from mgpu_pipe.data.text.token_store import TokenStore, load_array
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.embedding_pairs import PreparedTextGroups, Texts
     from mgpu_pipe.data.text.labels import PreparedLabelled
     from mgpu_pipe.data.text.pairs import Pairs
+    from mgpu_pipe.data.text.prepare_embedding_pairs import PreparedTextGroups, Texts
 
 
 @dataclass(frozen=True)

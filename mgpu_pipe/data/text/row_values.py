@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, build_once, no_progress
-from mgpu_pipe.data.source import open_source, validation_source_config
+from mgpu_pipe.data.data_source import open_source, validation_source_config
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.prepared_rows import RowFolders
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array

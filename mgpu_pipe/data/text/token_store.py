@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.text.encode import EncodedBatch
+from mgpu_pipe.data.text.document_encoder import EncodedBatch
 from mgpu_pipe.data.text.notes import NOTES, Notes
 from mgpu_pipe.errors import DataError
 

@@ -20,8 +20,8 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, w
 from mgpu_pipe.data.model_field import model_field, model_vocab_size
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat_templates import SPECIAL, ChosenTemplate, chosen_template, compiled, no_template
+from mgpu_pipe.data.text.document_encoder import EncoderSpec
 from mgpu_pipe.data.text.documents import Source, Text
-from mgpu_pipe.data.text.encode import EncoderSpec
 from mgpu_pipe.data.text.tokenizer_folder import (
     CONFIG,
     FILES,
@@ -42,7 +42,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, DataError, ModelFolderE
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 _BPE_VERSION = 2
 CONVERSATIONS = ("chat", "preferences", "unpaired")

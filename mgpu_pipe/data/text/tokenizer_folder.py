@@ -25,7 +25,7 @@ from mgpu_pipe.system.local_files import (
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 TOKENIZER, CONFIG, SPECIAL_TOKENS, TEMPLATE = (
     "tokenizer.json",
@@ -113,7 +113,7 @@ def chat_of(folder: Path) -> ChatTemplate | None:
         return None
     from jinja2 import TemplateError
 
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
     from mgpu_pipe.data.text.template_limits import reason
 
     try:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from mgpu_pipe.data.cache import Progress, write_json
+from mgpu_pipe.data.text.document_encoder import library_threads
 from mgpu_pipe.data.text.documents import Text
-from mgpu_pipe.data.text.encode import library_threads
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.data.text.tokenizer_folder import MODEL_VOCABULARY
 from mgpu_pipe.errors import DataError

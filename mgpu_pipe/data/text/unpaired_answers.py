@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.text.encode import REJECTED, TRAINED
+from mgpu_pipe.data.text.document_encoder import REJECTED, TRAINED
 from mgpu_pipe.data.text.token_store import TokenStore
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.encode import TRAINED
+from mgpu_pipe.data.text.document_encoder import TRAINED
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.data.text.unpaired_answers import answer_starts, is_desirable, unrelated_samples
 

@@ -16,7 +16,7 @@ from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.inference.sampling import Sampling, row_seed
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 
 def answer_prompts(settings: AnswerSettings, run: LoadedRun, share: Share) -> None:

@@ -15,7 +15,7 @@ from mgpu_pipe.inference.generation import Prompt, encode
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 PROMPT, MESSAGES = "prompt", "messages"
 

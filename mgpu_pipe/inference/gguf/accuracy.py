@@ -71,7 +71,7 @@ def _held_out_batch(stored: StoredModel) -> Inputs | None:
     The batch has ``input_ids``, ``labels`` and where documents are packed ``position_ids``, each (rows, tokens).
     """
     from mgpu_pipe.data.loader import evaluation_step_batches
-    from mgpu_pipe.data.prepare import prepare
+    from mgpu_pipe.data.prepare_data import prepare
     from mgpu_pipe.objectives.registry import objective_class
     from mgpu_pipe.topology import BatchPlan
 

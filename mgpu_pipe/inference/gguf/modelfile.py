@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, chat_of, special_tokens, token_texts
 from mgpu_pipe.models.weights.model_files import generation_settings
 

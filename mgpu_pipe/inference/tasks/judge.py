@@ -21,7 +21,7 @@ from mgpu_pipe.training.strategy import EngineStrategy
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 LENGTHS = 64
 """Tokens; rows are padded to a multiple of this to limit the number of shapes."""

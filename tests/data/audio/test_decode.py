@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.audio.decode_audio import decode
 from mgpu_pipe.data.bad_samples import BadSampleError
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from tests.support.fuzzing import changed
 from tests.support.needs import need_speech
 from tests.support.sounds import tones

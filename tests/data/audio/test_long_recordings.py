@@ -11,7 +11,7 @@ from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.errors import ConfigErrors, DataError
 from tests.objectives.test_ctc import SPEECH
 from tests.objectives.test_speech_seq2seq import WHISPER

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.data.images.captions import PreparedCaptions
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from tests.objectives.test_contrastive import captioned
 

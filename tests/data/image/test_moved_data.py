@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.samples import Prepared
 from tests.objectives import test_ctc, test_videos, test_vision_language
 from tests.support.needs import need_pyav

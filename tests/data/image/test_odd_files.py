@@ -16,7 +16,7 @@ from PIL import Image
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.images.decode_image import ORIENTATION, decode, size_of
 from mgpu_pipe.data.images.videos import ClipFacts, frames_of, look
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.inference.visual_prompts import _decode_file
 from tests.data.image.test_pictures import configured

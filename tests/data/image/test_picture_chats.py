@@ -16,7 +16,7 @@ from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.data.images.chat_rows import rows_of
 from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
 from mgpu_pipe.data.images.visual_inputs import VisualIndex
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_out_groups
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigErrors, DataError

@@ -23,7 +23,7 @@ from mgpu_pipe.data.files import matching
 from mgpu_pipe.data.images import picture_files as sources
 from mgpu_pipe.data.images import scan_images as scan
 from mgpu_pipe.data.images.decode_image import decode
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
 from tests.support.pictures import folder_of_classes, noise, stored, strange
 from tests.support.sampling import one_in

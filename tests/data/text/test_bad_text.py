@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.data_source import check_sources
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.source import check_sources
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from tests.data.support import config
 from tests.data.text.test_too_long import row_of, trained_tokens, words

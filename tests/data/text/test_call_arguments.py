@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from tests.support.real_folders import need_chat_templates
 
 ARGUMENTS = {"city": "Zürich", "days": 3}

@@ -22,11 +22,11 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.files import read_lines
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text import template_limits
-from mgpu_pipe.data.text.answers import common_prefix
-from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.answer_finder import common_prefix
 from mgpu_pipe.data.text.chat_templates import check_chat
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
 from mgpu_pipe.data.text.prepare_text import prepare
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import CHATML, config, sentences, write_jsonl

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.text import chat_templates
-from mgpu_pipe.data.text.chat import ChatTemplate
 from mgpu_pipe.data.text.chat_templates import SPECIAL
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.prepare_text import prepare
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigError, DataError
 from tests.data.support import config, sentences, write_jsonl

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.data.source import check_sources
-from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.data_source import check_sources
 from mgpu_pipe.data.text.conversations import calls_of, messages_of, tools_of
 from mgpu_pipe.data.text.preference_rows import preference_of
 from mgpu_pipe.data.text.preferences import prepare_preferences
 from mgpu_pipe.data.text.prepare_text import prepare
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.errors import BadInputError, DataError
 from tests.data.support import config, write_jsonl
 from tests.data.text.test_chat_templates import TOOLS, template_of

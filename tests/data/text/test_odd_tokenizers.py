@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from mgpu_pipe.cli import main as cli
+from mgpu_pipe.data.text.document_encoder import Encoder, EncoderSpec
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.encode import Encoder, EncoderSpec
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 from mgpu_pipe.data.text.tokenizer_folder import FILES, chat_of, check_tokenizer, token_differences
 from mgpu_pipe.errors import BadInputError

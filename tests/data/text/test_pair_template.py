@@ -12,7 +12,7 @@ import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.pair_template import adapt_to_pairs, kept_tokens, pair_template
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import ConfigError, DataError

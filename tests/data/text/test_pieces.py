@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from mgpu_pipe.data.text import encode, encode_source, tokenizer_train
+from mgpu_pipe.data.text import document_encoder, encode_source, tokenizer_train
+from mgpu_pipe.data.text.document_encoder import EncoderSpec
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.encode import EncoderSpec
 from mgpu_pipe.data.text.encode_source import encode_all
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.pieces import PieceSize
@@ -107,15 +107,15 @@ def test_pieces_have_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest
     documents = [Document(text, "here", len(text.encode())) for seed in range(2) for text in _texts(seed)]
     whole = list(encode_all(spec, documents, 1))
     lengths: list[int] = []
-    encode_piece = encode.encode_piece
+    encode_piece = document_encoder.encode_piece
 
     def noted(tokenizer, piece, size):
         lengths.append(len(piece.text))
         return encode_piece(tokenizer, piece, size)
 
-    for module in (encode, encode_source):
+    for module in (document_encoder, encode_source):
         monkeypatch.setattr(module, "PIECES", TINY)
-    monkeypatch.setattr(encode, "encode_piece", noted)
+    monkeypatch.setattr(document_encoder, "encode_piece", noted)
     parts = list(encode_all(spec, documents, 1))
     for name in ("lengths", "hashes", "tokens"):
         one, two = (np.concatenate([getattr(batch, name) for batch in some]) for some in (whole, parts))

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer
 from mgpu_pipe.data import cache as cache_module
 from mgpu_pipe.data import fingerprint
 from mgpu_pipe.data.cache import hash_blocks
+from mgpu_pipe.data.data_source import open_source
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.source import open_source
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text import encode_source
 from mgpu_pipe.data.text import tokenizer as tokenizer_module

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, str]]] = {
     "pairs": (("model=t5_tiny", "objective=seq2seq", "data=pairs_jsonl"), ("source", "target")),

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.loader import train_step_batches
-from mgpu_pipe.data.prepare import prepare as prepare_any
+from mgpu_pipe.data.prepare_data import prepare as prepare_any
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
 from mgpu_pipe.data.text.prepare_text import prepare

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.data.text.chat import ChatTemplate
+from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.errors import BadInputError
 from tests.support.real_folders import need_chat_templates
 

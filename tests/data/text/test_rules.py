@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.data.prepare import prepare
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text import rules as made
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.data.text.rules import HELD, NOUNS, TRAINED, UNITS, overlap, rule_documents, rules

@@ -12,8 +12,8 @@ import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.prepare import prepare, read_prepared
-from mgpu_pipe.data.source import check_sources
+from mgpu_pipe.data.data_source import check_sources
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from tests.data.support import write_jsonl

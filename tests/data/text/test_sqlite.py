@@ -11,7 +11,7 @@ import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.source import check_sources, open_source
+from mgpu_pipe.data.data_source import check_sources, open_source
 from mgpu_pipe.errors import BadInputError, DataError
 
 ROWS = ["b: \u00e9t\u00e9", "a", "c\nd", "a"]

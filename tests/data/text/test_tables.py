@@ -16,8 +16,8 @@ import pyarrow.parquet
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.parquet import parquet_rows
-from mgpu_pipe.data.source import check_sources, open_source
+from mgpu_pipe.data.data_source import check_sources, open_source
+from mgpu_pipe.data.parquet_rows import parquet_rows
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.label_rows import row_of
 from mgpu_pipe.errors import BadInputError, DataError

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.source import open_source
+from mgpu_pipe.data.data_source import open_source
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.token_store import TokenStore

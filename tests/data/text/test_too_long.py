@@ -13,7 +13,7 @@ import pytest
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.bad_samples import check_rule
-from mgpu_pipe.data.prepare import prepare, read_prepared
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError

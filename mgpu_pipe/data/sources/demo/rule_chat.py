@@ -7,8 +7,8 @@ from pathlib import Path
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_packed_text
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.documents import Source
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from mgpu_pipe.config.data_sources import TEXT_KEYS, DocumentKind
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress, digest_of
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_packed_text
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.text.documents import Document, Source
 
 

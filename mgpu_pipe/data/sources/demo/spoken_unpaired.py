@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_unpaired
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.data.sources.demo.spoken_chat import open_numbers
 
 SOURCE = DataSource(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_packed_text
-from mgpu_pipe.data.source import DataSource
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 
 

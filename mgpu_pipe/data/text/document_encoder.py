@@ -24,8 +24,8 @@ from mgpu_pipe.data.text.tokenizer_folder import refuse_library_errors
 from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.text.answers import Rendered, Span
-    from mgpu_pipe.data.text.chat import ChatTemplate
+    from mgpu_pipe.data.text.answer_finder import Rendered, Span
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 
 PIECES = PieceSize()
@@ -96,7 +96,7 @@ class EncoderSpec:
     def template(self) -> ChatTemplate | None:
         if self.chat_template is None:
             return None
-        from mgpu_pipe.data.text.chat import ChatTemplate
+        from mgpu_pipe.data.text.render_chat import ChatTemplate
 
         return ChatTemplate(self.chat_template, self.special_tokens, self.stop_tokens)
 

@@ -13,7 +13,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.embedding_pairs import PreparedTextGroups, open_texts, prepare_groups
+from mgpu_pipe.data.text.prepare_embedding_pairs import PreparedTextGroups, open_texts, prepare_groups
 from mgpu_pipe.data.text.row_values import open_values, prepare_values
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigError, DataError

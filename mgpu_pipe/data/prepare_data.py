@@ -9,19 +9,19 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.images.captions import PreparedCaptions
+from mgpu_pipe.data.data_source import shipped_source
+from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
 from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
 from mgpu_pipe.data.images.prepare_images import PreparedImages
 from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.source import shipped_source
-from mgpu_pipe.data.text.embedding_pairs import PreparedEmbeddingPairs
 from mgpu_pipe.data.text.labels import PreparedLabelled
 from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 from mgpu_pipe.data.text.pairs import PreparedPairs
 from mgpu_pipe.data.text.preferences import PreparedPreferences
+from mgpu_pipe.data.text.prepare_embedding_pairs import PreparedEmbeddingPairs
+from mgpu_pipe.data.text.prepare_scored_pairs import PreparedScoredPairs
 from mgpu_pipe.data.text.prepare_text import PreparedData
-from mgpu_pipe.data.text.scored_pairs import PreparedScoredPairs
 from mgpu_pipe.data.text.unpaired import PreparedUnpaired
 
 KINDS: dict[str, type[Prepared]] = {

@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 from operator import ge, gt, le, lt
 from typing import Any
 
+from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.memory_limits import memory_errors
-from mgpu_pipe.checks.model import model_fields
 from mgpu_pipe.checks.model_axes import model_axis_errors, router_loss_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors

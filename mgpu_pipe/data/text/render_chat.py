@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 from mgpu_pipe.data.files import check_unicode, json_row
-from mgpu_pipe.data.text.answers import AnswerFinder, Rendered, Span, oddities
+from mgpu_pipe.data.text.answer_finder import AnswerFinder, Rendered, Span, oddities
 from mgpu_pipe.data.text.call_arguments import Form, form_taken, with_arguments
 from mgpu_pipe.data.text.conversations import (
     CLOSE,

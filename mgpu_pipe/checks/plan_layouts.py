@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.checks.check_sizes import size_errors, update_errors
 from mgpu_pipe.checks.layout_candidates import Candidates, find_candidates, on_processes, with_layout
 from mgpu_pipe.checks.run_hardware import CPU, computing_hardware, hardware_here
-from mgpu_pipe.checks.sizes import size_errors, update_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
