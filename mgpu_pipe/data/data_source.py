@@ -45,7 +45,7 @@ class DataSource(SourceDeclaration):
 
     check: Callable[[RunConfig], None] = pass_check
     prepare: Callable[[RunConfig, Progress | None], Prepared]
-    open: Callable[[RunConfig, Path, Progress, str], Source] | None = None
+    open: Callable[[DataConfig, Path, Progress, str], Source] | None = None
     labels: Callable[[DataConfig], Iterator[str]] | None = None
 
 
@@ -155,5 +155,5 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
         source = plug_in_source(config, _plug_in(config.data.source))
     else:
         assert shipped.open is not None, f"{shipped.name} has no documents"
-        source = shipped.open(config, cache, progress, key)
+        source = shipped.open(config.data, cache, progress, key)
     return source if config.data.on_bad_sample == "skip" else refusing_bad(source)

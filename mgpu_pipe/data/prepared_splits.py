@@ -81,7 +81,7 @@ class PreparedSplits(Prepared):
         chosen = held_out(hashes, self.fraction) if leaders is None else held_out_groups(hashes, self.fraction, leaders)
         return chosen if split == "validation" else ~chosen
 
-    def with_counts(self, config: RunConfig, train: int, held_out: int, reason: str = "", **facts: Any) -> Self:
+    def with_counts(self, data: DataConfig, train: int, held_out: int, reason: str = "", **facts: Any) -> Self:
         """Adds the numbers of training and held-out samples, and other fields.
 
         Args:
@@ -90,7 +90,6 @@ class PreparedSplits(Prepared):
         Raises:
             DataError: there is no training sample.
         """
-        data = config.data
         if not train:
             why = f": {reason}" if reason else ""
             raise DataError(f"data.source={data.source}: there is nothing to train on{why}")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import describe_too_long
 from mgpu_pipe.data.order import GlobalOrder, Order
 from mgpu_pipe.errors import ConfigError
@@ -155,16 +155,16 @@ class Prepared(ABC):
         """Unusable samples as an entry of :meth:`amounts`; empty without any."""
         return [(self.bad_samples, "left out")] if self.bad_samples else []
 
-    def too_long(self, config: RunConfig) -> str:
+    def too_long(self, data: DataConfig) -> str:
         """Describes how many samples do not fit and what happens to them; empty where all fit."""
         if not self.too_long_samples:
             return ""
-        limit = f"data.seq_len={config.data.seq_len}"
+        limit = f"data.seq_len={data.seq_len}"
         return describe_too_long(self.too_long_samples, self.amounts()[0][1], self.on_too_long, limit)
 
-    def context(self, config: RunConfig) -> float:
+    def context(self, data: DataConfig) -> float:
         """Mean over tokens of the length of a token's document within its sample."""
-        return float(config.data.seq_len)
+        return float(data.seq_len)
 
     def model_fields(self) -> Mapping[str, Any]:
         """Model configuration fields that the data decides."""

@@ -101,7 +101,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     fetch_model(config)
     with showing_preparation(config.trainer.progress) as progress:
         prepared = prepare(config, progress)
-    for note in (prepared.told, prepared.too_long(config)):
+    for note in (prepared.told, prepared.too_long(config.data)):
         if note:
             print_line(f"note: {one_line(note)}", file=sys.stderr, flush=True)
     return prepared

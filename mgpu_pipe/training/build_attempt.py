@@ -335,5 +335,5 @@ def _utilisation(attempt: Attempt, model: PreTrainedModel) -> Callable[[float], 
         elif config.model.freeze:
             freeze_parameters(whole, config.model.freeze)
 
-    per_token = training_flops_per_token(model.config, attempt.prepared.context(config), model_class, freeze)
+    per_token = training_flops_per_token(model.config, attempt.prepared.context(config.data), model_class, freeze)
     return lambda tokens_per_s: tokens_per_s * per_token / (peak * attempt.world_size)

@@ -110,7 +110,9 @@ def _amounts(
             ("pictures", f"{pictures[0]:,} pictures and videos take {pictures[1]:,} of the conversations' tokens")
         )
     if prepared.on_too_long:
-        rows.append(("too long", prepared.too_long(config) or f"none (data.on_too_long={config.data.on_too_long})"))
+        rows.append(
+            ("too long", prepared.too_long(config.data) or f"none (data.on_too_long={config.data.on_too_long})")
+        )
     if lengths is not None:
         span = f"{int(lengths.min()):,} to {int(lengths.max()):,} tokens"
         if without := uncounted_of(prepared):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
 from mgpu_pipe.data.audio.listen import Sound, frames_of, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.log_mel import LogMel
@@ -104,12 +104,12 @@ class PreparedSpeech(PreparedSplits):
     def amounts(self) -> list[tuple[int, str]]:
         return [(self.recordings, "recordings"), (round(60 * self.hours), "minutes"), *self.left_out()]
 
-    def context(self, config: RunConfig) -> float:
+    def context(self, data: DataConfig) -> float:
         return 0.0
 
-    def too_long(self, config: RunConfig) -> str:
-        assert isinstance(config.data, AudioConfig)
-        limit = f"data.max_seconds={config.data.max_seconds:g} or the model takes"
+    def too_long(self, data: DataConfig) -> str:
+        assert isinstance(data, AudioConfig)
+        limit = f"data.max_seconds={data.max_seconds:g} or the model takes"
         return describe_too_long(self.too_long_samples, "recordings or their texts", self.on_too_long, limit)
 
     def alphabet(self) -> Alphabet | Words:
@@ -183,7 +183,7 @@ def _add_counts(known: PreparedSpeech, config: RunConfig, sound: Sound, bad: lis
     trained = (_content(known.folder), _content(known.labels), known.fraction, data.speed, data.noise, data.sort_steps)
     evaluated = (_content(known.held_out_folder), _content(known.held_out_labels))
     return known.with_counts(
-        config,
+        config.data,
         train,
         available,
         bad_samples=len(bad),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.pictures import READ_WHOLE
 from mgpu_pipe.config.paths import cache_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.images.image_keys import CaptionConfig
@@ -84,10 +84,8 @@ class PreparedCaptions(PreparedImages):
         tables = (self.table, self.held_out_table)
         return super().is_here() and all(_lengths_folder(table).exists() for table in tables)
 
-    def too_long(self, config: RunConfig) -> str:
-        return describe_too_long(
-            self.too_long_samples, "captions", self.on_too_long, f"data.seq_len={config.data.seq_len}"
-        )
+    def too_long(self, data: DataConfig) -> str:
+        return describe_too_long(self.too_long_samples, "captions", self.on_too_long, f"data.seq_len={data.seq_len}")
 
     def amounts(self) -> list[tuple[int, str]]:
         samples = sum(len(load_array(folder / "labels.npy")) for folder in self.folders)

@@ -20,7 +20,7 @@ from typing_extensions import Self
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.pictures import Grid, Parts, picture_places
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.data_source import validation_source_config
@@ -139,7 +139,7 @@ class PreparedPictureChats(PreparedRows):
     def long_documents(self, folder: Path) -> NDArray[np.bool_]:
         return self.faults("train" if folder == self.folder else "validation")[1]
 
-    def too_long(self, config: RunConfig) -> str:
+    def too_long(self, data: DataConfig) -> str:
         each = "with their pictures" if self.grid or self.parts else f"each picture takes {self.tokens_a_picture}"
         limit = f"data.seq_len={self.seq_len} tokens ({each})"
         return describe_too_long(self.too_long_samples, "conversations", self.on_too_long, limit)
@@ -250,7 +250,7 @@ def _add_figures(known: PreparedPictureChats, config: RunConfig, pixels: Pixels)
         chosen = known.lengths("train")[known.documents("train")]
         train, seen = len(rows_of_lengths(chosen, data.seq_len)[0]) - 1, (*seen, packed)
     return known.with_counts(
-        config,
+        config.data,
         train,
         held_out,
         f"{left}, {held_out} are held out",

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_names, class_number
@@ -65,7 +65,7 @@ class PreparedImages(PreparedSplits):
     def amounts(self) -> list[tuple[int, str]]:
         return [(self.num_pictures, "pictures"), (len(self.classes), "classes"), *self.left_out()]
 
-    def context(self, config: RunConfig) -> float:
+    def context(self, data: DataConfig) -> float:
         return 0.0
 
     def model_fields(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def add_figures(known: Images, config: RunConfig, seen: tuple[object, ...], scan
     identity = (_FORMAT, *seen)
     apart = known.is_apart and len(held_labels)
     return known.with_counts(
-        config,
+        config.data,
         len(train),
         len(held_labels),
         majority_accuracy=majority_accuracy(train, held_labels, config),

@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 from mgpu_pipe.config.hub import DATA
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.compressed import codec_of
@@ -120,11 +120,11 @@ def check_repositories(config: RunConfig) -> None:
         raise ConfigErrors(errors)
 
 
-def open_repositories(config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
-    paths, left_out = tracked_files(config.data.paths, key)
+def open_repositories(data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
+    paths, left_out = tracked_files(data.paths, key)
     if left_out:
         _log.warning("%s: %d tracked files are binary or empty and left out", key, left_out)
-    return FORMAT.open_files(config.data, paths, cache, progress)
+    return FORMAT.open_files(data, paths, cache, progress)
 
 
 SOURCE = DataSource(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
@@ -17,8 +17,8 @@ def check_library(config: RunConfig) -> None:
     files.check_stdlib()
 
 
-def open_library(config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
-    return FORMAT.open_files(config.data, files.stdlib_files(), cache, progress)
+def open_library(data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
+    return FORMAT.open_files(data, files.stdlib_files(), cache, progress)
 
 
 SOURCE = DataSource(name="stdlib_text", check=check_library, open=open_library, prepare=prepare_packed_text)

@@ -52,13 +52,13 @@ class FileFormat(Generic[Content]):
         """Checks the files of ``data.paths`` and ``data.validation_paths``; raises their errors together."""
         check_paths(config.data, self.check_file)
 
-    def open(self, config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
+    def open(self, data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
         """Opens the documents of the files that ``data.paths`` name; see :meth:`open_files`.
 
         Raises:
             ConfigError: a path that matches nothing.
         """
-        return self.open_files(config.data, files.expand_paths(config.data.paths, key), cache, progress)
+        return self.open_files(data, files.expand_paths(data.paths, key), cache, progress)
 
     def open_files(self, data: DataConfig, paths: list[Path], cache: Path, progress: Progress) -> Source:
         """Opens the documents in ``paths``.

@@ -135,7 +135,7 @@ def _add_figures(known: PreparedLabelled, config: RunConfig) -> PreparedLabelled
     identity = (_FORMAT, known.classes, known.seq_len, known.padding_token_id, *ruled)
     apart = known.is_apart and len(held_labels)
     return known.with_counts(
-        config,
+        config.data,
         len(train),
         len(held_labels),
         f"{left}; lower data.validation_fraction",

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, writing_to_cache
 from mgpu_pipe.data.order import GlobalOrder, Order
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, weighed
@@ -188,12 +188,12 @@ class PreparedMixture(Prepared):
             )
         ] + self.left_out()
 
-    def too_long(self, config: RunConfig) -> str:
-        notes = ((name, part.too_long(config)) for name, part in zip(self.slots, self.parts, strict=True))
+    def too_long(self, data: DataConfig) -> str:
+        notes = ((name, part.too_long(data)) for name, part in zip(self.slots, self.parts, strict=True))
         return "; ".join(f"{name}: {each}" for name, each in notes if each)
 
-    def context(self, config: RunConfig) -> float:
-        tokens = [part.context(config) * slots for part, slots in zip(self.parts, self.slots.values(), strict=True)]
+    def context(self, data: DataConfig) -> float:
+        tokens = [part.context(data) * slots for part, slots in zip(self.parts, self.slots.values(), strict=True)]
         return sum(tokens) / SLOTS
 
     def as_dict(self) -> dict[str, Any]:

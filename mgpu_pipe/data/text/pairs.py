@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long, rule_of
 from mgpu_pipe.data.cache import Progress, digest_of, read_manifest
 from mgpu_pipe.data.samples import SampleSet, Split
@@ -49,7 +49,7 @@ class PreparedPairs(PreparedRows):
         long: NDArray[np.bool_] = (pairs.source_tokens > self.seq_len) | (pairs.target_tokens > self.target_len)
         return long
 
-    def too_long(self, config: RunConfig) -> str:
+    def too_long(self, data: DataConfig) -> str:
         limit = f"data.seq_len={self.seq_len} or data.target_len={self.target_len}"
         return describe_too_long(self.too_long_samples, "pairs", self.on_too_long, limit)
 
@@ -107,7 +107,7 @@ def prepare_pairs(config: RunConfig, progress: Progress | None = None) -> Prepar
     limits = f"data.seq_len={sizes[0]}, data.target_len={sizes[1]}"
     identity = (*sizes, *([known.on_too_long] if long else []))
     return known.with_counts(
-        config,
+        config.data,
         train,
         held_out,
         f"{long:,} of {known.num_pairs:,} pairs do not fit ({limits}), {held_out:,} are held out",

@@ -119,7 +119,7 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
             refuse_too_long(limit, np.where(equal_pairs(folder), 0, store.lengths))
     train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
     return known.with_counts(
-        config,
+        config.data,
         train,
         held_out,
         f"{equal} pairs are equal, {long} longer than data.seq_len={data.seq_len}, {held_out} held out",

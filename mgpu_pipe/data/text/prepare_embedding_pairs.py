@@ -185,7 +185,7 @@ def prepare_groups(
     train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
     identity = (data.seq_len, known.padding_token_id, *([rule] if long else []), *(["joined"] if joins else []))
     prepared = known.with_counts(
-        config,
+        config.data,
         train,
         held_out,
         f"{long:,} of {known.num_pairs:,} pairs do not fit (data.seq_len={data.seq_len}), {held_out:,} held out",

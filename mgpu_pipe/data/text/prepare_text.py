@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.data_source import open_source, validation_source_config
@@ -141,7 +141,7 @@ class PreparedData(Prepared):
 
         return PackedDataset.open(self, split)
 
-    def context(self, config: RunConfig) -> float:
+    def context(self, data: DataConfig) -> float:
         lengths = packing.open_packs(self.train.packs)[0].pieces.length
         some = lengths[:: max(1, len(lengths) // PIECES_LOOKED_AT)].astype(np.float64)
         return float((some**2).sum() / some.sum())
@@ -149,8 +149,8 @@ class PreparedData(Prepared):
     def is_here(self) -> bool:
         return self.folder.exists()
 
-    def too_long(self, config: RunConfig) -> str:
-        what = "conversations" if config.data.holds_conversations() else "documents"
+    def too_long(self, data: DataConfig) -> str:
+        what = "conversations" if data.holds_conversations() else "documents"
         limit = f"data.seq_len={self.seq_len}"
         return describe_too_long(self.too_long_samples, what, self.on_too_long, limit)
 

@@ -83,7 +83,7 @@ def prepare_unpaired(config: RunConfig, progress: Progress | None = None) -> Pre
         label = "every training sample is desirable" if desirable else "no training sample is desirable"
         raise DataError(f"data.source={data.source}: {label}; give answers of both labels")
     return known.with_counts(
-        config,
+        config.data,
         len(documents),
         held_out,
         f"{long} conversations are longer than data.seq_len={data.seq_len}, {held_out} held out",

@@ -50,7 +50,7 @@ def test_what_is_too_long_is_refused_or_left_out_and_counted(tmp_path: Path, kin
     left = prepare(config)
     assert isinstance(left, PreparedSpeech) and read_prepared(left.as_dict()) == left
     assert (left.train_samples, left.too_long_samples, left.bad_samples) == (8, 1, 0)
-    assert left.too_long(config).startswith("1 recordings or their texts are longer than data.max_seconds=")
+    assert left.too_long(config.data).startswith("1 recordings or their texts are longer than data.max_seconds=")
     assert left.digest == prepare(listed(tmp_path, kind, "data.on_bad_sample=skip")).digest
 
 

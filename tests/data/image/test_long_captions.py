@@ -37,10 +37,10 @@ def test_long_captions_are_cut_or_left_out_and_counted(tmp_path: Path) -> None:
     assert cut.digest == said.digest != left.digest and cut.too_long_samples == left.too_long_samples == 12
     assert cut.train_samples + cut.held_out_samples == 60 and left.train_samples + left.held_out_samples == 48
     config = captioned(tmp_path)
-    assert cut.too_long(config) == "12 captions are longer than data.seq_len=12: cut at their end " + (
+    assert cut.too_long(config.data) == "12 captions are longer than data.seq_len=12: cut at their end " + (
         "(data.on_too_long=truncate)"
     )
-    assert "12 captions are longer than data.seq_len=12: left out" in left.too_long(config)
+    assert "12 captions are longer than data.seq_len=12: left out" in left.too_long(config.data)
     config = captioned(tmp_path, "data.on_too_long=drop")
     samples = left.open(config, "train")
     batch = samples.batch(np.arange(len(samples)), np.arange(len(samples)))

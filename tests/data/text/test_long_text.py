@@ -93,7 +93,7 @@ def test_one_emoji_costs_no_more_than_its_bytes(tmp_path: Path) -> None:
     path.write_text("🚨" + sentences(0, 100) * 50_000, encoding="utf-8")
     size = path.stat().st_size
     run = config(tmp_path, source="text_files", paths=[str(path)])
-    opened = source.FORMAT.open(run, tmp_path, lambda *_: None, "data.paths")
+    opened = source.FORMAT.open(run.data, tmp_path, lambda *_: None, "data.paths")
     tracemalloc.start()
     (document,) = opened.documents()
     peak = tracemalloc.get_traced_memory()[1]

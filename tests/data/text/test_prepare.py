@@ -77,8 +77,8 @@ def test_the_context_of_a_token_is_that_of_its_piece_of_a_document(tmp_path: Pat
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
         lengths = [stop - start for start, stop in pairwise(starts) if bool((labels[start:stop] != IGNORE_INDEX).any())]
         seen += lengths
-    assert prepared.context(run) == pytest.approx(sum(n * n for n in seen) / sum(seen), rel=1e-2)
-    assert Prepared.context(prepared, run) == run.data.seq_len
+    assert prepared.context(run.data) == pytest.approx(sum(n * n for n in seen) / sum(seen), rel=1e-2)
+    assert Prepared.context(prepared, run.data) == run.data.seq_len
 
 
 def test_what_changes_the_data_changes_its_digest_and_nothing_else_does(tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def test_what_has_an_answer_is_dropped_and_counted(tmp_path: Path, source: str) 
     plain = prepared.as_dict()
     assert plain["too_long_samples"] == 2 and plain["on_too_long"] == "drop"
     assert read_prepared(json.loads(json.dumps(plain))) == prepared
-    assert "2 " in prepared.too_long(run) and "left out (data.on_too_long=drop)" in prepared.too_long(run)
-    assert alone.too_long(fitting) == ""
+    assert "2 " in prepared.too_long(run.data) and "left out (data.on_too_long=drop)" in prepared.too_long(run.data)
+    assert alone.too_long(fitting.data) == ""
 
 
 def test_text_is_split_and_no_label_is_lost(tmp_path: Path) -> None:

@@ -7,15 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_pairs
 from mgpu_pipe.data.text.documents import Document, Source
 
 
-def open_numbers(config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
-    shape = config.data.numbers
+def open_numbers(data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
+    shape = data.numbers
 
     def documents() -> Iterator[Document]:
         from mgpu_pipe.data.text.numbers import number_pairs  # imports numpy, which check does not load

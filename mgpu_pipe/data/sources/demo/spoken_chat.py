@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS, DocumentKind
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.kinds import prepare_packed_text
@@ -16,11 +16,11 @@ from mgpu_pipe.data.text.documents import Document, Source
 
 
 def open_numbers(
-    name: str, kind: DocumentKind, each: int, config: RunConfig, cache: Path, progress: Progress, key: str
+    name: str, kind: DocumentKind, each: int, data: DataConfig, cache: Path, progress: Progress, key: str
 ) -> Source:
     """Opens the numbers as documents of ``kind``, ``each`` of every number; the others are arguments of
     ``DataSource.open``."""
-    shape = config.data.numbers
+    shape = data.numbers
 
     def documents() -> Iterator[Document]:
         from mgpu_pipe.data.text.numbers import spoken_documents  # imports numpy, which check does not load

@@ -76,8 +76,8 @@ def check_library(config: RunConfig) -> None:
     files.check_stdlib()
 
 
-def open_library(config: RunConfig, cache: Path, progress: Progress, key: str) -> Source:
-    return FORMAT.open_files(config.data, files.stdlib_files(), cache, progress)
+def open_library(data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
+    return FORMAT.open_files(data, files.stdlib_files(), cache, progress)
 
 
 SOURCE = DataSource(
