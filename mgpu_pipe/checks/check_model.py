@@ -13,7 +13,7 @@ from mgpu_pipe.config.group_keys import ALL_LINEAR
 from mgpu_pipe.config.hub import hub_name, is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.model_field import model_vocab_size, resolve_packing
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, existing_file, json_file, token_texts
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
@@ -99,12 +99,12 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
         raise ConfigError("model.attn_implementation", attn_implementation, "use sdpa, or data.packing=none", reason)
 
 
-def model_fields(config: RunConfig) -> dict[str, Any]:
+def model_fields(model: ModelConfig) -> dict[str, Any]:
     """The model's configuration fields that are known without torch; empty without a valid model."""
-    if (config.model.type is None) == (config.model.path is None):
+    if (model.type is None) == (model.path is None):
         return {}
     try:
-        return resolved_fields(config.model)
+        return resolved_fields(model)
     except BadInputError:  # check_model reports it
         return {}
 
@@ -121,16 +121,16 @@ def check_model(config: RunConfig) -> None:
         if is_at_commit(model.path):  # the launch fetches and checks its weights
             check_weights_listed(model.path)
             folder = local_folder(model.path)
-            ids, made_for = _tokenizer_ids(config)
+            ids, made_for = _tokenizer_ids(config.model, config.data)
             if ids is not None:
                 check_vocabulary(folder, read_config_json(folder), ids, made_for)
         elif not model.path.strip() or not is_folder(expand_home(model.path)):
             return  # value_errors reports it
         else:
-            check_model_folder(model.path, *_tokenizer_ids(config))
-            if _reads_text(config):
+            check_model_folder(model.path, *_tokenizer_ids(config.model, config.data))
+            if _reads_text(config.data, config.objective):
                 existing_file(config)
-    elif _tokenizer_is_here(config) and _reads_text(config):
+    elif _tokenizer_is_here(config.data) and _reads_text(config.data, config.objective):
         existing_file(config)
     objective = description(config.objective.name)
     try:
@@ -153,14 +153,14 @@ def check_tokenizer_size(config: RunConfig) -> None:
     model, template, spoken = config.model, config.data.chat_template, samples == "speech"
     if spoken and description(config.objective.name).alphabet:
         _check_alphabet(config)
-    if not samples or not _reads_text(config):
+    if not samples or not _reads_text(config.data, config.objective):
         return
     if template is not None:
         from mgpu_pipe.data.text.chat_templates import chosen_template
 
-        chosen_template(config)  # a source without conversations keeps it for the export
+        chosen_template(config.model, config.data)  # a source without conversations keeps it for the export
     if model.path is None and config.data.tokenizer == "auto" and spoken:
-        transcripts_vocab_size(config)
+        transcripts_vocab_size(config.model)
     elif model.path is None and config.data.tokenizer == "auto":
         special: Sequence[str] = ()
         if template is not None:
@@ -168,8 +168,8 @@ def check_tokenizer_size(config: RunConfig) -> None:
 
             special = SPECIAL.get(template, ())
         trained_vocab_size(config, special)
-    elif "vocab_size" in model.config if model.path else _tokenizer_is_here(config):
-        size, ids = model_vocab_size(model), _tokenizer_ids(config)[0]
+    elif "vocab_size" in model.config if model.path else _tokenizer_is_here(config.data):
+        size, ids = model_vocab_size(model), _tokenizer_ids(config.model, config.data)[0]
         if size is not None and ids is not None and ids > size:
             raise ConfigError(
                 "model.config.vocab_size", size, f"use at least {ids}", f"the tokenizer has {ids} entries"
@@ -190,30 +190,30 @@ def _check_alphabet(config: RunConfig) -> None:
         raise ConfigError("model.config.vocab_size", size, fix, f"the alphabet of {folder} has {characters} entries")
 
 
-def _tokenizer_is_here(config: RunConfig) -> bool:
+def _tokenizer_is_here(data: DataConfig) -> bool:
     """Whether the configuration names an existing local tokenizer; value_errors reports a missing one."""
-    named = config.data.tokenizer
+    named = data.tokenizer
     return named != "auto" and hub_name(named) is None and exists(expand_home(named))
 
 
-def _reads_text(config: RunConfig) -> bool:
+def _reads_text(data: DataConfig, objective: ObjectiveConfig) -> bool:
     """Whether the model's tokenizer prepares the data; a plug-in's arrays and an alphabet need none."""
-    source = find_source(config.data.source)
+    source = find_source(data.source)
     if source is not None:
-        spelled = source.samples == "speech" and description(config.objective.name).alphabet
+        spelled = source.samples == "speech" and description(objective.name).alphabet
         return "tokenizer" in source.reads and not spelled
     from mgpu_pipe.data.arrays import array_class  # imports numpy, which other checks do without
 
-    return array_class(config.data.source) is None
+    return array_class(data.source) is None
 
 
-def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
+def _tokenizer_ids(model: ModelConfig, data: DataConfig) -> tuple[int | None, int | None]:
     """Number of ids (largest + 1) of a fine-tuning run's tokenizer, and the vocabulary size that it was made for.
 
     Each is None if unknown: without a tokenizer.json, or without the vocabulary size in its settings.
     """
-    chosen = config.model.path if config.data.tokenizer == "auto" else config.data.tokenizer
-    path = local_folder(str(chosen), "model.path" if config.data.tokenizer == "auto" else "data.tokenizer")
+    chosen = model.path if data.tokenizer == "auto" else data.tokenizer
+    path = local_folder(str(chosen), "model.path" if data.tokenizer == "auto" else "data.tokenizer")
     file = path / "tokenizer.json" if is_folder(path) else path
     if not is_file(file):
         return None, None
@@ -231,7 +231,7 @@ def _tokenizer_ids(config: RunConfig) -> tuple[int | None, int | None]:
 
 def check_attention(config: RunConfig) -> None:
 
-    fields = model_fields(config)
+    fields = model_fields(config.model)
     objective = description(config.objective.name)
     model_type, flash = fields.get("model_type"), config.model.attn_implementation in FLASH
     if model_type is None:
@@ -284,7 +284,7 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
         errors.append(ConfigError("peft.init_from", peft.init_from, "target no experts", reason))
     if not peft.targets:
         errors.append(ConfigError("peft.targets", [], f"use [{ALL_LINEAR}]", "no linear layer is targeted"))
-    most = largest_width(model_fields(config))
+    most = largest_width(model_fields(config.model))
     if most and peft.r > most:
         errors.append(ConfigError("peft.r", peft.r, f"use at most {most}", "no layer of the model is that wide"))
     return [*errors, *config.objective.adapter_errors(config)]
@@ -324,7 +324,7 @@ def check_built(config: RunConfig) -> None:
 
 
 def sequence_errors(config: RunConfig) -> list[BadInputError]:
-    fields = model_fields(config)
+    fields = model_fields(config.model)
     limit, padding = fields.get("max_position_embeddings"), fields.get("pad_token_id", 1)
     text = fields.get("text_config")
     kinds = (fields.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)

@@ -12,9 +12,10 @@ from mgpu_pipe.checks.memory_limits import memory_errors
 from mgpu_pipe.checks.model_axes import model_axis_errors, router_loss_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import resolve_precision, world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.config.synonyms import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -62,7 +63,7 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
         try:
             dims = ParallelDims.resolve(config.strategy, world_size(config))
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-            errors += [*_router_errors(config), *_reduction_errors(config, dims, plan)]
+            errors += [*_router_errors(config.model, config.objective), *_reduction_errors(config, dims, plan)]
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
             errors += [] if errors else memory_errors(config, elsewhere)
@@ -99,9 +100,9 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
     return errors
 
 
-def _router_errors(config: RunConfig) -> list[BadInputError]:
-    model_type = model_fields(config).get("model_type")
-    coefficient = getattr(config.objective, "router_aux_loss", 0.0)
+def _router_errors(model: ModelConfig, objective: ObjectiveConfig) -> list[BadInputError]:
+    model_type = model_fields(model).get("model_type")
+    coefficient = getattr(objective, "router_aux_loss", 0.0)
     return list(router_loss_errors(str(model_type), coefficient)) if model_type and coefficient else []
 
 
@@ -122,12 +123,11 @@ def _reduction_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) ->
 
 
 def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[BadInputError]:
-    fields = model_fields(config)
-    if not fields or not (dims.uses_model_axes or _uses_axis_options(config)):
+    fields = model_fields(config.model)
+    if not fields or not (dims.uses_model_axes or _uses_axis_options(config.strategy)):
         return []
     return model_axis_errors(config, dims, plan, fields)
 
 
-def _uses_axis_options(config: RunConfig) -> bool:
-    strategy = config.strategy
+def _uses_axis_options(strategy: StrategyConfig) -> bool:
     return bool(strategy.sequence_parallel or strategy.pipeline.layers)

@@ -13,7 +13,7 @@ from pathlib import Path
 from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.config.interfaces import INTERFACES, configured_interfaces
 from mgpu_pipe.config.resolve import AMPERE, device_type, resolve_precision, world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.kernels.layers import obstacle
 from mgpu_pipe.parallel.pipeline.work_order import splits_backward
@@ -66,7 +66,7 @@ COMPILERS = ("g++", "c++", "clang++")
 
 def numerics_errors(config: RunConfig) -> list[BadInputError]:
     """Errors of precision, kernels, offload and compilation that this machine or the mesh engine cannot do."""
-    kernel_errors = (*_fp8_errors(config), *_flash_errors(config), *_liger_errors(config))
+    kernel_errors = (*_fp8_errors(config), *_flash_errors(config.model), *_liger_errors(config))
     return [*kernel_errors, *_offload_errors(config), *_compile_errors(config)]
 
 
@@ -96,14 +96,14 @@ def _fp8_errors(config: RunConfig) -> list[BadInputError]:
     return []
 
 
-def _flash_errors(config: RunConfig) -> list[BadInputError]:
-    if config.model.flash_attention != "fa3" or not (why := why_no_flash_attention_3()):
+def _flash_errors(model: ModelConfig) -> list[BadInputError]:
+    if model.flash_attention != "fa3" or not (why := why_no_flash_attention_3()):
         return []
     return [ConfigError("model.flash_attention", "fa3", "use fa2", why)]
 
 
 def _liger_errors(config: RunConfig) -> list[BadInputError]:
-    if config.model.kernels != "liger" or not (fields := model_fields(config)):
+    if config.model.kernels != "liger" or not (fields := model_fields(config.model)):
         return []
     problem = obstacle(config, str(fields.get("model_type")), splits_backward(config.strategy))
     return [] if problem is None else [ConfigError("model.kernels", "liger", problem[1], problem[0])]

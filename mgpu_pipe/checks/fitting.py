@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from mgpu_pipe.config.data_sources import all_sources, samples_of
+from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.objective import Description, description, descriptions
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
@@ -34,11 +35,11 @@ def task_errors(config: RunConfig) -> Iterator[BadInputError]:
                 key, task.kind, fix, f"objective.name={objective.name} trains no model that continues text"
             )
         else:
-            yield from list(_key_errors(config, name)) or raised_by(partial(_read, config, name))
+            yield from list(_key_errors(config.eval, name)) or raised_by(partial(_read, config, name))
 
 
-def _key_errors(config: RunConfig, name: str) -> Iterator[ConfigError]:
-    task, key = config.eval.tasks[name], f"eval.tasks.{name}"
+def _key_errors(evaluation: EvalConfig, name: str) -> Iterator[ConfigError]:
+    task, key = evaluation.tasks[name], f"eval.tasks.{name}"
     default = type(task)()
     for option, kind in KIND_OF_KEY.items():
         if getattr(task, option) != getattr(default, option) and task.kind != kind:

@@ -17,7 +17,7 @@ from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.run_hardware import CPU
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.planning.hardware_profile import HardwareProfile
 from mgpu_pipe.planning.layout_search import (
@@ -124,9 +124,9 @@ def on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tupl
     return replace(config, trainer=trainer), words
 
 
-def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
-    model_type, sequence = str(fields["model_type"]), config.data.seq_len
-    refused, family = description(config.objective.name).refused_axes, family_of(model_type)
+def _allowed_sizes(data: DataConfig, objective: ObjectiveConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
+    model_type, sequence = str(fields["model_type"]), data.seq_len
+    refused, family = description(objective.name).refused_axes, family_of(model_type)
     sizes = divisors(gpus)
 
     def fitting(axis: str, errors: Any) -> tuple[int, ...]:
@@ -161,11 +161,11 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
     Raises:
         ConfigError: they allow no layout.
     """
-    fields = model_fields(config)
+    fields = model_fields(config.model)
     placed, words = on_processes(config, profile, gpus)
     samples = config.data.global_batch_size
     model = model_work(placed, fields)
-    layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed, fields, gpus))
+    layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed.data, placed.objective, fields, gpus))
     if not np.size(layouts.tp):
         fewer = max(size for size in divisors(samples) if size <= gpus)
         fix = f"use plan.gpus={fewer}, or data.global_batch_size={gpus}"

@@ -12,7 +12,7 @@ from mgpu_pipe.architectures.library_plans import STYLES, library_plan
 from mgpu_pipe.checks.pipeline import pipeline_errors
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import TEXT, part_type
 from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES
@@ -253,7 +253,7 @@ def model_axis_errors(
     errors: list[BadInputError] = list(_option_errors(config, dims))
     if not dims.uses_model_axes:
         return errors
-    refused = refused_axes_errors(config, dims, description(config.objective.name).refused_axes)
+    refused = refused_axes_errors(config.objective, dims, description(config.objective.name).refused_axes)
     if refused:
         return [*errors, *refused]
     if dims.tp > 1:
@@ -279,9 +279,9 @@ def model_axis_errors(
     return errors
 
 
-def refused_axes_errors(config: RunConfig, dims: ParallelDims, axes: Iterable[str]) -> list[ConfigError]:
+def refused_axes_errors(objective: ObjectiveConfig, dims: ParallelDims, axes: Iterable[str]) -> list[ConfigError]:
     """An error for each of these axes that is in use although the objective cannot be spread over it."""
-    reason = f"objective.name={config.objective.name} cannot be spread over it"
+    reason = f"objective.name={objective.name} cannot be spread over it"
     sizes = ((axis, getattr(dims, axis)) for axis in axes)
     return [ConfigError(f"strategy.{axis}", size, "use 1", reason) for axis, size in sizes if size > 1]
 

@@ -10,9 +10,10 @@ from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model_axes import across_nodes
 from mgpu_pipe.checks.start import joined
 from mgpu_pipe.config.data_sources import find_source, unread_keys
+from mgpu_pipe.config.group_keys import PeftConfig, SchedulerConfig
 from mgpu_pipe.config.plugins import ENGINES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import noise_fields
@@ -26,7 +27,13 @@ SIZES = tuple(ParallelDims().as_dict())
 
 def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     """Keys that are set but have no effect, each with the reason; a sweep over strategies may set them."""
-    unused = [*_data(config), *_schedule(config), *_checkpoint(config), *_precision(config), *_peft(config)]
+    unused = [
+        *_data(config.data),
+        *_schedule(config.scheduler),
+        *_checkpoint(config),
+        *_precision(config),
+        *_peft(config.peft),
+    ]
     if config.optimizer.ema.evaluate and config.optimizer.ema.decay is None:
         unused.append(("optimizer.ema.evaluate", "optimizer.ema.decay=null keeps no average"))
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
@@ -69,8 +76,8 @@ def _sizes(config: RunConfig) -> ParallelDims:
         return ParallelDims(**{axis: 2 if size == "auto" else size for axis, size in sizes.items()})
 
 
-def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
-    data, source = config.data, find_source(config.data.source)
+def _data(data: DataConfig) -> Iterator[tuple[str, str]]:
+    source = find_source(data.source)
     if source is None:  # a plug-in's source may read any key
         return
     changed = [key.name for key in fields(DEFAULT.data) if getattr(data, key.name) != getattr(DEFAULT.data, key.name)]
@@ -81,8 +88,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "data.packing", f"data.source={data.source} puts each sample in a separate row"
 
 
-def _schedule(config: RunConfig) -> Iterator[tuple[str, str]]:
-    scheduler = config.scheduler
+def _schedule(scheduler: SchedulerConfig) -> Iterator[tuple[str, str]]:
     if scheduler.decay_steps is not None and scheduler.name != "wsd":
         yield "scheduler.decay_steps", "only scheduler=wsd has a separate decay length"
     if scheduler.name == "constant" and scheduler.min_lr_ratio != DEFAULT.scheduler.min_lr_ratio:
@@ -101,10 +107,10 @@ def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "precision.tf32", "TF32 is a mode of CUDA GPUs of compute capability 8.0 and higher"
 
 
-def _peft(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.peft.name == "none":
-        for field in fields(config.peft):
-            if field.name != "name" and getattr(config.peft, field.name) != getattr(DEFAULT.peft, field.name):
+def _peft(peft: PeftConfig) -> Iterator[tuple[str, str]]:
+    if peft.name == "none":
+        for field in fields(peft):
+            if field.name != "name" and getattr(peft, field.name) != getattr(DEFAULT.peft, field.name):
                 yield f"peft.{field.name}", "peft=none has no adapters; use peft=lora"
 
 
@@ -160,7 +166,11 @@ def notices(config: RunConfig) -> list[Notice]:
         dims = ParallelDims.resolve(config.strategy, world_size(config))
         devices = dims.world_size // config.trainer.num_nodes
         notices += [Notice(key, text) for key, text in across_nodes(dims, devices)]
-    notices += [*_name_notice(config), *_warm_up_notice(config), *_noise_notice(config)]
+    notices += [
+        *_name_notice(config.model),
+        *_warm_up_notice(config.scheduler, config.trainer),
+        *_noise_notice(config.model),
+    ]
     keep = config.checkpoint
     if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
         text = f"{keep.best_metric} is measured at the end only; set trainer.val_every_n_steps"
@@ -168,11 +178,11 @@ def notices(config: RunConfig) -> list[Notice]:
     return notices
 
 
-def _name_notice(config: RunConfig) -> list[Notice]:
+def _name_notice(model: ModelConfig) -> list[Notice]:
     """Notice of a ``model.name`` that is another family's, or the option of one: it chooses nothing."""
     from mgpu_pipe.models.presets import choice_of, family_named
 
-    name, model_type = config.model.name, model_fields(config).get("model_type")
+    name, model_type = model.name, model_fields(model).get("model_type")
     family = family_named(name)
     if family is None or model_type is None or family == model_type:
         return []
@@ -180,9 +190,8 @@ def _name_notice(config: RunConfig) -> list[Notice]:
     return [Notice("model.name", text)]
 
 
-def _warm_up_notice(config: RunConfig) -> list[Notice]:
-    scheduler = config.scheduler
-    horizon = scheduler.total_steps or config.trainer.max_steps
+def _warm_up_notice(scheduler: SchedulerConfig, trainer: TrainerConfig) -> list[Notice]:
+    horizon = scheduler.total_steps or trainer.max_steps
     if horizon is None or scheduler.warmup_steps <= horizon:
         return []
     source = "scheduler.total_steps" if scheduler.total_steps else "trainer.max_steps"
@@ -191,6 +200,6 @@ def _warm_up_notice(config: RunConfig) -> list[Notice]:
     return [Notice("scheduler.warmup_steps", text)]
 
 
-def _noise_notice(config: RunConfig) -> list[Notice]:
+def _noise_notice(model: ModelConfig) -> list[Notice]:
     text = "drops at random: under another strategy or number of processes the result is equal statistically only"
-    return [Notice(f"model.config.{name}", text) for name in noise_fields(model_fields(config))[:1]]
+    return [Notice(f"model.config.{name}", text) for name in noise_fields(model_fields(model))[:1]]

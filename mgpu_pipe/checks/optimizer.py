@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
 from mgpu_pipe.config.targets.source_class import NoSuchName, NotAClass, Unknown, find_class
@@ -141,10 +142,13 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
         }
         findings = _probe(json.dumps(request))
     if findings.get("refusal") is not None:
-        return [_refusal(config, findings)]
+        return [_refusal(config.optimizer, findings)]
     if target == MUON:  # Muon gathers sharded matrices
         return []
-    return [*_scope_errors(config, dims, str(findings["scope"])), *_zero_errors(config, name, findings)]
+    return [
+        *_scope_errors(config.optimizer, config.strategy, dims, str(findings["scope"])),
+        *_zero_errors(config.optimizer, config.strategy, name, findings),
+    ]
 
 
 def torch_optimizer_name(target: str) -> str | None:
@@ -187,21 +191,23 @@ def _probe(request: str) -> Findings:
     return findings
 
 
-def _refusal(config: RunConfig, findings: Findings) -> ConfigError:
-    option, target = findings.get("option"), config.optimizer._target_
+def _refusal(optimizer: OptimizerConfig, findings: Findings) -> ConfigError:
+    option, target = findings.get("option"), optimizer._target_
     if option is None:
         return ConfigError(KEY, target, "use another optimizer, or correct optimizer.options", str(findings["refusal"]))
     default = f" (the default is {findings['default']})" if findings.get("default") else ""
     key = f"optimizer.options.{option}"
     reason = f"{target} refuses it: {findings['refusal']}"
-    return ConfigError(key, config.optimizer.options[option], f"correct it, or leave it out{default}", reason)
+    return ConfigError(key, optimizer.options[option], f"correct it, or leave it out{default}", reason)
 
 
-def _scope_errors(config: RunConfig, dims: ParallelDims, scope: str) -> list[ConfigError]:
+def _scope_errors(
+    optimizer: OptimizerConfig, strategy: StrategyConfig, dims: ParallelDims, scope: str
+) -> list[ConfigError]:
     if scope == "element":
         return []
-    target = config.optimizer._target_
-    zero = config.strategy.engine == ENGINE
+    target = optimizer._target_
+    zero = strategy.engine == ENGINE
     if scope == "tensor":
         if not zero and dims.dp_shard * dims.cp * dims.tp * dims.ep == 1:
             return []
@@ -213,14 +219,16 @@ def _scope_errors(config: RunConfig, dims: ParallelDims, scope: str) -> list[Con
     return [ConfigError(KEY, target, f"use strategy=ddp, or {ADAMW}", reason)]
 
 
-def _zero_errors(config: RunConfig, name: str | None, findings: Findings) -> list[ConfigError]:
+def _zero_errors(
+    optimizer: OptimizerConfig, strategy: StrategyConfig, name: str | None, findings: Findings
+) -> list[ConfigError]:
     """Errors with DeepSpeed, which replaces the parameters by flat tensors after the optimizer's construction."""
-    if config.strategy.engine != ENGINE:
+    if strategy.engine != ENGINE:
         return []
-    target, fix = config.optimizer._target_, f"use strategy=fsdp, or {ADAMW}"
+    target, fix = optimizer._target_, f"use strategy=fsdp, or {ADAMW}"
     if not findings["in_place"]:
         return [ConfigError(KEY, target, fix, "it replaces the parameters' tensors, which DeepSpeed shares")]
-    if findings["state_at_start"] and (name not in STATE_AT_START or config.strategy.offload == "nvme"):
+    if findings["state_at_start"] and (name not in STATE_AT_START or strategy.offload == "nvme"):
         reason = "its constructor makes the state, of the parameters and not of DeepSpeed's parts of them"
         return [ConfigError(KEY, target, fix, reason)]
     return []

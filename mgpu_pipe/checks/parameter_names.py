@@ -13,7 +13,7 @@ from typing import Any
 from mgpu_pipe.architectures.config_source import ConfigClass, config_class, modeling_source
 from mgpu_pipe.architectures.family import PARTS, parts_in
 from mgpu_pipe.config.group_keys import ALL_LINEAR
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import given_fields, part_type
@@ -50,7 +50,7 @@ def name_errors(config: RunConfig) -> list[BadInputError]:
         for key, pattern in _patterns(config)
         if pattern not in (parts if key in (TARGETS, TRAINED) else possible)
     ]
-    sources = _source(config) if patterns else None
+    sources = _source(config.model) if patterns else None
     if sources is None:
         return []
     family_source, source = "\n".join(text for text, _ in sources), "\n".join(text for pair in sources for text in pair)
@@ -111,10 +111,10 @@ def _patterns(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield TRAINED, pattern
 
 
-def _source(config: RunConfig) -> list[tuple[str, str]] | None:
+def _source(model: ModelConfig) -> list[tuple[str, str]] | None:
     """For each family of the model's parts, its source and its imports' source; None if one is missing."""
-    fields = given_fields(config.model)
-    return _source_of(str(fields.get("model_type", config.model.type)), fields)
+    fields = given_fields(model)
+    return _source_of(str(fields.get("model_type", model.type)), fields)
 
 
 def _names_of_parts(known: ConfigClass) -> list[str]:

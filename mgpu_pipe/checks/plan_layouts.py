@@ -15,8 +15,9 @@ from mgpu_pipe.checks.check_sizes import size_errors, update_errors
 from mgpu_pipe.checks.layout_candidates import Candidates, find_candidates, on_processes, with_layout
 from mgpu_pipe.checks.run_hardware import CPU, computing_hardware, hardware_here
 from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.config.resolve import devices_per_node
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.hardware_profile import GIB, HardwareProfile, load_profile
 from mgpu_pipe.planning.layout_search import Layout
@@ -100,7 +101,9 @@ def plan_layouts(config: RunConfig) -> tuple[list[PlannedRun], Losers]:
         ConfigError: no such hardware, unknown shapes, no price, or no layout that fits.
     """
     plans, losers = list[PlannedRun](), Losers()
-    worlds = [(profile, gpus) for profile in _profiles(config) for gpus in _worlds(config, profile)]
+    worlds = [
+        (profile, gpus) for profile in _profiles(config) for gpus in _worlds(config.trainer, config.plan, profile)
+    ]
     each = replace(config, plan=replace(config.plan, rows=max(1, config.plan.rows // len(worlds))))
     for profile, gpus in worlds:
         try:
@@ -122,24 +125,24 @@ def _profiles(config: RunConfig) -> list[HardwareProfile]:
     profiles = [load_profile(name, config.plan.network) for name in chosen]
     if config.plan.rank_by == "cost":
         for profile in profiles:
-            if _price(config, profile) is None:
+            if _price(config.plan, profile) is None:
                 fix = "give plan.price, dollars a GPU and hour, or dollars_per_hour in a profile of yours"
                 raise ConfigError("plan.rank_by", "cost", fix, f"{profile.name} has no price")
     return profiles
 
 
-def _price(config: RunConfig, profile: HardwareProfile) -> float | None:
-    return config.plan.price if config.plan.price is not None else profile.dollars_per_hour or None
+def _price(plan: PlanConfig, profile: HardwareProfile) -> float | None:
+    return plan.price if plan.price is not None else profile.dollars_per_hour or None
 
 
-def _worlds(config: RunConfig, profile: HardwareProfile) -> list[int]:
+def _worlds(trainer: TrainerConfig, plan: PlanConfig, profile: HardwareProfile) -> list[int]:
     """Numbers of GPUs to plan for."""
-    for gpus in config.plan.gpus:
+    for gpus in plan.gpus:
         if gpus < 1:
             raise ConfigError("plan.gpus", gpus, "use numbers of at least 1")
-    devices = config.trainer.devices
+    devices = trainer.devices
     each = devices if devices != "auto" else 1 if profile.accelerator == CPU else int(profile.gpus_per_node)
-    return config.plan.gpus or [each * config.trainer.num_nodes]
+    return plan.gpus or [each * trainer.num_nodes]
 
 
 def placed_on_one(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -149,7 +152,7 @@ def placed_on_one(config: RunConfig) -> tuple[RunConfig, list[str]]:
         ConfigError: no such hardware, or the GPUs fill no whole number of nodes.
     """
     profile = _profiles(config)[0]
-    return on_processes(config, profile, _worlds(config, profile)[0])
+    return on_processes(config, profile, _worlds(config.trainer, config.plan, profile)[0])
 
 
 def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Losers) -> list[PlannedRun]:
@@ -211,7 +214,7 @@ def _fitting(
             tokens_per_step=float(np.asarray(kind.layouts.tokens_per_step)[place]),
             utilisation=flops / seconds / candidates.gpus / float(hardware.peak),
             memory=memory,
-            dollars_per_hour=_price(candidates.config, profile),
+            dollars_per_hour=_price(candidates.config.plan, profile),
         )
         if len(seen) == rows:
             return

@@ -68,7 +68,7 @@ def checks(alone: Sequence[str] = (), elsewhere: bool = False) -> list[Check]:
         Check(sample_errors, ("model",)),
         Check(numerics_errors),
         Check(peft_errors, ("peft", "objective", "strategy")),
-        Check(lambda config: run_folder_errors(config, alone)),
+        Check(lambda config: run_folder_errors(config.run, config.checkpoint, alone)),
         Check(cache_errors, ("data",)),
         Check(_return_errors(check_start), ("checkpoint",)),
         Check(lambda config: size_errors(config, elsewhere), ranges=True),
@@ -161,7 +161,7 @@ def _check_plug_ins(config: RunConfig) -> None:
         from mgpu_pipe.training.trainer import objective_class
 
         axes = ("pp", "cp") if issubclass(objective_class(objective), FeatureGatherer) else ()
-        refused = refused_axes_errors(config, ParallelDims.resolve(config.strategy, world_size(config)), axes)
+        refused = refused_axes_errors(config.objective, ParallelDims.resolve(config.strategy, world_size(config)), axes)
         if refused:
             raise refused[0]
     if engine not in ENGINES:

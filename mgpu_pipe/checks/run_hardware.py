@@ -53,7 +53,7 @@ def predicted_seconds(config: RunConfig) -> tuple[float, str]:
         ConfigError: the model's shapes are unknown, the hardware has no profile, or the sizes do not fit.
     """
     profile = load_profile(next(iter(config.plan.hardware), None) or hardware_here(config), config.plan.network)
-    work = run_work(config, model_fields(config))
+    work = run_work(config, model_fields(config.model))
     if config.strategy.pp != 1:  # gathers weights and reduces gradients once a step
         work = replace(work, zero=min(work.zero, 1.0))
     return float(step_time(work, computing_hardware(config, profile), profile.fitted).total), profile.name

@@ -8,7 +8,7 @@ from typing import Any
 from mgpu_pipe.checks.lightning_needs import CALLBACKS, callback_errors, logger_errors
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import OBJECTIVES
-from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, OptimizerConfig, RunConfig
 from mgpu_pipe.config.suggest import choose_from, nearest
 from mgpu_pipe.config.targets.build_target import TARGET, check_target
 from mgpu_pipe.config.targets.source_class import NoSuchName, NotAClass, Unknown, find_class, inherited_names, signature
@@ -46,7 +46,7 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
             errors += check_target(leaf, base, key, provided) or [
                 *logger_errors(leaf, key),
                 *callback_errors(leaf, key, bool(config.logger)),
-                *_metric_errors(config, leaf, key),
+                *_metric_errors(config.objective, leaf, key),
             ]
     return errors
 
@@ -55,12 +55,12 @@ def _is_option(section: str, name: str) -> bool:
     return (conf_dir() / section / f"{name}.yaml").is_file()
 
 
-def _metric_errors(config: RunConfig, leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
+def _metric_errors(objective: ObjectiveConfig, leaf: Mapping[str, Any], key: str) -> Iterator[ConfigError]:
     """Errors of early stopping: it must monitor a metric that the objective logs. A plug-in's may log any."""
-    if EARLY_STOPPING not in inherited_names(leaf[TARGET], CALLBACKS) or config.objective.name not in OBJECTIVES:
+    if EARLY_STOPPING not in inherited_names(leaf[TARGET], CALLBACKS) or objective.name not in OBJECTIVES:
         return
     monitor, mode = leaf["monitor"], leaf.get("mode", "min")
-    logged = [metric.key for metric in description(config.objective.name).metrics]
+    logged = [metric.key for metric in description(objective.name).metrics]
     if monitor not in logged:
         yield ConfigError(f"{key}.monitor", monitor, choose_from(str(monitor), logged), "no such metric")
     patience = leaf.get("patience")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths, cache_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 from mgpu_pipe.system.joined_world import joined_processes
 from mgpu_pipe.system.local_files import exists, expand_home, is_folder, name_problem, shortened
@@ -46,11 +46,10 @@ def _is_model_folder(folder: Path) -> bool:
     return exists(folder / "config.json") and not exists(folder / "manifest.json")
 
 
-def run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInputError]:
+def run_folder_errors(run: RunOptions, checkpoint: CheckpointConfig, alone: Sequence[str]) -> list[BadInputError]:
     """Errors of a run folder that cannot be made or belongs to another run; rank 0 of a joined world checks later."""
     if joined():
         return []
-    run = config.run
     key, path_text = ("run.root", run.root) if run.dir is None else ("run.dir", run.dir)
     if not path_text.strip():
         return []  # value_errors reports it
@@ -71,7 +70,7 @@ def run_folder_errors(config: RunConfig, alone: Sequence[str]) -> list[BadInputE
     paths = RunPaths(folder.absolute())
     if is_held(paths.lock):  # the launch waits for the holder or reports it
         return []
-    return raised_by(lambda: refuse_contents(paths, config.checkpoint.resume == "auto", alone))
+    return raised_by(lambda: refuse_contents(paths, checkpoint.resume == "auto", alone))
 
 
 def cache_errors(config: RunConfig) -> list[BadInputError]:

@@ -15,8 +15,9 @@ from mgpu_pipe.checks.start import base_run_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.data_sources import file_sources, find_source, samples_of
 from mgpu_pipe.config.eval_tasks import ranked
+from mgpu_pipe.config.group_keys import SchedulerConfig
 from mgpu_pipe.config.hub import hub_name
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainerConfig
 from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.config.synonyms import VALUES
@@ -36,10 +37,10 @@ def value_errors(config: RunConfig) -> list[BadInputError]:
         *_name_errors(config),
         *slot_errors(config),
         *_path_errors(config),
-        *_model_choice(config),
-        *_attention_errors(config),
-        *_missing_paths(config),
-        *_balance_errors(config),
+        *_model_choice(config.model),
+        *_attention_errors(config.model),
+        *_missing_paths(config.data),
+        *_balance_errors(config.data),
         *(config.launch.errors() if hasattr(config.launch, "errors") else ()),
     ]
 
@@ -53,15 +54,15 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
     """
     return [
         *device_errors(config, joined, elsewhere),
-        *_length_errors(config),
-        *_schedule_errors(config),
+        *_length_errors(config.trainer),
+        *_schedule_errors(config.scheduler, config.trainer),
         *_held_out_errors(config),
-        *_sample_errors(config),
+        *_sample_errors(config.objective, config.trainer),
         *config.objective.run_errors(config),
         *base_run_errors(config),
         *early_stopping_errors(config),
-        *_start_errors(config),
-        *_profile_errors(config),
+        *_start_errors(config.checkpoint),
+        *_profile_errors(config.trainer),
     ]
 
 
@@ -105,7 +106,7 @@ def _name_errors(config: RunConfig) -> list[ConfigError]:
             fix = f"{choose_from(value, [*section.built_in, *others])}; or install the package that brings it"
             errors.append(ConfigError(section.chooser, value, fix))
     metric = config.checkpoint.best_metric
-    measured = ranked(config)
+    measured = ranked(config.objective, config.eval)
     if metric not in measured:
         errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, measured), "no such metric"))
     name = config.run.name
@@ -149,8 +150,7 @@ def _is_foreign(path: Path) -> bool:
     return is_file(path) or any(any(path.glob(pattern)) for pattern in ("*_optim_states.pt", "*/*_optim_states.pt"))
 
 
-def _model_choice(config: RunConfig) -> list[ConfigError]:
-    model = config.model
+def _model_choice(model: ModelConfig) -> list[ConfigError]:
     if model.type is None and model.path is None:
         fix = "give a model folder or a name on the Hub (<org>/<name>), or choose another option (mgpu-pipe ls model)"
         return [ConfigError("model.path", None, fix, "no model is chosen")]
@@ -160,16 +160,15 @@ def _model_choice(config: RunConfig) -> list[ConfigError]:
     return []
 
 
-def _attention_errors(config: RunConfig) -> list[ConfigError]:
-    attention = config.model.attn_implementation
+def _attention_errors(model: ModelConfig) -> list[ConfigError]:
+    attention = model.attn_implementation
     if attention != "flash_attention_2" or PathFinder.find_spec("flash_attn") is not None:
         return []
     fix = "install flash-attn, or use auto or sdpa"
     return [ConfigError("model.attn_implementation", attention, fix, "the package flash-attn is not installed")]
 
 
-def _length_errors(config: RunConfig) -> list[ConfigError]:
-    trainer = config.trainer
+def _length_errors(trainer: TrainerConfig) -> list[ConfigError]:
     if trainer.max_time is not None and not trainer.max_seconds():
         return [ConfigError("trainer.max_time", trainer.max_time, "write it as DD:HH:MM:SS, e.g. 00:12:00:00")]
     if trainer.max_steps is None and trainer.max_epochs is None:
@@ -181,9 +180,8 @@ def _length_errors(config: RunConfig) -> list[ConfigError]:
     return []
 
 
-def _schedule_errors(config: RunConfig) -> list[ConfigError]:
-    scheduler = config.scheduler
-    total = scheduler.total_steps or config.trainer.max_steps
+def _schedule_errors(scheduler: SchedulerConfig, trainer: TrainerConfig) -> list[ConfigError]:
+    total = scheduler.total_steps or trainer.max_steps
     if total is None or total < 1 or scheduler.warmup_steps < 0:  # range_errors reports the latter two
         return []
     if scheduler.warmup_ratio is not None and scheduler.warmup_steps:
@@ -197,8 +195,7 @@ def _schedule_errors(config: RunConfig) -> list[ConfigError]:
     return [ConfigError("scheduler.decay_steps", decay, fix, f"warm-up and decay are longer than {source}={total}")]
 
 
-def _missing_paths(config: RunConfig) -> list[ConfigError]:
-    data = config.data
+def _missing_paths(data: DataConfig) -> list[ConfigError]:
     source = find_source(data.source)
     if data.paths and source is not None and not source.reads_files:
         others = [name for name in file_sources() if name != "text_files"]
@@ -210,16 +207,16 @@ def _missing_paths(config: RunConfig) -> list[ConfigError]:
     return [ConfigError("data.paths", "[]", fix, f"data.source={data.source} reads files")]
 
 
-def _balance_errors(config: RunConfig) -> list[ConfigError]:
-    source = config.data.source
-    if config.data.balance == "none" or samples_of(source) in ("", "packed_text", "picture_chats"):
+def _balance_errors(data: DataConfig) -> list[ConfigError]:
+    source = data.source
+    if data.balance == "none" or samples_of(source) in ("", "packed_text", "picture_chats"):
         return []
     reason = f"samples of data.source={source} cost alike, or are not weighed"
-    return [ConfigError("data.balance", config.data.balance, "use none", reason)]
+    return [ConfigError("data.balance", data.balance, "use none", reason)]
 
 
-def _start_errors(config: RunConfig) -> list[ConfigError]:
-    start = config.checkpoint
+def _start_errors(checkpoint: CheckpointConfig) -> list[ConfigError]:
+    start = checkpoint
     if start.init_from is None or start.resume in ("none", "auto"):
         return []
     fix = "leave one of them out"
@@ -227,9 +224,9 @@ def _start_errors(config: RunConfig) -> list[ConfigError]:
     return [ConfigError("checkpoint.init_from", start.init_from, fix, reason)]
 
 
-def _sample_errors(config: RunConfig) -> list[ConfigError]:
-    every = config.trainer.sample_every_n_steps
-    if every is None or config.objective.prompts()[0]:
+def _sample_errors(objective: ObjectiveConfig, trainer: TrainerConfig) -> list[ConfigError]:
+    every = trainer.sample_every_n_steps
+    if every is None or objective.prompts()[0]:
         return []
     fix = "set objective.sample_prompts (sample_texts for a classifier), or use null"
     return [ConfigError("trainer.sample_every_n_steps", every, fix, "the objective has no prompt to continue")]
@@ -248,8 +245,7 @@ def _held_out_errors(config: RunConfig) -> list[ConfigError]:
     return errors
 
 
-def _profile_errors(config: RunConfig) -> list[ConfigError]:
-    trainer = config.trainer
+def _profile_errors(trainer: TrainerConfig) -> list[ConfigError]:
     if trainer.profile == "none":
         return []
     steps = trainer.profile_steps

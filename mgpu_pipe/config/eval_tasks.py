@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mgpu_pipe.config.objective import Metric, description
 
 if TYPE_CHECKING:
-    from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.config.schema import ObjectiveConfig
 
 
 @dataclass
@@ -44,16 +44,16 @@ class EvalConfig:
     """Tasks by a name of your choice, measured at every evaluation, and by mgpu-pipe eval."""
 
 
-def ranked(config: RunConfig) -> tuple[str, ...]:
+def ranked(objective: ObjectiveConfig, evaluation: EvalConfig) -> tuple[str, ...]:
     """Metrics that ``checkpoint.keep_best`` and a sweep may rank by."""
-    of_tasks = (metric.key for metric in task_metrics(config.eval.tasks))
-    return (*description(config.objective.name).ranked, *of_tasks)
+    of_tasks = (metric.key for metric in task_metrics(evaluation.tasks))
+    return (*description(objective.name).ranked, *of_tasks)
 
 
-def metric_of(config: RunConfig, key: str) -> Metric | None:
+def metric_of(objective: ObjectiveConfig, evaluation: EvalConfig, key: str) -> Metric | None:
     """Metric ``key`` of the objective or of a task."""
-    of_tasks = {metric.key: metric for metric in task_metrics(config.eval.tasks)}
-    return of_tasks.get(key) or description(config.objective.name).metric(key)
+    of_tasks = {metric.key: metric for metric in task_metrics(evaluation.tasks)}
+    return of_tasks.get(key) or description(objective.name).metric(key)
 
 
 def higher_is_better(config: Mapping[str, Any], key: str) -> bool:

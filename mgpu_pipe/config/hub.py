@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.local_files import exists, expand_home, is_file
 
@@ -124,11 +124,10 @@ def _with_files(files: T, names: dict[str, str]) -> T:
     return replace(files, **lists)  # type: ignore[type-var]  # a dataclass
 
 
-def names_files(config: RunConfig) -> bool:
+def names_files(model: ModelConfig, data: DataConfig) -> bool:
     """Whether a key names a model, a tokenizer or data, local or on the Hub."""
-    data = config.data
     files = any(section.paths or section.validation_paths for _, section in file_lists(data))
-    return config.model.path is not None or data.tokenizer != "auto" or files
+    return model.path is not None or data.tokenizer != "auto" or files
 
 
 def with_names(config: RunConfig, names: dict[str, str]) -> RunConfig:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.group_keys import PeftConfig
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.system.hardware import gpu_capability, usable_gpus
 from mgpu_pipe.system.joined_world import joined_processes
 
@@ -42,10 +43,10 @@ def world_size(config: RunConfig) -> int:
     return devices_per_node(config) * config.trainer.num_nodes
 
 
-def leaves_out_frozen_weights(config: RunConfig) -> bool:
+def leaves_out_frozen_weights(peft: PeftConfig, checkpoint: CheckpointConfig) -> bool:
     """Whether checkpoints leave out frozen weights that come from a folder."""
-    chosen = config.checkpoint.frozen_weights
-    return chosen == "leave_out" or (chosen == "auto" and config.peft.name != "none")
+    chosen = checkpoint.frozen_weights
+    return chosen == "leave_out" or (chosen == "auto" and peft.name != "none")
 
 
 def resolve_precision(config: RunConfig) -> Precision:

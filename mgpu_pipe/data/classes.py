@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.local_files import shortened
@@ -22,7 +22,7 @@ def class_names(config: RunConfig, there: Collection[str]) -> list[str]:
     """
     names, key = list(config.data.classes), "data.classes"
     if not names:
-        names, key = _of_the_model(config), "model.config.id2label"
+        names, key = _of_the_model(config.model), "model.config.id2label"
     if not names:
         names, key = sorted(there, key=in_order), "data.label_column"
     strange = sorted((name for name in there if class_number(name, names) is None), key=in_order)
@@ -51,9 +51,9 @@ def class_number(name: str, classes: Sequence[str]) -> int | None:
     return int(name) if _is_number(name) and int(name) < len(classes) else None
 
 
-def _of_the_model(config: RunConfig) -> list[str]:
+def _of_the_model(model: ModelConfig) -> list[str]:
     """Class names in the model's configuration; empty where it only numbers them."""
-    id2label = model_field(config.model, "id2label")
+    id2label = model_field(model, "id2label")
     if not isinstance(id2label, Mapping):
         return []
     names = [str(name) for _, name in sorted(id2label.items(), key=lambda entry: int(entry[0]))]

@@ -80,7 +80,7 @@ def prepare_speech(config: RunConfig, progress: Progress | None) -> Prepared:
 def check_pictures(config: RunConfig) -> None:
     from mgpu_pipe.data.images import check_images
 
-    check_images.check_pictures(config)
+    check_images.check_pictures(config.model, config.data)
 
 
 def check_picture_chats(config: RunConfig) -> None:
@@ -92,4 +92,4 @@ def check_picture_chats(config: RunConfig) -> None:
 def check_recordings(config: RunConfig) -> None:
     from mgpu_pipe.data.audio import check_recordings
 
-    check_recordings.check_recordings(config)
+    check_recordings.check_recordings(config.model, config.data)

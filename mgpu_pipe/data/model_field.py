@@ -81,12 +81,12 @@ def resolve_packing(config: RunConfig) -> Literal["best_fit", "none"]:
         text = {"model_type": "llama", **(model_field(config.model, "text_config") or {})}
         apart = kind in PACK_ROWS and document_isolation(text["model_type"], text) in ("positions", "axes")
     else:
-        apart = objective.attention != "causal" or document_isolation(kind, _fields(config, kind)) != "none"
+        apart = objective.attention != "causal" or document_isolation(kind, _fields(config.model, kind)) != "none"
     return "best_fit" if apart else "none"
 
 
-def _fields(config: RunConfig, kind: str) -> dict[str, object]:
+def _fields(model: ModelConfig, kind: str) -> dict[str, object]:
     """Model field that decides, or its class's default."""
     name = family_of(kind).unpacked_with
-    value, known = model_field(config.model, name) if name else None, config_class(kind)
+    value, known = model_field(model, name) if name else None, config_class(kind)
     return {name: known.defaults.get(name) if value is None and known is not None else value}

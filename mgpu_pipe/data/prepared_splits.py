@@ -119,7 +119,7 @@ def held_out_share(data: DataConfig, folder: Path, held_out_folder: Path) -> flo
     return float(held_out_folder == folder) if data.validation_paths else data.validation_fraction
 
 
-def majority_accuracy(train: NDArray[np.int64], held_labels: NDArray[np.int64], config: RunConfig) -> float | None:
+def majority_accuracy(train: NDArray[np.int64], held_labels: NDArray[np.int64], data: DataConfig) -> float | None:
     """Accuracy of always predicting the most frequent training class on the evaluated samples; None without any.
 
     Args:
@@ -127,7 +127,7 @@ def majority_accuracy(train: NDArray[np.int64], held_labels: NDArray[np.int64], 
         held_labels: class of each held-out sample, (held-out samples,).
     """
     available = len(held_labels)
-    evaluated = min(available, config.data.validation_max_samples or available)
+    evaluated = min(available, data.validation_max_samples or available)
     if not evaluated:
         return None
     chosen = held_labels[evaluated_samples(available, evaluated)]

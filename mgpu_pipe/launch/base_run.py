@@ -102,7 +102,7 @@ def with_base(
     if objective is None:
         start = folder if config.peft.name == "none" else _model_folder(folder)
         objective, checkpoint = config.objective, replace(checkpoint, init_from=str(start))
-    elif errors := objective.model_errors(model_fields(config)):
+    elif errors := objective.model_errors(model_fields(config.model)):
         raise ConfigErrors(errors)
     data, run_options = (
         replace(config.data, tokenizer=str(RunPaths(folder).tokenizer)),

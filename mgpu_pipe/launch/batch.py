@@ -35,7 +35,7 @@ def run_job(settings: JobSettings, source: ModelSource, config: RunConfig) -> in
     folder, joined = settings.folder(), existing_world(os.environ)
     if joined:
         return _run_joined(settings, source, config, folder, joined)
-    refuse_nodes(config)
+    refuse_nodes(config.trainer)
     with folder.locked():
         folder.begin(settings.identity(source))
         if world_size(config) == 1:
@@ -57,7 +57,7 @@ def _run_joined(
     check_world(config, world)
     threads = choose_threads(config.launch.threads_per_worker, world.local_world_size).per_worker
     os.environ.update(worker_environment(threads, one_host=world.local_world_size == world.world_size))
-    store = rendezvous(config)
+    store = rendezvous(config.launch)
     with folder.locked() if world.rank == 0 else nullcontext():
         if world.rank == 0:
             folder.begin(settings.identity(source))

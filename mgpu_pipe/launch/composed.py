@@ -214,7 +214,7 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
 
         words = tuple(base_words(composition.config))
         check_bases(tuple(composition.flags), words, composition.config.run.starts_from)
-    if not names_files(composition.config):
+    if not names_files(composition.config.model, composition.config.data):
         return [*_plan_auto(composition, elsewhere), *preflight(composition.config, alone, elsewhere)]
     from mgpu_pipe.runs.hub_names import pin
 

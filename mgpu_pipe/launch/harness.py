@@ -35,7 +35,7 @@ def measure(settings: HarnessSettings, config: RunConfig, device: str) -> tuple[
     joined = existing_world(os.environ)
     if joined:
         return EXIT_OK, _measure_joined(settings, config, joined)
-    refuse_nodes(config)
+    refuse_nodes(config.trainer)
     if world_size(config) == 1:
         return EXIT_OK, measure_whole(settings, device)
     folder = Path(tempfile.mkdtemp(prefix="mgpu-pipe-harness-"))  # no TemporaryDirectory: a fork would remove it, too
@@ -58,5 +58,5 @@ def _measure_joined(settings: HarnessSettings, config: RunConfig, joined: dict[s
     check_world(config, world)
     threads = choose_threads(config.launch.threads_per_worker, world.local_world_size).per_worker
     os.environ.update(worker_environment(threads, one_host=world.local_world_size == world.world_size))
-    results = measure_in(world, rendezvous(config), settings, config)
+    results = measure_in(world, rendezvous(config.launch), settings, config)
     return results if world.rank == 0 else None

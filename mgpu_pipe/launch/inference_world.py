@@ -8,7 +8,7 @@ from pathlib import Path
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, ConfigError, print_line, print_text
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.signals import SignalInbox
@@ -23,15 +23,15 @@ STOP_TIMEOUT_S = 5.0
 """Short, because there is nothing to save at the end."""
 
 
-def refuse_nodes(config: RunConfig) -> None:
+def refuse_nodes(trainer: TrainerConfig) -> None:
     """Refuse several nodes where no world was joined.
 
     Raises:
         ConfigError: there are several.
     """
-    if config.trainer.num_nodes > 1:
+    if trainer.num_nodes > 1:
         fix, reason = "start it on every node, by srun or torchrun", "this command starts processes on one machine only"
-        raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, fix, reason)
+        raise ConfigError("trainer.num_nodes", trainer.num_nodes, fix, reason)
 
 
 def run_processes(module: str, folder: Path, settings: str, config: RunConfig, if_stopped: str) -> int:

@@ -23,7 +23,7 @@ from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.hub import without_revisions
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import devices_per_node
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import LaunchConfig, RunConfig
 from mgpu_pipe.config.unplanned import unplanned_keys, with_plan_of
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
 from mgpu_pipe.launch import outcome as finish
@@ -78,7 +78,7 @@ def join(joined: Mapping[str, str], config: RunConfig, command_line: CommandLine
     os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
     os.environ.update(run_environment(config))
     with ExitStack() as resources:
-        store = rendezvous(config)
+        store = rendezvous(config.launch)
         shared, _ = agree(config, world, command_line, store, resources)
         paths = RunPaths(Path(shared.folder))
         if not shared.train:
@@ -128,12 +128,12 @@ class SharedPlan:
     """False if the run is complete already."""
 
 
-def rendezvous(config: RunConfig) -> Store:
+def rendezvous(launch: LaunchConfig) -> Store:
     """Store of the joined world."""
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous as meet
 
-    store, _, _ = next(meet("env://", timeout=timedelta(seconds=config.launch.collective_timeout)))
+    store, _, _ = next(meet("env://", timeout=timedelta(seconds=launch.collective_timeout)))
     # torchrun's store survives a restart of the workers: separate the keys of each start
     return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -186,7 +186,7 @@ def refuse_alone(config: RunConfig, exit_code: int) -> None:
     os.environ.update(joined)
     world = World.from_environment(joined)
     each = devices_per_node(config) if is_node(joined, config) else 1
-    _broadcast_and_exit(rendezvous(config), {"exit_code": exit_code}, range(each, world.world_size * each, each))
+    _broadcast_and_exit(rendezvous(config.launch), {"exit_code": exit_code}, range(each, world.world_size * each, each))
 
 
 def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Sequence[int]) -> None:
@@ -197,15 +197,15 @@ def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Seque
 
 def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine, folder: RunFolder) -> SharedPlan:
     paths, launch, launched = folder.paths, _this_launch(), time.time()
-    folder = run_folder.settle(folder, config, command_line.alone, restart=bool(_restarted_launch()))
-    if run_folder.completed(folder, config):
+    folder = run_folder.settle(folder, config.checkpoint, command_line.alone, restart=bool(_restarted_launch()))
+    if run_folder.completed(folder, config.trainer):
         finish.print_complete(paths)
         return SharedPlan(str(paths.root), _hash(config), "", record.next_attempt(paths), train=False)
     folder = record.begin(folder, config, command_line.overrides, command_line.command, launch)
     attempt = record.next_attempt(paths)
     finish.print_note(folder.note)
     try:
-        step = resume_step(config, paths)
+        step = resume_step(config.checkpoint, paths)
         threads = choose_threads(config.launch.threads_per_worker, world.local_world_size)
         environment = describe_environment(
             command_line.command, threads, world.world_size, command_line.local_options, run_environment(config)
@@ -220,7 +220,7 @@ def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine,
         record.record_launch(paths, config, command_line.overrides, environment, prepared)
         record.keep_attempt_config(paths, attempt)
         write_engine_settings(paths, config, world.world_size)
-        history.begin(paths, attempt, step, restarts_without_progress(config), launched=launched)
+        history.begin(paths, attempt, step, restarts_without_progress(config.launch), launched=launched)
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
     finish.print_before(config, prepared, environment, world.world_size)

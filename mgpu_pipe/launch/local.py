@@ -66,8 +66,8 @@ def _launch(
 ) -> LaunchResult:
     try:
         with RunLock(folder.paths.lock) as lock:
-            folder = run_folder.settle(folder, config, command_line.alone)
-            if run_folder.completed(folder, config):
+            folder = run_folder.settle(folder, config.checkpoint, command_line.alone)
+            if run_folder.completed(folder, config.trainer):
                 finish.print_complete(folder.paths)
                 return LaunchResult("finished", EXIT_OK, folder.paths.root)
             folder = record.begin(folder, config, command_line.overrides, command_line.command)
@@ -93,14 +93,14 @@ def _run(
     launched = time.time()
     paths, world = folder.paths, world_size(config)
     threads = choose_threads(config.launch.threads_per_worker, world)
-    step = resume_step(config, paths)
+    step = resume_step(config.checkpoint, paths)
     first = record.next_attempt(paths)
     plan = _plan(config, paths, threads.per_worker, live, lock)
 
     def environment_of(attempt: int) -> Mapping[str, str]:
         """Variables of a restarted attempt."""
         record.keep_attempt_config(paths, attempt)
-        return resume_environment(resume_step(config, paths))
+        return resume_environment(resume_step(config.checkpoint, paths))
 
     def group_of() -> WorkerGroup:
         with run_folder.writing_to(paths.root):
@@ -148,7 +148,7 @@ def _prepare_attempt(
         record.record_launch(paths, config, command_line.overrides, environment, prepared)
         record.keep_attempt_config(paths, attempt)
         write_engine_settings(paths, config)
-        history.begin(paths, attempt, step, restarts_without_progress(config), launched=launched)
+        history.begin(paths, attempt, step, restarts_without_progress(config.launch), launched=launched)
     finish.print_before(config, prepared, environment)
 
 

@@ -47,7 +47,7 @@ def measure_joined(config: RunConfig, joined: Mapping[str, str], subject: str) -
     world = World.from_environment(os.environ)
     check_world(config, world)
     os.environ.update(worker_environment(1, one_host=world.local_world_size == world.world_size))
-    result = _measure(config, world, rendezvous(config), subject)
+    result = _measure(config, world, rendezvous(config.launch), subject)
     return result if world.rank == 0 else None
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.config.freeze import load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, devices_per_node
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import LaunchConfig, RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RunFolderError, print_line, print_text
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import outcome as finish
@@ -132,7 +132,7 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
     check_world(config, world)
     try:
         with SignalInbox() as inbox, ExitStack() as resources:
-            store = rendezvous(config)
+            store = rendezvous(config.launch)
             shared, lock = agree(config, world, command_line, store, resources, devices)
             paths = RunPaths(Path(shared.folder))
             if not shared.train:
@@ -143,13 +143,13 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
                 lock.training()
             outcome = _watch(config, world, store, shared, paths, lock, inbox)
             if node.rank == 0:
-                outcome = _combined_outcome(config, outcome, node.world_size, store)
+                outcome = _combined_outcome(config.launch, outcome, node.world_size, store)
                 _conclude(config, paths, outcome, started, command_line)
                 outcome = replace(outcome, exit_code=finish.exit_code(outcome, command_line))
                 store.set(VERDICT, str(outcome.exit_code))
                 wait_for(store, [f"{HEARD}/{other}" for other in range(1, node.world_size)], ANSWER_S)
             else:
-                outcome = replace(outcome, exit_code=_verdict(config, node, outcome, store))
+                outcome = replace(outcome, exit_code=_verdict(config.launch, node, outcome, store))
             return LaunchResult(outcome.status, outcome.exit_code, paths.root, inbox.stop_requested)
     except StoppedBeforeTraining:
         print_line("stopped before training began; there was nothing to save", file=sys.stderr, flush=True)
@@ -243,10 +243,10 @@ def _stopping(lock: RunLock | None) -> None:
         lock.stopping()
 
 
-def _combined_outcome(config: RunConfig, outcome: Outcome, nodes: int, store: Store) -> Outcome:
+def _combined_outcome(launch: LaunchConfig, outcome: Outcome, nodes: int, store: Store) -> Outcome:
     """Outcome of the run over all nodes: the first failure, a stop, or the end."""
     keys = [f"{ENDED}/{node}" for node in range(nodes)]
-    if not wait_for(store, keys, config.launch.stop_timeout + ANSWER_S):
+    if not wait_for(store, keys, launch.stop_timeout + ANSWER_S):
         silent = [node for node, key in enumerate(keys) if not store.check([key])]
         return replace(outcome, status="failed", exit_code=EXIT_FAILURE, message=f"node {silent[0]} does not answer")
     results = [json.loads(store.get(key)) for key in keys]
@@ -275,10 +275,10 @@ def _conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, started: flo
     finish.conclude(config, paths, outcome, time.monotonic() - started, command_line.line(paths.root, joined_start()))
 
 
-def _verdict(config: RunConfig, node: World, outcome: Outcome, store: Store) -> int:
+def _verdict(launch: LaunchConfig, node: World, outcome: Outcome, store: Store) -> int:
     """Exit code from the first node's task; without its answer, this node's."""
     try:
-        if not wait_for(store, [VERDICT], config.launch.stop_timeout + 2 * ANSWER_S):
+        if not wait_for(store, [VERDICT], launch.stop_timeout + 2 * ANSWER_S):
             return outcome.exit_code
         code = int(store.get(VERDICT))
         store.set(f"{HEARD}/{node.rank}", "")

@@ -13,7 +13,7 @@ from mgpu_pipe.checkpoint.selection import newest_valid
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_traceback
 from mgpu_pipe.launch import signals as stop
 from mgpu_pipe.report.columns import print_rows
@@ -102,7 +102,7 @@ def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float
         entries = _end_attempt(paths, outcome, wall_s)
         by_a_job = bool(entries and entries[-1].get("job"))
         amend_summary(paths, wall_s=history.wall_s(entries), attempts=entries if by_a_job else outcome.attempt)
-        _show_end(config, paths, again, outcome)
+        _show_end(config.data, config.objective, paths, again, outcome)
     except (MgpuError, OSError) as error:
         print_line(f"error: the run's summary or report could not be written: {error}", file=sys.stderr)
     except Exception:  # a bug in the report must not lose the run's result
@@ -155,7 +155,7 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
     )
 
 
-def _show_end(config: RunConfig, paths: RunPaths, again: str, outcome: Outcome) -> None:
+def _show_end(data: DataConfig, objective: ObjectiveConfig, paths: RunPaths, again: str, outcome: Outcome) -> None:
     from mgpu_pipe.report.html import write_report
 
     report = write_report([paths], paths.report)
@@ -164,11 +164,13 @@ def _show_end(config: RunConfig, paths: RunPaths, again: str, outcome: Outcome) 
         if summary.get("checkpoint") and outcome.failure is not None and outcome.failure.can_be_retried:
             print_line(f"go on: {again}")
         return
-    after_table(summary, {"report": str(report), **_next_commands(config, paths, summary, again)})
+    after_table(summary, {"report": str(report), **_next_commands(data, objective, paths, summary, again)})
     sys.stdout.flush()
 
 
-def _next_commands(config: RunConfig, paths: RunPaths, summary: Mapping[str, object], again: str) -> dict[str, str]:
+def _next_commands(
+    data: DataConfig, objective: ObjectiveConfig, paths: RunPaths, summary: Mapping[str, object], again: str
+) -> dict[str, str]:
     """Commands to copy, by what they do."""
     if summary.get("status") == "stopped":
         return {"go on": again}
@@ -176,8 +178,8 @@ def _next_commands(config: RunConfig, paths: RunPaths, summary: Mapping[str, obj
         return {"go on": "no checkpoint was saved; set checkpoint.save_last=true"}
     program, root = this_program(), str(paths.root)
     generates = description(str(summary.get("objective"))).attention == "causal"
-    prompt = next(iter(getattr(config.objective, "sample_prompts", ())), "The ")
-    if config.data.holds_conversations():
+    prompt = next(iter(getattr(objective, "sample_prompts", ())), "The ")
+    if data.holds_conversations():
         tries = {"chat": shlex.join([*program, "chat", root])}
     else:
         tries = {"generate": shlex.join([*program, "generate", root, "--prompt", prompt])} if generates else {}

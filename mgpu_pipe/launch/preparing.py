@@ -17,7 +17,7 @@ from mgpu_pipe.errors import one_line, print_line
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-    from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.config.schema import ModelConfig, RunConfig
     from mgpu_pipe.data.cache import Progress
     from mgpu_pipe.data.samples import Prepared
 
@@ -98,7 +98,7 @@ def prepare_data(config: RunConfig) -> Prepared:
     """
     from mgpu_pipe.data.prepare_data import prepare
 
-    fetch_model(config)
+    fetch_model(config.model)
     with showing_preparation(config.trainer.progress) as progress:
         prepared = prepare(config, progress)
     for note in (prepared.told, prepared.too_long(config.data)):
@@ -107,13 +107,13 @@ def prepare_data(config: RunConfig) -> Prepared:
     return prepared
 
 
-def fetch_model(config: RunConfig) -> None:
+def fetch_model(model: ModelConfig) -> None:
     """Fetch the whole model from the Hub to this machine.
 
     Raises:
         BadInputError: the weights cannot be fetched or are incomplete.
     """
-    path = config.model.path
+    path = model.path
     if path is not None and is_at_commit(path):
         from mgpu_pipe.models.weights.folder import check_model_folder, whole_folder
 

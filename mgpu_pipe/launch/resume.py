@@ -15,7 +15,7 @@ from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.run_identity import Identity, differences, unequal
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import CheckpointConfig, LaunchConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, one_line, print_line
 from mgpu_pipe.models.weights.folder import read_config_json
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LISTED = 3
 
 
-def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
+def resume_step(checkpoint: CheckpointConfig, paths: RunPaths) -> Path | None:
     """Step folder that an attempt resumes from: this run's newest valid one, else the configured one, else None.
 
     A run that resumed another run's step and has not saved yet resumes from that step again.
@@ -38,7 +38,6 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
         CheckpointError: none of the run's checkpoints, or not the configured one, is usable; or a damaged one under
             ``on_corruption=stop``.
     """
-    checkpoint = config.checkpoint
     newest = newest_valid(paths.checkpoints, checkpoint.on_corruption, checkpoint.verify)
     if newest is not None:
         return newest.path
@@ -57,9 +56,9 @@ def resume_step(config: RunConfig, paths: RunPaths) -> Path | None:
     return resolve_source(source, checkpoint.on_corruption, checkpoint.verify).absolute()
 
 
-def restarts_without_progress(config: RunConfig) -> int:
+def restarts_without_progress(launch: LaunchConfig) -> int:
     """Number of crashes in a row that a job may have without saving a step; 0 if the launcher never restarts."""
-    return int(getattr(config.launch, "max_restarts_without_progress", 0))
+    return int(getattr(launch, "max_restarts_without_progress", 0))
 
 
 def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step: bool = False) -> list[str]:
@@ -76,7 +75,7 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step:
     """
     before, _ = load_untrusted(step / "config.yaml")
     manifest = read_manifest(step)
-    length = run_length(config, prepared)
+    length = run_length(config.data, config.trainer, prepared)
     errors: list[BadInputError] = []
     if not is_own_step and manifest.step >= length:
         key = "trainer.max_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
@@ -183,7 +182,7 @@ def _listed(texts: list[str]) -> str:
 
 def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step: Path | None) -> None:
     """Print the step to resume from and its differences; refuse a forbidden difference or a run without a step."""
-    run_length(config, prepared)
+    run_length(config.data, config.trainer, prepared)
     if prepared.tokenizer_folder is not None:
         errors = config.objective.tokenizer_errors(prepared.tokenizer_folder)
         if errors:

@@ -198,7 +198,7 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
     cache = cache_folder(config.data.cache_dir)
     if config.model.path is not None and is_at_commit(config.model.path):
         with writing_to_cache(cache), locked(cache / NODE_LOCK):
-            fetch_model(config)
+            fetch_model(config.model)
     if prepared.is_here():
         return prepared
     print_line("preparing the data on this node, which has no part in rank 0's cache", file=sys.stderr, flush=True)

@@ -18,9 +18,10 @@ from mgpu_pipe.architectures.formulas.parameters import (
     layer_norm_parameters,
     layer_parameters,
 )
+from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision, world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import (
@@ -114,13 +115,13 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
             name: float(size)
             for name, size in memory_terms(work, state, keeps, place, overheads or overheads_of(config)).items()
         }
-        for place in _places(config, fields, dims, plan)
+        for place in _places(config.data, config.strategy, fields, dims, plan)
     ]
     worst = max(range(dims.pp), key=lambda rank: sum(by_rank[rank].values()))
     likely = by_rank[worst]
     spread = 0.0 if has_exact_sizes(fields) else UNKNOWN_FAMILY
     bounds = {name: SPREADS.get(name, (1 - spread, 1 + spread)) for name in likely}
-    bounds.update({name: (0.0, bounds[name][1]) for name in _uncertain_terms(config)})
+    bounds.update({name: (0.0, bounds[name][1]) for name in _uncertain_terms(config.model, config.optimizer)})
     lows = [sum(size * bounds[name][0] for name, size in terms.items()) for terms in by_rank]
     low, mean_low = lows[worst], sum(lows) / len(lows)
     high = sum(size * bounds[name][1] for name, size in likely.items())
@@ -130,11 +131,11 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
     return MemoryPlan(worst, terms_of_rank, int(low), int(mean_low), int(high), host, assumes)
 
 
-def _uncertain_terms(config: RunConfig) -> tuple[str, ...]:
+def _uncertain_terms(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[str, ...]:
     """Terms that may be far smaller than predicted: by optimizers and patterns of frozen parts that are not counted."""
-    if set(config.model.freeze) - {"language", "*"}:
+    if set(model.freeze) - {"language", "*"}:
         return ("optimizer", "gradients", "second gradients", "gradients under way")
-    known = config.optimizer._target_.rpartition(".")[2] in KNOWN_OPTIMIZERS
+    known = optimizer._target_.rpartition(".")[2] in KNOWN_OPTIMIZERS
     return () if known else ("optimizer",)
 
 
@@ -143,12 +144,14 @@ def overheads_of(config: RunConfig) -> Overheads:
     return Overheads() if device_type(config) == "cuda" else Overheads(group=0.0, second_gradients=0.0)
 
 
-def _places(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan) -> list[Place]:
+def _places(
+    data: DataConfig, strategy: StrategyConfig, fields: Mapping[str, Any], dims: ParallelDims, plan: BatchPlan
+) -> list[Place]:
     """Every pipeline rank's place."""
     if dims.pp == 1:
         return [Place(fields["num_hidden_layers"])]
-    chosen, each = config.strategy.pipeline, stages_per_rank(config)
-    cuts = stage_layers(layer_costs(fields, config.data.seq_len), dims.pp * each, chosen.layers or None)
+    chosen, each = strategy.pipeline, stages_per_rank(strategy)
+    cuts = stage_layers(layer_costs(fields, data.seq_len), dims.pp * each, chosen.layers or None)
     last, places = dims.pp * each - 1, []
     for rank in range(dims.pp):
         v_shaped = chosen.schedule in ("zbv", "dualpipev")
@@ -216,9 +219,9 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         block_copy=four * by_fsdp if four else storage["copy"],
         dequantised=DEQUANTISED * _largest_matrix(fields) if four else 0.0,
         trained=trained,
-        added=_adapter_parameters(config, fields, shape) if adapts else 0.0,
+        added=_adapter_parameters(config.peft, fields, shape) if adapts else 0.0,
         units=1 + strategy.fsdp.prefetch if device_type(config) == "cuda" else 1,
-        other=other_bytes(config, item, shards),
+        other=other_bytes(config.objective, item, shards),
         offloads=float(strategy.offload != "none"),
         on_disk=float(strategy.offload == "nvme"),
         groups=sum(getattr(dims, axis) > 1 for axis in (*AXES, "ep")) + (dims.world_size > 1),
@@ -254,7 +257,7 @@ def _zero_storage(config: RunConfig, item: float) -> dict[str, float]:
     Args:
         item: bytes of a number in the compute type.
     """
-    precision, stage = resolve_precision(config), sharded_stage(config)
+    precision, stage = resolve_precision(config), sharded_stage(config.strategy)
     weight, master = (FP32, 0) if precision == "fp32" else (HALF, FP32)
     return {
         "weight": weight,
@@ -278,12 +281,12 @@ def _dense(fields: Mapping[str, Any]) -> int:
     return layer_parameters({**fields, "num_experts": 0, "num_experts_per_tok": 0}, 0).total
 
 
-def _adapter_parameters(config: RunConfig, fields: Mapping[str, Any], shape: Shape) -> float:
+def _adapter_parameters(peft: PeftConfig, fields: Mapping[str, Any], shape: Shape) -> float:
     """Parameters of a block's adapters beside all its linear layers: ``r`` for each input and output."""
     sizes = family_of(fields.get("model_type") or "").sizes
     inner = fields.get(sizes.inner if sizes else "intermediate_size") or 4 * shape.width
     query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     attention = 2 * (shape.width + query) + 2 * (shape.width + key_value)
     feed_forward = (3 if sizes is None or sizes.gated else 2) * (shape.width + inner)
-    length = config.peft.name == "dora"
-    return config.peft.r * (attention + feed_forward) + length * (2 * query + 2 * key_value + 3 * inner)
+    length = peft.name == "dora"
+    return peft.r * (attention + feed_forward) + length * (2 * query + 2 * key_value + 3 * inner)

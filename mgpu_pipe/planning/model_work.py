@@ -82,10 +82,10 @@ def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
     return replace(
         model_work(config, fields),
         **{axis: float(getattr(dims, axis)) for axis in (*AXES, "ep")},
-        stages_per_rank=float(stages_per_rank(config)),
+        stages_per_rank=float(stages_per_rank(config.strategy)),
         rows=float(plan.micro_batch_size),
         micro_batches=float(plan.num_micro_batches),
-        zero=float(sharded_stage(config)),
+        zero=float(sharded_stage(config.strategy)),
         **place_of_state(config.strategy, resolve_precision(config)),
         sequence_parallel=float(config.strategy.sequence_parallel),
         ulysses=float(config.strategy.context.method == "ulysses"),
@@ -107,8 +107,8 @@ def place_of_state(strategy: StrategyConfig, precision: str) -> dict[str, float]
     }
 
 
-def stages_per_rank(config: RunConfig) -> int:
+def stages_per_rank(strategy: StrategyConfig) -> int:
     """Pipeline stages of a rank; what ``auto`` means under the schedule."""
-    chosen = config.strategy.pipeline
+    chosen = strategy.pipeline
     least = SCHEDULES[chosen.schedule]
-    return least if chosen.stages_per_rank == "auto" or config.strategy.pp == 1 else chosen.stages_per_rank
+    return least if chosen.stages_per_rank == "auto" or strategy.pp == 1 else chosen.stages_per_rank

@@ -7,7 +7,7 @@ from typing import Any
 
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.config.group_keys import PeftConfig
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.fields import resolved_fields
 
@@ -35,19 +35,19 @@ def tower_parameters(fields: Mapping[str, Any]) -> float:
     return total
 
 
-def other_bytes(config: RunConfig, item: int, shards: int) -> float:
+def other_bytes(objective: ObjectiveConfig, item: int, shards: int) -> float:
     """Bytes of a teacher on a rank; a cached reference is freed before the first step, a live one is the model itself.
 
     Args:
         item: bytes of a weight in the compute type, which a teacher is kept in.
         shards: ranks that share it under ``objective.teacher_strategy=fsdp``.
     """
-    folder = getattr(config.objective, "teacher", "")
+    folder = getattr(objective, "teacher", "")
     if not folder or folder in ("drawn", "starts_from"):
         return 0.0
     try:
         count = count_parameters(resolved_fields(ModelConfig(path=folder)))
     except BadInputError:  # another check refuses it
         return 0.0
-    divided = shards if getattr(config.objective, "teacher_strategy", "whole") == "fsdp" else 1
+    divided = shards if getattr(objective, "teacher_strategy", "whole") == "fsdp" else 1
     return 0.0 if count is None else item * count.total / divided

@@ -18,7 +18,7 @@ from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PeftConfig
 from mgpu_pipe.config.hydra.interpolation import written
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainerConfig
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.parallel.pipeline.work_order import (
     SCHEDULES,
@@ -125,7 +125,7 @@ def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[
         room = shutil.get_terminal_size().columns - NAMES_WIDTH
         details += [("pipeline", line) for line in _pipeline(config, dims, plan, max(40, room))]
     rows = summary(config, conf_options=conf_options)
-    if baseline := _majority(config):
+    if baseline := _majority(config.data, config.objective):
         rows.insert(1 + [name for name, _ in rows].index("data"), ("majority", baseline))
     details += [("memory", line) for line in memory_lines(config)]
     details += [("failures", line)] if (line := goodput_line(config)) else []
@@ -179,16 +179,16 @@ def summary(
     """
     dims, plan = _sizes(config, world)
     return [
-        ("model", _model(config)),
+        ("model", _model(config.seed, config.model)),
         *([("adapters", _adapters(config.peft))] if config.peft.name != "none" else []),
         *([("parts", parts)] if (parts := _parts(config)) else []),
         ("data", _data(config, prepared)),
         ("strategy", _strategy(config, dims, hardware)),
-        ("batch", _batch(config, plan)),
-        ("steps", _steps(config, prepared)),
+        ("batch", _batch(config.data, plan)),
+        ("steps", _steps(config.data, config.trainer, prepared)),
         ("optimizer", _optimizer(config)),
         ("precision", _precision(config)),
-        ("checkpoint", _checkpoint(config)),
+        ("checkpoint", _checkpoint(config.checkpoint)),
         *([("own conf", f"{' '.join(conf_options)} (./{OWN})")] if conf_options else []),
     ]
 
@@ -198,11 +198,11 @@ def _sizes(config: RunConfig, world: int | None) -> tuple[ParallelDims, BatchPla
     return dims, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
 
 
-def _model(config: RunConfig) -> str:
-    model, fields = config.model, model_fields(config)
+def _model(seed: int, model: ModelConfig) -> str:
+    fields = model_fields(model)
     count = count_parameters(fields)
     size = "" if count is None else f", {_millions(count.total)} parameters"
-    start = f"weights of {model.path}" if model.path else f"random weights, seed {config.seed}"
+    start = f"weights of {model.path}" if model.path else f"random weights, seed {seed}"
     return f"{model.name} ({fields.get('model_type')}){size}; {start}"
 
 
@@ -221,7 +221,7 @@ def _parts(config: RunConfig) -> str:
     """Training of each part of a multi-part model: trained, frozen or adapted; lists other patterns unchanged."""
     peft, described = config.peft, []
     adapted = [part for part in PARTS if part in peft.targets or (ALL_LINEAR in peft.targets and part != PROJECTOR)]
-    for part in parts_in(model_fields(config)):
+    for part in parts_in(model_fields(config.model)):
         frozen = part in config.model.freeze or (peft.name != "none" and part not in peft.train_also)
         how = peft.name if peft.name != "none" and part in adapted else "frozen" if frozen else "trained"
         group = next((entry for entry in config.optimizer.groups.values() if part in entry.parameters), None)
@@ -251,13 +251,13 @@ def _data(config: RunConfig, prepared: Prepared | None) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _majority(config: RunConfig) -> str:
+def _majority(data: DataConfig, objective: ObjectiveConfig) -> str:
     """The accuracy of the most frequent class, the baseline of a classifier; empty for other objectives."""
-    if not description(config.objective.name).samples.startswith("labelled"):
+    if not description(objective.name).samples.startswith("labelled"):
         return ""
     from mgpu_pipe.data.majority import count_majority
 
-    majority = count_majority(config.data)
+    majority = count_majority(data)
     if majority is None:
         return ""
     counted_samples = f"{'' if majority.whole else 'the first '}{majority.samples:,} samples"
@@ -289,23 +289,23 @@ def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int
     """The schedule as a picture of ``width`` columns, its bubble, and what each stage holds."""
     chosen = config.strategy.pipeline
     stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
-    costs = layer_costs(model_fields(config), config.data.seq_len)
+    costs = layer_costs(model_fields(config.model), config.data.seq_len)
     layers = stage_layers(costs, sum(map(len, stages_of_ranks)), chosen.layers or None)
     ranks = {stage: rank for rank, stages in enumerate(stages_of_ranks) for stage in stages}
     contents = stage_contents(costs, layers, [ranks[stage] for stage in range(len(layers))])
     return schedule_lines(chosen.schedule, dims.pp, plan.num_micro_batches, contents, chosen.stages_per_rank, width)
 
 
-def _batch(config: RunConfig, plan: BatchPlan) -> str:
-    tokens = plan.global_batch_size * config.data.tokens()
+def _batch(data: DataConfig, plan: BatchPlan) -> str:
+    tokens = plan.global_batch_size * data.tokens()
     return (
         f"{plan.global_batch_size} samples = {plan.data_parallel_size} x {plan.num_micro_batches} micro-batches x "
         f"{plan.micro_batch_size}" + (f"; {tokens:,} tokens a step" if tokens else "")
     )
 
 
-def _steps(config: RunConfig, prepared: Prepared | None) -> str:
-    trainer, steps, a_step = config.trainer, config.trainer.max_steps, config.data.global_batch_size
+def _steps(data: DataConfig, trainer: TrainerConfig, prepared: Prepared | None) -> str:
+    steps, a_step = trainer.max_steps, data.global_batch_size
     if steps is None and prepared:
         steps = (trainer.max_epochs or 1) * prepared.train_samples // a_step
     if steps is None:
@@ -317,8 +317,8 @@ def _steps(config: RunConfig, prepared: Prepared | None) -> str:
     evaluated = "evaluated at the end" if every is None else f"evaluated every {every} steps"
     if prepared and not prepared.validation_samples:
         evaluated = "not evaluated: no data is held out"
-    seen = steps * a_step * (config.data.tokens() or 1)
-    return f"{steps:,} ({seen:,} {'tokens' if config.data.tokens() else 'samples'}{epochs}), {evaluated}"
+    seen = steps * a_step * (data.tokens() or 1)
+    return f"{steps:,} ({seen:,} {'tokens' if data.tokens() else 'samples'}{epochs}), {evaluated}"
 
 
 def _optimizer(config: RunConfig) -> str:
@@ -353,8 +353,7 @@ def _precision(config: RunConfig) -> str:
     return f"{text}, matrix products in TF32" if uses_tf32(config) else text
 
 
-def _checkpoint(config: RunConfig) -> str:
-    checkpoint = config.checkpoint
+def _checkpoint(checkpoint: CheckpointConfig) -> str:
     saves = [f"every {checkpoint.every_n_steps} steps"] if checkpoint.every_n_steps else []
     saves += [f"every {checkpoint.every_n_minutes:g} minutes"] if checkpoint.every_n_minutes else []
     saves += ["at the end"] if checkpoint.save_last else []

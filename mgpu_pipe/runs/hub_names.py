@@ -15,7 +15,7 @@ from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.hub import HubName, commit_of, hub_name, hub_names, local_folder, matching, with_names
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.run_identity import differences
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.runs.resumed import resumable_folders
 from mgpu_pipe.system.joined_world import existing_world
@@ -43,7 +43,7 @@ class Pinned:
 
 def pin(config: RunConfig) -> Pinned:
     """Pin every name of ``config`` to a commit, and fetch the small files of its models."""
-    pinned = Pinned(config, _path_notices(config))
+    pinned = Pinned(config, _path_notices(config.model, config.data))
     try:
         named = list(hub_names(config))
     except BadInputError as error:
@@ -92,10 +92,10 @@ def at_commits(config: RunConfig) -> RunConfig:
     return pinned.config
 
 
-def _path_notices(config: RunConfig) -> list[tuple[str, str]]:
+def _path_notices(model: ModelConfig, data: DataConfig) -> list[tuple[str, str]]:
     """Notices of folders whose path is also a name on the Hub."""
     notices = []
-    for key, text in (("model.path", config.model.path), ("data.tokenizer", config.data.tokenizer)):
+    for key, text in (("model.path", model.path), ("data.tokenizer", data.tokenizer)):
         if text and text != "auto" and is_folder(Path(text)) and hub_name(f"{text}@main") is not None:
             notices.append((key, f"{text} is the folder here; {text}@main is what the Hub has under this name"))
     return notices
@@ -103,7 +103,7 @@ def _path_notices(config: RunConfig) -> list[tuple[str, str]]:
 
 def _commits_of_resumed_run(config: RunConfig) -> Iterator[tuple[tuple[str, HubName], str]]:
     """Commits of the run that ``config`` resumes, by key and repository; only from this user's runs."""
-    for folder in resumable_folders(config):
+    for folder in resumable_folders(config.run, config.checkpoint):
         try:
             before, is_own_run = load_untrusted(RunPaths(folder).config)
             names = [(key, name) for key, name in hub_names(before) if name.commit] if is_own_run else []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.config.freeze import freeze, remember
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, RunOptions
 from mgpu_pipe.errors import RunFolderError
 from mgpu_pipe.runs import history
 from mgpu_pipe.runs.environment import write_environment
@@ -169,15 +169,17 @@ def _write_overrides(paths: RunPaths, overrides: Sequence[str]) -> None:
 def _record_environment(
     paths: RunPaths, config: RunConfig, environment: Mapping[str, object], dated: float = 0.0, *, flush: bool = True
 ) -> None:
-    created = dated or start_time(paths.root) or later_than_others(paths, float(str(environment["started"])), config)
+    created = (
+        dated or start_time(paths.root) or later_than_others(paths, float(str(environment["started"])), config.run)
+    )
     settings = {"strategy": config.strategy.name, "tags": config.run.tags, "max_steps": config.trainer.max_steps}
     run = {"name": config.run.name, **settings}
     write_environment(paths.environment, {**environment, "created": created, RUN: run}, flush=flush)
 
 
-def later_than_others(paths: RunPaths, now: float, config: RunConfig) -> float:
+def later_than_others(paths: RunPaths, now: float, run: RunOptions) -> float:
     """``now``, or later if another run of this name has a later start because the clock was set back."""
-    if config.run.dir is not None:
+    if run.dir is not None:
         return now
     others = [start_time(folder) for folder in paths.root.parent.iterdir() if folder != paths.root]
     return max(now, *(created + CLOCK_STEP_S for created in others), 0.0)

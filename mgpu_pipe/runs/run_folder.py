@@ -22,7 +22,7 @@ from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.run_identity import mathematics_hash
-from mgpu_pipe.config.schema import RunConfig, seconds_of
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, TrainerConfig, seconds_of
 from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.runs.latest import HASH_DIGITS, find_own, is_run_folder, named_after, recorded, runs_in
@@ -105,7 +105,9 @@ def choose_folder(
     return RunFolder(RunPaths(_new_folder(runs, digits, flush=flush)), is_resumed=False, created=True, note=note)
 
 
-def settle(folder: RunFolder, config: RunConfig, alone: Sequence[str] = (), restart: bool = False) -> RunFolder:
+def settle(
+    folder: RunFolder, checkpoint: CheckpointConfig, alone: Sequence[str] = (), restart: bool = False
+) -> RunFolder:
     """Decide, under its lock, whether the chosen folder's run is resumed or a new one starts; or refuse the folder.
 
     Removes unfinished files of killed processes: a living writer would hold the lock.
@@ -116,7 +118,7 @@ def settle(folder: RunFolder, config: RunConfig, alone: Sequence[str] = (), rest
     Raises:
         RunFolderError: the folder has files that are not a run's, or a trained run that may not be resumed.
     """
-    auto = config.checkpoint.resume == "auto" or restart
+    auto = checkpoint.resume == "auto" or restart
     refuse_contents(folder.paths, auto, alone)
     _remove_unfinished(folder.paths)
     return replace(folder, is_resumed=auto and is_file(folder.paths.config))
@@ -164,19 +166,19 @@ def has_trained(paths: RunPaths) -> bool:
     return rows or bool(layout.folders(paths.checkpoints))
 
 
-def completed(folder: RunFolder, config: RunConfig) -> bool:
+def completed(folder: RunFolder, trainer: TrainerConfig) -> bool:
     """Whether the run in ``folder`` has finished and ``config`` allows no more steps or time."""
     summary = read_summary(folder.paths)
     if not folder.is_resumed or summary.get("status") != "finished":
         return False
     if "max_time" in summary:  # the time limit ended the run
-        allowed, taken = config.trainer.max_seconds(), seconds_of(str(summary["max_time"]))
+        allowed, taken = trainer.max_seconds(), seconds_of(str(summary["max_time"]))
         return allowed is not None and taken is not None and allowed <= taken
-    if config.trainer.max_steps is not None:
+    if trainer.max_steps is not None:
         reached = summary.get("max_steps", summary.get("step"))  # a callback may have ended the run early
-        return isinstance(reached, int) and config.trainer.max_steps <= reached
+        return isinstance(reached, int) and trainer.max_steps <= reached
     before = load_untrusted(folder.paths.config)[0].trainer
-    return before.max_steps is None and (config.trainer.max_epochs or 0) <= (before.max_epochs or 0)
+    return before.max_steps is None and (trainer.max_epochs or 0) <= (before.max_epochs or 0)
 
 
 def limit_reached(paths: RunPaths) -> str:

@@ -12,11 +12,12 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from mgpu_pipe.config.group_keys import SchedulerConfig
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.command_line import SweepRequest
 from mgpu_pipe.config.hydra.compose import Composition
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, ConfigError, MgpuError, print_line, print_traceback
 from mgpu_pipe.launch import fork_server
 from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
@@ -231,7 +232,7 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     run_begins()
     if point.folder:
         composition.config.run.dir, composition.config.checkpoint.resume = point.folder, "auto"
-    _limit(composition.config, point.budget)
+    _limit(composition.config.scheduler, composition.config.trainer, point.budget)
     began, memory = time.monotonic(), killed_for_memory()
 
     def chosen(folder: Path) -> None:
@@ -252,12 +253,12 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
     return ended(store, point, result.exit_code, time.monotonic() - began, killed_for_memory() > memory)
 
 
-def _limit(config: RunConfig, budget: int) -> None:
+def _limit(scheduler: SchedulerConfig, trainer: TrainerConfig, budget: int) -> None:
     """Let a run train to a rung; its schedule keeps the whole length."""
     if budget:
-        if config.scheduler.total_steps is None:
-            config.scheduler.total_steps = config.trainer.max_steps
-        config.trainer.max_steps = budget
+        if scheduler.total_steps is None:
+            scheduler.total_steps = trainer.max_steps
+        trainer.max_steps = budget
 
 
 def grid(request: SweepRequest) -> list[list[list[str]]]:

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from mgpu_pipe.config.group_keys import SweepConfig
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.command_line import SweepRequest
 from mgpu_pipe.config.hydra.compose import Composition
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import LaunchConfig, RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, one_line, print_line
 from mgpu_pipe.launch.composed import errors_of
 from mgpu_pipe.launch.signals import taken_over
@@ -41,7 +42,7 @@ def submit_sweep(request: SweepRequest, spec: dict[str, object], command: Sequen
         BadInputError: a point cannot run, or SLURM refuses; nothing is submitted or left behind.
     """
     slurm.check_commands()
-    errors = list(_errors(request.config))
+    errors = list(_errors(request.config.launch, request.config.sweep))
     if errors:
         raise ConfigErrors(errors)
     root, name = expand_home(request.config.run.root), request.config.sweep.name
@@ -108,12 +109,12 @@ def _submit_left(store: Store, command: Sequence[str], numbers: Collection[int])
     return _submit(store, left, next(iter(compositions.values())).config, command)
 
 
-def _errors(config: RunConfig) -> Iterator[BadInputError]:
+def _errors(launch: LaunchConfig, sweep: SweepConfig) -> Iterator[BadInputError]:
     """Errors of the sweep keys that an array does not support."""
-    sweep, why = config.sweep, "an array's points are all known when it is submitted"
-    if not isinstance(config.launch, SlurmConfig):
+    why = "an array's points are all known when it is submitted"
+    if not isinstance(launch, SlurmConfig):
         fix = "use launch=slurm, or an option of yours with type: slurm"
-        yield ConfigError("launch.type", config.launch.type, fix, "hydra/launcher=slurm submits jobs")
+        yield ConfigError("launch.type", launch.type, fix, "hydra/launcher=slurm submits jobs")
     if sweep.search != "grid":
         yield ConfigError("sweep.search", sweep.search, "use grid, or hydra/launcher=basic on one machine", why)
     if sweep.pruner != "none":
@@ -141,7 +142,7 @@ def _composed(spec: Mapping[str, object], points: Mapping[int, list[str]]) -> di
             if not composition.errors:
                 composition.config = slurm.settled(composition.config)
                 run = composition.config.run
-                slurm.check_folder(composition.config, expand_home(run.root).absolute() / run.name)
+                slurm.check_folder(composition.config.run, expand_home(run.root).absolute() / run.name)
             errors = errors_of(composition)
         except ConfigError as error:
             errors = [error]
@@ -192,7 +193,7 @@ def _freeze(composition: Composition, command: Sequence[str], earlier: Sequence[
     folder = run_folder.choose_folder(config, swept=composition.swept, flush=False)
     dated = time.time()
     if not earlier or earlier[-1].paths.root.parent != folder.paths.root.parent:
-        dated = record.later_than_others(folder.paths, dated, config)
+        dated = record.later_than_others(folder.paths, dated, config.run)
     folder = record.begin(folder, config, composition.overrides, command, dated=dated, flush=False)
     folder.paths.logs.mkdir(exist_ok=True)
     return folder

@@ -13,7 +13,7 @@ from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.command_line import SweepRequest
 from mgpu_pipe.config.hydra.compose import Composition
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, print_line, raised_by
 from mgpu_pipe.launch.composed import WORST_LAST, checked, each_point, errors_of, launched
@@ -85,7 +85,7 @@ def spec_of(request: SweepRequest, words: Sequence[str]) -> dict[str, object]:
     config, settings = request.config, request.config.sweep
     errors: list[BadInputError] = [*_whole_sweep_errors(request)]
     metrics = [settings.metric] if isinstance(settings.metric, str) else list(settings.metric)
-    metrics = [_usual_metric(config) if metric == "auto" else metric for metric in metrics]
+    metrics = [_usual_metric(config.data, config.objective) if metric == "auto" else metric for metric in metrics]
     for metric in metrics:
         errors += raised_by(lambda metric=metric: _check_metric(config, metric))  # type: ignore[misc]
     errors += _search_errors(config, len(metrics))
@@ -181,7 +181,7 @@ def _typed_space(request: SweepRequest) -> Iterator[tuple[str, Any]]:
 def _lower_is_better(config: RunConfig, metric: str) -> bool:
     if config.sweep.direction != "auto":
         return config.sweep.direction == "minimize"
-    known = metric_of(config, metric)
+    known = metric_of(config.objective, config.eval, metric)
     return metric in LOWER_IS_BETTER or not (metric in MEASURED or (known is not None and known.higher_is_better))
 
 
@@ -226,13 +226,13 @@ def refuse(store: Store, points: Sequence[Point], refused: dict[int, list[BadInp
         store.change(point, status=FAILED, reason=reason, exit_code=EXIT_BAD_INPUT)
 
 
-def _usual_metric(config: RunConfig) -> str:
-    held_out = config.data.validation_fraction > 0 or config.data.validation_paths
-    return description(config.objective.name).headline.key if held_out else "train/loss"
+def _usual_metric(data: DataConfig, objective: ObjectiveConfig) -> str:
+    held_out = data.validation_fraction > 0 or data.validation_paths
+    return description(objective.name).headline.key if held_out else "train/loss"
 
 
 def _check_metric(config: RunConfig, metric: str) -> None:
-    known = [*ranked(config), *MEASURED]
+    known = [*ranked(config.objective, config.eval), *MEASURED]
     if metric not in known:
         raise ConfigError("sweep.metric", metric, choose_from(metric, known), "no run logs it")
     if metric.startswith("val/") and not (config.data.validation_fraction > 0 or config.data.validation_paths):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.config.freeze import config_hash
+from mgpu_pipe.config.group_keys import SchedulerConfig
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
@@ -81,7 +82,7 @@ class Attempt:
         world_size = dist.get_world_size()
         dims = ParallelDims.resolve(complete.strategy, world_size)
         reader = CheckpointReader(resume, complete.checkpoint.verify) if resume is not None else None
-        max_steps = run_length(complete, prepared)
+        max_steps = run_length(complete.data, complete.trainer, prepared)
         return cls(
             config=complete,
             config_hash=config_hash(config),
@@ -96,7 +97,7 @@ class Attempt:
             reader=reader,
             start_step=int(reader.state["step"]) if reader is not None else 0,
             max_steps=max_steps,
-            total_steps=_schedule_horizon(complete, reader, max_steps),
+            total_steps=_schedule_horizon(complete.scheduler, reader, max_steps),
         )
 
     @property
@@ -109,9 +110,9 @@ class Attempt:
         return replace(self, config=replace(self.config, model=replace(self.config.model, **values)))
 
 
-def _schedule_horizon(config: RunConfig, reader: CheckpointReader | None, max_steps: int) -> int:
-    if config.scheduler.total_steps is not None:
-        return config.scheduler.total_steps
+def _schedule_horizon(scheduler: SchedulerConfig, reader: CheckpointReader | None, max_steps: int) -> int:
+    if scheduler.total_steps is not None:
+        return scheduler.total_steps
     return int(reader.state["total_steps"]) if reader is not None else max_steps
 
 

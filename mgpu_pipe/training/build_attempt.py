@@ -74,7 +74,7 @@ def build_model(attempt: Attempt) -> tuple[Attempt, BuiltModel]:
     config, device = attempt.config, attempt.device
     try:
         model, fill = initial_weights.build_model(
-            config, device, sharded=initial_weights.reads_slices(config, attempt.dims)
+            config, device, sharded=initial_weights.reads_slices(config.peft, config.strategy, attempt.dims)
         )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -231,8 +231,8 @@ def _start_weights(attempt: Attempt, objective: Objective) -> tuple[StartWeights
     """The weights that the attempt starts from, which the objective may measure, and the run's start."""
     config, reader = attempt.config, attempt.reader
     first = None
-    if reader is None and initial_weights.starts_from_run(config):
-        first = initial_weights.weights_reader(config)
+    if reader is None and initial_weights.starts_from_run(config.checkpoint):
+        first = initial_weights.weights_reader(config.checkpoint)
     measurer = objective if isinstance(objective, WeightMeasurer) else None
     wanted = measurer.measures_weights if measurer is not None else "first"
     measured = initial_weights.MeasuredWeights(config, first, reader, wanted)
@@ -266,7 +266,7 @@ def _build_checkpointer(
     start: RunStart,
 ) -> Checkpointer:
     config = attempt.config
-    best = metric_of(config, config.checkpoint.best_metric)
+    best = metric_of(config.objective, config.eval, config.checkpoint.best_metric)
     return Checkpointer(
         config.checkpoint,
         attempt.paths,

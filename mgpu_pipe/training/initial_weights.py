@@ -13,10 +13,11 @@ from mgpu_pipe.checkpoint.host_bytes import exchange_json, rank_and_size
 from mgpu_pipe.checkpoint.left_out import LeftOut, weights_digest
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.selection import resolve_source
+from mgpu_pipe.config.group_keys import PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.resolve import leaves_out_frozen_weights
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.data.cache import digest_of, hash_blocks
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.model_field import resolve_packing
@@ -97,8 +98,8 @@ class MeasuredWeights:
 
     def _first_weights(self) -> str:
         config = self._config
-        if self._first is None and starts_from_run(config):
-            self._first = weights_reader(config)
+        if self._first is None and starts_from_run(config.checkpoint):
+            self._first = weights_reader(config.checkpoint)
         root = self._first.manifest.root if self._first is not None else None
         digest = _first_weights(config, root) if rank_and_size(None)[0] == 0 else None
         return str(exchange_json(digest, None)[0])
@@ -107,7 +108,7 @@ class MeasuredWeights:
 def _first_weights(config: RunConfig, root: str | None) -> str:
     """A digest of all that decides the initial weights; ``root`` identifies the checkpoint they come from."""
     model, peft, cache = config.model, config.peft, cache_folder(config.data.cache_dir)
-    folders = [model.path, config.checkpoint.init_from if starts_from_folder(config) else None]
+    folders = [model.path, config.checkpoint.init_from if starts_from_folder(config.checkpoint) else None]
     files = []
     for folder in folders:
         if folder is not None:
@@ -125,12 +126,12 @@ LONG_ROW = 512
 """Tokens of a row from which attention by documents is faster on the CPU than a mask."""
 
 
-def reads_slices(config: RunConfig, dims: ParallelDims) -> bool:
+def reads_slices(peft: PeftConfig, strategy: StrategyConfig, dims: ParallelDims) -> bool:
     """Whether each rank reads its own parts of a folder's weights, or bytes of them, and none the whole."""
-    if config.strategy.engine == "deepspeed":
-        return config.strategy.deepspeed.stage == 3
-    cuts = dims.cuts_the_model or config.strategy.offload == "cpu" or config.peft.name == "qlora"
-    return config.strategy.engine == "mesh" and cuts
+    if strategy.engine == "deepspeed":
+        return strategy.deepspeed.stage == 3
+    cuts = dims.cuts_the_model or strategy.offload == "cpu" or peft.name == "qlora"
+    return strategy.engine == "mesh" and cuts
 
 
 def build_model(
@@ -152,7 +153,7 @@ def _model_and_filler(
     config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
     source = config.model
-    if starts_from_folder(config):
+    if starts_from_folder(config.checkpoint):
         classes = {name: config.model.config[name] for name in LABELS if name in config.model.config}
         source = replace(config.model, type=None, path=config.checkpoint.init_from, config=classes)
     if source.path is not None and not sharded:
@@ -183,7 +184,7 @@ def buffers_of_start(config: RunConfig, model: PreTrainedModel, reader: Checkpoi
     """
     if reader is not None and RECORDED in reader.state:
         return {RECORDED: reader.state[RECORDED]}
-    path = config.checkpoint.init_from if starts_from_folder(config) else config.model.path
+    path = config.checkpoint.init_from if starts_from_folder(config.checkpoint) else config.model.path
     return {} if path is None else recorded(folder_buffers(replace(config.model, path=path), model))
 
 
@@ -197,14 +198,14 @@ def left_out_weights(config: RunConfig, model: PreTrainedModel, reader: Checkpoi
     Raises:
         CheckpointError: ``reader``'s leaves out weights that the run's folder does not hold.
     """
-    folder = config.checkpoint.init_from if starts_from_folder(config) else config.model.path
+    folder = config.checkpoint.init_from if starts_from_folder(config.checkpoint) else config.model.path
     before = reader.left_out if reader is not None else None
     cache = cache_folder(config.data.cache_dir)
     names = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if reader is not None:
         # What a checkpoint holds may have been trained before it was frozen.
         names &= set(before.names) if before is not None else set()
-    leaves_out = leaves_out_frozen_weights(config) and folder is not None and bool(names)
+    leaves_out = leaves_out_frozen_weights(config.peft, config.checkpoint) and folder is not None and bool(names)
 
     def digest() -> LeftOut | None:
         if reader is not None and before is not None:
@@ -218,24 +219,24 @@ def left_out_weights(config: RunConfig, model: PreTrainedModel, reader: Checkpoi
     return None if first is None else LeftOut.from_state(first, Path(str(folder)))
 
 
-def starts_from_folder(config: RunConfig) -> bool:
+def starts_from_folder(checkpoint: CheckpointConfig) -> bool:
     """Whether ``checkpoint.init_from`` names a Hugging Face folder."""
-    if config.checkpoint.init_from is None:
+    if checkpoint.init_from is None:
         return False
-    source = expand_home(config.checkpoint.init_from)
+    source = expand_home(checkpoint.init_from)
     return not exists(source / "manifest.json") and exists(source / "config.json")
 
 
-def starts_from_run(config: RunConfig) -> bool:
+def starts_from_run(checkpoint: CheckpointConfig) -> bool:
     """Whether ``checkpoint.init_from`` names a run, or a step of one."""
-    return config.checkpoint.init_from is not None and not starts_from_folder(config)
+    return checkpoint.init_from is not None and not starts_from_folder(checkpoint)
 
 
-def weights_reader(config: RunConfig) -> CheckpointReader:
+def weights_reader(checkpoint: CheckpointConfig) -> CheckpointReader:
     """A reader of the step that ``checkpoint.init_from`` names, the same on every rank. A collective call.
 
     The run that it names may be saving, so ranks that resolved it alone could take different steps.
     """
-    keep = config.checkpoint
+    keep = checkpoint
     step = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
     return CheckpointReader(Path(exchange_json(str(step), None)[0]), keep.verify)

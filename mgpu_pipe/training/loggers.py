@@ -17,10 +17,11 @@ from typing import Any
 from pytorch_lightning.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from mgpu_pipe.config.convert import to_plain
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.hydra.interpolation import EnvironmentText, written
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plugins import MAX_MESSAGE
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, RunOptions
 from mgpu_pipe.config.targets.build_target import TARGET, build, resolve_target
 from mgpu_pipe.errors import BadInputError, ConfigError, concealed
 from mgpu_pipe.runs.latest import recorded
@@ -39,11 +40,11 @@ def hyperparameters(config: RunConfig) -> dict[str, Any]:
     return {key: without_secret(key, value) for key, value in _flat(to_plain(config))}
 
 
-def tags(config: RunConfig, dims: ParallelDims) -> dict[str, str]:
+def tags(run: RunOptions, strategy: StrategyConfig, dims: ParallelDims) -> dict[str, str]:
     """Search terms of a run: its name, strategy and topology, and the tags of ``run.tags``."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in dims.as_dict().items() if size > 1)
-    known = {"run.name": config.run.name, "strategy": config.strategy.name, "topology": sizes or "1 process"}
-    return known | ({"run.tags": ", ".join(config.run.tags)} if config.run.tags else {})
+    known = {"run.name": run.name, "strategy": strategy.name, "topology": sizes or "1 process"}
+    return known | ({"run.tags": ", ".join(run.tags)} if run.tags else {})
 
 
 def command_line(folder: Path) -> str:
@@ -164,13 +165,13 @@ def start_loggers(config: RunConfig, folder: Path, dims: ParallelDims) -> list[L
         expand_home(config.run.root).mkdir(parents=True, exist_ok=True)  # for a store that runs share
     path, started = RunPaths(folder).logger, []
     runs = _kept_runs(path)
-    parameters, marks, command = hyperparameters(config), tags(config, dims), command_line(folder)
+    parameters, marks, command = hyperparameters(config), tags(config.run, config.strategy, dims), command_line(folder)
     for name, node in config.logger.items():
         store = {key: without_secret(key, written(node[key])) for key in (TARGET, *WHERE) if key in node}
         before = runs.get(name, {})
         run_id = str(before["id"]) if before.get("store") == store and "id" in before else None
         try:
-            options = _options(config, node, name, marks, command, run_id)
+            options = _options(config.run, node, name, marks, command, run_id)
             logger = build(node, Logger, f"logger.{name}", save_dir=str(folder), **options)
             getattr(logger, "experiment", None)  # Lightning opens it at its first use
             _describe(logger, parameters, marks, command)
@@ -206,19 +207,19 @@ def _kept_runs(path: Path) -> dict[str, Any]:
 
 
 def _options(
-    config: RunConfig, node: Mapping[str, Any], name: str, marks: Mapping[str, str], command: str, run_id: str | None
+    run: RunOptions, node: Mapping[str, Any], name: str, marks: Mapping[str, str], command: str, run_id: str | None
 ) -> dict[str, Any]:
     """Arguments for a logger's constructor in addition to those of its configuration."""
     cls, _ = resolve_target(node, Logger, f"logger.{name}")
     if issubclass(cls, WandbLogger):
-        known = [marks["run.name"], marks["strategy"], marks["topology"], *config.run.tags]
+        known = [marks["run.name"], marks["strategy"], marks["topology"], *run.tags]
         short = [tag[:LONGEST_TAG] for tag in known if tag]
         return {"id": run_id, "resume": "allow", "tags": list(dict.fromkeys(short)), "notes": command}
     if issubclass(cls, MLFlowLogger):
         options: dict[str, Any] = {"run_id": run_id, "tags": {**marks, "mlflow.note.content": command}}
         uri = node.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
         if not str(uri).startswith(SERVERS):  # MLflow's own place is the working folder
-            place = expand_home(config.run.root).absolute() / "mlartifacts"
+            place = expand_home(run.root).absolute() / "mlartifacts"
             options["artifact_location"] = place.as_uri()
         return options
     return {}

@@ -104,7 +104,9 @@ def estimated_parts(
         shards = 1
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     weights = sum(size * p.element_size() for p, size in sizes.items())
-    state = state_bytes(weights, trained, shards, sharded_stage(config), optimizer=optimizer_bytes(config.optimizer))
+    state = state_bytes(
+        weights, trained, shards, sharded_stage(config.strategy), optimizer=optimizer_bytes(config.optimizer)
+    )
     estimated = {
         "weights": state.weights,
         "gradients": state.gradients,

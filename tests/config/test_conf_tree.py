@@ -124,8 +124,8 @@ def test_every_group_has_one_default_but_the_experiments():
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_have_the_promised_shape(name: str):
     config, _ = compose([f"model={name}"])
-    fields = model_fields(config)
-    assert count_parameters(model_fields(config)).total < 1_000_000
+    fields = model_fields(config.model)
+    assert count_parameters(model_fields(config.model)).total < 1_000_000
     assert (fields["num_hidden_layers"], fields["num_attention_heads"], fields["vocab_size"]) == (4, 8, 1024)
     assert fields["max_position_embeddings"] >= 1024
     if name != "gpt2_tiny":
@@ -136,13 +136,13 @@ def test_tiny_models_have_the_promised_shape(name: str):
 
 def test_the_quickstarts_model_has_5_to_15_million_parameters():
     config, _ = compose(["experiment=quickstart"])
-    assert 5e6 < count_parameters(model_fields(config)).total < 15e6
+    assert 5e6 < count_parameters(model_fields(config.model)).total < 15e6
 
 
 @pytest.mark.parametrize(("name", "millions"), PUBLISHED.items())
 def test_published_architectures_have_their_published_size(name: str, millions: float):
     config, _ = compose([f"model={name}"])
-    assert count_parameters(model_fields(config)).total / 1e6 == pytest.approx(millions, rel=1e-3)
+    assert count_parameters(model_fields(config.model)).total / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "model" and option != "hf"])

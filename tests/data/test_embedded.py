@@ -80,7 +80,7 @@ def test_recordings_in_rows_are_those_that_a_list_names(tmp_path: Path) -> None:
         for path in (table, *tables(tmp_path, "path", rows))
     ]
     for config in configs:
-        check_recordings(config)
+        check_recordings(config.model, config.data)
     first, *others = batches(configs)
     for other in others:
         assert all(torch.equal(value, other[name]) for name, value in first.items())

@@ -186,12 +186,12 @@ def test_settings_that_a_model_folder_had_are_told(config: RunConfig, prepared: 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(tmp_path: Path) -> None:
     config, _ = compose(["checkpoint.resume=auto", f"run.dir={tmp_path}"])
-    assert resume_step(config, RunPaths(tmp_path)) is None
+    assert resume_step(config.checkpoint, RunPaths(tmp_path)) is None
     step = tmp_path / "checkpoints" / "step-00000010"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no checkpoint in it can be read whole \(1 damaged\)"):
-        resume_step(config, RunPaths(tmp_path))
+        resume_step(config.checkpoint, RunPaths(tmp_path))
 
 
 def test_changed_held_out_files_are_refused_like_changed_training_files(

@@ -113,7 +113,7 @@ def test_heads_are_exchanged_for_tokens_where_that_is_faster() -> None:
 
 def _step_of(config: RunConfig, profile: HardwareProfile, layout: Layout) -> float:
     changed = with_layout(config, layout)
-    work = run_work(changed, model_fields(changed))
+    work = run_work(changed, model_fields(changed.model))
     return float(np.asarray(step_time(work, profile.hardware, profile.fitted).context_parallel))
 
 

@@ -46,7 +46,7 @@ def chosen(config: RunConfig) -> RunFolder:
     """As a launch does it, which holds the lock in between."""
     folder = choose_folder(config)
     folder.paths.lock.touch()
-    return settle(folder, config)
+    return settle(folder, config.checkpoint)
 
 
 def leave_run(folder: Path, created: float, config: RunConfig | None = None, **entries: object) -> RunPaths:
@@ -87,12 +87,12 @@ def test_a_folder_that_holds_something_is_refused_and_left_alone(tmp_path: Path,
 def test_a_folder_in_which_another_launch_trained_after_it_was_chosen_is_refused(tmp_path: Path) -> None:
     config = config_in(tmp_path, folder=tmp_path / "run")
     folder = choose_folder(config)
-    settle(folder, config)
+    settle(folder, config.checkpoint)
     freeze(config, folder.paths.config)
-    settle(folder, config)  # not a step was trained: nothing is lost
+    settle(folder, config.checkpoint)  # not a step was trained: nothing is lost
     folder.paths.metrics.write_text("step\n1\n")
     with pytest.raises(RunFolderError, match=r"a run has trained in this folder; .* mgpu-pipe seed=2 run.dir=/"):
-        settle(folder, config, ["seed=2"])
+        settle(folder, config.checkpoint, ["seed=2"])
 
 
 def test_a_refused_launch_takes_back_what_it_wrote(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_run_is_complete_until_more_steps_are_asked_for(
     paths = leave_run(tmp_path / "run", 1.0)
     write_summary(paths, {"status": status, "step": reached})
     config = config_in(tmp_path, "auto", tmp_path / "run", max_steps=asked)
-    assert completed(chosen(config), config) is complete
+    assert completed(chosen(config), config.trainer) is complete
 
 
 def test_a_run_of_epochs_is_complete_until_more_epochs_are_asked_for(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_run_of_epochs_is_complete_until_more_epochs_are_asked_for(tmp_path: P
     write_summary(paths, {"status": "finished", "step": 10})
     for epochs, complete in ((1, True), (2, True), (3, False)):
         config = config_in(tmp_path, "auto", tmp_path / "run", max_epochs=epochs)
-        assert completed(chosen(config), config) is complete
+        assert completed(chosen(config), config.trainer) is complete
 
 
 def test_attempts_are_counted_over_launches_and_their_configurations_kept(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def verified_from_folder(config: RunConfig) -> list[Worst]:
     """The worst comparison of each quantity; a collective call."""
 
     def configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, Objective]:
-        model, fill = build_model(config, CPU, sharded=reads_slices(config, dims))
+        model, fill = build_model(config, CPU, sharded=reads_slices(config.peft, config.strategy, dims))
         made: Any = strategy_class(config.strategy.engine)
         strategy = made.from_config(
             config, dims, CPU, materialise=fill, dropout_seed=None, stop_requested=lambda: False

@@ -18,7 +18,7 @@ def _step_of(root: Path) -> int:
     config = RunConfig()
     config.checkpoint.init_from = str(root)
     with patch.object(initial_weights, "resolve_source", return_value=root / f"step-{4 + dist.get_rank():08d}"):
-        return initial_weights.weights_reader(config).manifest.step
+        return initial_weights.weights_reader(config.checkpoint).manifest.step
 
 
 def test_ranks_that_look_at_different_times_take_the_same_step(tmp_path: Path) -> None:

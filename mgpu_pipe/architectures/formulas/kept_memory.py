@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mgpu_pipe.config.group_keys import OptimizerConfig
+from mgpu_pipe.config.group_keys import OptimizerConfig, StrategyConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 FP32, HALF = 4, 2
@@ -124,9 +124,9 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
     if dims.tp > 1 and not strategy.sequence_parallel:
         shared = SHARED_BYTES / (SHARED_BYTES + SPLIT_BYTES / dims.tp)
         options.append(Saving("strategy.sequence_parallel=true", int(activations * shared * (1 - 1 / dims.tp))))
-    stage = sharded_stage(config)
+    stage = sharded_stage(config.strategy)
     if dims.uses_model_axes:
-        options += _savings_of_more_ranks(config, dims, state)
+        options += _savings_of_more_ranks(config.strategy, config.trainer, dims, state)
     elif dims.dp_replicate > 1:
         # A typed size overrides a preset.
         prefix = "" if strategy.dp_replicate == "auto" else " strategy.dp_replicate=1"
@@ -151,20 +151,22 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
     return options
 
 
-def _savings_of_more_ranks(config: RunConfig, dims: ParallelDims, state: int) -> list[Saving]:
+def _savings_of_more_ranks(
+    strategy: StrategyConfig, trainer: TrainerConfig, dims: ParallelDims, state: int
+) -> list[Saving]:
     """Savings of more ranks for the state of a model that is already cut."""
     if dims.dp_replicate > 1:
         shards = dims.dp_replicate * dims.dp_shard
         return [Saving(f"strategy.dp_replicate=1 strategy.dp_shard={shards}", state - state // dims.dp_replicate)]
-    axes = [axis for axis in AXES if getattr(config.strategy, axis) == "auto"]
+    axes = [axis for axis in AXES if getattr(strategy, axis) == "auto"]
     axis = axes[0] if axes else "dp_shard"
     prefix = "" if axes else f"strategy.{axis}={2 * getattr(dims, axis)} "
     if axis == "dp_replicate":
         return []
-    devices = 2 * dims.world_size // config.trainer.num_nodes
+    devices = 2 * dims.world_size // trainer.num_nodes
     return [Saving(f"{prefix}trainer.devices={devices}", state // 2)]
 
 
-def sharded_stage(config: RunConfig) -> int:
+def sharded_stage(strategy: StrategyConfig) -> int:
     """ZeRO stage of ``dp_shard``; FSDP2 shards all."""
-    return config.strategy.deepspeed.stage if config.strategy.engine == "deepspeed" else 3
+    return strategy.deepspeed.stage if strategy.engine == "deepspeed" else 3

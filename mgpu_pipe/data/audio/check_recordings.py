@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.decode_audio import soundfile
 from mgpu_pipe.data.audio.listen import Sound, listed
 from mgpu_pipe.data.audio.log_mel import LogMel
@@ -12,16 +12,15 @@ from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.errors import check_all
 
 
-def check_recordings(config: RunConfig) -> None:
+def check_recordings(model: ModelConfig, data: DataConfig) -> None:
     """Checks that packages and programs exist, lists name files, and the model takes such recordings.
 
     Raises:
         ConfigErrors: the errors found.
     """
-    data = config.data
     assert isinstance(data, AudioConfig)
     checks = [
-        *(soundfile, lambda: LogMel.from_model(config.model, Sound.from_config(data, config.model).rate)),
+        *(soundfile, lambda: LogMel.from_model(model, Sound.from_config(data, model).rate)),
         lambda: check_rule(data),
     ]
     if speaker_of(data) is None:

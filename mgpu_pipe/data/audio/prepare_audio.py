@@ -143,7 +143,7 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
             alphabet, new = _alphabet(config, folder)
             tokenizer = _alphabet_folder(alphabet, sound, cache)
         else:
-            alphabet = words_of(config, _training_texts(config, folder, held_folder), window, cache)
+            alphabet = words_of(config, _training_texts(config.data, folder, held_folder), window, cache)
             tokenizer, new = alphabet.folder, config.model.path is None
         written = (alphabet, limits, tokenizer.name)
         labels = _labels(folder, *written, data.speed, cache)
@@ -164,16 +164,15 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
         recordings=sum(manifest.get("recordings", 0) for manifest in manifests),
         hours=sum(manifest.get("seconds", 0.0) for manifest in manifests) / 3600,
     )
-    return _add_counts(known, config, sound, bad + known.unlearnable())
+    return _add_counts(known, config.data, sound, bad + known.unlearnable())
 
 
-def _add_counts(known: PreparedSpeech, config: RunConfig, sound: Sound, bad: list[tuple[str, str]]) -> PreparedSpeech:
+def _add_counts(known: PreparedSpeech, data: DataConfig, sound: Sound, bad: list[tuple[str, str]]) -> PreparedSpeech:
     """Adds sample counts, left-out recordings and digests to ``known``; reports the bad recordings.
 
     Raises:
         DataError: a bad recording that the rules do not leave out; no recording to train on.
     """
-    data = config.data
     assert isinstance(data, AudioConfig)
     long, bad = _among_rules(bad, data)
     report_bad_samples(bad, data.on_bad_sample, ("the recording or its text", "recordings"))
@@ -183,7 +182,7 @@ def _add_counts(known: PreparedSpeech, config: RunConfig, sound: Sound, bad: lis
     trained = (_content(known.folder), _content(known.labels), known.fraction, data.speed, data.noise, data.sort_steps)
     evaluated = (_content(known.held_out_folder), _content(known.held_out_labels))
     return known.with_counts(
-        config.data,
+        data,
         train,
         available,
         bad_samples=len(bad),
@@ -245,11 +244,11 @@ def _alphabet_folder(alphabet: Alphabet, sound: Sound, cache: Path) -> Path:
     return folder
 
 
-def _training_texts(config: RunConfig, folder: Path, held_folder: Path) -> list[str]:
+def _training_texts(data: DataConfig, folder: Path, held_folder: Path) -> list[str]:
     texts = transcripts(folder)[0]
-    if held_folder != folder or config.data.validation_paths:
+    if held_folder != folder or data.validation_paths:
         return texts
-    trained = ~held_out(load_array(folder / "hashes.npy"), config.data.validation_fraction)
+    trained = ~held_out(load_array(folder / "hashes.npy"), data.validation_fraction)
     return [text for text, use in zip(texts, trained.tolist(), strict=True) if use] or texts
 
 

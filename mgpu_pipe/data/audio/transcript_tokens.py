@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.audio.alphabet import PREPROCESSOR, STRANGE
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.cache import build_once, digest_of, write_json
@@ -112,7 +112,7 @@ def words_of(config: RunConfig, texts: Iterable[str], window: LogMel, cache: Pat
         ConfigError, ModelFolderError: the tokenizer is missing or does not fit the model.
     """
     if existing_file(config) is None:
-        return Words(_trained(config, list(texts), window, cache))
+        return Words(_trained(config.model, list(texts), window, cache))
     known = resolve_tokenizer(config, [], cache)
     folder = cache / "words" / digest_of(_FORMAT, known.digest, window.settings())
 
@@ -133,8 +133,8 @@ def words_of(config: RunConfig, texts: Iterable[str], window: LogMel, cache: Pat
     return words
 
 
-def _trained(config: RunConfig, texts: list[str], window: LogMel, cache: Path) -> Path:
-    size = transcripts_vocab_size(config)
+def _trained(model: ModelConfig, texts: list[str], window: LogMel, cache: Path) -> Path:
+    size = transcripts_vocab_size(model)
     folder = cache / "words" / digest_of(_FORMAT, "trained", texts, size, window.settings())
 
     def train(out: Path) -> dict[str, Any]:

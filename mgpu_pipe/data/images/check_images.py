@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from mgpu_pipe.architectures.pictures import READ_QUESTIONS_WHOLE, SEE_VIDEOS
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, first_rows
 from mgpu_pipe.data.images.decode_image import pillow
@@ -26,18 +26,14 @@ from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError, check_all
 from mgpu_pipe.system.local_files import is_file
 
 
-def check_pictures(config: RunConfig) -> None:
+def check_pictures(model: ModelConfig, data: DataConfig) -> None:
     """Checks that packages exist, folders hold pictures, lists name files, and the model takes such pictures.
 
     Raises:
         ConfigErrors: the errors found.
     """
-    data = config.data
     assert isinstance(data, ImageConfig)
-    checks: list[Callable[[], object]] = [
-        *(pillow, lambda: Pixels.from_config(data, config.model)),
-        lambda: check_rule(data),
-    ]
+    checks: list[Callable[[], object]] = [*(pillow, lambda: Pixels.from_config(data, model)), lambda: check_rule(data)]
     layout = layout_of(data)
     if layout == "digits":
         checks.append(digits_file)
@@ -92,14 +88,14 @@ def check_row(config: RunConfig, row: ChatRow) -> None:
             reason = f"has {answers} answers to learn, and {kind} reads all before the first from both sides"
             raise DataError(f'{row.origin}: {reason}; give the others "train": false, or a row each')
     if any(row.videos):
-        sees_videos(config, row.origin)
+        sees_videos(config.model, row.origin)
     if any(video and is_file(path) for path, video in zip(row.pictures, row.videos, strict=True)):
         pyav()
 
 
-def sees_videos(config: RunConfig, origin: str) -> None:
+def sees_videos(model: ModelConfig, origin: str) -> None:
     """Raises ConfigError where the model takes no videos."""
-    kind = config.model.type or model_field(config.model, "model_type")
+    kind = model.type or model_field(model, "model_type")
     if kind not in SEE_VIDEOS:
         reason = f"{origin} has a video, which no model of {kind} is given"
         raise ConfigError("model.type", kind, f"use one of {', '.join(SEE_VIDEOS)}", reason)

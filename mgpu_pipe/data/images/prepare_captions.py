@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.pictures import READ_WHOLE
 from mgpu_pipe.config.paths import cache_folder
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.images.image_keys import CaptionConfig
@@ -138,7 +138,7 @@ def prepare_captions(config: RunConfig, progress: Progress | None = None) -> Pre
     """
     data, report = config.data, progress or no_progress
     assert isinstance(data, CaptionConfig)
-    scan = scan_images(config, progress)
+    scan = scan_images(config.model, config.data, progress)
     cache, ways = cache_folder(data.cache_dir).absolute(), ways_to_say(data)
     texts = {folder: _captions(folder, ways) for folder in dict.fromkeys((scan.folder, scan.held_out_folder))}
     with writing_to_cache(cache):
@@ -149,7 +149,7 @@ def prepare_captions(config: RunConfig, progress: Progress | None = None) -> Pre
 
         source = Source("captions", digest_of("captions", first), len(first), documents)
         tokenizer = resolve_tokenizer(config, [(config, source)], cache, report)
-        tables = {folder: _table(config, each, tokenizer, cache) for folder, each in texts.items()}
+        tables = {folder: _table(config.model, config.data, each, tokenizer, cache) for folder, each in texts.items()}
     known = PreparedCaptions(
         **scan.fields(),
         classes=[],
@@ -165,7 +165,7 @@ def prepare_captions(config: RunConfig, progress: Progress | None = None) -> Pre
     long = sum(int(known.long_captions(split).sum()) for split in ("train", "validation"))
     dropped = ["drop"] if long and known.on_too_long == "drop" else []
     seen = (scan.seen, *(table.name for table in tables.values()), *dropped)
-    return add_figures(replace(known, too_long_samples=long), config, seen, scan)
+    return add_figures(replace(known, too_long_samples=long), config.data, seen, scan)
 
 
 def _captions(folder: Path, ways: Sequence[str]) -> list[str]:
@@ -174,10 +174,10 @@ def _captions(folder: Path, ways: Sequence[str]) -> list[str]:
     return [way.replace("{}", name) for name in manifest["labels"] for way in ways]
 
 
-def _table(config: RunConfig, texts: Sequence[str], tokenizer: TokenizerInfo, cache: Path) -> Path:
+def _table(model: ModelConfig, data: DataConfig, texts: Sequence[str], tokenizer: TokenizerInfo, cache: Path) -> Path:
     """Builds the folder of padded caption tokens; a longer caption is cut before its end token."""
-    length = config.data.seq_len
-    padding = _padding(config, tokenizer)
+    length = data.seq_len
+    padding = _padding(model, tokenizer)
     folder = cache / "tokens" / digest_of("captions", _FORMAT, texts, tokenizer.digest, length, padding)
 
     def build(out: Path) -> dict[str, Any]:
@@ -209,11 +209,11 @@ def _lengths_folder(table: Path) -> Path:
     return table.with_name(f"{table.name}.lengths")
 
 
-def _padding(config: RunConfig, tokenizer: TokenizerInfo) -> int:
+def _padding(model: ModelConfig, tokenizer: TokenizerInfo) -> int:
     """Padding token of captions: the end token for CLIP, which ignores it; SigLIP's own, which it reads."""
-    text = model_field(config.model, "text_config")
+    text = model_field(model, "text_config")
     padding = text.get("pad_token_id") if isinstance(text, Mapping) else None
-    siglip = config.model.type == "siglip" or model_field(config.model, "model_type") == "siglip"
+    siglip = model.type == "siglip" or model_field(model, "model_type") == "siglip"
     return padding if siglip and isinstance(padding, int) else tokenizer.eos_token_id
 
 

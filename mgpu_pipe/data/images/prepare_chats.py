@@ -20,7 +20,7 @@ from typing_extensions import Self
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.pictures import Grid, Parts, picture_places
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.data_source import validation_source_config
@@ -181,13 +181,13 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     pixels = chat_pixels(data, config.model)
     grid = pixels.grid if isinstance(pixels, GridPixels) else None
     parts = pixels.parts if isinstance(pixels, PartPixels) else None
-    tokens = parts.tokens if parts else _tokens_a_picture(config) if grid is None else 0
+    tokens = parts.tokens if parts else _tokens_a_picture(config.model) if grid is None else 0
     cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
         sources = _open_sources(config, pixels, cache, report)
         tokenizer = resolve_tokenizer(config, [(sources[0].plain, sources[0].source)], cache, report)
-        image, video = _placeholder_tokens(config, tokenizer, sources)
+        image, video = _placeholder_tokens(config.model, config.data, tokenizer, sources)
         standing = [token for token in (image, video) if token is not None]
         folders = [source.known(pixels, tokenizer, standing, cache, report) for source in sources]
     folder, index, pictures, clips = folders[0]
@@ -269,15 +269,15 @@ def _summed(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int6
 
 
 def _placeholder_tokens(
-    config: RunConfig, tokenizer: TokenizerInfo, sources: list[ChatSource]
+    model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo, sources: list[ChatSource]
 ) -> tuple[int, int | None]:
     """Ids of the placeholder tokens of pictures and of videos; None where no conversation shows a video."""
-    image = _token(config, tokenizer, PLACE, "image_token_index", "image_token_id")
+    image = _token(model, data, tokenizer, PLACE, "image_token_index", "image_token_id")
     has_videos = any(visual.is_video for source in sources for visual in source.visuals)
-    return image, _token(config, tokenizer, VIDEO, "video_token_id") if has_videos else None
+    return image, _token(model, data, tokenizer, VIDEO, "video_token_id") if has_videos else None
 
 
-def _token(config: RunConfig, tokenizer: TokenizerInfo, place: str, *fields: str) -> int:
+def _token(model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo, place: str, *fields: str) -> int:
     """Id of the placeholder token of pictures or of videos.
 
     Args:
@@ -288,27 +288,27 @@ def _token(config: RunConfig, tokenizer: TokenizerInfo, place: str, *fields: str
     """
     from tokenizers import Tokenizer
 
-    tokens = (model_field(config.model, name) for name in fields)
+    tokens = (model_field(model, name) for name in fields)
     known = next((token for token in tokens if token is not None), None)
     read = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
     number: int | None = read.token_to_id(place)
-    if number is None and config.model.path is not None and known is not None and read.id_to_token(known) is not None:
+    if number is None and model.path is not None and known is not None and read.id_to_token(known) is not None:
         return int(known)  # the model's chat template writes another token
     if number is None:
         fix = "name a chat template by data.chat_template, with which it gets the token"
-        raise ConfigError("data.tokenizer", config.data.tokenizer, fix, f"it has no token {place}")
-    if config.model.path is not None and known != number:
+        raise ConfigError("data.tokenizer", data.tokenizer, fix, f"it has no token {place}")
+    if model.path is not None and known != number:
         reason = f"its token {place} is {number}, and the model's {fields[0]} {known}"
-        raise ConfigError("data.tokenizer", config.data.tokenizer, "use the model's own tokenizer", reason)
+        raise ConfigError("data.tokenizer", data.tokenizer, "use the model's own tokenizer", reason)
     return number
 
 
-def _tokens_a_picture(config: RunConfig) -> int:
-    kind = config.model.type or model_field(config.model, "model_type")
-    size, patch = (vision_field(config.model, name) for name in ("image_size", "patch_size"))
+def _tokens_a_picture(model: ModelConfig) -> int:
+    kind = model.type or model_field(model, "model_type")
+    size, patch = (vision_field(model, name) for name in ("image_size", "patch_size"))
     if not isinstance(size, int) or not isinstance(patch, int) or not 1 <= patch <= size:
         fix = "give model.config.vision_config.image_size and patch_size"
         raise ConfigError("model.config.vision_config.patch_size", patch, fix, f"pictures have {size} pixels")
     known, name = config_class(str(kind)), "vision_feature_select_strategy"
-    select = model_field(config.model, name) or (known.defaults.get(name, "full") if known else "full")
-    return picture_places(str(vision_field(config.model, "model_type")), size, patch, str(select))
+    select = model_field(model, name) or (known.defaults.get(name, "full") if known else "full")
+    return picture_places(str(vision_field(model, "model_type")), size, patch, str(select))

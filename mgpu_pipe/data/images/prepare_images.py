@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_names, class_number
@@ -83,12 +83,12 @@ def prepare_images(config: RunConfig, progress: Progress | None = None) -> Prepa
         DataError: a list that is broken; a picture that cannot be used, with ``data.on_bad_sample=stop``; none to
             train on.
     """
-    scan = scan_images(config, progress)
+    scan = scan_images(config.model, config.data, progress)
     known = PreparedImages(
         **scan.fields(),
         classes=class_names(config, {name for manifest in scan.manifests for name in manifest["labels"]}),
     )
-    return add_figures(known, config, (known.classes, scan.seen), scan)
+    return add_figures(known, config.data, (known.classes, scan.seen), scan)
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,10 @@ class ImageScan:
         }
 
 
-def scan_images(config: RunConfig, progress: Progress | None) -> ImageScan:
+def scan_images(model: ModelConfig, data: DataConfig, progress: Progress | None) -> ImageScan:
     """Scans the pictures of ``config``, or finds the scan in the cache; raises like :func:`prepare_images`."""
-    data = config.data
     assert isinstance(data, ImageConfig)
-    pixels = Pixels.from_config(data, config.model)
+    pixels = Pixels.from_config(data, model)
     cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
@@ -149,17 +148,17 @@ def scan_images(config: RunConfig, progress: Progress | None) -> ImageScan:
     )
 
 
-def add_figures(known: Images, config: RunConfig, seen: tuple[object, ...], scan: ImageScan) -> Images:
+def add_figures(known: Images, data: DataConfig, seen: tuple[object, ...], scan: ImageScan) -> Images:
     """Adds sample counts, the majority accuracy and digests to ``known``."""
     content = [manifest["content"] for manifest in scan.manifests]
     train, held_labels = known.labels("train"), known.labels("validation")
     identity = (_FORMAT, *seen)
     apart = known.is_apart and len(held_labels)
     return known.with_counts(
-        config.data,
+        data,
         len(train),
         len(held_labels),
-        majority_accuracy=majority_accuracy(train, held_labels, config),
+        majority_accuracy=majority_accuracy(train, held_labels, data),
         digest=digest_of(content[0], known.fraction, *identity),
         validation_digest=digest_of(content[-1], *identity) if apart else "",
     )

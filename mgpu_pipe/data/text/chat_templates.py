@@ -10,7 +10,7 @@ from pathlib import Path
 from mgpu_pipe.architectures.pictures import BEGIN, END, PLACED, SEE_PARTS, SEE_VIDEOS
 from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.config.hub import DATA
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
@@ -47,20 +47,20 @@ class ChosenTemplate:
     special: tuple[str, ...] = ()
 
 
-def chosen_template(config: RunConfig) -> ChosenTemplate | None:
+def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | None:
     """Reads the template that ``data.chat_template`` names, and compiles it as a check; None where it names none.
 
     Raises:
         ConfigError: it cannot be read, or is not a template.
     """
-    chosen = config.data.chat_template
+    chosen = data.chat_template
     if chosen is None:
         return None
-    place: tuple[str, ...] = (PLACE,) if samples_of(config.data.source) == "picture_chats" else ()
+    place: tuple[str, ...] = (PLACE,) if samples_of(data.source) == "picture_chats" else ()
     if place:
         known = {**dict.fromkeys(SEE_VIDEOS, (PLACE, VIDEO)), **dict.fromkeys(SEE_PARTS, (PLACE, *PLACED))}
         known["qwen3_vl"] = (PLACE, VIDEO, BEGIN, END)
-        place = known.get(str(config.model.type), place)
+        place = known.get(str(model.type), place)
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
         return ChosenTemplate(path.read_text(encoding="utf-8"), (*SPECIAL[chosen], *place))
@@ -77,11 +77,11 @@ def chosen_template(config: RunConfig) -> ChosenTemplate | None:
         raise ConfigError("data.chat_template", chosen, fix, f"cannot be read: {error}") from error
     if len(raw) > LARGEST_TEMPLATE:
         raise ConfigError("data.chat_template", chosen, "give a chat template", "is larger than 1 MiB")
-    compiled(config, text)
+    compiled(data, text)
     return ChosenTemplate(text, place)
 
 
-def compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatTemplate:
+def compiled(data: DataConfig, text: str, folder: Path | None = None) -> ChatTemplate:
     """Compiles a template; refuses invalid Jinja, and templates beyond the limits.
 
     Args:
@@ -92,28 +92,28 @@ def compiled(config: RunConfig, text: str, folder: Path | None = None) -> ChatTe
     try:
         if folder is None:
             end = tokenizer_train.END_OF_TEXT
-            stops = SPECIAL.get(str(config.data.chat_template), ())
+            stops = SPECIAL.get(str(data.chat_template), ())
             return ChatTemplate(text, {"bos_token": end, "eos_token": end, "pad_token": end}, stops)
         return ChatTemplate(text, special_tokens(folder), stop_tokens(folder))
     except TemplateError as error:
-        if config.data.chat_template is not None:
+        if data.chat_template is not None:
             raise ConfigError(
-                "data.chat_template", config.data.chat_template, "correct the template", reason(error)
+                "data.chat_template", data.chat_template, "correct the template", reason(error)
             ) from error
         raise ConfigError(
             "data.tokenizer",
-            config.data.tokenizer,
+            data.tokenizer,
             "give another chat template by data.chat_template",
             f"its chat template cannot be used: {reason(error)}",
         ) from error
 
 
-def no_template(config: RunConfig) -> ConfigError:
+def no_template(data: DataConfig) -> ConfigError:
     return ConfigError(
         "data.chat_template",
-        config.data.chat_template,
+        data.chat_template,
         f"give one of {', '.join(SPECIAL)}, or a Jinja file",
-        f"data.source={config.data.source} needs a chat template and the tokenizer has none",
+        f"data.source={data.source} needs a chat template and the tokenizer has none",
     )
 
 
@@ -129,18 +129,18 @@ def check_chat(config: RunConfig, first: Sequence[tuple[str, str]] | None = None
     Raises:
         ConfigError, DataError, ModelFolderError: what is wrong.
     """
-    chosen, tokenizer_file = chosen_template(config), existing_file(config)
+    chosen, tokenizer_file = chosen_template(config.model, config.data), existing_file(config)
     text = None if chosen is None else chosen.text
     if text is None and tokenizer_file is not None:
         text = chat_template(tokenizer_file.parent)
     if text is None:
-        raise no_template(config)
-    template = compiled(config, text, tokenizer_file.parent if tokenizer_file is not None else None)
+        raise no_template(config.data)
+    template = compiled(config.data, text, tokenizer_file.parent if tokenizer_file is not None else None)
     if first is None and config.data.paths[0].startswith(DATA):
         return  # checked after the download
     samples = samples_of(config.data.source)
     refused: DataError | None = None
-    for line, origin in first if first is not None else _first_rows(config):
+    for line, origin in first if first is not None else _first_rows(config.data):
         try:
             if samples == "preferences":
                 template.preference(line, origin, config.data.messages_column)
@@ -159,10 +159,10 @@ def check_chat(config: RunConfig, first: Sequence[tuple[str, str]] | None = None
         raise refused
 
 
-def _first_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _first_rows(data: DataConfig) -> Iterator[tuple[str, str]]:
     """First rows of ``data.paths`` with their origins, without those of unusable files."""
-    paths = files.expand_paths(config.data.paths, "data.paths")
-    unusable = unusable_files(paths) if config.data.on_bad_sample == "skip" else {}
+    paths = files.expand_paths(data.paths, "data.paths")
+    unusable = unusable_files(paths) if data.on_bad_sample == "skip" else {}
 
     def read(path: Path) -> Iterator[tuple[str, str, int]]:
         return row_lines(path, nested=True)
@@ -173,5 +173,5 @@ def _first_rows(config: RunConfig) -> Iterator[tuple[str, str]]:
     for row in islice(rows_of_files(paths, unusable, read, make), LOOKED_AT):
         if not isinstance(row, Fault):
             yield row
-        elif config.data.on_bad_sample == "stop":
+        elif data.on_bad_sample == "stop":
             raise DataError(f"{row.message}{OR_SKIP}")

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, refuse_too_long, rows_of_files, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
@@ -122,10 +122,10 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
     if data.on_too_long == "refuse":
         for each in known.folders:
             refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "texts"), load_array(_long(each) / "needs.npy"))
-    return _add_figures(known, config)
+    return _add_figures(known, config.data)
 
 
-def _add_figures(known: PreparedLabelled, config: RunConfig) -> PreparedLabelled:
+def _add_figures(known: PreparedLabelled, data: DataConfig) -> PreparedLabelled:
     """Adds sample counts, the majority accuracy and digests to ``known``."""
     train, held_labels = known.labels("train"), known.labels("validation")
     long = known.count_long()
@@ -135,13 +135,13 @@ def _add_figures(known: PreparedLabelled, config: RunConfig) -> PreparedLabelled
     identity = (_FORMAT, known.classes, known.seq_len, known.padding_token_id, *ruled)
     apart = known.is_apart and len(held_labels)
     return known.with_counts(
-        config.data,
+        data,
         len(train),
         len(held_labels),
         f"{left}; lower data.validation_fraction",
         too_long_samples=long,
         bad_samples=notes_of(map(read_manifest, known.folders)).bad,
-        majority_accuracy=majority_accuracy(train, held_labels, config),
+        majority_accuracy=majority_accuracy(train, held_labels, data),
         digest=digest_of(known.folder.name, known.fraction, *identity),
         validation_digest=digest_of(known.held_out_folder.name, *identity) if apart else "",
     )

@@ -90,7 +90,7 @@ def prepare_pairs(config: RunConfig, progress: Progress | None = None) -> Prepar
     folder, held_folder, fraction = rows.folder, rows.held_out_folder, rows.fraction
     if data.on_too_long == "refuse":
         for name in rows.names:
-            _refuse_long(config, name)
+            _refuse_long(config.data, name)
     manifests = [manifest for manifest in map(read_manifest, rows.names) if manifest]
     sizes = (data.seq_len, data.target_tokens())
     known = PreparedPairs(
@@ -117,8 +117,8 @@ def prepare_pairs(config: RunConfig, progress: Progress | None = None) -> Prepar
     )
 
 
-def _refuse_long(config: RunConfig, folder: Path) -> None:
+def _refuse_long(data: DataConfig, folder: Path) -> None:
     store = TokenStore.open(folder)
-    pairs, data = pairs_of(store, np.arange(store.num_documents)), config.data
+    pairs = pairs_of(store, np.arange(store.num_documents))
     refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "sources"), pairs.source_tokens)
     refuse_too_long(LengthLimit("data.target_len", data.target_tokens(), "targets"), pairs.target_tokens)

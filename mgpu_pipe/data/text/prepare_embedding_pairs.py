@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.model_field import model_field
@@ -121,7 +121,7 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     known, _ = prepare_groups(PreparedEmbeddingPairs, config, progress)
     data, train = config.data, known.train_samples
     if known.more_tokens is not None:
-        _require_negatives(known, config)
+        _require_negatives(known, config.data, config.objective)
         return known
     if known.texts == 2 and 1 in (data.global_batch_size, train):
         reason = "a pair has no text to tell from its positive, so its loss is always 0"
@@ -133,15 +133,15 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     return known
 
 
-def _require_negatives(known: PreparedEmbeddingPairs, config: RunConfig) -> None:
+def _require_negatives(known: PreparedEmbeddingPairs, data: DataConfig, objective: ObjectiveConfig) -> None:
     splits: dict[Split, str] = {"train": "to train on", "validation": "held out"}
     for split, which in splits.items():
         pairs = known.documents(split)
         if split == "validation":
             pairs = pairs[known.evaluated_samples()]
         if len(pairs) and np.diff(open_texts(known.folder_of(split)).first)[pairs].max() == 2:
-            reason = f"no row {which} has a negative, which objective={config.objective.name} ranks below the positive"
-            raise DataError(f"data.source={config.data.source}: {reason}; give column 'negative'")
+            reason = f"no row {which} has a negative, which objective={objective.name} ranks below the positive"
+            raise DataError(f"data.source={data.source}: {reason}; give column 'negative'")
 
 
 def prepare_groups(

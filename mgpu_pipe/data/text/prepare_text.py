@@ -273,8 +273,8 @@ def tokenise(
 ) -> Path:
     """Builds or finds the folder of the source's tokens."""
     if source is None:
-        return _draw(config, tokenizer, cache, progress)
-    spec = encoder_spec(config, tokenizer, source)
+        return _draw(config.seed, config.data, tokenizer, cache, progress)
+    spec = encoder_spec(config.data, tokenizer, source)
     identity = {"source": source.identity, "tokenizer": tokenizer.digest, "format": _FORMAT}
     if spec.chat_template is not None:
         identity["conversations"] = CONVERSATIONS_FORMAT
@@ -291,12 +291,12 @@ def tokenise(
     return folder
 
 
-def _draw(config: RunConfig, tokenizer: TokenizerInfo, cache: Path, progress: Progress) -> Path:
-    shape = config.data.synthetic
-    identity = {"source": ["synthetic", asdict(shape), config.seed], "tokenizer": tokenizer.digest, "format": _FORMAT}
+def _draw(seed: int, data: DataConfig, tokenizer: TokenizerInfo, cache: Path, progress: Progress) -> Path:
+    shape = data.synthetic
+    identity = {"source": ["synthetic", asdict(shape), seed], "tokenizer": tokenizer.digest, "format": _FORMAT}
     folder = cache / "tokens" / digest_of(identity)
     dtype = token_dtype(tokenizer.vocab_size)
-    batches = synthetic_batches(shape, config.seed, tokenizer.vocab_size, tokenizer.eos_token_id, dtype)
+    batches = synthetic_batches(shape, seed, tokenizer.vocab_size, tokenizer.eos_token_id, dtype)
     build_once(
         folder, lambda out: write_tokens(out, batches, {"name": "synthetic", **identity}, shape.num_documents, progress)
     )

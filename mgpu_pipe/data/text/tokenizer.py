@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import OR_SKIP
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
 from mgpu_pipe.data.model_field import model_field, model_vocab_size
@@ -79,7 +79,7 @@ def resolve_tokenizer(
             end-of-sequence token.
     """
     file = existing_file(config)
-    template = chosen_template(config)
+    template = chosen_template(config.model, config.data)
     if file is not None:
         info = _imported(config, file, template, cache)
     elif not sources:
@@ -94,7 +94,7 @@ def resolve_tokenizer(
     return info
 
 
-def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> EncoderSpec:
+def encoder_spec(data: DataConfig, info: TokenizerInfo, source: Source) -> EncoderSpec:
     """Settings that encode the documents of ``source``.
 
     Raises:
@@ -104,38 +104,38 @@ def encoder_spec(config: RunConfig, info: TokenizerInfo, source: Source) -> Enco
     if source.kind in CONVERSATIONS:
         template = chat_template(info.folder)
         if template is None:
-            raise no_template(config)
-        compiled(config, template, info.folder)
+            raise no_template(data)
+        compiled(data, template, info.folder)
     return EncoderSpec(
         tokenizer_file=str(info.folder / TOKENIZER),
         eos_token_id=info.eos_token_id,
         vocab_size=info.vocab_size,
         chat_template=template,
-        messages_column=config.data.messages_column,
-        chat_format=config.data.format,
+        messages_column=data.messages_column,
+        chat_format=data.format,
         special_tokens=special_tokens(info.folder),
         stop_tokens=stop_tokens(info.folder),
         pairs=source.kind == "pairs",
         preferences=source.kind == "preferences",
         unpaired=source.kind == "unpaired",
         groups=source.kind == "text_groups",
-        skips_bad=config.data.on_bad_sample == "skip",
+        skips_bad=data.on_bad_sample == "skip",
     )
 
 
-def _load(config: RunConfig, file: Path, source: Path) -> Tokenizer:
+def _load(data: DataConfig, file: Path, source: Path) -> Tokenizer:
     """Loads the tokenizer in ``file``, a copy of ``source``."""
     try:
         return load_tokenizer_file(file)
     except ModelFolderError as error:
-        raise _broken(config, source, str(error).removeprefix(f"{file}: is not a tokenizer: ")) from error
+        raise _broken(data, source, str(error).removeprefix(f"{file}: is not a tokenizer: ")) from error
 
 
-def _broken(config: RunConfig, file: Path, reason: str) -> BadInputError:
-    if config.data.tokenizer == "auto":
+def _broken(data: DataConfig, file: Path, reason: str) -> BadInputError:
+    if data.tokenizer == "auto":
         return ModelFolderError(f"{file}: is not a tokenizer: {reason}")
     return ConfigError(
-        "data.tokenizer", config.data.tokenizer, "give a whole tokenizer folder", f"{file} is not a tokenizer: {reason}"
+        "data.tokenizer", data.tokenizer, "give a whole tokenizer folder", f"{file} is not a tokenizer: {reason}"
     )
 
 
@@ -226,7 +226,7 @@ def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, ca
     try:
         contents = {name: path.read_bytes() for name, path in sorted(paths.items())}
     except OSError as error:
-        raise _broken(config, Path(error.filename or file), error.strerror or "cannot be read") from error
+        raise _broken(config.data, Path(error.filename or file), error.strerror or "cannot be read") from error
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
     def copy(out: Path) -> None:
@@ -236,9 +236,9 @@ def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, ca
                     json_object(content, paths[name], name)
                 except ModelFolderError as error:
                     reason = str(error).removeprefix(f"{paths[name]}: ").removesuffix(REPLACE)
-                    raise _broken(config, paths[name], reason) from error
+                    raise _broken(config.data, paths[name], reason) from error
             (out / name).write_bytes(content)
-        name, _ = _end_of_sequence(config, out, _load(config, out / TOKENIZER, file))
+        name, _ = _end_of_sequence(config, out, _load(config.data, out / TOKENIZER, file))
         settings = json_file(out / CONFIG) if CONFIG in contents else {}
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         if special_tokens(out).get("eos_token") is None:
@@ -248,7 +248,7 @@ def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, ca
             (out / "chat_template.json").unlink(missing_ok=True)
             (out / TEMPLATE).write_text(template.text, encoding="utf-8")
         write_json(out / CONFIG, settings)
-        _add_tokens(config, file, out / TOKENIZER, () if template is None else template.special)
+        _add_tokens(config.data, file, out / TOKENIZER, () if template is None else template.special)
 
     return _built(cache, digest_of("imported", hashes, *_of_template(template)), copy)
 
@@ -260,8 +260,8 @@ def _of_template(template: ChosenTemplate | None) -> tuple[Any, ...]:
     return (template.text, template.special) if template.special else (template.text,)
 
 
-def _add_tokens(config: RunConfig, source: Path, file: Path, special: Sequence[str]) -> None:
-    tokenizer = _load(config, file, source)
+def _add_tokens(data: DataConfig, source: Path, file: Path, special: Sequence[str]) -> None:
+    tokenizer = _load(data, file, source)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     if not known.issuperset(special):
         tokenizer.add_special_tokens(list(special))
@@ -281,7 +281,7 @@ def _trained(
             fix = "give the folder of the tokenizer that the ids come from"
             raise ConfigError("data.tokenizer", "auto", fix, f"data.source={source.name} gives token ids, not text")
         if source.kind in CONVERSATIONS and template is None:
-            raise no_template(source_config)
+            raise no_template(source_config.data)
     special = () if template is None else template.special
     fractions = [
         0.0 if source_config.data.validation_paths else source_config.data.validation_fraction
@@ -291,8 +291,8 @@ def _trained(
     def train(out: Path) -> None:
         texts = []
         for (source_config, source), fraction in zip(sources, fractions, strict=True):
-            chat = compiled(source_config, template.text) if template and source.kind in CONVERSATIONS else None
-            once, twice = (_keyed_texts(source_config, source, chat, special, again) for again in (False, True))
+            chat = compiled(source_config.data, template.text) if template and source.kind in CONVERSATIONS else None
+            once, twice = (_keyed_texts(source_config.data, source, chat, special, again) for again in (False, True))
             texts.append(tokenizer_train.training_texts(once, twice, fraction, progress))
         tokenizer_train.train_bpe(chain.from_iterable(texts), size, out, special)
         if template is not None:
@@ -309,7 +309,7 @@ def _trained(
 
 
 def _keyed_texts(
-    config: RunConfig, source: Source, chat: ChatTemplate | None, special: Sequence[str], again: bool
+    data: DataConfig, source: Source, chat: ChatTemplate | None, special: Sequence[str], again: bool
 ) -> Iterator[tuple[Text | bytes, Text]]:
     """Yields (key of the held-out split, text) of every document.
 
@@ -324,16 +324,16 @@ def _keyed_texts(
             yield document.split_key, "\n".join(json.loads(str(body))) if source.kind == "text_groups" else body
         return
     for document in whole:
-        arguments = (document.text, document.origin, config.data.messages_column)
+        arguments = (document.text, document.origin, data.messages_column)
         try:
             if source.kind == "preferences":
                 texts = [both.text for both in chat.preference(*arguments, rendered_before=again)]
             elif source.kind == "unpaired":
                 texts = [chat.unpaired(*arguments, rendered_before=again)[0].text]
             else:
-                texts = [chat.conversation(*arguments, config.data.format, rendered_before=again)[0]]
+                texts = [chat.conversation(*arguments, data.format, rendered_before=again)[0]]
         except DataError as error:
-            if config.data.on_bad_sample == "skip":
+            if data.on_bad_sample == "skip":
                 continue
             raise DataError(f"{error}{OR_SKIP}") from error
         text = "\n".join(texts)

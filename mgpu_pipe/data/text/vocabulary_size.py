@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mgpu_pipe.config.data_sources import makes_tokens
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.model_field import model_vocab_size
 from mgpu_pipe.errors import ConfigError
 
@@ -22,7 +22,7 @@ def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
     Raises:
         ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.
     """
-    size = _model_size(config)
+    size = _model_size(config.model)
     if makes_tokens(config.data.source):
         least, reason = 2, ""
     else:
@@ -34,21 +34,21 @@ def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
     return size - config.objective.reserved_ids()
 
 
-def transcripts_vocab_size(config: RunConfig) -> int:
+def transcripts_vocab_size(model: ModelConfig) -> int:
     """Vocabulary size of the tokenizer that ``data.tokenizer=auto`` trains of transcripts for a new model.
 
     Raises:
         ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.
     """
-    size = _model_size(config)
+    size = _model_size(model)
     if size <= BYTE_LEVEL_MINIMUM:
         reason = "a byte-level tokenizer needs 256 bytes and the tokens that begin and end a transcript"
         raise ConfigError("model.config.vocab_size", size, f"use at least {BYTE_LEVEL_MINIMUM + 1}", reason)
     return size
 
 
-def _model_size(config: RunConfig) -> int:
-    size = model_vocab_size(config.model)
+def _model_size(model: ModelConfig) -> int:
+    size = model_vocab_size(model)
     if size is None:
         reason = "data.tokenizer=auto makes a tokenizer of the model's size"
         raise ConfigError("model.config.vocab_size", None, "set it, or data.tokenizer", reason)

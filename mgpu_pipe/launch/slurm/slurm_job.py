@@ -69,7 +69,7 @@ def _run(folder: Path, again: Sequence[str]) -> int:
     allow_own_classes()
     config = load(paths.config)
     if first:
-        history.check_progress(paths, restarts_without_progress(config))
+        history.check_progress(paths, restarts_without_progress(config.launch))
     config = replace(
         config, run=replace(config.run, dir=str(folder)), checkpoint=replace(config.checkpoint, resume="auto")
     )

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, RunOptions
 from mgpu_pipe.errors import BadInputError, ConfigError, print_line, print_text
 from mgpu_pipe.launch.link_channel import make_key
 from mgpu_pipe.launch.node import BAD_NODES
@@ -120,10 +120,10 @@ def submit(config: RunConfig, command_line: CommandLine) -> Submitted:
     check_commands()
     folder = run_folder.choose_folder(config, swept=command_line.swept)
     with RunLock(folder.paths.lock):
-        folder = run_folder.settle(folder, config, command_line.alone)
+        folder = run_folder.settle(folder, config.checkpoint, command_line.alone)
         paths = folder.paths
-        check_folder(config, paths.root)
-        if run_folder.completed(folder, config):
+        check_folder(config.run, paths.root)
+        if run_folder.completed(folder, config.trainer):
             limit = run_folder.limit_reached(paths)
             value = getattr(config.trainer, limit)
             raise ConfigError(f"trainer.{limit}", value, "raise it to continue", "this run is complete")
@@ -142,9 +142,9 @@ def submit(config: RunConfig, command_line: CommandLine) -> Submitted:
     return Submitted(job, paths.root)
 
 
-def check_folder(config: RunConfig, folder: Path) -> None:
+def check_folder(run: RunOptions, folder: Path) -> None:
     """Check that ``#SBATCH`` lines can name the folder."""
-    values = {"run.dir": config.run.dir or "", "run.name": config.run.name, "run.root": str(folder)}
+    values = {"run.dir": run.dir or "", "run.name": run.name, "run.root": str(folder)}
     for key, value in values.items():
         if "\\" in value or not value.isprintable():
             fix = "use a folder without backslashes and control characters"

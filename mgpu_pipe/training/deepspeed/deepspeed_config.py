@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_pipe.config.convert import leaves
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.suggest import choose_from
@@ -270,7 +271,7 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
         fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
         reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"
         errors.append(ConfigError("strategy.offload", "nvme", fix, reason))
-    return [*errors, *_feature_errors(config), *_raw_errors(config)]
+    return [*errors, *_feature_errors(config), *_raw_errors(config.strategy)]
 
 
 def _feature_errors(config: RunConfig) -> Iterator[BadInputError]:
@@ -284,9 +285,9 @@ def _feature_errors(config: RunConfig) -> Iterator[BadInputError]:
         yield ConfigError("model.compile", True, fix, "ZeRO-3 gathers weights inside of a block, by hooks")
 
 
-def _raw_errors(config: RunConfig) -> Iterator[BadInputError]:
-    stage = config.strategy.deepspeed.stage
-    for name, value in leaves(config.strategy.deepspeed_config).items():
+def _raw_errors(strategy: StrategyConfig) -> Iterator[BadInputError]:
+    stage = strategy.deepspeed.stage
+    for name, value in leaves(strategy.deepspeed_config).items():
         if value == {}:
             continue
         owner = _matching_setting(name, OWNED)

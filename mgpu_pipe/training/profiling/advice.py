@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.balance import describe_imbalance
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.profiling.device_trace import DATA, HOST
@@ -35,7 +35,7 @@ def findings(
         )
     slow = slowest(times.ranks)
     if slow is not None:
-        lines.append(f"{_straggler(times.ranks, *slow)}; {_fix_for(slow[1], config, dims)}")
+        lines.append(f"{_straggler(times.ranks, *slow)}; {_fix_for(slow[1], config.data, dims)}")
     elif times.share(HOST) > MOST_HOST:
         lines.append(_host(times))
     if waiting + transfer > MOST_COMMUNICATION:
@@ -82,9 +82,9 @@ def _host(times: StepTimes) -> str:
     return f"warning: {times.share(HOST):.0%} of a step is neither compute nor communication{named}"
 
 
-def _fix_for(phase: str, config: RunConfig, dims: ParallelDims) -> str:
+def _fix_for(phase: str, data: DataConfig, dims: ParallelDims) -> str:
     if phase == DATA:
-        return f"try data.num_workers={max(2 * config.data.num_workers, 1)}"
+        return f"try data.num_workers={max(2 * data.num_workers, 1)}"
     if phase == HOST:
         return "check what else its process does"
     if dims.pp > 1:

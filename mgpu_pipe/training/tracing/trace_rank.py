@@ -16,9 +16,10 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.hydra.command_line import compose_one, parse
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.errors import MgpuError, print_error, print_text
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -36,11 +37,11 @@ OBJECTIVE = "causal_lm"
 """Objective whose micro-batches are known."""
 
 
-def micro_batches(config: RunConfig, plan: BatchPlan, pp: int) -> int:
+def micro_batches(strategy: StrategyConfig, plan: BatchPlan, pp: int) -> int:
     """The fewest micro-batches of a step from which on more change no memory: sums of gradients meet the most passes
     in flight.
     """
-    schedule, count = config.strategy.pipeline.schedule, plan.num_micro_batches
+    schedule, count = strategy.pipeline.schedule, plan.num_micro_batches
     if pp == 1:
         return min(count, 2)
     if schedule == "gpipe":
@@ -70,13 +71,13 @@ def trace(config: RunConfig, rank: int, ranks: int, on_fakes: bool = True) -> di
     config = replace(config, model=replace(config.model, compile=False))
     dims = ParallelDims.resolve(config.strategy, ranks)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-    count = micro_batches(config, plan, dims.pp)
+    count = micro_batches(config.strategy, plan, dims.pp)
     batch = _step_batch(config, plan, count)
     watch = PhaseWatch()
     with ExitStack() as inside:
         inside.enter_context(process_group(ranks, rank))
         inside.enter_context(without_others())
-        fake = _fake_device(kind, config, dims) if on_fakes else None
+        fake = _fake_device(kind, config.model, config.data, dims) if on_fakes else None
         if fake is not None:
             inside.enter_context(on_fake_device(fake))
             inside.enter_context(attention_of_gpus() if kind == "cuda" else nullcontext())
@@ -93,13 +94,13 @@ def trace(config: RunConfig, rank: int, ranks: int, on_fakes: bool = True) -> di
     }
 
 
-def _fake_device(kind: str, config: RunConfig, dims: ParallelDims) -> FakeDevice:
+def _fake_device(kind: str, model: ModelConfig, data: DataConfig, dims: ParallelDims) -> FakeDevice:
     from mgpu_pipe.system.compat.fake_tensors_private import prepare_fakes
     from mgpu_pipe.training.tracing.fake_device import FakeDevice
 
     prepare_fakes()
-    fields, plan = resolved_fields(config.model), BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-    assignments = config.data.seq_len * plan.micro_batch_size * int(fields.get("num_experts_per_tok") or 1)
+    fields, plan = resolved_fields(model), BatchPlan.resolve(data, dims.data_parallel_size, dims.pp)
+    assignments = data.seq_len * plan.micro_batch_size * int(fields.get("num_experts_per_tok") or 1)
     known = {
         # every expert gets as many tokens
         "parallel/expert/token_exchange: from_assignments": assignments // (dims.ep * dims.tp),

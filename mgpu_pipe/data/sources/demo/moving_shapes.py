@@ -51,7 +51,7 @@ def check_model(config: RunConfig) -> None:
     """Checks that the model takes videos."""
     from mgpu_pipe.data.images.check_images import sees_videos
 
-    check_all([lambda: check_picture_chats(config), lambda: sees_videos(config, f"data.source={SOURCE.name}")])
+    check_all([lambda: check_picture_chats(config), lambda: sees_videos(config.model, f"data.source={SOURCE.name}")])
 
 
 SOURCE = PictureChatSource(
