@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective
 from mgpu_pipe.topology import ParallelDims
+from tests.support.plain_training import assembled, stock_optimizer
 from tests.support.processes import run_processes
 from tests.support.sampling import sampled
 from tests.support.tiny import SEQ_LEN
-from tests.support.training import Case, assembled, batch_of, built, filled, stock_optimizer, trained
+from tests.support.training import Case, batch_of, built, filled, trained
 
 BOUND = 1e-5
 

@@ -16,8 +16,9 @@ from mgpu_pipe.parallel.tensor import linear as tensor_linear
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.mesh import split_options
 from tests.strategies.test_precision import gradient_error
+from tests.support.plain_training import plain
 from tests.support.processes import run_processes
-from tests.support.training import Case, Outcome, built, filled, plain, trained
+from tests.support.training import Case, Outcome, built, filled, trained
 
 ROWWISE = ("precision=fp8", "precision.fp8_recipe=rowwise")
 

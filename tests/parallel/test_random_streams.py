@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.topology import ParallelDims
+from tests.support.plain_training import assembled
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 from tests.support.tiny import SEQ_LEN
-from tests.support.training import Case, assembled, trained
+from tests.support.training import Case, trained
 
 CASE = Case(model="gpt2", dropout=0.5, samples=4, steps=2, layers=2)
 SEQUENCE: dict[str, Any] = {"options": {"sequence_parallel": True}}

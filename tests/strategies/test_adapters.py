@@ -1,4 +1,4 @@
-"""Every kind of adapter under every strategy against one process. Oracle: tests/support/training's plain loop, whose
+"""Every kind of adapter under every strategy against one process. Oracle: tests/support/plain_training, whose
 layers tests/models/test_adapters.py holds against peft's.
 
 ``make test`` tries a few of the cells, in turn; ``make test-all`` tries all of them.
@@ -17,9 +17,10 @@ import torch
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.topology import ParallelDims
 from tests.support.exact import BOUND, in_float64, worst_gradient
+from tests.support.plain_training import plain, worst_error
 from tests.support.processes import run_processes
 from tests.support.tables import AXES_CELLS
-from tests.support.training import Case, plain, trained, worst_error
+from tests.support.training import Case, trained
 
 pytestmark = pytest.mark.slow
 

@@ -27,9 +27,10 @@ from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from mgpu_pipe.training.start_weights import restore_optimizer, restore_weights
 from tests.support.encoders import ENCODERS, SEEING
 from tests.support.learned import LEARNED
+from tests.support.plain_training import plain
 from tests.support.processes import run_processes
 from tests.support.tables import TRANSFER_CELLS
-from tests.support.training import Case, Outcome, plain, trained
+from tests.support.training import Case, Outcome, trained
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""Every axis of the mesh engine, and their compositions, against one process. Oracle: tests/support/training's loop.
+"""Every axis of the mesh engine, and their compositions, against one process. Oracle: tests/support/plain_training.
 
 ``make test`` tries most topologies, each on one of the four families, in turn; ``make test-all`` tries all of them.
 """
@@ -16,10 +16,11 @@ from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.topology import ParallelDims
 from tests.strategies.test_matrix import BF16_FACTOR, bf16_error
 from tests.support.needs import need_torch_compile
+from tests.support.plain_training import assembled, plain, worst_error
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 from tests.support.tables import AXES_CELLS
-from tests.support.training import SEED, Case, Outcome, assembled, plain, trained, worst_error
+from tests.support.training import SEED, Case, Outcome, trained
 
 pytestmark = pytest.mark.slow
 

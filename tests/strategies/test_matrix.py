@@ -1,4 +1,4 @@
-"""Every strategy x model x feature against one process. Oracle: tests/support/training's plain loop.
+"""Every strategy x model x feature against one process. Oracle: tests/support/plain_training.
 
 ``make test`` tries each strategy with every seventh feature on one model, in turn; ``make test-all`` tries all of them.
 """
@@ -16,10 +16,11 @@ import torch
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.topology import ParallelDims
 from tests.support.learned import LEARNED
+from tests.support.plain_training import assembled, norm_of, plain, worst_error
 from tests.support.processes import run_processes
 from tests.support.tables import CELLS
 from tests.support.tiny import MODELS
-from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained, worst_error
+from tests.support.training import Case, Outcome, trained
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,10 @@ import torch
 
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training import step_gradients as micro_batch_stop
+from tests.support.plain_training import assembled
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in
-from tests.support.training import Case, Outcome, assembled, trained
+from tests.support.training import Case, Outcome, trained
 
 STEPS = 2
 CASE = Case(steps=STEPS, micro_batches=4, max_norm=0.5)

@@ -15,8 +15,9 @@ import torch
 
 from mgpu_pipe.topology import ParallelDims
 from tests.strategies.test_optimizers import Way, hold
+from tests.support.plain_training import assembled, norm_of, plain
 from tests.support.processes import run_processes
-from tests.support.training import MUON, Case, assembled, norm_of, plain, trained
+from tests.support.training import MUON, Case, trained
 
 OPTIONS: dict[str, Any] = {"weight_decay": 0.1, "adamw_lr": 3e-4}
 MICRO = {"micro_batches": 2}

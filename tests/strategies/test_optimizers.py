@@ -18,9 +18,10 @@ from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.start_weights import restore_optimizer, restore_weights
 from tests.strategies.test_any_to_any import contents, write
+from tests.support.plain_training import plain, worst_error
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in
-from tests.support.training import LR, MUON, Case, Outcome, plain, trained, worst_error
+from tests.support.training import LR, MUON, Case, Outcome, trained
 
 BEFORE, AFTER = 2, 3
 OWN = "tests.support.own_optimizers."

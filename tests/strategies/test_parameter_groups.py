@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mgpu_pipe.config.group_keys import ParameterGroup
+from tests.support.plain_training import plain, worst_error
 from tests.support.processes import run_processes
-from tests.support.training import LR, Case, plain, trained, worst_error
+from tests.support.training import LR, Case, trained
 from tests.support.ways import WAYS
 
 DECAY, STEPS, LATE = 0.5, 4, 2

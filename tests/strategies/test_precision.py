@@ -14,8 +14,9 @@ import torch.distributed as dist
 from benchmarks.collectives import Counted, _Mode
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.step_gradients import MicroBatchStop
+from tests.support.plain_training import assembled, norm_of, plain
 from tests.support.processes import run_processes
-from tests.support.training import Case, Outcome, assembled, norm_of, plain, trained
+from tests.support.training import Case, Outcome, trained
 
 CASE = Case(model="llama", micro_batches=2)
 TWO = ParallelDims(dp_shard=2)

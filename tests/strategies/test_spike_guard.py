@@ -12,8 +12,9 @@ import torch
 from mgpu_pipe.config.group_keys import SpikeGuardConfig
 from mgpu_pipe.optim.gradients import SpikeGuard
 from mgpu_pipe.topology import ParallelDims
+from tests.support.plain_training import plain, worst_error
 from tests.support.processes import run_processes
-from tests.support.training import Case, Outcome, plain, trained, worst_error
+from tests.support.training import Case, Outcome, trained
 from tests.support.ways import WAYS
 
 STEPS, WINDOW, FACTOR = 6, 2, 1.0

@@ -16,6 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from mgpu_pipe.parallel import fsdp
 from tests.support import training
+from tests.support.plain_training import assembled
 
 BOUND = 1e-12
 
@@ -49,7 +50,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def worst_gradient(results: list[training.Outcome], expected: dict[str, Any]) -> tuple[float, str]:
-    gradients = training.assembled([result.gradients for result in results])
+    gradients = assembled([result.gradients for result in results])
     assert gradients.keys() == expected["gradients"].keys()
     assert all(gradient.dtype == torch.float64 for gradient in gradients.values())
     return max((distance(gradients[name], truth), name) for name, truth in expected["gradients"].items())
