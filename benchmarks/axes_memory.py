@@ -2,7 +2,7 @@
 
 Tensor, sequence and context parallelism: what the forward pass of one micro-batch leaves for its backward pass, of one
 Llama block (the difference between models of two and four), over the block's bytes in one process and
-:func:`mgpu_pipe.architectures.formulas.kept_memory.activation_share`.
+:func:`activation_share`.
 
 Pipeline: the most that a stage holds after any forward pass of a 1F1B step batch, gradients of weights aside, over
 what the first one left times the most passes in flight. What comes on top are messages under way.
@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.architectures.formulas.kept_memory import activation_share, norm_bytes
+from mgpu_pipe.architectures.formulas.kept_memory import FP32
 from mgpu_pipe.parallel.pipeline.work_order import most_in_flight, streams
 
 ROWS, TOKENS, WIDTH, HEADS, VOCABULARY = 2, 256, 128, 8, 512
@@ -34,6 +34,17 @@ CASES = (
     ("tp2, sequence x cp2 ring", 4),
 )
 MB = 1e6
+
+
+def activation_share(total: float, norms: float, tp: int = 1, cp: int = 1, sequence_parallel: bool = False) -> float:
+    """This rank's part of ``total`` bytes of activations; without sequence parallelism it has all ``norms`` of them."""
+    shared = 0.0 if sequence_parallel or tp == 1 else norms
+    return ((total - shared) / tp + shared) / cp
+
+
+def norm_bytes(tokens: int, width: int) -> int:
+    """Bytes of fp32 activations of a layer's two norms: input, normalised and weighted values, root mean square."""
+    return 2 * (3 * width + 1) * FP32 * tokens
 
 
 def built(layers: int) -> Any:

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.axes_memory import activation_share
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.architectures.formulas.kept_memory import activation_share
 
 TOKENS, PROCESSES = 32768, 4
 WARM_UP = 64

@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.support import finish
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.data.text.rules import overlap
+from mgpu_pipe.data.text.rules import HELD, TRAINED, rule_documents, rules
 from mgpu_pipe.runs.metrics_file import read_metrics
 
 EXPERIMENTS = Path(__file__).parents[1] / "conf" / "experiment"
@@ -57,6 +57,25 @@ def record(name: str, run: RunPaths, bases: Sequence[RunPaths]) -> None:
     if name == "lora_chat":
         notes += f" Held out and also trained on: {overlap()}."
     finish(name, f"mgpu-pipe experiment={name}", columns, rows, notes)
+
+
+def overlap() -> dict[str, int]:
+    """Counts held-out questions and answers (they name the operands) and wordings in the training data."""
+    texts_of: dict[str, set[str]] = {HELD: set(), TRAINED: set()}
+    for source in ("rule_chat", "rule_facts"):
+        for document in rule_documents(source):
+            is_chat = document.text.startswith("{")
+            texts = (
+                [message["content"] for message in json.loads(document.text)["messages"]]
+                if is_chat
+                else [document.text]
+            )
+            texts_of[str(document.key)].update(texts)
+    wordings = [(set(rule.wordings), set(rule.held_wordings)) for rule in rules()]
+    return {
+        "questions and answers": len(texts_of[HELD] & texts_of[TRAINED]),
+        "wordings": sum(len(trained & held_out) for trained, held_out in wordings),
+    }
 
 
 def heard_of_flite(run: RunPaths) -> str:

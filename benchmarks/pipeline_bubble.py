@@ -4,7 +4,7 @@ The product's stages and torch's schedules run for real, on 4 processes with glo
 stage; only compute is replaced by sleeps, so that two cores can hold any number of stages. A sleep is calibrated: it
 ends when its time is up on the clock, whatever it began late by. Traced is the share of the ranks' time, from the first
 start to the last end, in which no rank's stage works; theoretical is the same with messages that take no time
-(:func:`mgpu_pipe.parallel.pipeline.work_order.theoretical_bubble`). The best of several step batches counts, for
+(:func:`theoretical_bubble`). The best of several step batches counts, for
 others are disturbed by what else the machine does.
 
 What Python and gloo do between two actions is idle time, too, about a millisecond an action however long that is:
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
+from mgpu_pipe.parallel.pipeline.work_order import EQUAL, StagesPerRank, bubble_of, streams, timeline
 
 RANKS, SIZES = 4, (8, 16)
 BOUNDARY = (1, 16, 64)
@@ -90,6 +91,21 @@ class Stage(torch.nn.Module):
         return result.double().sum() if last else result
 
 
+def theoretical_bubble(
+    schedule: str,
+    ranks: int,
+    micro_batches: int,
+    stages_per_rank: StagesPerRank = "auto",
+    durations: Mapping[str, float] = EQUAL,
+) -> float:
+    """The bubble of a schedule whose stages all take the same time.
+
+    It is ``(p-1) / (m+p-1)`` for GPipe and 1F1B and ``(p-1) / (v*m+p-1)`` for interleaved 1F1B, where ``m`` is a
+    multiple of ``p`` (arXiv:2104.04473); the others have no closed form for every size, and are simulated.
+    """
+    return bubble_of(timeline(streams(schedule, ranks, micro_batches, stages_per_rank), durations))
+
+
 def measure(cases: list[tuple[str, int, float]], step_batches: int) -> list[list[list[tuple[float, float]]]]:
     """The spans in which this rank worked, by case and step batch."""
     from functools import partial
@@ -143,7 +159,7 @@ def host_seconds(by_rank: list[list[tuple[float, float]]], ideal: float) -> floa
 
 
 def main() -> None:
-    from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES, theoretical_bubble
+    from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES
 
     given = float(sys.argv[1]) if len(sys.argv) > 1 else None
     step_batches = int(sys.argv[2]) if len(sys.argv) > 2 else WINDOWS

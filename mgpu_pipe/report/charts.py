@@ -77,7 +77,6 @@ def _value(point: tuple[float, float]) -> float:
     return point[1]
 
 
-COLORS = 8
 ALL_POINTS = 60_000
 """Most points in all charts of a page, so that comparisons of many runs stay small."""
 DIGITS = 6

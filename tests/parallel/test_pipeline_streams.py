@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pipeline_bubble import theoretical_bubble
 from mgpu_pipe.parallel.pipeline.work_order import (
     SCHEDULES,
     Action,
@@ -17,7 +18,6 @@ from mgpu_pipe.parallel.pipeline.work_order import (
     needs,
     stages_by_rank,
     streams,
-    theoretical_bubble,
     timeline,
 )
 

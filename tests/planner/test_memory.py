@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from benchmarks import axes_memory, data_parallel_bytes, zero_bytes
-from mgpu_pipe.architectures.formulas.kept_memory import activation_share, norm_bytes, optimizer_bytes, state_bytes
+from benchmarks.axes_memory import activation_share, norm_bytes
+from mgpu_pipe.architectures.formulas.kept_memory import optimizer_bytes, state_bytes
 from mgpu_pipe.config.group_keys import OptimizerConfig
 from mgpu_pipe.optim.moving_average import WeightAverage
 

@@ -72,17 +72,6 @@ def activation_bytes(tokens: int, width: int, layers: int) -> int:
     return 2 * (SPLIT_BYTES + SHARED_BYTES) * tokens * width * layers
 
 
-def activation_share(total: float, norms: float, tp: int = 1, cp: int = 1, sequence_parallel: bool = False) -> float:
-    """This rank's part of ``total`` bytes of activations; without sequence parallelism it has all ``norms`` of them."""
-    shared = 0.0 if sequence_parallel or tp == 1 else norms
-    return ((total - shared) / tp + shared) / cp
-
-
-def norm_bytes(tokens: int, width: int) -> int:
-    """Bytes of fp32 activations of a layer's two norms: input, normalised and weighted values, root mean square."""
-    return 2 * (3 * width + 1) * FP32 * tokens
-
-
 def chunk_rows(setting: int | str, vocabulary: int, rows: int, gpu_item: int | None = None) -> int:
     """Rows of logits that exist at once; 0 means all, ``auto`` as many as fit in 64 MiB of float32 logits.
 

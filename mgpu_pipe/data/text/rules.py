@@ -229,25 +229,6 @@ def held_out_conversations() -> Iterator[Document]:
     return (document for document in rule_documents("rule_chat") if document.key == HELD)
 
 
-def overlap() -> dict[str, int]:
-    """Counts held-out questions and answers (they name the operands) and wordings in the training data."""
-    texts_of: dict[str, set[str]] = {HELD: set(), TRAINED: set()}
-    for source in ("rule_chat", "rule_facts"):
-        for document in rule_documents(source):
-            is_chat = document.text.startswith("{")
-            texts = (
-                [message["content"] for message in json.loads(document.text)["messages"]]
-                if is_chat
-                else [document.text]
-            )
-            texts_of[str(document.key)].update(texts)
-    wordings = [(set(rule.wordings), set(rule.held_wordings)) for rule in rules()]
-    return {
-        "questions and answers": len(texts_of[HELD] & texts_of[TRAINED]),
-        "wordings": sum(len(trained & held_out) for trained, held_out in wordings),
-    }
-
-
 def _chat() -> Iterator[tuple[str, str]]:
     known = [(rule, *rule.sides()) for rule in rules()]
     for number in range(CONVERSATIONS):

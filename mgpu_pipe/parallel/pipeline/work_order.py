@@ -321,21 +321,6 @@ def bubble_of(timed: Sequence[Sequence[Timed]]) -> float:
     return 1.0 - sum(entry.end - entry.start for entry in everything) / (span * len(timed))
 
 
-def theoretical_bubble(
-    schedule: str,
-    ranks: int,
-    micro_batches: int,
-    stages_per_rank: StagesPerRank = "auto",
-    durations: Mapping[str, float] = EQUAL,
-) -> float:
-    """The bubble of a schedule whose stages all take the same time.
-
-    It is ``(p-1) / (m+p-1)`` for GPipe and 1F1B and ``(p-1) / (v*m+p-1)`` for interleaved 1F1B, where ``m`` is a
-    multiple of ``p`` (arXiv:2104.04473); the others have no closed form for every size, and are simulated.
-    """
-    return bubble_of(timeline(streams(schedule, ranks, micro_batches, stages_per_rank), durations))
-
-
 def most_in_flight(stream: Stream) -> int:
     """The most forward passes, over all stages of a rank, whose backward pass has not begun."""
     most = now = 0

@@ -16,7 +16,6 @@ from mgpu_pipe.parallel.device_memory import OLDER, AllocationWatch
 from mgpu_pipe.system.compat.torch_private import in_backward_pass, schema_of, storage_key, tree_leaves
 
 BUILD, FORWARD, BACKWARD, UPDATE = "build", "forward", "backward", "update"
-PHASES = (BUILD, FORWARD, BACKWARD, UPDATE)
 """In the order of a step; a forward pass that is computed again is part of the backward pass, and the reduction of the
 gradient norm part of the update."""
 

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from mgpu_pipe.training.tracing.fake_device import FakeDevice
     from mgpu_pipe.training.tracing.phase_memory import PhaseWatch
 
-OBJECTIVE = "causal_lm"
-"""Objective whose micro-batches are known."""
-
 
 def micro_batches(strategy: StrategyConfig, plan: BatchPlan, pp: int) -> int:
     """The fewest micro-batches of a step from which on more change no memory: sums of gradients meet the most passes

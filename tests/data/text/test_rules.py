@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.demos import overlap
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text import rules as made
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
-from mgpu_pipe.data.text.rules import HELD, NOUNS, TRAINED, UNITS, overlap, rule_documents, rules
+from mgpu_pipe.data.text.rules import HELD, NOUNS, TRAINED, UNITS, rule_documents, rules
 from mgpu_pipe.data.text.token_store import TokenStore
 
 
