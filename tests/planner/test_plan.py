@@ -160,7 +160,7 @@ def test_shardings_are_estimated_in_bulk_as_each_alone() -> None:
         memory = memory_by_rank(changed)
         assert memory is not None and found.sizes[at] == pytest.approx(memory.likely, rel=0.001)
         assert found.host[at] == pytest.approx(memory.host, abs=1)
-        alone = step_time(run_work(changed, model_fields(changed)), profile.hardware, profile.fitted)
+        alone = step_time(run_work(changed, model_fields(changed.model)), profile.hardware, profile.fitted)
         assert seconds[at] == pytest.approx(float(np.asarray(alone.total)), rel=1e-9)
 
 
