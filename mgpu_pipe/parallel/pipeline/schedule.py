@@ -194,7 +194,18 @@ def _separate_pairs(schedule: PipelineScheduleMulti) -> None:
 
 
 def _free_weights_last(schedule: PipelineScheduleMulti, rank: int) -> None:
-    """Free sharded weights after all stages of the rank: they are in one module."""
-    order = actions_of(schedule)
-    frees = [action for action in order[rank] if action.computation_type.value == "RESHARD"]
-    order[rank] = [*(action for action in order[rank] if action not in frees), *frees]
+    """Gather sharded weights once, and free them after all stages of the rank: they are in one module.
+
+    With more than three stages on a rank torch frees some in between, and gathers them again.
+    """
+    order, rest = actions_of(schedule), list[Any]()
+    gathered, frees = set[int](), dict[int, Any]()
+    for action in order[rank]:
+        kind, stage = action.computation_type.value, action.stage_index
+        if kind == "RESHARD":
+            frees[stage] = action
+        elif kind != "UNSHARD" or stage not in gathered:
+            rest.append(action)
+        if kind == "UNSHARD":
+            gathered.add(stage)
+    order[rank] = [*rest, *frees.values()]
