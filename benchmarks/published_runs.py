@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.planning import constants_fit
 from mgpu_pipe.planning.hardware_profile import load_profile
+from mgpu_pipe.planning.model_work import CAST_BYTES
 from mgpu_pipe.planning.step_time import step_time
 from mgpu_pipe.planning.work import Constants, Hardware, Work
 
@@ -125,7 +126,7 @@ def rows_of_this_project() -> Runs:
     seconds = {row["case"]: row["seconds a step"] for row in result["rows"]}
     whole = Work(
         layers=16, width=2048, inner=8192, heads=32, key_value_heads=8, head_dim=64, vocabulary=128256, sequence=4096,
-        context=4096, gated=1, tied=1, rows=2, micro_batches=4, zero=0,
+        context=4096, gated=1, tied=1, rows=2, micro_batches=4, zero=0, cast_bytes=CAST_BYTES,
     )  # fmt: skip
     packed = replace(whole, context=MEAN_CONTEXT)
     three = replace(

@@ -204,7 +204,8 @@ def _sharded(config: RunConfig, fields: Mapping[str, Any], layouts: Work, shardi
     state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
     if sharding != MESH:
         where = place_of_state(alone.strategy, resolve_precision(alone))
-        layouts = replace(layouts, zero=float(sharding.zero or 3), **where)
+        casts = layouts.cast_bytes if sharding.zero == 0 else 0.0
+        layouts = replace(layouts, zero=float(sharding.zero or 3), cast_bytes=casts, **where)
     estimate = zero_bytes if sharding.zero else layout_bytes
     sizes = estimate(layouts, state, keeps, overheads_of(config))
     return Sharded(sharding, layouts, sizes, layout_host_bytes(layouts, state))

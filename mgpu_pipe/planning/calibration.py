@@ -11,7 +11,8 @@ import yaml
 
 from mgpu_pipe.planning.constants_fit import Array, fit
 from mgpu_pipe.planning.hardware_profile import GIB, GIGA, TERA, HardwareProfile
-from mgpu_pipe.planning.step_time import all_reduce_seconds, product_seconds, step_time
+from mgpu_pipe.planning.matrix_products import product_seconds
+from mgpu_pipe.planning.step_time import all_reduce_seconds, step_time
 from mgpu_pipe.planning.work import Constants, Work
 
 FREE = (

@@ -20,6 +20,8 @@ from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields without which nothing can be said."""
 FOUR_BITS = 0.5
+CAST_BYTES = 10.0
+"""FSDP2 on one process rounds fp32 weights (6 bytes) and copies the result (4)."""
 ADAPTERS = 0.01
 """Share of the parameters that adapters are taken to be."""
 
@@ -64,6 +66,8 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         gradient_bytes=2.0 if config.precision.reduce == "bf16" else 4.0,
         float8=float(precision == "fp8"),
         trained=ADAPTERS if adapts else 1.0,
+        adapter_rank=float(config.peft.r) if adapts else 0.0,
+        cast_bytes=CAST_BYTES if precision in ("bf16", "fp16", "fp8") and config.strategy.engine == "mesh" else 0.0,
     )
 
 

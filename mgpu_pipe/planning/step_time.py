@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from mgpu_pipe.planning.matrix_products import Product, layer_product_seconds
 from mgpu_pipe.planning.offload_time import (
     gradient_copy_seconds,
     host_update_seconds,
@@ -20,10 +20,6 @@ from mgpu_pipe.planning.offload_time import (
 )
 from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work
 
-TILE_ROWS, TILE_COLUMNS = 128, 256
-"""Rows and columns that one multiprocessor computes of a product (cuBLAS's largest tiles on A100 and H100)."""
-ALIGNMENT = 64
-"""Multiple to which tensor cores pad a product's dimensions."""
 BUCKET_COPIES = 4
 """Times that DeepSpeed reads or writes a gradient to fill a bucket and to divide it by the number of ranks."""
 HALF = 2
@@ -103,7 +99,7 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
         "optimizer": _optimizer(work, hardware, constants),
         "offload": offload_seconds(work, rank_parameters(work), hardware, constants),
     }
-    known = sum(parts.values()) + each * constants.micro_batch
+    known = sum(parts.values()) + each * (constants.micro_batch + _cast_seconds(work, hardware, constants))
     nodes = np.maximum(1, work.world / hardware.gpus_per_node)
     total = known * (1 + constants.stragglers * np.log2(nodes)) + constants.step
     return StepTime(**parts, overhead=total - sum(parts.values()))
@@ -121,77 +117,16 @@ def _slowest_stage(work: Work, layer: Numbers, head: Numbers) -> tuple[Numbers, 
     return longest, np.where(longest > last * layer + head, others, last)
 
 
-@dataclass(frozen=True)
-class _Product:
-    """Matrix products of (rows, inner) and (inner, columns); of experts, ``copies`` of them at once."""
-
-    rows: Numbers
-    columns: Numbers
-    inner: Numbers
-    copies: Numbers = 1.0
-    entry: Numbers = 2.0
-    """Bytes of an entry."""
-
-    def seconds(self, hardware: Hardware, constants: Constants, peak: Numbers) -> Numbers:
-        height = np.ceil(self.rows / TILE_ROWS)
-        waves = self.copies * height * np.ceil(self.columns / TILE_COLUMNS) / hardware.multiprocessors
-        quantised = 1 + constants.wave * (np.ceil(waves) / waves - 1)
-        padded = np.ceil(self.inner / ALIGNMENT) * ALIGNMENT / self.inner * (1 + constants.short / self.inner)
-        padded = padded * np.where(np.asarray(self.copies) > 1, height * TILE_ROWS / self.rows, 1)
-        entries = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
-        moved = self.entry * self.copies * entries
-        flops = 2 * self.copies * self.rows * self.columns * self.inner
-        return flops / (peak * constants.gemm) * quantised * padded + moved / (hardware.bandwidth * constants.memory)
-
-    @property
-    def gradients(self) -> tuple[_Product, _Product]:
-        """Products of the gradients of the input and of the weight."""
-        of_input = _Product(self.rows, self.inner, self.columns, self.copies, self.entry)
-        return of_input, _Product(self.inner, self.columns, self.rows, self.copies, self.entry)
-
-
-def _products(work: Work) -> list[_Product]:
-    """Products of a layer's forward pass on a rank."""
-    queries = work.head_dim * work.heads / work.tp
-    keys = work.head_dim * np.maximum(1, work.key_value_heads / work.tp)
-    is_spread = np.asarray(work.ep) > 1
-    inner = work.inner / np.where(is_spread, 1, work.tp)
-    routed = work.tokens * work.chosen / np.where(is_spread, work.tp, 1)
-    copies = np.minimum(np.maximum(1, work.experts / work.ep), np.maximum(1, routed))
-    entry = work.activation_bytes
-    return [
-        _Product(work.tokens, queries + 2 * keys, work.width, entry=entry),
-        _Product(work.tokens, work.width, queries, entry=entry),
-        _Product(routed / copies, (1 + work.gated) * inner, work.width, copies, entry),
-        _Product(routed / copies, work.width, inner, copies, entry),
-    ]
-
-
-def product_seconds(
-    rows: Numbers, columns: Numbers, inner: Numbers, entry: Numbers, hardware: Hardware, constants: Constants
-) -> NDArray[np.float64]:
-    """Seconds of matrix products of (rows, inner) and (inner, columns) with entries of ``entry`` bytes."""
-    seconds = _Product(rows, columns, inner, entry=entry).seconds(hardware, constants, hardware.peak)
-    return np.asarray(seconds, dtype=np.float64)
-
-
 def all_reduce_seconds(size: Numbers, ranks: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of an all-reduce of ``size`` bytes among neighbouring ranks."""
     return 2 * _collective(size, ranks, 1, hardware, constants)
 
 
-def _product_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers]:
-    """Seconds of a layer's products, forward and backward."""
-    eight = np.asarray(work.float8) > 0
-    peak = np.where(eight, hardware.float8_peak * constants.float8, hardware.peak)
-    forward: Numbers = 0.0
-    backward: Numbers = 0.0
-    for product in _products(work):
-        of_input, of_weight = product.gradients
-        forward = forward + product.seconds(hardware, constants, peak)
-        backward = backward + of_input.seconds(hardware, constants, peak)
-        backward = backward + work.trained * of_weight.seconds(hardware, constants, peak)
-    return forward, backward
+def _cast_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds in which a rank that has whole weights makes their compute copy; a pipeline's ranks keep theirs."""
+    is_whole = (np.asarray(work.pp) == 1) & (np.asarray(work.dp_shard * work.cp) == 1)
+    moved = np.where(is_whole, work.cast_bytes, 0) * rank_parameters(work)
+    return moved / (hardware.bandwidth * constants.memory)
 
 
 def _attention_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers]:
@@ -288,14 +223,18 @@ def _gather_seconds(work: Work, size: Numbers, hardware: Hardware, constants: Co
 def _forward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
     """Seconds of a layer's forward pass."""
     attention = _attention_seconds(work, hardware, constants)[0]
-    busy = _product_seconds(work, hardware, constants)[0] + attention + _elementwise_seconds(work, hardware, constants)
+    busy = (
+        layer_product_seconds(work, hardware, constants)[0]
+        + attention
+        + _elementwise_seconds(work, hardware, constants)
+    )
     gathers = _gather_seconds(work, work.weight_bytes, hardware, constants) + weight_copy_seconds(work, hardware)
     return _layer_pass(work, busy, attention, 1, 1, gathers, hardware, constants)
 
 
 def _backward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
     """Seconds of a layer's backward pass, with what it computes again."""
-    again, products = _product_seconds(work, hardware, constants)
+    again, products = layer_product_seconds(work, hardware, constants)
     attention_again, attention = _attention_seconds(work, hardware, constants)
     elementwise = _elementwise_seconds(work, hardware, constants)
     busy = products + attention + 2 * elementwise
@@ -331,8 +270,12 @@ def _layer_pass(
 def _head_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of a micro-batch's logits and loss, forward and backward."""
     columns, rows = work.vocabulary / work.tp, work.tokens
-    product = _Product(rows, columns, work.width, entry=work.activation_bytes)
-    products = sum(each.seconds(hardware, constants, hardware.peak) for each in (product, *product.gradients))
+    product = Product(rows, columns, work.width, entry=work.activation_bytes)
+    of_input, of_weight = product.gradients
+    forward, inputs, weights = (
+        each.seconds(hardware, constants, hardware.peak) for each in (product, of_input, of_weight)
+    )
+    products = forward + inputs + np.where(np.asarray(work.adapter_rank) > 0, 0, weights)
     return products + rows * columns * constants.logit_bytes / (hardware.bandwidth * constants.memory)
 
 

@@ -66,6 +66,11 @@ class Work:
     """1 if the layers' matrix products are in float8."""
     trained: Numbers = 1.0
     """Share of the parameters that have a gradient."""
+    adapter_rank: Numbers = 0.0
+    """Rank of adapters next to all linear layers of the blocks, whose weights have no gradient then; 0 for none."""
+    cast_bytes: Numbers = 0.0
+    """Bytes read and written per parameter where a rank that has whole weights makes their compute copy, which it does
+    for each micro-batch."""
     overlaps: Numbers = 1.0
     """1 if collectives of weights and gradients run beside computation; DeepSpeed's here do not."""
     offloads: Numbers = 0.0

@@ -14,7 +14,8 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.planning.calibration import Measurements, fitted, profile_text, uncalibrated
 from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile
-from mgpu_pipe.planning.step_time import all_reduce_seconds, product_seconds, step_time
+from mgpu_pipe.planning.matrix_products import product_seconds
+from mgpu_pipe.planning.step_time import all_reduce_seconds, step_time
 from mgpu_pipe.planning.work import Constants, Work
 from tests.support.command import mgpu
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
+from benchmarks.gpu_step import BASE, OURS
 from benchmarks.plan_accuracy import cases, committed, predict_held_out, regret
 from benchmarks.published_runs import fit, fold_of, read_runs, rows_of_this_project
+from benchmarks.support import RESULTS
 from mgpu_pipe.architectures.formulas.flops import Shape, training_flops_per_token
+from mgpu_pipe.checks.run_hardware import predicted_seconds
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.planning.hardware_profile import load_profile
 from mgpu_pipe.planning.step_time import StepTime, step_time
 from mgpu_pipe.planning.work import Constants, Hardware, Work, constant_names
@@ -26,6 +31,7 @@ IDEAL = Constants(
     stragglers=1e-12, bubble=1, reduction=1,
 )  # fmt: skip
 """Nothing is lost: products run at the peak and memory is infinitely fast."""
+H200_ROWS = json.loads((RESULTS / "gpu_step-h200.json").read_text())["rows"]
 COMMITTED = {row["runs"]: row for row in committed()}
 
 
@@ -98,6 +104,32 @@ def test_offloaded_state_is_copied_and_updated_by_the_host() -> None:
     assert float(several.offload) == pytest.approx(waits, rel=1e-6)
     on_disk = step_time(replace(sharded, on_disk=1), replace(slow, disk=1e9), constants)
     assert float(on_disk.offload) == pytest.approx(32 * parameters / 0.8e9, rel=1e-6)
+
+
+def test_frozen_weights_get_no_gradient_and_adapters_cost_narrow_products() -> None:
+    adapted = replace(MODEL, trained=0.01, adapter_rank=16)
+    products = 4 * 8192 * 6 * (32 * (2 * 4096 * 128 * 40 + 3 * 4096 * 14336) + 4096 * 128256) / 989.4e12
+    inputs, outputs = 6 * 4096 + 14336, 3 * 4096 + 2 * 1024 + 2 * 14336
+    narrow = 4 * 8192 * 32 * 6 * 64 * (inputs + outputs) / 989.4e12  # the rank padded to 64, six narrow products
+    assert total(adapted) - total(MODEL) == pytest.approx(narrow - products / 3, rel=1e-6)
+    constants = replace(IDEAL, memory=1)
+    moved = (step_time(replace(MODEL, adapter_rank=rank), H100, constants).compute for rank in (16, 64))
+    assert next(moved) == next(moved)
+
+
+def test_whole_weights_are_cast_for_each_micro_batch() -> None:
+    cast, constants = replace(MODEL, cast_bytes=10), replace(IDEAL, memory=1)
+    parameters = 32 * (2 * 4096 * 128 * 40 + 3 * 4096 * 14336) + 2 * 4096 * 128256
+    added = total(cast, constants) - total(replace(cast, cast_bytes=0), constants)
+    assert added == pytest.approx(4 * 10 * parameters / 3350e9, rel=1e-6)
+    sharded = replace(cast, dp_shard=8)
+    assert total(sharded, constants) == total(replace(sharded, cast_bytes=0), constants)
+
+
+def test_lora_on_an_h200_is_predicted_within_a_twentieth() -> None:
+    row = next(row for row in H200_ROWS if row["case"] == "mgpu_pipe, LoRA of 8B")
+    config = compose([*BASE, *OURS[row["case"]], "trainer.accelerator=cuda", "plan.hardware=[h200]"])[0]
+    assert predicted_seconds(config)[0] == pytest.approx(row["seconds a step"], rel=0.05)
 
 
 def test_zero_two_reduces_each_micro_batch() -> None:
