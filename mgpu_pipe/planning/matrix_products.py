@@ -90,7 +90,7 @@ def _dense_share(work: Work) -> Numbers:
 
 
 def _adapter_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers]:
-    """Seconds of a layer's adapters: two narrow products forward and four backward, and the sum with the layer's product.
+    """Seconds of a layer's adapters: two narrow products forward and four backward, and a sum.
 
     Tensor cores pad the rank. A sum is read by the kernel that follows in compiled blocks, so that the backward pass
     reads a gradient for it, and the forward pass a result.
