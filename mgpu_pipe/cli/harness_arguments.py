@@ -45,8 +45,8 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
     """Measure the tasks and print a line for each metric; returns the exit code."""
     from mgpu_pipe.cli.processes import compose_processes
     from mgpu_pipe.config.resolve import device_type, world_size
+    from mgpu_pipe.inference.harness.harness_settings import HarnessSettings, require_harness
     from mgpu_pipe.inference.harness.measure import stay_offline
-    from mgpu_pipe.inference.harness.settings import HarnessSettings, require_harness
     from mgpu_pipe.inference.harness.task_files import check_task_files
     from mgpu_pipe.launch.harness import measure
     from mgpu_pipe.topology import ParallelDims

@@ -22,8 +22,8 @@ from mgpu_pipe.inference.export_gguf import SAMPLE
 from mgpu_pipe.inference.gguf.accuracy import relative_difference
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.libllama import LlamaLibrary, find_library
+from mgpu_pipe.inference.gguf.model_metadata import FREQUENCIES, model_type_of
 from mgpu_pipe.inference.gguf.read_tokenizer import write_tokenizer_folder
-from mgpu_pipe.inference.gguf.settings import FREQUENCIES, model_type_of
 from mgpu_pipe.inference.import_gguf import open_gguf
 from mgpu_pipe.inference.model_arguments import silence_transformers
 

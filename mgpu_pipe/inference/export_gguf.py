@@ -63,8 +63,8 @@ def export_gguf(
     """
     from mgpu_pipe.inference.gguf.accuracy import measure_accuracies
     from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
+    from mgpu_pipe.inference.gguf.model_metadata import frequency_divisors, metadata_of
     from mgpu_pipe.inference.gguf.modelfile import write_modelfile
-    from mgpu_pipe.inference.gguf.settings import frequency_divisors, metadata_of
     from mgpu_pipe.inference.model_folder import merge_stored
     from mgpu_pipe.models.weights.model_files import write_configuration
 

@@ -24,8 +24,8 @@ def open_gguf(source: Path, scratch: Path) -> StoredModel:
     Raises:
         BadInputError: the file is damaged, of another format, or of a family without a table.
     """
+    from mgpu_pipe.inference.gguf.model_metadata import model_type_of, settings_of
     from mgpu_pipe.inference.gguf.read_tokenizer import write_tokenizer_folder
-    from mgpu_pipe.inference.gguf.settings import model_type_of, settings_of
     from mgpu_pipe.models.build import build_meta, materialise_buffers, recipe_of
 
     file = GgufFile(source)
@@ -46,7 +46,7 @@ def _reader(file: GgufFile, model: PreTrainedModel, model_type: str) -> ReadTens
     import torch
 
     from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES, find_place, from_file, to_file
-    from mgpu_pipe.inference.gguf.settings import FREQUENCIES
+    from mgpu_pipe.inference.gguf.model_metadata import FREQUENCIES
     from mgpu_pipe.models.build import tied_sources
 
     family, tied = GGUF_FAMILIES[model_type], tied_sources(model)

@@ -12,7 +12,7 @@ from typing import Any
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK
-from mgpu_pipe.inference.harness.settings import HarnessSettings
+from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
 from mgpu_pipe.launch.harness_worker import RESULTS, measure_in, measure_whole
 from mgpu_pipe.launch.inference_world import refuse_nodes, run_processes
 from mgpu_pipe.launch.workers import worker_environment

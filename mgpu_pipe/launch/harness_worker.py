@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
 from mgpu_pipe.inference.harness.measure import measure_tasks, stay_offline
-from mgpu_pipe.inference.harness.settings import HarnessSettings
 from mgpu_pipe.launch.inference_world import SETTINGS
 from mgpu_pipe.launch.worker import work_with_others
 from mgpu_pipe.system.local_files import replace_file

@@ -15,11 +15,11 @@ from typing import Any
 
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.export_folder import check_target
+from mgpu_pipe.serving.answer_comparison import address_of, compare, print_address
 from mgpu_pipe.serving.client import EngineClient
 from mgpu_pipe.serving.engine_process import EngineProcess, wait_for_any
 from mgpu_pipe.serving.engines import Engine, EngineRequest
 from mgpu_pipe.serving.prepare import Preparation
-from mgpu_pipe.serving.report import address_of, compare, print_address
 from mgpu_pipe.serving.serve_file import GpuShare, Need
 from mgpu_pipe.serving.sizes import ITEM_BYTES, EngineSizes, Gpus, choose_context, choose_sizes, model_context
 from mgpu_pipe.serving.source import ServedModel, make_cache, read_answers

@@ -24,8 +24,8 @@ from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
 from mgpu_pipe.inference.gguf.libllama import LIBRARY_VARIABLE, LlamaLibrary
+from mgpu_pipe.inference.gguf.model_metadata import metadata_of, settings_of
 from mgpu_pipe.inference.gguf.modelfile import write_modelfile
-from mgpu_pipe.inference.gguf.settings import metadata_of, settings_of
 from mgpu_pipe.inference.import_gguf import open_gguf
 from mgpu_pipe.inference.open import StoredModel, read_from, with_buffers
 from mgpu_pipe.inference.streamed_weights import probe

@@ -10,9 +10,9 @@ import pytest
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.harness import settings
+from mgpu_pipe.inference.harness import harness_settings
+from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
 from mgpu_pipe.inference.harness.measure import measure_tasks
-from mgpu_pipe.inference.harness.settings import HarnessSettings
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.support.command import mgpu
 
@@ -205,8 +205,8 @@ def test_wrong_evaluations_are_one_line(
 
 
 def test_a_missing_harness_is_one_line_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)
+    monkeypatch.setattr(harness_settings, "find_spec", lambda name: None)
     with pytest.raises(
         BadInputError, match=r"needs the package lm-eval; install it: pip install 'mgpu_pipe\[harness\]'"
     ):
-        settings.require_harness()
+        harness_settings.require_harness()

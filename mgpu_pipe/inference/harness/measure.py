@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.harness.settings import HarnessSettings
+from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
 
 
 def stay_offline() -> None:

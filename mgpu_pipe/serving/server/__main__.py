@@ -17,7 +17,7 @@ import uvicorn
 from mgpu_pipe.inference.model_arguments import silence_transformers
 from mgpu_pipe.inference.open import load_run
 from mgpu_pipe.serving.engines.transformers import TOKEN
-from mgpu_pipe.serving.server.answers import Answerer
+from mgpu_pipe.serving.server.answerer import Answerer
 from mgpu_pipe.serving.server.app import build_app
 from mgpu_pipe.serving.server.slow_clients import BoundedProtocol
 

@@ -20,7 +20,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mgpu_pipe.serving.server.answers import Answerer, Piece
+from mgpu_pipe.serving.server.answerer import Answerer, Piece
 from mgpu_pipe.serving.server.requests import AnswerRequest, RequestError, read_request
 
 STATIC = Path(__file__).with_name("static")
