@@ -186,13 +186,24 @@ def _tensor_seconds(work: Work, hardware: Hardware, constants: Constants) -> Num
     return 4 * _collective(size, work.tp, 1, hardware, constants)
 
 
-def _context_seconds(work: Work, attention: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
-    """Seconds that passing keys and values round, or exchanging heads for tokens, adds to a layer's attention."""
-    size = work.activation_bytes * 2 * work.tokens * work.head_dim * work.key_value_heads / work.tp
-    sent = np.where(work.cp > 1, (work.cp - 1) * size / _bandwidth(work.cp, work.tp, hardware, constants), 0)
-    entries = work.tokens * work.head_dim * 2 * (work.heads + work.key_value_heads) / work.tp
-    exchanged = _collective(work.activation_bytes * entries, work.cp, work.tp, hardware, constants)
-    return np.where(np.asarray(work.ulysses) > 0, exchanged, _exposed(attention, sent, constants))
+def _context_seconds(
+    work: Work, attention: Numbers, hardware: Hardware, constants: Constants, backward: bool = False
+) -> Numbers:
+    """Seconds that passing keys and values round, or exchanging heads for tokens, adds to a layer's attention.
+
+    The backward pass passes keys and values round again, and their gradients in fp32.
+    """
+    bandwidth = _bandwidth(work.cp, work.tp, hardware, constants)
+    entries = 2 * work.tokens * work.head_dim * work.key_value_heads / work.tp
+    messages, size = (2, work.activation_bytes + 4) if backward else (1, work.activation_bytes)
+    each = _latency(work.cp, work.tp, hardware, constants) / np.maximum(1, np.log2(work.cp))
+    sent = (work.cp - 1) * (entries * size / bandwidth + messages * each)
+    exchanged: Numbers = 0.0
+    for heads in (work.heads + 2 * work.key_value_heads, work.heads):
+        size = work.activation_bytes * work.tokens * work.head_dim * heads / work.tp
+        exchanged = exchanged + _collective(size, work.cp, work.tp, hardware, constants)
+    ring = np.where(work.cp > 1, _exposed(attention, sent, constants), 0)
+    return np.where(np.asarray(work.ulysses) > 0, exchanged, ring)
 
 
 def _expert_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
@@ -229,7 +240,8 @@ def _forward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
         + _elementwise_seconds(work, hardware, constants)
     )
     gathers = _gather_seconds(work, work.weight_bytes, hardware, constants) + weight_copy_seconds(work, hardware)
-    return _layer_pass(work, busy, attention, 1, 1, gathers, hardware, constants)
+    context = _context_seconds(work, attention, hardware, constants)
+    return _layer_pass(work, busy, context, 1, 1, gathers, hardware, constants)
 
 
 def _backward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
@@ -242,25 +254,25 @@ def _backward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
     busy = busy + work.recompute_elementwise * elementwise
     gathers = _gather_seconds(work, work.weight_bytes + work.trained * work.gradient_bytes, hardware, constants)
     gathers = gathers + weight_copy_seconds(work, hardware) + gradient_copy_seconds(work, hardware)
-    attention = attention + work.recompute_attention * attention_again
+    context = _context_seconds(work, attention, hardware, constants, backward=True)
+    context = context + work.recompute_products * _context_seconds(work, attention_again, hardware, constants)
     launches, passes = 2 + work.recompute_products, 1 + work.recompute_products
-    return _layer_pass(work, busy, attention, launches, passes, gathers, hardware, constants)
+    return _layer_pass(work, busy, context, launches, passes, gathers, hardware, constants)
 
 
 def _layer_pass(
     work: Work,
     busy: Numbers,
-    attention: Numbers,
+    context: Numbers,
     launches: Numbers,
     passes: Numbers,
     gathers: Numbers,
     hardware: Hardware,
     constants: Constants,
 ) -> _Pass:
-    """A pass of ``busy`` seconds of computation and ``passes`` times its collectives."""
+    """A pass of ``busy`` seconds of computation, with ``passes`` times its collectives but for the ``context``'s."""
     compute = (busy**4 + (launches * constants.launch) ** 4) ** 0.25  # the longer one; both where they are alike
     tensor = passes * _tensor_seconds(work, hardware, constants)
-    context = passes * _context_seconds(work, attention / passes, hardware, constants)
     experts = passes * _expert_seconds(work, hardware, constants)
     hidden = _exposed(compute + tensor + context + experts, gathers, constants)
     exposed = np.where(np.asarray(work.overlaps) > 0, hidden, gathers)

@@ -141,6 +141,16 @@ def test_zero_two_reduces_each_micro_batch() -> None:
     assert each - once == pytest.approx(3 * 4 / 6 * once, rel=1e-6) and mesh == pytest.approx(once, rel=1e-6)
 
 
+def test_a_ring_passes_gradients_of_keys_and_values_in_fp32() -> None:
+    work, slow = replace(MODEL, cp=4, pp=1), replace(H100, link=1e6, network=1e6)  # nothing hides in computation
+    found = float(step_time(work, slow, IDEAL).context_parallel)
+    hops, entries = 4 * 32 * 3, 2 * 8192 / 4 * 128 * 8
+    attention = 4 * 32 * 3 * 2 * 8192 * 8192 / 4 * 4096 / 989.4e12
+    assert found == pytest.approx(hops * entries * (2 + 2 + 4) / 1e6 - attention, rel=1e-4)
+    late = step_time(work, replace(H100, link=1e18, network=1e18), replace(IDEAL, link_latency=1.0))
+    assert float(late.context_parallel) == pytest.approx(hops * 3 - attention, rel=1e-6)
+
+
 def test_ranks_of_a_node_share_its_network() -> None:
     replicas = replace(MODEL, zero=0, dp_replicate=16, micro_batches=1)
     alone = float(step_time(replicas, H100, IDEAL).reduction)
