@@ -324,3 +324,14 @@ def test_a_family_without_known_shapes_says_what_is_assumed() -> None:
     config = composed("plan.hardware=[h100]", "trainer.devices=8", "plan.rows=1", "data.global_batch_size=16")
     (plan,), _ = plan_layouts(replace(config, model=ModelConfig(type="olmo2")))
     assert plan.memory.assumes == "olmo2: 12 squared widths a layer"
+
+
+def test_keys_of_deepspeed_stand_in_the_command_of_its_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["model=llama3_70b", "data.global_batch_size=8", "trainer.devices=8", "plan.hardware=h100", "plan.rows=2"]
+    kept = [f"strategy.offload_path={tmp_path}", "strategy.deepspeed_config.zero_optimization.sub_group_size=1000"]
+    assert main(["plan", *words, *kept, "strategy.offload=none", "strategy.deepspeed.stage=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (check,) = [line for line in lines if line.startswith("check it: ")]
+    assert all(word in check for word in kept) and "strategy.offload=none" not in check
+    assert "strategy.deepspeed.stage" not in check and "strategy.offload=cpu" in check
+    assert any("ZeRO-3 x offload cpu" in line for line in lines)

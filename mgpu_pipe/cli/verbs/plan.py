@@ -31,8 +31,6 @@ LISTS = ("plan.hardware", "plan.gpus")
 """Keys whose values may be typed with commas alone."""
 REPLACED = ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accelerator")
 """Keys beside ``strategy`` that a plan sets."""
-OTHER_ENGINES = ("strategy.deepspeed", "strategy.offload")
-"""Beginnings of keys that the planned engine does not read."""
 NUMERIC = ("", "gpus", "rows", "step", "tokens/s", "MFU", "memory", "$ a billion tokens")
 SPARE = ("rows", "checkpointing", "most beside computing")
 BILLION, KILO, HOUR, DAY = 1e9, 1e3, 3600.0, 86400.0
@@ -159,8 +157,9 @@ def _is_replaced(word: str) -> bool:
     from mgpu_pipe.checks.plan_layouts import LAYOUT_KEYS
 
     key = word.lstrip("+~").partition("=")[0]
-    keys = ("strategy", "strategy.name", "strategy.pipeline", *(f"strategy.{name}" for name in LAYOUT_KEYS))
-    return key in (*REPLACED, *keys) or key.startswith(("plan.", *OTHER_ENGINES))
+    whole = ("strategy", "strategy.name", "strategy.pipeline", "strategy.deepspeed")
+    keys = (*whole, *(f"strategy.{name}" for name in LAYOUT_KEYS))
+    return key in (*REPLACED, *keys) or key.startswith("plan.")
 
 
 def _with_all_words(plans: Sequence[PlannedRun], words: Sequence[str]) -> list[PlannedRun]:
