@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,17 +82,8 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
     trained = {
         name: parameter for name, parameter in every.items() if parameter.requires_grad
     }  # a tied weight has all its names
-    modules = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
-    whole = {name for name in every if name.startswith(tuple(f"{module}." for module in modules))}
-    if not whole <= set(trained):
-        missing = sorted(whole - set(trained))[0]
-        raise BadInputError(f"--format=peft: peft saves whole modules, and {missing} is not trained; use --merge")
+    modules = _modules_to_save(every, trained)
     targets = [name for name, _ in layers]
-    for module in modules:
-        if any(module.startswith(f"{other}.") for other in modules):
-            raise BadInputError(
-                f"--format=peft: peft saves whole modules, and {module} is inside another one; use --merge"
-            )
     for names in (targets, modules):
         reached = sorted(_modules_matched_by(model, names) - set(names))
         if reached:
@@ -119,6 +110,28 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
     entries = [Entry(name_in_peft(name), stored_type, tuple(value.shape)) for name, value in trained.items()]
     parts = (part for name in trained for part in host_bytes(_read_for_peft(stored, name, dtype)))
     write_tensor_file(out / ADAPTER_WEIGHTS, entries, {"format": "pt"}, parts)
+
+
+def _modules_to_save(every: Collection[str], trained: Collection[str]) -> list[str]:
+    """Modules that are trained next to the adapters.
+
+    Args:
+        every, trained: names of all and of the trained parameters.
+
+    Raises:
+        BadInputError: peft cannot save one: a part of it is not trained, or it is inside another one.
+    """
+    modules = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
+    whole = {name for name in every if name.startswith(tuple(f"{module}." for module in modules))}
+    if not whole <= set(trained):
+        missing = sorted(whole - set(trained))[0]
+        raise BadInputError(f"--format=peft: peft saves whole modules, and {missing} is not trained; use --merge")
+    for module in modules:
+        if any(module.startswith(f"{other}.") for other in modules):
+            raise BadInputError(
+                f"--format=peft: peft saves whole modules, and {module} is inside another one; use --merge"
+            )
+    return modules
 
 
 def _modules_matched_by(model: PreTrainedModel, names: Sequence[str]) -> set[str]:
