@@ -152,7 +152,7 @@ def check_tokenizer_size(config: RunConfig) -> None:
     samples = samples_of(config.data.source)
     model, template, spoken = config.model, config.data.chat_template, samples == "speech"
     if spoken and description(config.objective.name).alphabet:
-        _check_alphabet(config)
+        _check_alphabet(config.model, config.data)
     if not samples or not _reads_text(config.data, config.objective):
         return
     if template is not None:
@@ -176,15 +176,15 @@ def check_tokenizer_size(config: RunConfig) -> None:
             )
 
 
-def _check_alphabet(config: RunConfig) -> None:
+def _check_alphabet(model: ModelConfig, data: DataConfig) -> None:
     """Refuse an alphabet that cannot be read, or has more characters than the folder's model has outputs."""
     from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
 
-    folder = named_alphabet(config)
+    folder = named_alphabet(model, data)
     if folder is None:
         return
     characters = Alphabet.from_folder(folder).size
-    size = None if config.model.path is None else model_vocab_size(config.model)
+    size = None if model.path is None else model_vocab_size(model)
     if size is not None and characters > size:
         fix = f"use at least {characters}, or the model's own alphabet"
         raise ConfigError("model.config.vocab_size", size, fix, f"the alphabet of {folder} has {characters} entries")

@@ -11,9 +11,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from mgpu_pipe.checks.check_model import model_fields
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.interfaces import INTERFACES, configured_interfaces
 from mgpu_pipe.config.resolve import AMPERE, device_type, resolve_precision, world_size
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.kernels.layers import obstacle
 from mgpu_pipe.parallel.pipeline.work_order import splits_backward
@@ -67,12 +68,16 @@ COMPILERS = ("g++", "c++", "clang++")
 def numerics_errors(config: RunConfig) -> list[BadInputError]:
     """Errors of precision, kernels, offload and compilation that this machine or the mesh engine cannot do."""
     kernel_errors = (*_fp8_errors(config), *_flash_errors(config.model), *_liger_errors(config))
-    return [*kernel_errors, *_offload_errors(config), *_compile_errors(config)]
+    return [
+        *kernel_errors,
+        *_offload_errors(config.strategy, config.trainer),
+        *_compile_errors(config.model, config.trainer),
+    ]
 
 
 def emulated_type(config: RunConfig) -> str | None:
     """The run's 16-bit type on a CPU without units for it; None if the CPU has units or the type is another."""
-    if device_type(config) != "cpu":
+    if device_type(config.trainer) != "cpu":
         return None
     short = resolve_precision(config).removesuffix("_true")
     units: dict[str, Callable[[], bool]] = {"bf16": cpu_is_fast_at_bf16, "fp16": cpu_is_fast_at_fp16}
@@ -82,7 +87,7 @@ def emulated_type(config: RunConfig) -> str | None:
 def _fp8_errors(config: RunConfig) -> list[BadInputError]:
     if config.precision.name != "fp8":
         return []
-    capability = gpu_capability() if device_type(config) == "cuda" else None
+    capability = gpu_capability() if device_type(config.trainer) == "cuda" else None
     if capability is None or capability < FP8_CAPABILITY:
         has = "this machine has no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
         reason = f"float8 needs a GPU of compute capability 8.9 or higher, and {has}"
@@ -109,21 +114,20 @@ def _liger_errors(config: RunConfig) -> list[BadInputError]:
     return [] if problem is None else [ConfigError("model.kernels", "liger", problem[1], problem[0])]
 
 
-def _offload_errors(config: RunConfig) -> list[BadInputError]:
-    strategy = config.strategy
+def _offload_errors(strategy: StrategyConfig, trainer: TrainerConfig) -> list[BadInputError]:
     if strategy.engine != "mesh" or strategy.offload == "none":
         return []
     if strategy.offload == "nvme":
         reason = "the mesh engine offloads to host memory only"
         return [ConfigError("strategy.offload", "nvme", "use strategy=zero3_nvme, or cpu", reason)]
-    if device_type(config) == "cpu":
+    if device_type(trainer) == "cpu":
         reason = "on the CPU everything is in host memory already"
         return [ConfigError("strategy.offload", "cpu", "use none", reason)]
     return []
 
 
-def _compile_errors(config: RunConfig) -> list[BadInputError]:
-    return compile_errors() if config.model.compile is True and device_type(config) == "cpu" else []
+def _compile_errors(model: ModelConfig, trainer: TrainerConfig) -> list[BadInputError]:
+    return compile_errors() if model.compile is True and device_type(trainer) == "cpu" else []
 
 
 def compile_errors() -> list[BadInputError]:
@@ -147,7 +151,7 @@ def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Conf
     if config.launch.type != "local" and not joined:
         return []  # a job's nodes check their devices
     interfaces = [] if elsewhere else _interface_errors(config, joined)
-    if device_type(config) == "cpu":
+    if device_type(config.trainer) == "cpu":
         return interfaces
     trainer, gpus = config.trainer, usable_gpus()
     if gpus == 0 and elsewhere:
@@ -163,7 +167,7 @@ def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Conf
 
 
 def _interface_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
-    kind = device_type(config)
+    kind = device_type(config.trainer)
     if (not joined and world_size(config) == 1) or configured_interfaces(kind) != []:
         return []
     variable, there = INTERFACES[kind], ", ".join(name for _, name in socket.if_nameindex())
@@ -186,9 +190,9 @@ def _age_errors(config: RunConfig) -> list[ConfigError]:
     return errors
 
 
-def device_notices(config: RunConfig) -> list[tuple[str, str]]:
+def device_notices(trainer: TrainerConfig) -> list[tuple[str, str]]:
     """Key and text of notices about this machine's GPUs."""
-    if device_type(config) == "cuda":
+    if device_type(trainer) == "cuda":
         memory = used_memory().items()
         return [
             ("trainer.devices", _in_use(number, used, total))
@@ -196,7 +200,7 @@ def device_notices(config: RunConfig) -> list[tuple[str, str]]:
             if used > IN_USE * total
         ]
     why = why_no_gpu()
-    if config.trainer.accelerator == "auto" and why.startswith(("the NVIDIA driver", "CUDA_VISIBLE_DEVICES")):
+    if trainer.accelerator == "auto" and why.startswith(("the NVIDIA driver", "CUDA_VISIBLE_DEVICES")):
         return [("trainer.accelerator", f"runs on CPU: {why}")]
     return []
 

@@ -207,7 +207,7 @@ def _sharded(config: RunConfig, fields: Mapping[str, Any], layouts: Work, shardi
         casts = layouts.cast_bytes if sharding.zero == 0 else 0.0
         layouts = replace(layouts, zero=float(sharding.zero or 3), cast_bytes=casts, **where)
     estimate = zero_bytes if sharding.zero else layout_bytes
-    sizes = estimate(layouts, state, keeps, overheads_of(config))
+    sizes = estimate(layouts, state, keeps, overheads_of(config.trainer))
     return Sharded(sharding, layouts, sizes, layout_host_bytes(layouts, state))
 
 

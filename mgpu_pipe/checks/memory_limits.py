@@ -49,7 +49,7 @@ def machine_of(config: RunConfig, elsewhere: bool) -> Machine | None:
         ConfigError: no such hardware.
     """
     here = config.launch.type == "local" and not (elsewhere and config.plan.hardware)
-    if device_type(config) == "cpu":
+    if device_type(config.trainer) == "cpu":
         checked = here or config.trainer.accelerator == "cpu"
         local = config.launch.type == "local" and checked
         return Machine((host_memory(),), host_memory(), "this machine", None) if local else None

@@ -151,7 +151,7 @@ def notices(config: RunConfig) -> list[Notice]:
     gpus = hardware.gpu_count()
     if config.trainer.accelerator == "auto" and gpus and not hardware.torch_has_cuda():
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpus} GPUs here"))
-    notices += [Notice(key, text) for key, text in device_notices(config)]
+    notices += [Notice(key, text) for key, text in device_notices(config.trainer)]
     if emulated := emulated_type(config):
         text = f"this CPU emulates {emulated}: correct, and several times slower than fp32"
         notices.append(Notice("precision.name", text))

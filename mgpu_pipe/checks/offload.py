@@ -33,7 +33,7 @@ def offload_errors(config: RunConfig) -> list[BadInputError]:
         errors.append(ConfigError("strategy.engine", "deepspeed", "install it: pip install deepspeed", reason))
     if config.strategy.offload == "nvme":
         errors += [*_path_errors(config), *compiler_errors()]
-        if device_type(config) == "cuda" and not _has_cuda_headers():
+        if device_type(config.trainer) == "cuda" and not _has_cuda_headers():
             reason = "DeepSpeed compiles its file access against CUDA's headers"
             errors.append(ConfigError("strategy.offload", "nvme", "install the CUDA toolkit, or set CUDA_HOME", reason))
     return errors

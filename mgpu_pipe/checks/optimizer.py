@@ -138,7 +138,7 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
             "lr": optimizer.lr,
             "weight_decay": optimizer.weight_decay,
             "options": optimizer.options,
-            "cuda": device_type(config) == "cuda",
+            "cuda": device_type(config.trainer) == "cuda",
         }
         findings = _probe(json.dumps(request))
     if findings.get("refusal") is not None:

@@ -99,7 +99,7 @@ def preflight(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = Fa
     messages = notices(config)
     if text := memory_notice(config, elsewhere):
         messages.append(Notice("trainer.memory_check", text))
-    if elsewhere and config.launch.type == "local" and device_type(config) == "cuda" and not usable_gpus():
+    if elsewhere and config.launch.type == "local" and device_type(config.trainer) == "cuda" and not usable_gpus():
         messages.append(Notice("trainer.accelerator", "torch can use no GPU here: this is checked for another machine"))
     return messages
 

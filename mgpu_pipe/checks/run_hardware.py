@@ -25,7 +25,7 @@ def hardware_here(config: RunConfig) -> str:
             nodes have, which a machine without GPUs does not show.
     """
     is_of_nodes = config.trainer.accelerator == "auto" and config.launch.type != "local"
-    if device_type(config) == CPU and not is_of_nodes:
+    if device_type(config.trainer) == CPU and not is_of_nodes:
         return CPU
     name = gpu_name()
     profile = None if name is None else profile_of_gpu(name)

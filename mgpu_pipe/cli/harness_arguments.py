@@ -72,7 +72,7 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
         average=arguments.weights == "ema",
         frozen_weights=None if arguments.frozen_weights is None else str(arguments.frozen_weights.absolute()),
     )
-    device = resolve_device(arguments.device) if arguments.device != "auto" else device_type(config)
+    device = resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer)
     code, results = measure(settings, config, device)
     if results is None:
         return code

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from mgpu_pipe.config.group_keys import PeftConfig
-from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, TrainerConfig
 from mgpu_pipe.system.hardware import gpu_capability, usable_gpus
 from mgpu_pipe.system.joined_world import joined_processes
 
@@ -14,11 +14,11 @@ AMPERE = (8, 0)
 Precision = Literal["fp32", "bf16", "bf16_true", "fp16", "fp8"]
 
 
-def device_type(config: RunConfig) -> Literal["cpu", "cuda"]:
+def device_type(trainer: TrainerConfig) -> Literal["cpu", "cuda"]:
     """Device type of training: the configured accelerator; ``auto`` is CUDA if torch can use a GPU."""
-    if config.trainer.accelerator == "auto":
+    if trainer.accelerator == "auto":
         return "cuda" if usable_gpus() else "cpu"
-    return "cpu" if config.trainer.accelerator == "cpu" else "cuda"
+    return "cpu" if trainer.accelerator == "cpu" else "cuda"
 
 
 def devices_per_node(config: RunConfig) -> int:
@@ -33,7 +33,7 @@ def devices_per_node(config: RunConfig) -> int:
     joined = joined_processes()
     if joined is not None:
         return joined[1]
-    if device_type(config) == "cpu":
+    if device_type(config.trainer) == "cpu":
         return 1
     return max(1, usable_gpus())
 
@@ -53,12 +53,12 @@ def resolve_precision(config: RunConfig) -> Precision:
     """Configured precision; ``auto`` is bf16 on GPUs that support it, else fp32."""
     if config.precision.name != "auto":
         return config.precision.name
-    return "bf16" if device_type(config) == "cuda" and _is_ampere() else "fp32"
+    return "bf16" if device_type(config.trainer) == "cuda" and _is_ampere() else "fp32"
 
 
 def uses_tf32(config: RunConfig) -> bool:
     """Whether fp32 products round their inputs to TF32: configured, in an fp32 run on a GPU that supports it."""
-    fits = device_type(config) == "cuda" and _is_ampere() and resolve_precision(config) == "fp32"
+    fits = device_type(config.trainer) == "cuda" and _is_ampere() and resolve_precision(config) == "fp32"
     return config.precision.tf32 and fits
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ObjectiveConfig
 from mgpu_pipe.data.order import Order
 from mgpu_pipe.data.samples import SampleSet, Weighed
 from mgpu_pipe.topology import BatchPlan
@@ -44,9 +44,9 @@ def imbalance(costs: Ints, plan: BatchPlan) -> float:
     return float(shares.max() / shares.mean()) if shares.any() else 1.0
 
 
-def describe_imbalance(config: RunConfig, plan: BatchPlan) -> str:
+def describe_imbalance(objective: ObjectiveConfig, plan: BatchPlan) -> str:
     """Describes in words the work that :func:`imbalances` compares."""
-    what = "pictures" if description(config.objective.name).samples == "picture_chats" else "attention"
+    what = "pictures" if description(objective.name).samples == "picture_chats" else "attention"
     return f"{what} of the busiest of {plan.data_parallel_size} processes over their mean"
 
 

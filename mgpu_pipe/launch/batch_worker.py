@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.inference.batch.settings import AnswerSettings, EncodeSettings, JobSettings
 from mgpu_pipe.launch.inference_world import SETTINGS
 from mgpu_pipe.launch.worker import work_with_others
@@ -29,18 +29,18 @@ def main(folder: Path) -> None:
 
     def work(config: RunConfig, world: World, store: Store) -> None:
         settings = JobSettings.from_json((folder / SETTINGS).read_text(encoding="utf-8"))
-        compute_in(world, store, settings, config)
+        compute_in(world, store, settings, config.trainer)
 
     work_with_others(folder, work, is_live=True)
 
 
-def compute_in(world: World, store: Store, settings: JobSettings, config: RunConfig) -> None:
+def compute_in(world: World, store: Store, settings: JobSettings, trainer: TrainerConfig) -> None:
     """Compute this rank's share of the job. A collective call."""
     import torch
 
     from mgpu_pipe.launch.distributed import process_group
 
-    kind = device_type(config)
+    kind = device_type(trainer)
     with process_group(world, store, kind, LONGEST_WAIT_S):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         compute_share(settings, device, world.rank, world.world_size)

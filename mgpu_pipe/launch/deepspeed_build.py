@@ -18,7 +18,7 @@ from mgpu_pipe.config.compile_caches import processor
 from mgpu_pipe.config.hydra.interpolation import written
 from mgpu_pipe.config.paths import RunPaths, cache_folder, private_folder
 from mgpu_pipe.config.resolve import device_type, world_size
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError, print_line
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
@@ -57,23 +57,23 @@ def prepare_extensions(config: RunConfig) -> None:
     strategy = config.strategy
     if strategy.engine != ENGINE or strategy.offload != "nvme":
         return
-    folder = extension_folder(config)
+    folder = extension_folder(config.data, config.trainer)
     private_folder(cache_folder(config.data.cache_dir))
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
         if not (folder / READY).exists():
-            _build(folder, device_type(config))
+            _build(folder, device_type(config.trainer))
     os.environ[FOLDER] = str(folder)
 
 
-def extension_folder(config: RunConfig) -> Path:
+def extension_folder(data: DataConfig, trainer: TrainerConfig) -> Path:
     """Folder of extensions for this Python, torch, DeepSpeed and processor type.
 
     The compiler uses every instruction of the processor, and nodes of a cluster share a home folder.
     """
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{device_type(config)}-{processor()}"
-    return cache_folder(config.data.cache_dir) / "extensions" / name
+    name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{device_type(trainer)}-{processor()}"
+    return cache_folder(data.cache_dir) / "extensions" / name
 
 
 def _build(folder: Path, device: str) -> None:

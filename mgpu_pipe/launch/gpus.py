@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.config.compile_caches import compile_caches
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.resolve import AMPERE, device_type
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.runs.lock import boot_id
@@ -35,9 +35,9 @@ GPU_DEFAULTS = {
 }
 
 
-def gpu_environment(config: RunConfig) -> dict[str, str]:
+def gpu_environment(trainer: TrainerConfig) -> dict[str, str]:
     """Variables that the processes of ``config`` get next to the present ones; none on the CPU."""
-    if device_type(config) == "cpu":
+    if device_type(trainer) == "cpu":
         return {}
     chosen = {name: value for name, value in GPU_DEFAULTS.items() if name not in os.environ}
     if ALLOCATOR_BEFORE in os.environ:
@@ -53,7 +53,7 @@ def run_environment(config: RunConfig) -> dict[str, str]:
     """
     cache = cache_folder(config.data.cache_dir)
     with writing_to_cache(cache):
-        return {**gpu_environment(config), **compile_caches(config.data.cache_dir, os.environ)}
+        return {**gpu_environment(config.trainer), **compile_caches(config.data.cache_dir, os.environ)}
 
 
 def keep_traces_in(logs: Path) -> None:

@@ -59,7 +59,7 @@ def measure_in(world: World, store: Store, settings: HarnessSettings, config: Ru
     from mgpu_pipe.topology import ParallelDims
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    kind = device_type(config)
+    kind = device_type(config.trainer)
     with process_group(world, store, kind, config.launch.collective_timeout):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         silence_transformers()

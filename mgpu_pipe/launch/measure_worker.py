@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.launch.worker import work_with_others
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.process_end import exit_now
@@ -30,7 +30,7 @@ def main(folder: Path, subject: str) -> None:
     """Measure as one worker; rank 0 writes the result into ``folder``."""
 
     def work(config: RunConfig, world: World, store: Store) -> None:
-        result = _measure(config, world, store, subject)
+        result = _measure(config.trainer, config.launch, world, store, subject)
         if world.rank == 0:
             replace_file(folder / RESULT, json.dumps(result))
 
@@ -47,11 +47,11 @@ def measure_joined(config: RunConfig, joined: Mapping[str, str], subject: str) -
     world = World.from_environment(os.environ)
     check_world(config, world)
     os.environ.update(worker_environment(1, one_host=world.local_world_size == world.world_size))
-    result = _measure(config, world, rendezvous(config.launch), subject)
+    result = _measure(config.trainer, config.launch, world, rendezvous(config.launch), subject)
     return result if world.rank == 0 else None
 
 
-def _measure(config: RunConfig, world: World, store: Store, subject: str) -> Any:
+def _measure(trainer: TrainerConfig, launch: LaunchConfig, world: World, store: Store, subject: str) -> Any:
     """JSON of what this rank measures together with all others."""
     import torch
 
@@ -59,8 +59,8 @@ def _measure(config: RunConfig, world: World, store: Store, subject: str) -> Any
     from mgpu_pipe.training.profiling.measure_hardware import measure_hardware
     from mgpu_pipe.training.profiling.measure_links import measure_links
 
-    kind = device_type(config)
-    with process_group(world, store, kind, config.launch.collective_timeout):
+    kind = device_type(trainer)
+    with process_group(world, store, kind, launch.collective_timeout):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         if subject == LINKS:
             return [asdict(link) for link in measure_links(device)]

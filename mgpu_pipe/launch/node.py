@@ -62,7 +62,7 @@ def node_faults(config: RunConfig, folder: Path, node: str) -> list[str]:
         RunFolderError: the run's folder is full, which is no fault of the node.
     """
     faults = []
-    wanted = devices_per_node(config) if device_type(config) == "cuda" and not _has_own_gpu() else 0
+    wanted = devices_per_node(config) if device_type(config.trainer) == "cuda" and not _has_own_gpu() else 0
     if usable_gpus() < wanted:
         faults.append(f"{usable_gpus()} of {wanted} GPUs can be used")
     job_memory = os.environ.get("SLURM_MEM_PER_NODE", "")

@@ -13,7 +13,7 @@ from mgpu_pipe.checkpoint.selection import newest_valid
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, world_size
-from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_traceback
 from mgpu_pipe.launch import signals as stop
 from mgpu_pipe.report.columns import print_rows
@@ -70,7 +70,7 @@ def print_before(
     from mgpu_pipe.report.overview import summary
 
     local_options: Any = environment["own_conf"]
-    print_rows(summary(config, world, prepared, _device(config, environment), local_options), config.run.name)
+    print_rows(summary(config, world, prepared, _device(config.trainer, environment), local_options), config.run.name)
     sys.stdout.flush()
 
 
@@ -186,10 +186,10 @@ def _next_commands(
     return {**tries, "export": shlex.join([*program, "export", root, "--out", str(paths.root / "exported")])}
 
 
-def _device(config: RunConfig, environment: Mapping[str, object]) -> str:
+def _device(trainer: TrainerConfig, environment: Mapping[str, object]) -> str:
     """Words for the hardware."""
     gpus = environment.get("gpus")
-    if device_type(config) == "cuda" and isinstance(gpus, list) and gpus:
+    if device_type(trainer) == "cuda" and isinstance(gpus, list) and gpus:
         return f"{len(gpus)} x {str(gpus[0]).partition(',')[0]}"
     threads = environment["threads_per_worker"]
     return f"{cpu_cores()} CPU cores, {threads} thread{'' if threads == 1 else 's'} each"

@@ -137,11 +137,11 @@ def train_in(
 
     if config.trainer.deterministic:  # cuBLAS reads it at first use; without it torch refuses its kernels
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if device_type(config) == "cuda":
+    if device_type(config.trainer) == "cuda":
         keep_traces_in(paths.logs)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     live = live_stream() if world.rank == 0 else None
-    with process_group(world, store, device_type(config), config.launch.collective_timeout):
+    with process_group(world, store, device_type(config.trainer), config.launch.collective_timeout):
         usual, sys.stderr = sys.stderr, live or sys.stderr
         try:
             result = train(

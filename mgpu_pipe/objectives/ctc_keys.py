@@ -28,7 +28,7 @@ class CTCConfig(TranscriptConfig):
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
-        if config.peft.train_also or own_alphabet(config) is not None:
+        if config.peft.train_also or own_alphabet(config.model) is not None:
             return []
         reason = "the head of a new alphabet would stay untrained"
         return [ConfigError("peft.train_also", [], "use peft.train_also=[lm_head.*]", reason)]

@@ -69,7 +69,7 @@ class Teacher:
         device, mesh, computes = torch.device("cpu"), None, True
         if dist.is_initialized():
             dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
-            if device_type(config) == "cuda":
+            if device_type(config.trainer) == "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())
             mesh = Meshes(dims, device.type).mesh("stage") if keys.teacher_strategy == "fsdp" else None
             computes = dims.pp == 1 or _has_last_stage(config, dims)

@@ -21,7 +21,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
 from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision, world_size
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import (
@@ -113,7 +113,7 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
     by_rank = [
         {
             name: float(size)
-            for name, size in memory_terms(work, state, keeps, place, overheads or overheads_of(config)).items()
+            for name, size in memory_terms(work, state, keeps, place, overheads or overheads_of(config.trainer)).items()
         }
         for place in _places(config.data, config.strategy, fields, dims, plan)
     ]
@@ -139,9 +139,9 @@ def _uncertain_terms(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[st
     return () if known else ("optimizer",)
 
 
-def overheads_of(config: RunConfig) -> Overheads:
+def overheads_of(trainer: TrainerConfig) -> Overheads:
     """Memory of a run's processes beside its tensors, on GPUs or on the CPU."""
-    return Overheads() if device_type(config) == "cuda" else Overheads(group=0.0, second_gradients=0.0)
+    return Overheads() if device_type(trainer) == "cuda" else Overheads(group=0.0, second_gradients=0.0)
 
 
 def _places(
@@ -168,14 +168,14 @@ def activations_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelD
     Args:
         fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
     """
-    precision, on_gpu = resolve_precision(config), device_type(config) == "cuda"
+    precision, on_gpu = resolve_precision(config), device_type(config.trainer) == "cuda"
     item = FP32 if precision == "fp32" else HALF
     chunk, shard = getattr(config.objective, "loss_chunk_tokens", "auto"), -(-fields["vocab_size"] // dims.tp)
     rows = chunk_rows(chunk, shard, MANY, item if on_gpu else None)
     mode = config.strategy.activation_checkpointing
     return Activations(
         item=item,
-        compiled=float(prefers_compiled(config, device_type(config), _parameters(fields))),
+        compiled=float(prefers_compiled(config, device_type(config.trainer), _parameters(fields))),
         copies=float(not on_gpu),
         frozen_norms=float(config.peft.name != "none"),
         recompute=float(mode != "none"),
@@ -220,7 +220,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         dequantised=DEQUANTISED * _largest_matrix(fields) if four else 0.0,
         trained=trained,
         added=_adapter_parameters(config.peft, fields, shape) if adapts else 0.0,
-        units=1 + strategy.fsdp.prefetch if device_type(config) == "cuda" else 1,
+        units=1 + strategy.fsdp.prefetch if device_type(config.trainer) == "cuda" else 1,
         other=other_bytes(config.objective, item, shards),
         offloads=float(strategy.offload != "none"),
         on_disk=float(strategy.offload == "nvme"),

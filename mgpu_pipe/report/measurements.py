@@ -11,7 +11,7 @@ from typing import Any
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.errors import print_line
 from mgpu_pipe.report.columns import print_columns
 from mgpu_pipe.runs.history import read_summary
@@ -23,10 +23,10 @@ from mgpu_pipe.training.profiling.memory_use import MEMORY_PHASES, MemoryUse
 from mgpu_pipe.training.profiling.rank_times import RankTimes, StepTimes
 
 
-def show_links(links: list[Link], config: RunConfig) -> None:
+def show_links(links: list[Link], trainer: TrainerConfig) -> None:
     """Print the links and which of them are slow."""
     ranks = 1 + max(link.second for link in links)
-    kind = "gloo" if device_type(config) == "cpu" else "NCCL"
+    kind = "gloo" if device_type(trainer) == "cpu" else "NCCL"
     names, rows = table(links)
     listed = f"{len(links)}" if len(rows) == len(links) else f"the slowest {len(rows)} of {len(links)}"
     print_line(f"{listed} link{'s' if len(links) > 1 else ''} of {ranks} ranks, by {kind}; the slower direction")

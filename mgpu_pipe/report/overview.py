@@ -14,7 +14,7 @@ from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.memory_limits import gib, predicted
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PeftConfig
+from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PeftConfig, StrategyConfig
 from mgpu_pipe.config.hydra.interpolation import written
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
@@ -183,7 +183,7 @@ def summary(
         *([("adapters", _adapters(config.peft))] if config.peft.name != "none" else []),
         *([("parts", parts)] if (parts := _parts(config)) else []),
         ("data", _data(config, prepared)),
-        ("strategy", _strategy(config, dims, hardware)),
+        ("strategy", _strategy(config.strategy, config.trainer, dims, hardware)),
         ("batch", _batch(config.data, plan)),
         ("steps", _steps(config.data, config.trainer, prepared)),
         ("optimizer", _optimizer(config)),
@@ -265,12 +265,12 @@ def _majority(data: DataConfig, objective: ObjectiveConfig) -> str:
     return f"{accuracy} ({majority.classes} classes, {counted_samples})"
 
 
-def _strategy(config: RunConfig, dims: ParallelDims, hardware: str) -> str:
-    world, device = dims.world_size, "GPU" if device_type(config) == "cuda" else "CPU"
+def _strategy(strategy: StrategyConfig, trainer: TrainerConfig, dims: ParallelDims, hardware: str) -> str:
+    world, device = dims.world_size, "GPU" if device_type(trainer) == "cuda" else "CPU"
     processes = f"{world} {device} process{'es' if world > 1 else ''}"
-    nodes = f" on {config.trainer.num_nodes} nodes" if config.trainer.num_nodes > 1 else ""
+    nodes = f" on {trainer.num_nodes} nodes" if trainer.num_nodes > 1 else ""
     sizes = f": {dims.describe()}" if world > 1 else ""
-    return f"{config.strategy.name}, {processes}{nodes}{sizes}{f' on {hardware}' if hardware else ''}"
+    return f"{strategy.name}, {processes}{nodes}{sizes}{f' on {hardware}' if hardware else ''}"
 
 
 def _deepspeed(config: RunConfig, plan: BatchPlan) -> str:

@@ -15,7 +15,7 @@ from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.group_keys import SchedulerConfig
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, resolve_precision
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -90,7 +90,7 @@ class Attempt:
             prepared=prepared,
             dims=dims,
             plan=BatchPlan.resolve(complete.data, dims.data_parallel_size, dims.pp),
-            device=_device(complete),
+            device=_device(complete.trainer),
             precision=resolve_precision(complete),
             rank=dist.get_rank(),
             world_size=world_size,
@@ -116,7 +116,7 @@ def _schedule_horizon(scheduler: SchedulerConfig, reader: CheckpointReader | Non
     return int(reader.state["total_steps"]) if reader is not None else max_steps
 
 
-def _device(config: RunConfig) -> torch.device:
-    if device_type(config) == "cuda":
+def _device(trainer: TrainerConfig) -> torch.device:
+    if device_type(trainer) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -84,7 +84,7 @@ def errors(*words: str) -> list[str]:
 
 
 def notices(*words: str) -> list[str]:
-    return [text for _, text in device_notices(composed(*words))]
+    return [text for _, text in device_notices(composed(*words).trainer)]
 
 
 def test_why_no_gpu_can_be_used_is_said(machine, monkeypatch: pytest.MonkeyPatch) -> None:

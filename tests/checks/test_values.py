@@ -195,14 +195,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
 def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus):
     gpus(4)
     config, _ = compose(["strategy=ddp"])
-    assert (resolve.device_type(config), resolve.world_size(config)) == ("cuda", 4)
+    assert (resolve.device_type(config.trainer), resolve.world_size(config)) == ("cuda", 4)
     assert resolve.world_size(compose(["strategy=single"])[0]) == 1
     assert resolve.world_size(compose([CPU, "strategy=ddp"])[0]) == 1
     assert resolve.world_size(compose(["strategy=ddp", "trainer.num_nodes=2"])[0]) == 8
     assert compose(["experiment=quickstart"])[0].trainer.devices == 4
     assert compose(["experiment=quickstart", CPU])[0].trainer.devices == 2
     gpus(4, torch_built_for_cuda=False)
-    assert resolve.device_type(config) == "cpu"
+    assert resolve.device_type(config.trainer) == "cpu"
     assert [notice.key for notice in preflight(config)] == ["trainer.accelerator"]
 
 
@@ -295,7 +295,7 @@ def test_a_reduction_in_bf16_that_no_process_takes_part_in_is_told():
 def test_accelerator_gpu_means_cuda(gpus):
     gpus(2)
     config, _ = compose(["trainer.accelerator=gpu", "strategy=ddp"])
-    assert (resolve.device_type(config), resolve.world_size(config)) == ("cuda", 2)
+    assert (resolve.device_type(config.trainer), resolve.world_size(config)) == ("cuda", 2)
     preflight(config)
     gpus(0)
     with pytest.raises(ConfigErrors, match=r"trainer\.accelerator=gpu: torch can use no GPU here"):

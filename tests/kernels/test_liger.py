@@ -116,7 +116,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with a GPU, Liger's package, Triton and a C compiler, as far as the choice looks at it."""
     installed(monkeypatch, "liger_kernel")
-    monkeypatch.setattr(liger, "device_type", lambda config: config.trainer.accelerator.replace("auto", "cuda"))
+    monkeypatch.setattr(liger, "device_type", lambda trainer: trainer.accelerator.replace("auto", "cuda"))
     monkeypatch.setattr(liger, "gpu_kernels_compile", lambda: True)
     return monkeypatch
 

@@ -81,10 +81,12 @@ def test_processes_on_gpus_get_variables_that_the_user_has_not_set(monkeypatch: 
     for name in (*variables.GPU_DEFAULTS, variables.ALLOCATOR_BEFORE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(variables, "device_type", lambda _: "cuda")
-    assert variables.gpu_environment(config) == variables.GPU_DEFAULTS
+    assert variables.gpu_environment(config.trainer) == variables.GPU_DEFAULTS
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert variables.gpu_environment(config) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, "one of the allocator's is enough"
+    assert variables.gpu_environment(config.trainer) == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, (
+        "one of the allocator's is enough"
+    )
     monkeypatch.setenv("NCCL_IB_HCA", "mlx5")
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     recorded = describe_environment(
@@ -94,4 +96,4 @@ def test_processes_on_gpus_get_variables_that_the_user_has_not_set(monkeypatch: 
     wanted = {"NCCL_IB_HCA": "mlx5", "TORCH_FR_BUFFER_SIZE": "7", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     assert wanted.items() <= told.items() and "WANDB_API_KEY" not in told
     monkeypatch.setattr(variables, "device_type", lambda _: "cpu")
-    assert variables.gpu_environment(config) == {}
+    assert variables.gpu_environment(config.trainer) == {}

@@ -129,7 +129,7 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
         devices = dims.world_size // config.trainer.num_nodes
         options.append(Saving(f"trainer.devices={2 * devices}", state // 2))
     offloads = dims.dp_shard > 1 and not dims.uses_model_axes
-    if device_type(config) == "cuda" and offloads and strategy.offload == "none":
+    if device_type(config.trainer) == "cuda" and offloads and strategy.offload == "none":
         options.append(Saving("strategy.offload=cpu", state))
     if config.optimizer._target_.rpartition(".")[2] in ADAMS and strategy.engine == "mesh":
         options.append(Saving("optimizer=adamw_bf16", parts["optimizer"] // 2))

@@ -69,7 +69,7 @@ def doctor(words: list[str]) -> int:
         from mgpu_pipe.report.measurements import show_links
 
         if table := measure_links(config):
-            show_links(table, config)
+            show_links(table, config.trainer)
         return EXIT_OK
 
     asks_links = words[:1] == [LINKS]

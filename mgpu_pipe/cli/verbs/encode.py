@@ -67,7 +67,7 @@ def _encode(arguments: argparse.Namespace) -> int:
         batch_size=arguments.batch_size,
         average=arguments.weights == "ema",
         frozen_weights=arguments.frozen_weights,
-        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config),
+        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer),
         column=arguments.column,
         prompt=prompt,
         size=size,

@@ -131,7 +131,7 @@ def _answer_file(arguments: argparse.Namespace) -> int:
         on_bad_row=arguments.on_bad_row or "refuse",
         average=arguments.weights == "ema",
         frozen_weights=arguments.frozen_weights,
-        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config),
+        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer),
     )
     return run_job(settings, source, config)
 

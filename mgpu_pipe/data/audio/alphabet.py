@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config.hub import local_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, json_file
 from mgpu_pipe.errors import ModelFolderError
@@ -20,16 +20,16 @@ STRANGE = "\ufffd"
 """Printed for a character without a number."""
 
 
-def named_alphabet(config: RunConfig) -> Path | None:
+def named_alphabet(model: ModelConfig, data: DataConfig) -> Path | None:
     """The folder of ``data.tokenizer``, else the model's where it has an alphabet; None: the data gives a new one."""
-    if config.data.tokenizer != "auto":
-        return local_folder(config.data.tokenizer, "data.tokenizer")
-    return own_alphabet(config)
+    if data.tokenizer != "auto":
+        return local_folder(data.tokenizer, "data.tokenizer")
+    return own_alphabet(model)
 
 
-def own_alphabet(config: RunConfig) -> Path | None:
+def own_alphabet(model: ModelConfig) -> Path | None:
     """The model's folder, if it has an alphabet; else None."""
-    folder = None if config.model.path is None else local_folder(config.model.path)
+    folder = None if model.path is None else local_folder(model.path)
     return folder if folder is not None and (folder / VOCABULARY).is_file() else None
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
 from mgpu_pipe.data.audio.listen import Sound, frames_of, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.log_mel import LogMel
@@ -140,7 +140,7 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
         folder, held_folder = prepare_recordings(data, sound, cache, report)
         alphabet: Alphabet | Words
         if window is None:
-            alphabet, new = _alphabet(config, folder)
+            alphabet, new = _alphabet(config.model, config.data, folder)
             tokenizer = _alphabet_folder(alphabet, sound, cache)
         else:
             alphabet = words_of(config, _training_texts(config.data, folder, held_folder), window, cache)
@@ -225,12 +225,12 @@ def _note_of_strange(known: PreparedSpeech) -> str:
     return f"{count} of {len(strange)} {what}: they count as wrong"
 
 
-def _alphabet(config: RunConfig, folder: Path) -> tuple[Alphabet, bool]:
+def _alphabet(model: ModelConfig, data: DataConfig, folder: Path) -> tuple[Alphabet, bool]:
     """The configured alphabet, else the model's, else a new one of all training characters; and whether it is new."""
-    named = named_alphabet(config)
+    named = named_alphabet(model, data)
     if named is None:
         return Alphabet.from_texts(transcripts(folder)[0]), True
-    return Alphabet.from_folder(named), config.model.path is None
+    return Alphabet.from_folder(named), model.path is None
 
 
 def _alphabet_folder(alphabet: Alphabet, sound: Sound, cache: Path) -> Path:

@@ -78,7 +78,7 @@ def _run(folder: Path, again: Sequence[str]) -> int:
         exclude_node(folder, node, faults)
         print_line(f"error: node {node}: {'; '.join(faults)}; the job is queued again without it", file=sys.stderr)
         return EXIT_STOPPED
-    if not links_are_good(folder, node, device_type(config), config.launch.collective_timeout):
+    if not links_are_good(folder, node, device_type(config.trainer), config.launch.collective_timeout):
         return EXIT_STOPPED
     preflight(config)
     if first:  # a stop requested by one rank stops every rank

@@ -74,7 +74,7 @@ def obstacle(config: RunConfig, model_type: str, splits_backward: bool) -> tuple
         splits_backward: whether a pipeline computes gradients of inputs and of weights separately.
     """
     otherwise = "use auto or torch"
-    if device_type(config) != "cuda":
+    if device_type(config.trainer) != "cuda":
         return "they run on GPUs, and the run uses none", otherwise
     if PathFinder.find_spec("liger_kernel") is None:
         return "the package liger-kernel is not installed", f"install it (pip install liger-kernel), or {otherwise}"

@@ -175,7 +175,7 @@ def deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
         bucket_mib=config.strategy.bucket_mib,
         offload=config.strategy.offload,
         offload_path=config.strategy.offload_path,
-        pinned=device_type(config) == "cuda",
+        pinned=device_type(config.trainer) == "cuda",
         raw=config.strategy.deepspeed_config,
     )
 

@@ -55,7 +55,7 @@ def findings(
 
 
 def _balance(as_they_come: float, by_cost: float, config: RunConfig, plan: BatchPlan) -> str:
-    said = f"{describe_imbalance(config, plan)}: {as_they_come:.2f}"
+    said = f"{describe_imbalance(config.objective, plan)}: {as_they_come:.2f}"
     if config.data.balance == "cost":
         return f"{said} as the samples come, {by_cost:.2f} as data.balance=cost deals them"
     return f"{said}, {by_cost:.2f} with data.balance=cost{'; try it' if as_they_come - by_cost > MORE_EVEN else ''}"

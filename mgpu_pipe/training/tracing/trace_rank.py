@@ -63,7 +63,7 @@ def trace(config: RunConfig, rank: int, ranks: int, on_fakes: bool = True) -> di
     quiet_libraries()
     warnings.simplefilter("ignore")  # on addresses of fake tensors, which are compared with themselves alone
     os.environ["LOCAL_RANK"] = "0"
-    kind = device_type(config)
+    kind = device_type(config.trainer)
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     config = replace(config, model=replace(config.model, compile=False))
     dims = ParallelDims.resolve(config.strategy, ranks)
@@ -214,7 +214,7 @@ def _fill_by(empty: Callable[..., torch.Tensor]) -> Callable[[Any, torch.device]
 def main() -> int:
     rank, ranks, *words = sys.argv[1:]
     composition = compose_one(parse(words))
-    if device_type(composition.config) == "cuda":
+    if device_type(composition.config.trainer) == "cuda":
         from mgpu_pipe.training.tracing.pretended_cuda import load
 
         load()
