@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import prod
 
 import pytest
-from mgpu_pipe.checks.layouts import plan_layouts
 
+from mgpu_pipe.checks.plan_layouts import plan_layouts
 from mgpu_pipe.checks.preflight import preflight_errors
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.planning.layout_search import Layout

@@ -132,7 +132,8 @@ def _balance(config: RunConfig, prepared: Prepared, samples: SampleSet) -> list[
     ratios = imbalances(samples, prepared.order(config, len(samples)), plan)
     if ratios is None:
         return []
-    text = f"{describe_imbalance(config.objective, plan)}, {STEPS} steps: {ratios[0]:.3f}; with data.balance=cost {ratios[1]:.3f}"
+    what = describe_imbalance(config.objective, plan)
+    text = f"{what}, {STEPS} steps: {ratios[0]:.3f}; with data.balance=cost {ratios[1]:.3f}"
     return [("balance", text)]
 
 
