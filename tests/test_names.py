@@ -22,6 +22,7 @@ COMMANDS = (
     ("eval", "{}"),
     ("generate", "{}"),
     ("encode", "{}", "--input", "{}", "--output", "{}.npy"),
+    ("mine", "{}", "--input", "{}", "--output", "{}.jsonl"),
     ("chat", "{}"),
     ("doctor", "{}"),
     ("export", "{}", "--out", "o"),

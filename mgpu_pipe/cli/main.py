@@ -32,7 +32,6 @@ usage: mgpu-pipe [VERB] [OVERRIDES]
 One Hydra configuration, one reproducible multi-GPU training run. Start with:
   mgpu-pipe experiment=quickstart                   train a small model
   mgpu-pipe check strategy=fsdp trainer.devices=4   see what a run would be
-
 verbs:
 {verbs}
 

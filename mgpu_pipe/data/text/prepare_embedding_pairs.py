@@ -141,7 +141,8 @@ def _require_negatives(known: PreparedEmbeddingPairs, data: DataConfig, objectiv
             pairs = pairs[known.evaluated_samples()]
         if len(pairs) and np.diff(open_texts(known.folder_of(split)).first)[pairs].max() == 2:
             reason = f"no row {which} has a negative, which objective={objective.name} ranks below the positive"
-            raise DataError(f"data.source={data.source}: {reason}; give column 'negative'")
+            fix = "give column 'negative', or add it by mgpu-pipe mine"
+            raise DataError(f"data.source={data.source}: {reason}; {fix}")
 
 
 def prepare_groups(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,10 @@ WINDOW = 1 << 14
 
 def encode_texts(settings: EncodeSettings, run: LoadedRun, share: Share) -> None:
     """Encode this process's batches; the first process then waits for the others and writes the output."""
-    folder, encoder = VectorFolder(settings.output, settings.size), TextEncoder(settings, run)
+    folder, encoder = (
+        VectorFolder(settings.output, settings.size),
+        TextEncoder(run, settings.input, settings.prompt, settings.size),
+    )
 
     def compute(rows: Sequence[TextRow]) -> Mapping[int, bytes]:
         vectors = encoder.encode(rows)
@@ -54,10 +58,17 @@ def batches_of(rows: Iterable[TextRow], batch_size: int) -> Iterator[list[TextRo
 
 
 class TextEncoder:
-    """A run's model, which makes vectors of texts as the run was trained to."""
+    """A run's model, which makes vectors of texts as the run was trained to.
 
-    def __init__(self, settings: EncodeSettings, run: LoadedRun) -> None:
-        self._settings, self._vectors = settings, vectors_of(run.config, run.source)
+    Args:
+        input: file of the texts, for errors.
+        prompt: text before every text.
+        size: numbers of a vector.
+    """
+
+    def __init__(self, run: LoadedRun, input: Path, prompt: str, size: int) -> None:
+        self._input, self._prompt, self._size = input, prompt, size
+        self._vectors = vectors_of(run.config, run.source)
         self._model: Any = run.model.base_model
         self._tokenizer: Any = run.tokenizer()
         config: Any = run.model.config
@@ -73,19 +84,19 @@ class TextEncoder:
         Raises:
             DataError: a text has no tokens.
         """
-        prompted = [self._settings.prompt + row.text for row in texts]
+        prompted = [self._prompt + row.text for row in texts]
         if self._vectors.lower_case:
             prompted = [text.lower() for text in prompted]
         rows = self._tokenizer(prompted, truncation=True, max_length=self._room, return_attention_mask=False)
         every, device = [list(ids) for ids in rows["input_ids"]], self._model.device
         for row, tokens in zip(texts, every, strict=True):
             if not tokens:
-                raise DataError(f"{self._settings.input}: row {row.line} has no tokens; {FIX}")
+                raise DataError(f"{self._input}: row {row.line} has no tokens; {FIX}")
         lengths = torch.tensor([len(ids) for ids in every])
         ids = torch.full((len(every), int(lengths.max())), self._padding)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]
         ids[mask] = torch.tensor([token for row in every for token in row])
         mask = mask.long().to(device)
         hidden = self._model(input_ids=ids.to(device), attention_mask=mask).last_hidden_state
-        vectors = pool(hidden, mask, self._vectors.pooling)[:, : self._settings.size]
+        vectors = pool(hidden, mask, self._vectors.pooling)[:, : self._size]
         return (F.normalize(vectors, dim=-1) if self._vectors.normalize else vectors).float()

@@ -142,7 +142,7 @@ def test_long_rows_are_left_out_or_refused(tmp_path: Path) -> None:
 
 
 def test_data_without_negatives_are_refused(tmp_path: Path) -> None:
-    rows = [{"query": f"w{at}", "positive": f"w{at + 1}"} for at in range(12)]
+    rows: list[Any] = [{"query": f"w{at}", "positive": f"w{at + 1}"} for at in range(12)]
     with pytest.raises(DataError, match="no row to train on has a negative, which objective=reranker ranks below"):
         prepare(configured(tmp_path, rows))
     held = write_jsonl(tmp_path / "held.jsonl", rows)

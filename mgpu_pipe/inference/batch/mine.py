@@ -1,0 +1,199 @@
+"""Hard negatives: the texts that a model takes for what a query is to find, and that are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mgpu_pipe.data import files
+from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
+from mgpu_pipe.data.text.embedding_rows import check_pair_row
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.batch.encode import TextEncoder, batches_of
+from mgpu_pipe.inference.batch.texts import TextRow, prompt_of, vectors_of, width_of
+from mgpu_pipe.inference.find_model import ModelSource
+from mgpu_pipe.inference.open import LoadedRun
+from mgpu_pipe.system.local_files import replace_file
+
+SCORES_AT_ONCE = 1 << 22
+"""Scores that exist at a time: of some queries with some documents."""
+KEYS = EmbeddingPairsConfig()
+"""Names of the columns."""
+
+
+@dataclass(frozen=True)
+class MiningRules:
+    """Which documents are hard negatives of a query.
+
+    Attributes:
+        negatives: number of them, at most.
+        margin: by how much their scores are below that of the query's lowest positive, at least; None for any score.
+        skip_top: number of the nearest ones to leave out.
+    """
+
+    negatives: int
+    margin: float | None
+    skip_top: int
+
+
+@dataclass(frozen=True)
+class MinedRows:
+    """Numbers of what was mined.
+
+    Attributes:
+        rows: of the input.
+        negatives: new ones, of all rows.
+        short: rows with fewer of them than were wanted.
+    """
+
+    rows: int
+    negatives: int
+    short: int
+
+
+def mine_file(run: LoadedRun, source: ModelSource, pairs: Path, out: Path, rules: MiningRules, batch: int) -> MinedRows:
+    """Writes the rows of ``pairs`` as JSON Lines with hard negatives after the negatives that they have.
+
+    Candidates are all positives and negatives of the file. All positives of rows with the same query are its positives.
+
+    Args:
+        batch: texts in a forward pass.
+
+    Raises:
+        BadInputError: a row is broken, or no row gets a negative.
+    """
+    rows = list(read_pairs(pairs))
+    queries, documents, positives, others = _number_texts(rows)
+    vectors, width = vectors_of(run.config, run.source), width_of(source)
+    encoded = []
+    for kind, texts in (("query", queries), ("document", documents)):
+        prompt = prompt_of(vectors, kind) if kind in vectors.prompts else ""
+        encoder = TextEncoder(run, pairs, prompt, width)
+        encoded.append(_encode(encoder, texts, batch))
+    mined = mine_negatives(encoded[0], encoded[1], positives, others, rules)
+    names, lines, counts = list(documents), [], []
+    numbers = {text: number for number, text in enumerate(queries)}
+    for row in rows:
+        new = [names[number] for number in mined[numbers[_texts(row[KEYS.query_column])[0]]]]
+        negatives = [*_texts(row.get(KEYS.negative_column)), *new]
+        lines.append(json.dumps({**row, KEYS.negative_column: negatives}, ensure_ascii=False))
+        counts.append(len(new))
+    if not any(counts):
+        fix = "lower --margin or --skip-top, or give more rows"
+        raise BadInputError(f"--input={pairs}: no document is a negative of any query by these rules; {fix}")
+    replace_file(out, "\n".join(lines) + "\n", flush=True)
+    return MinedRows(len(rows), sum(counts), sum(number < rules.negatives for number in counts))
+
+
+def read_pairs(path: Path) -> Iterator[dict[str, object]]:
+    """Yields the rows of a file in the form of ``data=embedding_pairs``.
+
+    Raises:
+        DataError: a row is broken; see :func:`mgpu_pipe.data.text.embedding_rows.pair_document`.
+    """
+    columns = (KEYS.query_column, KEYS.positive_column, KEYS.negative_column)
+    for line, origin, _ in row_lines(path, nested=True):
+        check_pair_row(KEYS, line, origin)
+        yield files.json_row(line, origin, *columns)
+
+
+def mine_negatives(
+    queries: torch.Tensor,
+    documents: torch.Tensor,
+    positives: Sequence[set[int]],
+    others: Sequence[set[int]],
+    rules: MiningRules,
+) -> list[list[int]]:
+    """Numbers of each query's hard negatives, nearest first; scores are dot products.
+
+    Args:
+        queries, documents: vectors, (queries, size) and (documents, size).
+        positives: numbers of each query's positives, at least one.
+        others: numbers of further documents that are not to be mined for a query.
+    """
+    most = min(rules.skip_top + rules.negatives, len(documents))
+    rows_at_once = max(1, min(len(queries), SCORES_AT_ONCE // (2 * most)))
+    mined: list[list[int]] = []
+    for begin in range(0, len(queries), rows_at_once):
+        some = queries[begin : begin + rows_at_once]
+        hidden = [positives[begin + row] | others[begin + row] for row in range(len(some))]
+        limits = [
+            float((documents[sorted(positives[begin + row])] @ query).min()) - (rules.margin or 0.0)
+            for row, query in enumerate(some)
+        ]
+        limit = some.new_tensor(limits)[:, None] if rules.margin is not None else None
+        for scores, numbers in zip(*_nearest(some, documents, hidden, limit, most), strict=True):
+            best = [number for score, number in zip(scores, numbers, strict=True) if score > -torch.inf]
+            mined.append(best[rules.skip_top :])
+    return mined
+
+
+def _nearest(
+    queries: torch.Tensor, documents: torch.Tensor, hidden: Sequence[set[int]], limit: torch.Tensor | None, most: int
+) -> tuple[list[list[float]], list[list[int]]]:
+    """Scores and numbers of the ``most`` documents nearest to each query that are not hidden, nearest first; minus
+    infinity for those that are, or whose score is above the limit, (queries, 1)."""
+    rows = torch.tensor([row for row, numbers in enumerate(hidden) for _ in numbers], device=queries.device)
+    columns = torch.tensor([number for numbers in hidden for number in numbers], device=queries.device)
+    best_scores = queries.new_zeros(len(queries), 0)
+    best = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
+    at_once = max(most, SCORES_AT_ONCE // len(queries))
+    for offset in range(0, len(documents), at_once):
+        part = documents[offset : offset + at_once]
+        scores = queries @ part.T
+        here = (columns >= offset) & (columns < offset + len(part))
+        scores[rows[here], columns[here] - offset] = -torch.inf
+        if limit is not None:
+            scores.masked_fill_(scores > limit, -torch.inf)
+        best_scores, at = torch.cat([best_scores, scores], 1).topk(min(most, best.shape[1] + len(part)))
+        places = torch.arange(offset, offset + len(part), device=best.device).expand(len(queries), -1)
+        best = torch.cat([best, places], 1).gather(1, at)
+    return best_scores.tolist(), best.tolist()
+
+
+def _number_texts(
+    rows: Sequence[Mapping[str, object]],
+) -> tuple[dict[str, int], dict[str, int], list[set[int]], list[set[int]]]:
+    """Distinct queries and documents with the number of their first row, and numbers of the documents that are each
+    query's positives, and its negatives."""
+    queries, documents = dict[str, int](), dict[str, int]()
+    numbers, places = dict[str, int](), dict[str, int]()
+    positives, negatives = list[set[int]](), list[set[int]]()
+    for line, row in enumerate(rows, start=1):
+        (query,) = _texts(row[KEYS.query_column])
+        if query not in queries:
+            queries[query], places[query] = line, len(queries)
+            positives.append(set())
+            negatives.append(set())
+        for column, sets in ((KEYS.positive_column, positives), (KEYS.negative_column, negatives)):
+            for text in _texts(row.get(column)):
+                documents.setdefault(text, line)
+                sets[places[query]].add(numbers.setdefault(text, len(numbers)))
+    return queries, documents, positives, negatives
+
+
+def _texts(value: object) -> list[str]:
+    """The texts of a column that :func:`read_pairs` checked."""
+    values = value if isinstance(value, list) else [] if value in (None, "") else [value]
+    return [str(text) for text in values]
+
+
+def _encode(encoder: TextEncoder, texts: Mapping[str, int], batch: int) -> torch.Tensor:
+    """Vectors of the texts in their order, (texts, size).
+
+    Args:
+        texts: with the numbers of their rows, for errors.
+    """
+    numbers, vectors = {text: number for number, text in enumerate(texts)}, None
+    for some in batches_of((TextRow(line, text) for text, line in texts.items()), batch):
+        part = encoder.encode(some)
+        if vectors is None:
+            vectors = part.new_empty(len(texts), part.shape[1])
+        vectors[[numbers[row.text] for row in some]] = part
+    assert vectors is not None  # files without rows are refused
+    return vectors
