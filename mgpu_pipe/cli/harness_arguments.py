@@ -43,13 +43,12 @@ def uses_harness(arguments: argparse.Namespace) -> bool:
 
 def evaluate_by_harness(arguments: argparse.Namespace) -> int:
     """Measure the tasks and print a line for each metric; returns the exit code."""
-    from mgpu_pipe.cli.processes import compose_processes
-    from mgpu_pipe.config.resolve import device_type, world_size
+    from mgpu_pipe.cli.processes import compose_processes, refuse_whole_weights
+    from mgpu_pipe.config.resolve import device_type
     from mgpu_pipe.inference.harness.harness_settings import HarnessSettings, require_harness
     from mgpu_pipe.inference.harness.measure import stay_offline
     from mgpu_pipe.inference.harness.task_files import check_task_files
     from mgpu_pipe.launch.harness import measure
-    from mgpu_pipe.topology import ParallelDims
 
     require_harness()
     source = find_model(find_inputs(arguments))
@@ -57,9 +56,7 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
     if not arguments.harness_code:
         check_task_files(paths)
     config = compose_processes("eval --harness", arguments.overrides, arguments.device, strategies=True)
-    if arguments.weights == "ema" and ParallelDims.resolve(config.strategy, world_size(config)).cuts_the_model:
-        reason = f"strategy={config.strategy.name} opens the trained weights alone"
-        raise BadInputError(f"--weights=ema: {reason}; use strategy=ddp")
+    refuse_whole_weights(config, arguments.weights, arguments.frozen_weights)
     stay_offline()
     settings = HarnessSettings(
         model=str(source.folder.absolute()),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.topology import ParallelDims
 
 PROCESSES = ("trainer.devices=", "trainer.num_nodes=", "trainer.accelerator=", "launch.", "launch=")
 STRATEGY = ("strategy=", "strategy.")
@@ -33,3 +36,17 @@ def compose_processes(verb: str, overrides: Sequence[str], device: str, *, strat
     named = any(text.lstrip("+").startswith("strategy=") for text in overrides)
     config = compose(["precision=fp32", *([] if named else ["strategy=ddp"]), *overrides])[0]
     return config if device == "auto" else replace(config, trainer=replace(config.trainer, devices=1))
+
+
+def refuse_whole_weights(config: RunConfig, weights: str, frozen: Path | None) -> None:
+    """Refuse options of weights that only a whole model in each process takes.
+
+    Raises:
+        BadInputError: ``config`` cuts the model, and the average or another folder's weights are wanted.
+    """
+    if not ParallelDims.resolve(config.strategy, world_size(config)).cuts_the_model:
+        return
+    for option, is_given in ((f"--weights={weights}", weights == "ema"), (f"--frozen-weights={frozen}", frozen)):
+        if is_given:
+            reason = f"strategy={config.strategy.name} opens the trained weights alone"
+            raise BadInputError(f"{option}: {reason}; use strategy=ddp")

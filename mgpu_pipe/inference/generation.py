@@ -115,7 +115,7 @@ def generate_text(
         tokenizer = load_tokenizer(tokenizer)
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
     if is_encoder_decoder and together:  # generate() cannot call the encoder of a sharded model alone
-        forward = forward or partial(_encoder_decoder_forward, model)
+        forward = forward or partial(encoder_decoder_forward, model)
     if temperature is None:
         temperature = 0.0 if is_encoder_decoder else 0.8
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p)
@@ -167,7 +167,7 @@ def generation_mode(model: PreTrainedModel, forward: Callable[..., Any] | None =
         model.train(was_training)
 
 
-def _encoder_decoder_forward(model: PreTrainedModel, encoder_outputs: BaseModelOutput, **inputs: Any) -> Any:
+def encoder_decoder_forward(model: PreTrainedModel, encoder_outputs: BaseModelOutput, **inputs: Any) -> Any:
     """Encoder and decoder for each new token; ``encoder_outputs`` holds the source's ids instead of hidden states."""
     ids = encoder_outputs.last_hidden_state
     assert ids is not None

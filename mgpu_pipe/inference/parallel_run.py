@@ -33,6 +33,7 @@ class ParallelRun:
         forward: replaces the model's forward pass on whole texts; None for the model's own.
         share, shares: the inputs at ``share``, ``share + shares``, ... are this rank's; ranks of one share compute
             the same inputs together.
+        is_share_first: whether this is the first of the ranks of its share.
     """
 
     model: PreTrainedModel
@@ -40,6 +41,7 @@ class ParallelRun:
     forward: Callable[..., Any] | None
     share: int
     shares: int
+    is_share_first: bool
 
 
 def open_parallel(source: ModelSource, config: RunConfig, device: torch.device) -> ParallelRun:
@@ -79,9 +81,15 @@ def open_parallel(source: ModelSource, config: RunConfig, device: torch.device) 
     restore_weights(reader, strategy)
     restore_buffers(model, reader.state, source.folder)
     is_together = dims.dp_shard > 1 or dims.ep > 1
-    share, shares = (0, 1) if is_together else (dims.data_parallel_rank(dist.get_rank()), dims.data_parallel_size)
+    share_of = [0 if is_together else dims.data_parallel_rank(rank) for rank in range(dist.get_world_size())]
+    share = share_of[dist.get_rank()]
     return ParallelRun(
-        cast("PreTrainedModel", objective.model).eval(), strategy, strategy.sampling_forward(), share, shares
+        cast("PreTrainedModel", objective.model).eval(),
+        strategy,
+        strategy.sampling_forward(),
+        share,
+        len(set(share_of)),
+        share_of.index(share) == dist.get_rank(),
     )
 
 

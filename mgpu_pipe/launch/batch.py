@@ -61,5 +61,5 @@ def _run_joined(
     with folder.locked() if world.rank == 0 else nullcontext():
         if world.rank == 0:
             folder.begin(settings.identity(source))
-        compute_in(world, store, settings, config.trainer)
+        compute_in(world, store, settings, config)
     return EXIT_OK

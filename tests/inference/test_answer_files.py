@@ -74,6 +74,43 @@ def test_sampled_answers_depend_on_neither_processes_nor_batches(place: Path, ca
     assert len(set(texts)) > len(texts) // 2, "rows draw from different streams"
 
 
+STRATEGIES = {
+    "tp": ("strategy=tp", "trainer.devices=2"),
+    "tp with sequences": ("strategy=tp", "strategy.sequence_parallel=true", "trainer.devices=2"),
+    "fsdp": ("strategy=fsdp", "trainer.devices=2"),
+    "pp": ("strategy=pp", "trainer.devices=2"),
+    "tp twice": ("strategy=tp", "strategy.tp=2", "strategy.dp_replicate=2", "trainer.devices=4"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_processes_that_share_the_model_give_the_same_answers(place: Path, cache: Path, strategy: str) -> None:
+    name = strategy.replace(" ", "_")
+    for settings, kind in ((GREEDY, "greedy"), (SAMPLED, "sampled")):
+        whole = place / f"whole_{kind}.jsonl"
+        expected = whole.read_bytes() if whole.exists() else answer(place, whole.name, *settings, "--batch-size", "6")
+        words = ["run", "--input", "prompts.jsonl", "--output", f"{name}_{kind}.jsonl", *settings, "--batch-size", "6"]
+        mgpu(cache, place, "generate", *words, *STRATEGIES[strategy], "trainer.accelerator=cpu")
+        assert (place / f"{name}_{kind}.jsonl").read_bytes() == expected, kind
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--weights", "ema"), "--weights=ema: strategy=tp opens the trained weights alone; use strategy=ddp"),
+        (("--frozen-weights", "run"), "--frozen-weights=run: strategy=tp opens the trained weights alone"),
+    ],
+)
+def test_options_of_whole_weights_are_refused_under_a_strategy(
+    place: Path, words: tuple[str, ...], problem: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--input", str(place / "prompts.jsonl"), "--output", str(place / "none.jsonl")]
+    processes = ["strategy=tp", "trainer.devices=2", "trainer.accelerator=cpu"]
+    assert main(["generate", str(place / "run"), *files, *words, *processes]) == 2
+    assert problem in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_killed_job_goes_on_with_another_number_of_processes(place: Path, cache: Path) -> None:
     rows = [{"prompt": PROMPTS[at % len(PROMPTS)]} for at in range(120)]

@@ -69,7 +69,7 @@ def generate(argv: Sequence[str]) -> int:
     add_visual_arguments(parser)
     add_device_argument(parser)
     add_map_arguments(parser)
-    help_text = "with --input: trainer.devices, trainer.num_nodes, trainer.accelerator or launch.* to answer with"
+    help_text = "with --input: strategy, trainer.devices, trainer.num_nodes, trainer.accelerator or launch.*"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
     arguments = parse_arguments(parser, argv)
     _check_file_arguments(arguments)
@@ -112,11 +112,12 @@ def _check_draft(arguments: argparse.Namespace) -> None:
 
 def _answer_file(arguments: argparse.Namespace) -> int:
     """Answer the file of prompts on the processes that the overrides name."""
-    from mgpu_pipe.cli.processes import compose_processes
+    from mgpu_pipe.cli.processes import compose_processes, refuse_whole_weights
     from mgpu_pipe.launch.batch import run_job
 
     source = find_model(find_inputs(arguments))
-    config = compose_processes("generate", arguments.overrides, arguments.device, strategies=False)
+    config = compose_processes("generate", arguments.overrides, arguments.device, strategies=True)
+    refuse_whole_weights(config, arguments.weights, arguments.frozen_weights)
     settings = AnswerSettings(
         model=source.folder.absolute(),
         input=expand_home(arguments.input).absolute(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.errors import BadInputError, print_line
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 
-def answer_prompts(settings: AnswerSettings, run: LoadedRun, share: Share) -> None:
+def answer_prompts(
+    settings: AnswerSettings, run: LoadedRun, share: Share, forward: Callable[..., Any] | None = None
+) -> None:
     """Answer this process's batches; the first process then waits for the others and writes the output.
+
+    Args:
+        forward: replaces the model's forward pass; it gets the whole texts so far for each new token.
 
     Raises:
         DataError: a row is bad and ``settings.on_bad_row`` is ``refuse``.
@@ -28,7 +33,7 @@ def answer_prompts(settings: AnswerSettings, run: LoadedRun, share: Share) -> No
     """
     if not run.model.can_generate() or run.model.main_input_name == "input_features":
         raise BadInputError(f"{run.source}: {type(run.model).__name__} does not generate text; use mgpu-pipe eval")
-    engine = AnswerEngine(settings, run)
+    engine = AnswerEngine(settings, run, use_cache=forward is None)
     rows = list(
         encode_prompts(read_prompts(settings.input), settings.input, engine.tokenizer, engine.chat, engine.room)
     )
@@ -41,7 +46,7 @@ def answer_prompts(settings: AnswerSettings, run: LoadedRun, share: Share) -> No
         for row in rows:
             if row.error:
                 print_line(f"note: {row.error}; skipped", file=sys.stderr)
-    with generation_mode(run.model):
+    with generation_mode(run.model, forward):
         seconds = compute_batches(folder, share, batches, good, engine.answer, "answer")
     if not share.is_first:
         return
@@ -56,13 +61,16 @@ def answer_prompts(settings: AnswerSettings, run: LoadedRun, share: Share) -> No
 class AnswerEngine:
     """A run's model with the settings of a job.
 
+    Args:
+        use_cache: whether the model keeps keys and values of earlier tokens.
+
     Attributes:
         chat: template of the conversation; None continues texts.
         room: most tokens of prompt and answer; None for a model without a limit.
     """
 
-    def __init__(self, settings: AnswerSettings, run: LoadedRun) -> None:
-        self._settings, self._run = settings, run
+    def __init__(self, settings: AnswerSettings, run: LoadedRun, use_cache: bool = True) -> None:
+        self._settings, self._run, self._use_cache = settings, run, use_cache
         self.tokenizer = run.tokenizer()
         is_encoder_decoder = bool(run.model.config.is_encoder_decoder)
         self.chat: ChatTemplate | None = None if settings.raw or is_encoder_decoder else run.chat()
@@ -83,6 +91,7 @@ class AnswerEngine:
             self._sampling,
             self._ends,
             is_answer=self.chat is not None,
+            use_cache=self._use_cache,
             row_seeds=[row_seed(self._settings.seed, row.line) for row in rows],
         )
         lead = "" if self.chat is None else self.chat.lead()

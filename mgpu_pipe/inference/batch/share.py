@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeVar
@@ -34,15 +35,17 @@ class Share:
     """The part of a job that this process computes.
 
     Attributes:
-        index, processes: the batches at ``index``, ``index + processes``, ... are its own.
+        index, shares: the batches at ``index``, ``index + shares``, ... are its own.
+        writes: whether it writes them; of the processes that compute a batch together only one does.
     """
 
     index: int = 0
-    processes: int = 1
+    shares: int = 1
+    writes: bool = True
 
     @property
     def is_first(self) -> bool:
-        return self.index == 0
+        return self.index == 0 and self.writes
 
 
 def compute_batches(
@@ -70,14 +73,16 @@ def compute_batches(
         if done:
             print_line(f"note: {len(done)} of {rows} {unit}s are there already", file=sys.stderr, flush=True)
         progress.start(len(done))
-    with folder.writer(share.index) as writer:
-        if share.processes > 1:
+    with folder.writer(share.index) if share.writes else nullcontext() as writer:
+        if dist.is_initialized():
             dist.barrier()  # from here on no process needs the folder to begin
-        for batch in islice(batches, share.index, None, share.processes):
+        for batch in islice(batches, share.index, None, share.shares):
             missing = {row.line for row in batch} - done
             if not missing:
                 continue
-            writer.write(b"".join(record for line, record in compute(batch).items() if line in missing))
+            records = b"".join(record for line, record in compute(batch).items() if line in missing)
+            if writer is not None:
+                writer.write(records)
             if share.is_first:
                 progress.update(folder.count())
     if share.is_first:
