@@ -87,7 +87,7 @@ def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
     changes = list(fitting_changes(config, machine))[:NAMED]
     settings = [f"{overrides} (about {gib(likely)})" for overrides, likely in changes]
     fix = f"try {', '.join(settings)}" if settings else f"use a smaller model, or more memory; or {KEY}=warn"
-    reason = f"{_needs(plan, machine)}, and {machine.text} has {gib(share)} for it"
+    reason = f"{_needs(plan)}, and {machine.text} has {gib(share)} for it"
     return [ConfigError("strategy.name", config.strategy.name, fix, reason)]
 
 
@@ -97,7 +97,7 @@ def memory_notice(config: RunConfig, elsewhere: bool) -> str:
     if compared is None or config.trainer.memory_check == "off" or compared[0].high <= compared[1]:
         return ""
     plan, share, machine = compared
-    return f"{_needs(plan, machine)}, up to {gib(plan.high)}; {machine.text} has {gib(share)} for it: it may not fit"
+    return f"{_needs(plan)}, up to {gib(plan.high)}; {machine.text} has {gib(share)} for it: it may not fit"
 
 
 def likely_fits(config: RunConfig, elsewhere: bool) -> bool | None:
@@ -106,7 +106,7 @@ def likely_fits(config: RunConfig, elsewhere: bool) -> bool | None:
     return None if compared is None else compared[0].likely <= compared[1]
 
 
-def _needs(plan: MemoryPlan, machine: Machine) -> str:
+def _needs(plan: MemoryPlan) -> str:
     largest = sorted(plan.terms.items(), key=lambda term: -term[1])[:4]
     assumed = f", if it is as assumed ({plan.assumes})" if plan.assumes else ""
     parts = ", ".join(f"{name} {gib(size)}" for name, size in largest)

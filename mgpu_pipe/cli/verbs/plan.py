@@ -33,7 +33,7 @@ REPLACED = ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "tr
 """Keys beside ``strategy`` that a plan sets."""
 NUMERIC = ("", "gpus", "rows", "step", "tokens/s", "MFU", "memory", "$ a billion tokens")
 SPARE = ("rows", "checkpointing", "most beside computing")
-BILLION, KILO, HOUR, DAY = 1e9, 1e3, 3600.0, 86400.0
+BILLION, KILO, HOUR = 1e9, 1e3, 3600.0
 
 
 def plan(words: list[str]) -> int:
