@@ -11,7 +11,7 @@ from setuptools import find_packages
 
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.training.strategy import EngineStrategy
-from scripts.house import PACKAGE, circle, drawn, module_graph, room_graph
+from scripts.house import PACKAGE, circle, drawn, module_files, module_graph, room_graph
 from scripts.words import places
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +38,21 @@ def test_such_words_are_found(tmp_path: Path) -> None:
     file = tmp_path / "file.py"
     file.write_text('def told(one: int) -> None:\n    """As above."""\n    _own = one\n')
     assert [word for _, word in places(file)] == ["told", '"As above."', "one", "_own"]
+
+
+def test_tests_and_benchmarks_import_modules_that_are_there() -> None:
+    """Most of them import inside functions or run only on some machines, so that a renamed module would be missed."""
+    modules = module_files()
+    files = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    assert not [
+        (str(file.relative_to(ROOT)), node.lineno, node.module)
+        for file in files
+        if "old_runs" not in file.parts
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        and str(node.module).partition(".")[0] == "mgpu_pipe"
+        and node.module not in modules
+    ]
 
 
 def test_the_documents_name_every_room_in_the_order_of_the_layers() -> None:
