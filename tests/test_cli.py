@@ -57,7 +57,7 @@ def mgpu_pipe(*arguments: str, folder: Path, path: Path = ROOT, **environment: s
 def test_check_says_what_will_run_and_leaves_nothing(tmp_path: Path):
     done = mgpu_pipe("check", "experiment=quickstart", "trainer.accelerator=cpu", folder=tmp_path)
     assert (done.code, done.err) == (0, "")
-    assert "llama_small (llama), 8.4M parameters" in done.out
+    assert "llama_small (llama), 5.2M parameters" in done.out
     assert "ddp, 2 CPU processes: dp_replicate=2" in done.out
     assert "16 samples = 2 x 1 micro-batches x 8; 4,096 tokens a step" in done.out
     assert list(tmp_path.iterdir()) == []

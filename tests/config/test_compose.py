@@ -111,7 +111,7 @@ def test_a_section_may_be_given_as_a_mapping():
         ("trainer.devices.x=1", "trainer.devices.x=1: no such key"),
         ("optimizer.lr=1e-3,1e-4", "several values; add -m for one run each"),
         ("run.name=[a", "add the missing ]"),
-        ("optimizer=null", "use one of adamw, adamw_bf16, muon, sgd"),
+        ("optimizer=null", "use one of adamw, adamw_bf16, muon, muon_small, sgd"),
         ("nosuch/group=x", "no such group"),
     ],
 )

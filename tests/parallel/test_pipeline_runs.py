@@ -126,7 +126,7 @@ def most_alive(schedules: list[str]) -> dict[str, tuple[int, list[int]]]:
             for infos in by_chunk.values()
             for info in infos
         ]
-        assert not any(buffer is not None for buffer in buffers)
+        assert not any(buffer is not None and buffer.numel() for buffer in buffers)
         result[schedule] = (most, [stage.most_in_flight for stage in pipeline.stages])
     return result
 
