@@ -12,8 +12,8 @@ import torch
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare_data import prepare
-from mgpu_pipe.inference.batch import mine
-from mgpu_pipe.inference.batch.mine import MiningRules, mine_negatives
+from mgpu_pipe.inference.batch import mine_negatives as mine
+from mgpu_pipe.inference.batch.mine_negatives import MiningRules, mine_negatives
 from tests.data.support import write_jsonl
 from tests.inference.support import WORDS
 from tests.inference.test_encode import PROMPTS, REASON, place

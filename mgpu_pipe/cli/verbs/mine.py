@@ -47,7 +47,7 @@ def mine(argv: Sequence[str]) -> int:
     vectors_of(source.config, source.folder)
     width_of(source)
     require_input(pairs)
-    from mgpu_pipe.inference.batch.mine import MiningRules, mine_file
+    from mgpu_pipe.inference.batch.mine_negatives import MiningRules, mine_file
 
     started, rules = time.monotonic(), MiningRules(arguments.negatives, arguments.margin, arguments.skip_top)
     mined = mine_file(open_run(arguments), source, pairs, out, rules, arguments.batch_size)
