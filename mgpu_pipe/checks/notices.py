@@ -128,6 +128,10 @@ def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "checkpoint.best_metric", "checkpoint.keep_best=0 keeps none for being best"
 
 
+OLDEST_TORCH = (2, 13)
+"""The oldest torch that this project is tested with, as in ``pyproject.toml``."""
+
+
 @dataclass(frozen=True)
 class Notice:
     """A message about a key that does not stop the run."""
@@ -151,6 +155,11 @@ def notices(config: RunConfig) -> list[Notice]:
     gpus = hardware.gpu_count()
     if config.trainer.accelerator == "auto" and gpus and not hardware.torch_has_cuda():
         notices.append(Notice("trainer.accelerator", f"runs on CPU: this torch cannot use the {gpus} GPUs here"))
+    version = hardware.torch_version()
+    if version and version < OLDEST_TORCH:
+        old, oldest = (".".join(map(str, numbers)) for numbers in (version, OLDEST_TORCH))
+        failing = "pipelines that split the backward pass, and experts in four bits, fail"
+        notices.append(Notice("torch", f"{old} is older than {oldest}: {failing}; install torch>={oldest}"))
     notices += [Notice(key, text) for key, text in device_notices(config.trainer)]
     if emulated := emulated_type(config):
         text = f"this CPU emulates {emulated}: correct, and several times slower than fp32"

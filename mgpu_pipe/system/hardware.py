@@ -81,16 +81,26 @@ def used_memory() -> dict[int, tuple[int, int]]:
 
 
 @functools.lru_cache(maxsize=None)
-def torch_has_cuda() -> bool:
-    """Whether the installed torch was built for CUDA or ROCm, read from its version file."""
+def _torch_version_file() -> str:
+    """Text of the installed torch's version file, read without importing torch; empty where there is none."""
     spec = PathFinder.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
-        return False
+        return ""
     try:
-        text = (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
+        return (Path(spec.submodule_search_locations[0]) / "version.py").read_text(encoding="utf-8")
     except OSError:
-        return False
-    return bool(re.search(r"^(cuda|hip)\b[^=\n]*=\s*['\"]", text, flags=re.MULTILINE))
+        return ""
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built for CUDA or ROCm."""
+    return bool(re.search(r"^(cuda|hip)\b[^=\n]*=\s*['\"]", _torch_version_file(), flags=re.MULTILINE))
+
+
+def torch_version() -> tuple[int, ...]:
+    """Major and minor version of the installed torch; empty where it is not known."""
+    found = re.search(r"^__version__\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _torch_version_file(), flags=re.MULTILINE)
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def usable_gpus() -> int:

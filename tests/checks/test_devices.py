@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from mgpu_pipe.checks.devices import device_errors, device_notices, numerics_errors
+from mgpu_pipe.checks.notices import OLDEST_TORCH
+from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.system import hardware
+from tests.support.command import REPOSITORY
 
 GIB = 1 << 30
-CACHED = (hardware._nvml, hardware._driver_gpus, hardware.gpu_capability, hardware.torch_has_cuda)
+CACHED = (hardware._nvml, hardware._driver_gpus, hardware.gpu_capability, hardware._torch_version_file)
 
 
 class Driver:
@@ -174,3 +177,16 @@ def test_a_gpu_that_is_cut_into_instances_has_another_name(machine: Any) -> None
     assert hardware.gpu_name() == "NVIDIA H100 80GB HBM3"
     driver.is_cut = True
     assert hardware.gpu_name() == "NVIDIA H100 80GB HBM3 MIG"
+
+
+def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed("trainer.accelerator=cpu")
+    assert "torch" not in [notice.key for notice in preflight(config)]
+    assert f'"torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]},' in (REPOSITORY / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )
+    monkeypatch.setattr(
+        hardware, "_torch_version_file", lambda: "__version__ = '2.9.1+cpu'\ncuda: Optional[str] = None\n"
+    )
+    (notice,) = (notice for notice in preflight(config) if notice.key == "torch")
+    assert notice.text.startswith("2.9 is older than 2.13: ") and notice.text.endswith("install torch>=2.13")

@@ -1,4 +1,7 @@
-"""Private names of torch's pipelining (checked against 2.10 to 2.13); a separate file because its import is slow."""
+"""Private names of torch's pipelining (checked against 2.13), apart from the others because its import is slow.
+
+Under torch 2.10 to 2.12 the schedules run that do not split the backward pass.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private names of torch (checked against 2.10 to 2.13)."""
+"""Private names of torch (checked against 2.13)."""
 
 from __future__ import annotations
 
