@@ -99,8 +99,8 @@ def torch_has_cuda() -> bool:
 
 def torch_version() -> tuple[int, ...]:
     """Major and minor version of the installed torch; empty where it is not known."""
-    found = re.search(r"^__version__\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _torch_version_file(), flags=re.MULTILINE)
-    return tuple(map(int, found.groups())) if found else ()
+    match = re.search(r"^__version__\b[^=\n]*=\s*['\"](\d+)\.(\d+)", _torch_version_file(), flags=re.MULTILINE)
+    return tuple(map(int, match.groups())) if match else ()
 
 
 def usable_gpus() -> int:
