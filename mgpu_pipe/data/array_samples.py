@@ -49,15 +49,15 @@ class ArraySamples:
         DataError: the samples have different fields, shapes or types.
         """
         stacked: dict[str, NDArray[Any]] = {}
-        for at, (index, number) in enumerate(zip(indices.tolist(), numbers.tolist(), strict=True)):
+        for position, (index, number) in enumerate(zip(indices.tolist(), numbers.tolist(), strict=True)):
             row = self._data.sample(index, random_of(self._config.seed, number))
             values = {name: np.asarray(value) for name, value in row.items()}
-            if not at:
+            if not position:
                 stacked = {name: np.empty((len(indices), *array.shape), array.dtype) for name, array in values.items()}
             kinds = {name: (value.shape[1:], value.dtype) for name, value in stacked.items()}
             if {name: (value.shape, value.dtype) for name, value in values.items()} != kinds:
                 where = f"data.source={self._config.data.source}: sample {index}"
                 raise DataError(f"{where} has other fields, shapes or types than sample {indices[0]}; make them equal")
             for name, value in values.items():  # at once, while it is near; its memory is the next sample's
-                stacked[name][at] = value
+                stacked[name][position] = value
         return {name: torch.from_numpy(value) for name, value in stacked.items()}

@@ -79,11 +79,11 @@ def refuse_too_long(limit: LengthLimit, lengths: NDArray[np.number]) -> None:
     """
     number, total = int((lengths > limit.value).sum()), len(lengths)
     if number:
-        most, at = lengths.max(), int(lengths.argmax()) + 1
+        most, position = lengths.max(), int(lengths.argmax()) + 1
         fix = f"use at least {most:g}, or leave them out by data.on_too_long=drop"
         reason = (
-            f"{number:,} of {total:,} {limit.what} are longer, the longest (number {at}) has {most:g} {limit.unit}; "
-            f"data.on_too_long=refuse"
+            f"{number:,} of {total:,} {limit.what} are longer, the longest (number {position}) has {most:g} "
+            f"{limit.unit}; data.on_too_long=refuse"
         )
         raise ConfigError(limit.key, f"{limit.value:g}", fix, reason)
 

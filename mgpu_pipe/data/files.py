@@ -62,10 +62,10 @@ def matching(pattern: str) -> list[str]:
     if "**" not in pattern.split(os.sep):
         return sorted(glob.glob(pattern))
     parts = pattern.split(os.sep)
-    at = parts.index("**")
-    first, wanted = os.sep.join(parts[:at]), parts[at:]
+    depth = parts.index("**")
+    first, wanted = os.sep.join(parts[:depth]), parts[depth:]
     matches = set[str]()
-    for base in glob.glob(first) if first else [os.sep if at else ""]:
+    for base in glob.glob(first) if first else [os.sep if depth else ""]:
         for path in files_below(Path(base), any(part.startswith(".") for part in wanted)):
             name = os.path.relpath(path, base or os.curdir)
             if _fits(name.split(os.sep), wanted):
@@ -233,9 +233,11 @@ def decode(raw: bytes, where: str, offset: int = 0, head: bytes | None = None) -
 
 def not_utf8(error: UnicodeDecodeError, where: str, offset: int, head: bytes) -> DataError:
     """Builds the error of bytes that are not UTF-8, which start at ``offset`` of a file that begins with ``head``."""
-    bad, at = error.object[error.start], offset + error.start
+    bad, position = error.object[error.start], offset + error.start
     advice = "convert it, e.g. with iconv -t UTF-8"
-    return other_format(head, where) or DataError(f"{where}: is not UTF-8 (byte 0x{bad:02x} at offset {at}); {advice}")
+    return other_format(head, where) or DataError(
+        f"{where}: is not UTF-8 (byte 0x{bad:02x} at offset {position}); {advice}"
+    )
 
 
 def other_format(head: bytes, where: str) -> DataError | None:

@@ -149,7 +149,7 @@ def read_part(path: Path, expected: Fingerprint, offset: int | None = None) -> b
     part = hash((str(path), offset, expected, *state))
     if same and part in _VERIFIED:
         return raw
-    blocks = tuple(block_hash(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES))
+    blocks = tuple(block_hash(raw[start : start + BLOCK_BYTES]) for start in range(0, len(raw), BLOCK_BYTES))
     if Fingerprint(len(raw), blocks) != expected:
         raise ChangedFileError(path)
     if same and now - stat.st_ctime_ns >= _RACY_NS:

@@ -13,21 +13,21 @@ def brands_of(head: bytes) -> tuple[bytes, ...]:
     if head[4:8] != b"ftyp":
         return ()
     end = min(int.from_bytes(head[:4], "big"), len(head))
-    return (head[8:12], *(head[at : at + 4] for at in range(16, end - 3, 4)))
+    return (head[8:12], *(head[offset : offset + 4] for offset in range(16, end - 3, 4)))
 
 
 def outer_boxes(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
     """The type of each outer box, and where it begins and ends."""
-    at = 0
-    while at + 8 <= len(raw):
-        kind, size = raw[at + 4 : at + 8], int.from_bytes(raw[at : at + 4], "big")
+    start = 0
+    while start + 8 <= len(raw):
+        kind, size = raw[start + 4 : start + 8], int.from_bytes(raw[start : start + 4], "big")
         if kind not in TYPES:
             return
         if size == 1:
-            size = int.from_bytes(raw[at + 8 : at + 16], "big")
-        end = at + size if size >= 8 else len(raw)  # 0: to the end of the file
-        yield kind, at, end
-        at = end
+            size = int.from_bytes(raw[start + 8 : start + 16], "big")
+        end = start + size if size >= 8 else len(raw)  # 0: to the end of the file
+        yield kind, start, end
+        start = end
 
 
 def is_cut_short(raw: bytes) -> bool:

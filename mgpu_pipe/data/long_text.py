@@ -70,7 +70,7 @@ def _whole_characters(parts: Iterable[bytes]) -> Iterator[bytes]:
         block = rest + part
         last = range(len(block) - 1, max(len(block) - 5, -1), -1)
         # Without a first byte among four, the block is not UTF-8.
-        end = next((at for at in last if block[at] & 0xC0 != 0x80), len(block))
+        end = next((offset for offset in last if block[offset] & 0xC0 != 0x80), len(block))
         rest = block[end:]
         if end:
             yield block[:end]

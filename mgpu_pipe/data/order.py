@@ -48,9 +48,9 @@ class GlobalOrder:
         self._half = max((bits + 1) // 2, _MIN_HALF_BITS)
 
     def indices(self, first: int, count: int) -> NDArray[np.int64]:
-        return self.at(np.arange(first, first + count))
+        return self.indices_of(np.arange(first, first + count))
 
-    def at(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
+    def indices_of(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
         """Data set indices of the run's samples ``position``."""
         number = position.astype(np.uint64)
         size = np.uint64(self.num_samples)

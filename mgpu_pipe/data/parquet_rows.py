@@ -55,8 +55,8 @@ def parquet_rows(
                 number += 1
                 where = f"{path}: row {number}"
                 share = size * number // rows - size * (number - 1) // rows
-                for at, text in enumerate(_texts_in(value, steps, column)):
-                    yield text, where, 0 if at else share
+                for index, text in enumerate(_texts_in(value, steps, column)):
+                    yield text, where, 0 if index else share
 
 
 def parquet_lines(
@@ -141,7 +141,7 @@ def _leaf(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str
     if first not in names:
         raise files.missing_column(str(path), key, column, names)
     kind, steps = schema.field(names.index(first)).type, list[str]()
-    at = first
+    parent = first
     while True:
         if pyarrow.types.is_dictionary(kind):
             kind = kind.value_type
@@ -154,8 +154,8 @@ def _leaf(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str
         else:
             there = [kind.field(number).name for number in range(kind.num_fields)]
             if inner[0] not in there:
-                raise files.missing_column(str(path), key, column, [f"{at}.{name}" for name in there] or [first])
-            at = f"{at}.{inner[0]}"
+                raise files.missing_column(str(path), key, column, [f"{parent}.{name}" for name in there] or [first])
+            parent = f"{parent}.{inner[0]}"
             steps.append(inner[0])
             kind = kind.field(there.index(inner.pop(0))).type
 
@@ -177,7 +177,7 @@ def _listed(column: Any) -> list[Any]:
         values: list[Any] = column.to_pylist()
         return values
     except UnicodeDecodeError:
-        return [_value(column[at]) for at in range(len(column))]
+        return [_value(column[row]) for row in range(len(column))]
 
 
 def _value(scalar: Any) -> Any:

@@ -94,8 +94,8 @@ class BatchSpec:
             values = [batch[name] for batch in batches]
             shape = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
             if any(list(value.shape[1:]) != shape for value in values):
-                for at, value in enumerate(values):
-                    values[at] = self._padded(name, value, shape)
+                for index, value in enumerate(values):
+                    values[index] = self._padded(name, value, shape)
             joined[name] = torch.cat(values)
         return joined
 
@@ -109,8 +109,8 @@ class BatchSpec:
             return padded
         for dim, size in enumerate(shape, start=1):
             last = value.shape[dim] - 1
-            at = torch.arange(size, device=value.device).clamp(max=last)
-            value = value.index_select(dim, at)
+            indices = torch.arange(size, device=value.device).clamp(max=last)
+            value = value.index_select(dim, indices)
         return value
 
     def targets(self) -> Iterator[tuple[str, Field]]:

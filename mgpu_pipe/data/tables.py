@@ -120,13 +120,13 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
         return
     text = files.decode(files.read_bytes(path, expected), str(path)).removeprefix("\ufeff")
     size, decoder = check_readable(path), json.JSONDecoder(parse_constant=files.refuse_constant)
-    at, number, listed = _past(text, 0, " \t\r\n"), 0, text.lstrip()[:1] == "["
-    at, before = at + listed, 0
-    while (at := _past(text, at, " \t\r\n,")) < len(text) and not (listed and text[at] == "]"):
+    offset, number, listed = _past(text, 0, " \t\r\n"), 0, text.lstrip()[:1] == "["
+    offset, before = offset + listed, 0
+    while (offset := _past(text, offset, " \t\r\n,")) < len(text) and not (listed and text[offset] == "]"):
         number += 1
         origin = f"{path}: row {number}"
         try:
-            end = decoder.raw_decode(text, at)[1]
+            end = decoder.raw_decode(text, offset)[1]
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{origin}: is not valid JSON: {error.msg} (line {error.lineno}, character {error.colno}); {files.FIX}"
@@ -134,18 +134,18 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{origin}: is not valid JSON: {error}; {files.FIX}") from error
         done = size * end // len(text)
-        yield text[at:end], origin, done - before
-        at, before = end, done
-    if listed and text[at : at + 1] != "]":
+        yield text[offset:end], origin, done - before
+        offset, before = end, done
+    if listed and text[offset : offset + 1] != "]":
         raise DataError(f"{path}: is a JSON list without its end; {files.REPLACE}")
     if not number:
         raise DataError(f"{path}: holds no rows; remove it from the data's paths")
 
 
-def _past(text: str, at: int, skipped: str) -> int:
-    while at < len(text) and text[at] in skipped:
-        at += 1
-    return at
+def _past(text: str, offset: int, skipped: str) -> int:
+    while offset < len(text) and text[offset] in skipped:
+        offset += 1
+    return offset
 
 
 def _separated(path: Path, expected: Fingerprint | None, separator: str, nested: bool) -> RowLines:

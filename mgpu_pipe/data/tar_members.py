@@ -53,63 +53,65 @@ def tar_members(file: IO[bytes], size: int) -> Iterator[TarMember]:
     Raises:
         BadTarError: a header is invalid or leads beyond the file; raised after the members before it.
     """
-    at, archive, ended = 0, 0, False
-    while at < size:
-        block = _read(file, at, BLOCK, size)
-        if block == _ZERO[: len(block)] and (at or len(block) == BLOCK):
-            at, ended = at + BLOCK, True
+    offset, archive, ended = 0, 0, False
+    while offset < size:
+        block = _read(file, offset, BLOCK, size)
+        if block == _ZERO[: len(block)] and (offset or len(block) == BLOCK):
+            offset, ended = offset + BLOCK, True
             continue
-        member, at = _member(file, at, size, archive + ended)
+        member, offset = _member(file, offset, size, archive + ended)
         archive, ended = member.archive, False
         yield member
     if not ended:
-        raise BadTarError(f"breaks off at byte {at}")
+        raise BadTarError(f"breaks off at byte {offset}")
 
 
-def _member(file: IO[bytes], at: int, size: int, archive: int) -> tuple[TarMember, int]:
-    """Reads the member whose first header begins at ``at``; returns it and the next one's offset."""
+def _member(file: IO[bytes], offset: int, size: int, archive: int) -> tuple[TarMember, int]:
+    """Reads the member whose first header begins at ``offset``; returns it and the next one's offset."""
     attributes: dict[str, bytes] = {}
     for _ in range(MOST_HEADERS + 1):
-        block = _read(file, at, BLOCK, size)
-        kind, length = _checked(block, at)
-        start = at + BLOCK
+        block = _read(file, offset, BLOCK, size)
+        kind, length = _checked(block, offset)
+        start = offset + BLOCK
         if kind in _EXTENDING:
             if length > LONGEST_HEADER:
-                raise BadTarError(f"has a header of {length} bytes at byte {at}")
+                raise BadTarError(f"has a header of {length} bytes at byte {offset}")
             content = _read(file, start, length, size)
             if len(content) < length:
-                raise BadTarError(f"breaks off at byte {at}")
+                raise BadTarError(f"breaks off at byte {offset}")
             if kind == _LONG_NAME:
                 attributes["path"] = content.partition(b"\0")[0]
             elif kind in _LOCAL:
-                attributes.update(_records(content, at))
-            at = start + _padded(length)
+                attributes.update(_records(content, offset))
+            offset = start + _padded(length)
             continue
         if "size" in attributes:
-            length = _decimal(attributes["size"], at)
+            length = _decimal(attributes["size"], offset)
         name = attributes.get("path", _name(block)).decode(errors="backslashreplace")
         plain = kind in _FILE and not any(key.startswith("GNU.sparse") for key in attributes)
         folder = kind == _FOLDER or (kind == b"\0" and name.endswith("/"))
         length = length if kind in _FILE else 0
         if start + length > size:
-            raise BadTarError(f"breaks off at byte {at}: {name!r} is cut short")
+            raise BadTarError(f"breaks off at byte {offset}: {name!r} is cut short")
         return TarMember(name, plain and not folder, folder, start, length, archive), start + _padded(length)
-    raise BadTarError(f"has more than {MOST_HEADERS} headers for one member at byte {at}")
+    raise BadTarError(f"has more than {MOST_HEADERS} headers for one member at byte {offset}")
 
 
-def _checked(block: bytes, at: int) -> tuple[bytes, int]:
+def _checked(block: bytes, offset: int) -> tuple[bytes, int]:
     """Checks a header; returns its kind and its size field."""
     if len(block) < BLOCK or block == _ZERO:
-        raise BadTarError(f"breaks off at byte {at}")
+        raise BadTarError(f"breaks off at byte {offset}")
     stated = _number(block[148:156])
     others = block[:148] + b" " * 8 + block[156:]
     total = sum(others)
     # Some programs sum the bytes as signed numbers.
     if stated not in (total, total - 256 * sum(byte > 127 for byte in others if stated != total)):
-        raise BadTarError(f"breaks off at byte {at}: what stands there is no header" if at else "is no tar file")
+        raise BadTarError(
+            f"breaks off at byte {offset}: what stands there is no header" if offset else "is no tar file"
+        )
     length = _number(block[124:136])
     if length is None or length < 0:
-        raise BadTarError(f"has a member of no possible size at byte {at}")
+        raise BadTarError(f"has a member of no possible size at byte {offset}")
     return block[156:157], length
 
 
@@ -121,9 +123,9 @@ def _number(field: bytes) -> int | None:
     return int(digits or b"0", 8) if re.fullmatch(b"[0-7]*", digits) else None
 
 
-def _decimal(digits: bytes, at: int) -> int:
+def _decimal(digits: bytes, offset: int) -> int:
     if not re.fullmatch(rb"\d{1,19}", digits):
-        raise BadTarError(f"has a member of no possible size at byte {at}")
+        raise BadTarError(f"has a member of no possible size at byte {offset}")
     return int(digits)
 
 
@@ -133,14 +135,14 @@ def _name(block: bytes) -> bytes:
     return prefix + b"/" + name if prefix and block[257:263] == b"ustar\0" else name
 
 
-def _records(content: bytes, at: int) -> Iterator[tuple[str, bytes]]:
+def _records(content: bytes, offset: int) -> Iterator[tuple[str, bytes]]:
     """Yields the attributes of a pax header, ``"<length> <key>=<value>\\n"`` each."""
     place = 0
     while place < len(content) and content[place]:
         record = _RECORD.match(content, place)
         end = place + int(record[1]) if record else 0
         if record is None or not record.end() < end <= len(content) or content[end - 1] != 10:
-            raise BadTarError(f"has a pax header at byte {at} that cannot be read")
+            raise BadTarError(f"has a pax header at byte {offset} that cannot be read")
         yield record[2].decode(errors="backslashreplace"), content[record.end() : end - 1]
         place = end
 
@@ -149,6 +151,6 @@ def _padded(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-def _read(file: IO[bytes], at: int, length: int, size: int) -> bytes:
-    file.seek(at)
-    return file.read(max(0, min(length, size - at)))
+def _read(file: IO[bytes], offset: int, length: int, size: int) -> bytes:
+    file.seek(offset)
+    return file.read(max(0, min(length, size - offset)))

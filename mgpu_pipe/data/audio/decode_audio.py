@@ -40,7 +40,7 @@ def whole_file(raw: bytes) -> bytes:
     if kind == b"OggS":
         _check_pages(raw)
     elif kind == b".snd":
-        start, size = (int.from_bytes(raw[at : at + 4], "big") for at in (4, 8))
+        start, size = (int.from_bytes(raw[offset : offset + 4], "big") for offset in (4, 8))
         _check(size == 0xFFFFFFFF or start + size <= length)
     elif kind == b"FORM":
         size = int.from_bytes(raw[4:8], "big")
@@ -86,46 +86,46 @@ def _check(whole: bool) -> None:
 
 def _wav(raw: bytes, order: Literal["little", "big"]) -> bytes:
     """:func:`whole_file` for WAV: the sizes of the file and of its samples may be a pipe's."""
-    total, at = int.from_bytes(raw[4:8], order), 12
+    total, offset = int.from_bytes(raw[4:8], order), 12
     known = 0 < total < _UNKNOWN
     _check(not known or total + 8 <= len(raw) + 1)
-    while at + 8 <= len(raw):
-        size, start = int.from_bytes(raw[at + 4 : at + 8], order), at + 8
-        if raw[at : at + 4] == b"data":
+    while offset + 8 <= len(raw):
+        size, start = int.from_bytes(raw[offset + 4 : offset + 8], order), offset + 8
+        if raw[offset : offset + 4] == b"data":
             if size >= _UNKNOWN or (size == 0 and not known):
                 sizes = [count.to_bytes(4, order) for count in (len(raw) - 8, len(raw) - start)]
-                return raw[:4] + sizes[0] + raw[8 : at + 4] + sizes[1] + raw[start:]
+                return raw[:4] + sizes[0] + raw[8 : offset + 4] + sizes[1] + raw[start:]
             _check(start + size <= len(raw))
             return raw
-        at = start + size + size % 2
+        offset = start + size + size % 2
     return raw
 
 
 def _check_pages(raw: bytes) -> None:
     """Checks that every page is whole and each stream has its last page."""
-    at, ended = 0, dict[bytes, bool]()
-    while at < len(raw):
-        head = raw[at : at + _OGG_HEAD]
+    offset, ended = 0, dict[bytes, bool]()
+    while offset < len(raw):
+        head = raw[offset : offset + _OGG_HEAD]
         if head[:4] != b"OggS":
-            if not raw[at:].strip(b"\0"):  # some programs pad a file
+            if not raw[offset:].strip(b"\0"):  # some programs pad a file
                 break
-            raise BadSampleError(f"has no Ogg page at byte {at}, where one should begin")
-        segments = raw[at + _OGG_HEAD : at + _OGG_HEAD + head[-1]] if len(head) == _OGG_HEAD else b""
-        end = at + _OGG_HEAD + len(segments) + sum(segments)
+            raise BadSampleError(f"has no Ogg page at byte {offset}, where one should begin")
+        segments = raw[offset + _OGG_HEAD : offset + _OGG_HEAD + head[-1]] if len(head) == _OGG_HEAD else b""
+        end = offset + _OGG_HEAD + len(segments) + sum(segments)
         _check(len(head) == _OGG_HEAD and len(segments) == head[-1] and end <= len(raw))
         ended[head[14:18]] = bool(head[5] & _OGG_LAST)
-        at = end
+        offset = end
     _check(all(ended.values()))
 
 
 def _check_caf(raw: bytes) -> None:
-    at = 8
-    while at < len(raw):
-        size = int.from_bytes(raw[at + 4 : at + 12], "big", signed=True)
-        if raw[at : at + 4] == b"data" and size == -1:
+    offset = 8
+    while offset < len(raw):
+        size = int.from_bytes(raw[offset + 4 : offset + 12], "big", signed=True)
+        if raw[offset : offset + 4] == b"data" and size == -1:
             return
-        _check(size >= 0 and at + 12 + size <= len(raw))
-        at += 12 + size
+        _check(size >= 0 and offset + 12 + size <= len(raw))
+        offset += 12 + size
 
 
 Wave = NDArray[np.float32]

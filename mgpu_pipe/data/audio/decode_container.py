@@ -130,18 +130,18 @@ def _frames_end(raw: bytes, kind: str) -> int:
     if kind not in ("AAC", "AMR"):
         return 0
     magic = _AMR_WIDE if raw.startswith(_AMR_WIDE) else _AMR
-    at = len(magic) if kind == "AMR" else 0
-    while at < len(raw):
-        head = raw[at : at + 6]
+    offset = len(magic) if kind == "AMR" else 0
+    while offset < len(raw):
+        head = raw[offset : offset + 6]
         if kind == "AMR":
-            at += 1 + _AMR_BYTES[magic][head[0] >> 3 & 0xF]
+            offset += 1 + _AMR_BYTES[magic][head[0] >> 3 & 0xF]
         elif not _starts_adts(head):
             break  # a tag, or damage, which the decoder reports
         elif len(head) < 6:
             return len(raw) + 1
         else:
-            at += max(_ADTS_HEAD, (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5)
-    return at
+            offset += max(_ADTS_HEAD, (head[3] & 3) << 11 | head[4] << 3 | head[5] >> 5)
+    return offset
 
 
 def _starts_adts(head: bytes) -> bool:

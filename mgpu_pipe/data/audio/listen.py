@@ -217,7 +217,7 @@ Look = tuple[Path, Fingerprint | None]
 
 def _looked(recordings: Sequence[Look], rate: int, data: AudioConfig, progress: Progress) -> list[int | str]:
     """Samples of each recording, or why it cannot be used."""
-    parts = [list(recordings[at : at + _AT_ONCE]) for at in range(0, len(recordings), _AT_ONCE)]
+    parts = [list(recordings[start : start + _AT_ONCE]) for start in range(0, len(recordings), _AT_ONCE)]
     workers = cpu_cores() if data.tokenize_workers == "auto" else data.tokenize_workers
     looked: Iterable[list[int | str]]
     if len(recordings) < _POOL_FROM or workers == 1:

@@ -90,7 +90,7 @@ class PreparedSpeech(PreparedSplits):
         stored_rows, strange = (load_array(self.labels / f"{name}.npy") for name in ("kept", "strange"))
         alphabet = self.alphabet()
         places = stored_rows[self._side("train") & strange].tolist()
-        return [(names[at], _has_strange(alphabet.strange(alphabet.fitted(texts[at])))) for at in places]
+        return [(names[place], _has_strange(alphabet.strange(alphabet.fitted(texts[place])))) for place in places]
 
     def _side(self, split: Split) -> NDArray[np.bool_]:
         stored_rows = load_array(self.labels_of(split) / "kept.npy")
@@ -268,12 +268,12 @@ def _labels(
         texts, names = transcripts(folder)
         lengths = load_array(folder / "lengths.npy").tolist()
         stored_rows, labels, strange, bad = list[int](), list[list[int]](), list[bool](), list[list[str]]()
-        for at, (text, named, length) in enumerate(zip(texts, names, lengths, strict=True)):
+        for index, (text, named, length) in enumerate(zip(texts, names, lengths, strict=True)):
             fitted = alphabet.fitted(text)
             worst = 1 - speed if isinstance(limits, LogMel) else 1 + speed  # too long, or too short
             fault = _fault_of(fitted, alphabet, limits, int(length / worst))
             if fault is None:
-                stored_rows.append(at)
+                stored_rows.append(index)
                 labels.append(alphabet.encode(fitted))
                 strange.append(bool(alphabet.strange(fitted)))
             else:

@@ -120,12 +120,12 @@ class SpeechSamples:
             self.model_input(index, number) for index, number in zip(indices.tolist(), numbers.tolist(), strict=True)
         ]
         values = np.zeros((len(waves), max(map(len, waves))), np.float32)
-        for at, wave in enumerate(waves):
-            values[at, : len(wave)] = wave
+        for row, wave in enumerate(waves):
+            values[row, : len(wave)] = wave
         written = [self.written(index) for index in indices.tolist()]
         labels = np.full((len(written), max(map(len, written))), IGNORE_INDEX, np.int64)
-        for at, tokens in enumerate(written):
-            labels[at, : len(tokens)] = tokens
+        for row, tokens in enumerate(written):
+            labels[row, : len(tokens)] = tokens
         arrays = {
             "input_values": values,
             "lengths": np.array([len(wave) for wave in waves], np.int64),
@@ -143,12 +143,12 @@ class SpeechSamples:
 
     def recording(self, index: int) -> Wave:
         """The unchanged recording at the model's rate."""
-        at = int(self._recordings[index])
+        number = int(self._recordings[index])
         if self._waves is not None:
-            stored: Wave = self._waves[self._borders[at] : self._borders[at + 1]].astype(np.float32)
+            stored: Wave = self._waves[self._borders[number] : self._borders[number + 1]].astype(np.float32)
             return stored / np.float32(32767)
-        known = Fingerprint(self._files["sizes"][at], tuple(self._files["blocks"][at]))
-        return read_recording(Path(self._files["paths"][at]), known, self._sound.rate, self._data.max_seconds)
+        known = Fingerprint(self._files["sizes"][number], tuple(self._files["blocks"][number]))
+        return read_recording(Path(self._files["paths"][number]), known, self._sound.rate, self._data.max_seconds)
 
     def written(self, index: int) -> NDArray[np.int32]:
         """Numbers of a transcript's characters."""

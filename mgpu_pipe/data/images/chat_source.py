@@ -165,7 +165,7 @@ class ChatSource:
                 return VisualInput((), 0.0)
             facts = ClipFacts(len(frames), 0, 0, rate or data.frames_per_second)
             seen = choose_frames(facts, data, self.together, self.writes_times)
-            frames, seconds, moments = [frames[at] for at in seen.numbers], seen.seconds, seen.moments
+            frames, seconds, moments = [frames[number] for number in seen.numbers], seen.seconds, seen.moments
         self.entries.extend(Entry(frame, "", origin) for frame in frames if frame not in places)
         return VisualInput(tuple(places.setdefault(frame, len(places)) for frame in frames), seconds, moments=moments)
 
@@ -193,8 +193,8 @@ class ChatSource:
         if store.usable is None:
             return self
         rows = np.flatnonzero(store.usable).tolist()
-        pictures, origins = [self.pictures[at] for at in rows], [self.origins[at] for at in rows]
-        return replace(self, pictures=pictures, origins=origins, keys=[self.keys[at] for at in rows if self.keys])
+        pictures, origins = [self.pictures[row] for row in rows], [self.origins[row] for row in rows]
+        return replace(self, pictures=pictures, origins=origins, keys=[self.keys[row] for row in rows if self.keys])
 
     def prepare_visuals(
         self, tokens: Path, pixels: Pixels, standing: list[int], cache: Path, progress: Progress
@@ -221,7 +221,9 @@ class ChatSource:
         report_bad_samples(bad, data.on_bad_sample, kind)
         pictures_of = self.pictures
         if misplaced:  # an unusable picture leaves the conversation out
-            pictures_of = [(len(visuals),) if at in misplaced else numbers for at, numbers in enumerate(self.pictures)]
+            pictures_of = [
+                (len(visuals),) if row in misplaced else numbers for row, numbers in enumerate(self.pictures)
+            ]
             visuals = [*visuals, VisualInput((-1,))]
         chosen = (data.frames_per_second, data.max_frames, self.together, self.writes_times)
         # Only content that an older version showed differently gets a new name.
@@ -248,10 +250,10 @@ class ChatSource:
         frames = [place.get(str(entry.path.absolute()), -1) for entry in self.entries]
         placed = list[VisualInput]()
         for visual in self.visuals:
-            at = -1 if visual.clip < 0 else clip.get(str(self.clips[visual.clip].absolute()), -1)
-            if at >= 0:
-                seen = choose_frames(clips.facts[at], data, self.together, self.writes_times)
-                placed.append(VisualInput(tuple(seen.numbers), seen.seconds, at, seen.moments))
+            index = -1 if visual.clip < 0 else clip.get(str(self.clips[visual.clip].absolute()), -1)
+            if index >= 0:
+                seen = choose_frames(clips.facts[index], data, self.together, self.writes_times)
+                placed.append(VisualInput(tuple(seen.numbers), seen.seconds, index, seen.moments))
             else:
                 placed.append(replace(visual, frames=tuple(frames[number] for number in visual.frames), clip=-1))
         return placed
@@ -262,7 +264,9 @@ class ChatSource:
             return
         shapes = shapes_in(known_shapes(pictures))
         for visual, placed in zip(self.visuals, visuals, strict=True):
-            sizes = {tuple(shapes[at].tolist()) for at in placed.frames if at >= 0} if visual.clip < 0 else set()
+            sizes = (
+                {tuple(shapes[frame].tolist()) for frame in placed.frames if frame >= 0} if visual.clip < 0 else set()
+            )
             if len(sizes) > 1:
                 yield str(self.entries[visual.frames[0]].path.parent), "has frames of different sizes"
 
@@ -285,11 +289,11 @@ class ChatSource:
         starts = np.concatenate([[0], np.cumsum(np.isin(store.tokens, standing))])
         picture_tokens = starts[store.offsets[1:]] - starts[store.offsets[:-1]]
         faults = {
-            int(at): (
-                self.origins[at],
-                f"the chat template keeps {picture_tokens[at]} of {counts[at]} places of pictures",
+            int(row): (
+                self.origins[row],
+                f"the chat template keeps {picture_tokens[row]} of {counts[row]} places of pictures",
             )
-            for at in np.flatnonzero(picture_tokens != counts)
+            for row in np.flatnonzero(picture_tokens != counts)
         }
         every = len(faults) >= np.count_nonzero(counts)
         if faults and (every or self.plain.data.on_bad_sample == "stop"):
@@ -308,7 +312,7 @@ def _content_of_visuals(
         if thing.clip >= 0:
             content.append(("file", clips.digests[thing.clip]))
         elif thing.frames and min(thing.frames) >= 0:
-            content.append((thing.is_video, *(digests[at] for at in thing.frames)))
+            content.append((thing.is_video, *(digests[frame] for frame in thing.frames)))
         else:
             content.append(place)
     return [[content[place] for place in numbers] for numbers in conversations]

@@ -89,13 +89,15 @@ class PackedChats:
         # The padding after them is a separate document.
         positions = torch.arange(self._seq_len).repeat(len(indices), 1)
         axes = torch.arange(self._seq_len).repeat(len(indices), AXES, 1) if "position_ids" in alone else None
-        for at, (row, first, length) in enumerate(zip(row_of.tolist(), begins.tolist(), lengths.tolist(), strict=True)):
+        for member, (row, first, length) in enumerate(
+            zip(row_of.tolist(), begins.tolist(), lengths.tolist(), strict=True)
+        ):
             here, behind = slice(first, first + length), torch.arange(self._seq_len - first - length)
             for name in ("input_ids", "labels"):
-                rows[name][row, here] = alone[name][at, :length]
+                rows[name][row, here] = alone[name][member, :length]
             positions[row, here], positions[row, first + length :] = torch.arange(length), behind
             if axes is not None:
-                axes[row, :, here], axes[row, :, first + length :] = alone["position_ids"][at, :, :length], behind
+                axes[row, :, here], axes[row, :, first + length :] = alone["position_ids"][member, :, :length], behind
         rows["position_ids"] = positions if axes is None else torch.cat([positions[:, None], axes], 1)
         for name, amounts in _visual_fields(alone).items():
             rows[name] = _joined(alone[name], amounts, row_of, len(indices))
@@ -123,8 +125,8 @@ def _joined(values: torch.Tensor, amounts: NDArray[np.int64], row_of: NDArray[np
     """Concatenates the values of each row's conversations, padded with zeros."""
     filled = np.zeros(rows, np.int64)
     joined = values.new_zeros(rows, int(np.bincount(row_of, amounts, rows).max()), *values.shape[2:])
-    for at, (row, many) in enumerate(zip(row_of.tolist(), amounts.tolist(), strict=True)):
-        joined[row, filled[row] : filled[row] + many] = values[at, :many]
+    for member, (row, many) in enumerate(zip(row_of.tolist(), amounts.tolist(), strict=True)):
+        joined[row, filled[row] : filled[row] + many] = values[member, :many]
         filled[row] += many
     return joined
 
@@ -222,9 +224,9 @@ class PictureChatSamples:
         for images in self.images(index):
             if self._trains:  # every frame of a video gets the same change
                 before = random.bit_generator.state
-                for at, image in enumerate(images):
+                for position, image in enumerate(images):
                     random.bit_generator.state = before
-                    images[at] = self._pixels.changed(image, self._data, random)
+                    images[position] = self._pixels.changed(image, self._data, random)
             else:
                 images = [self._pixels.fitted(image) for image in images]
             arrays.append(self._pixels.clip(images))
@@ -257,14 +259,14 @@ class PictureChatSamples:
         """Writes tokens and labels of a conversation; replaces each picture's token by its placeholder tokens."""
         piece = slice(int(self._start[index]), int(self._end[index]))
         tokens = self._tokens[piece].astype(np.int64)
-        at = np.flatnonzero(np.isin(tokens, self._standing))
+        positions = np.flatnonzero(np.isin(tokens, self._standing))
         places, times = self._places[self._pictures_of(index)].tolist(), self._times(index)
-        many = [self._written.ids(*place) for place in zip(tokens[at].tolist(), places, times, strict=True)]
+        many = [self._written.ids(*place) for place in zip(tokens[positions].tolist(), places, times, strict=True)]
         often = np.ones(len(tokens), np.int64)
-        often[at] = [len(ids_of_place) for ids_of_place in many]
+        often[positions] = [len(ids_of_place) for ids_of_place in many]
         length = int(often.sum())
         ids[:length] = np.repeat(tokens, often)
-        for first, ids_of_place in zip((often.cumsum() - often)[at], many, strict=True):
+        for first, ids_of_place in zip((often.cumsum() - often)[positions], many, strict=True):
             ids[first : first + len(ids_of_place)] = ids_of_place
         trained = np.repeat(self._mask[piece] & TRAINED != 0, often)
         labels[:length][trained] = ids[:length][trained]

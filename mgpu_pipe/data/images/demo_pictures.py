@@ -96,9 +96,9 @@ def moving_shapes() -> tuple[NDArray[np.uint8], list[Question]]:
         still_shape = np.zeros((SIDE, SIDE), bool)
         still_shape[:size, :size] = SHAPES[shape](down, across, size)
         begin, bright = random.integers(0, SIDE, 2), int(random.integers(128, 256))
-        for at in range(FRAMES):
-            moved = np.roll(still_shape, begin + at * speed * np.array(WAYS[way]), (0, 1))
-            frames[number, at] = np.where(moved, bright, still)
+        for frame in range(FRAMES):
+            moved = np.roll(still_shape, begin + frame * speed * np.array(WAYS[way]), (0, 1))
+            frames[number, frame] = np.where(moved, bright, still)
         text = ASKED[int(random.integers(len(ASKED)))].format(shape)
         questions.append(question(f"{VIDEO}{text}", f"{way.capitalize()}.", (number,), f"clip {number}"))
     return frames.reshape(-1, SIDE, SIDE), questions

@@ -141,7 +141,7 @@ def too_long(grid: Grid, pictures: Path) -> list[tuple[str, str]]:
         return []
     paths = json.loads((pictures / FILES).read_text(encoding="utf-8"))["paths"]
     places = places_of_shapes(grid, shapes_in(known_shapes(pictures)))
-    return [(paths[at], TOO_LONG) for at in np.flatnonzero(~places.any(1))]
+    return [(paths[index], TOO_LONG) for index in np.flatnonzero(~places.any(1))]
 
 
 def _write_shapes(pictures: Path, out: Path) -> dict[str, Any]:

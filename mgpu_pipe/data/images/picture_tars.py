@@ -113,7 +113,7 @@ def _build(path: Path, expected: Fingerprint, column: str, label_rule: tuple[str
                 bad.append((sample, fault_of(error, sample)))
                 continue
             raw = _read(file, picture)
-            blocks = [block_hash(raw[at : at + BLOCK_BYTES]) for at in range(0, len(raw), BLOCK_BYTES)]
+            blocks = [block_hash(raw[start : start + BLOCK_BYTES]) for start in range(0, len(raw), BLOCK_BYTES)]
             for label, fault in labels:
                 if fault:
                     bad.append((sample, fault))

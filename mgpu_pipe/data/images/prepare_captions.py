@@ -182,8 +182,8 @@ def _table(model: ModelConfig, data: DataConfig, texts: Sequence[str], tokenizer
 
     def build(out: Path) -> dict[str, Any]:
         encoder, parts = RowEncoder(tokenizer, length), []
-        for at in range(0, len(texts), _AT_ONCE):
-            part = texts[at : at + _AT_ONCE]
+        for start in range(0, len(texts), _AT_ONCE):
+            part = texts[start : start + _AT_ONCE]
             encoded, _ = encoder.encode([Row((text,), "", "", 0) for text in part])
             inside = np.arange(length) < encoded.lengths[:, None]
             rows = np.full((len(part), length), padding, np.int32)
@@ -194,7 +194,7 @@ def _table(model: ModelConfig, data: DataConfig, texts: Sequence[str], tokenizer
 
     def measure(out: Path) -> dict[str, Any]:
         encoder = RowEncoder(tokenizer, length)
-        parts = (texts[at : at + _AT_ONCE] for at in range(0, len(texts), _AT_ONCE))
+        parts = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
         lengths = [encoder.lengths([Row((text,), "", "", 0) for text in part]) for part in parts]
         save_array(out / LENGTHS, np.array([number for part in lengths for number in part], np.int64))
         return {"captions": len(texts)}

@@ -113,9 +113,9 @@ class PreparedPictureChats(PreparedRows):
         written, visuals, places = self.written(), self.visual_index(split), self.places_in(split)
         lengths = written.lengths(self.image_token_id, places)
         if self.grid is not None and self.grid.has_timestamps and self.video_token_id is not None:
-            for at in np.flatnonzero(~np.isnan(visuals.seconds[visuals.pictures])):
-                times = visuals.visual(int(visuals.pictures[at])).times(self.grid.frames)
-                lengths[at] = len(written.ids(self.video_token_id, places[at].tolist(), times))
+            for index in np.flatnonzero(~np.isnan(visuals.seconds[visuals.pictures])):
+                times = visuals.visual(int(visuals.pictures[index])).times(self.grid.frames)
+                lengths[index] = len(written.ids(self.video_token_id, places[index].tolist(), times))
         return _summed(lengths - 1, visuals.offsets)
 
     def written(self) -> PlaceholderTokens:

@@ -214,7 +214,7 @@ Look = tuple[Path, int | None, Fingerprint]
 
 def _faults(pictures: Sequence[Look], channels: int, data: ImageConfig, progress: Progress) -> list[str]:
     """Why each picture cannot be used; empty strings for usable ones."""
-    parts = [list(pictures[at : at + _AT_ONCE]) for at in range(0, len(pictures), _AT_ONCE)]
+    parts = [list(pictures[start : start + _AT_ONCE]) for start in range(0, len(pictures), _AT_ONCE)]
     workers = cpu_cores() if data.tokenize_workers == "auto" else data.tokenize_workers
     if len(pictures) < _POOL_FROM or workers == 1:
         looked = map(_looker(channels), parts)

@@ -207,10 +207,10 @@ def frames_of(path: Path, fingerprint: Fingerprint | None, numbers: Sequence[int
     """Decodes frames of a file, in ascending order."""
     images, wanted = dict[int, Any](), set(numbers)
     with _decoded(path, fingerprint) as (_, frames):
-        for at, frame in enumerate(frames):
-            if at in wanted:
-                images[at] = _upright(frame).convert(MODES[channels])
-            if at == numbers[-1]:
+        for index, frame in enumerate(frames):
+            if index in wanted:
+                images[index] = _upright(frame).convert(MODES[channels])
+            if index == numbers[-1]:
                 break
     return [images[number] for number in numbers]
 

@@ -108,7 +108,7 @@ class VisualInput:
 
     def times(self, together: int) -> tuple[float, ...]:
         """Time of each patch of ``together`` frames: the middle of its first and last frame."""
-        patches = [self.moments[at : at + together] for at in range(0, len(self.moments), together)]
+        patches = [self.moments[start : start + together] for start in range(0, len(self.moments), together)]
         return tuple((span[0] + span[-1]) / 2 for span in patches)
 
 
@@ -184,7 +184,10 @@ def write_visual_index(
         "frames": ([frame for visual in visuals for frame in visual.frames], np.int64),
         "clips": ([visual.clip for visual in visuals], np.int64),
         "seconds": ([visual.seconds for visual in visuals], np.float64),
-        "moments": ([at for visual in visuals for at in visual.moments or [PICTURE] * len(visual.frames)], np.float64),
+        "moments": (
+            [moment for visual in visuals for moment in visual.moments or [PICTURE] * len(visual.frames)],
+            np.float64,
+        ),
     }
     for name, (values, dtype) in arrays.items():
         save_array(out / f"{name}.npy", np.array(values, dtype))

@@ -143,14 +143,14 @@ class AnswerFinder:
     def until_the_end(self, full: str, span: Span) -> tuple[Span, bool]:
         """Cuts ``span`` after the token that ends the turn; returns also whether there is such a token."""
         start, end = span
-        last = at = start + len(full[start:end].rstrip())
+        last = position = start + len(full[start:end].rstrip())
         usual: int | None = None
-        while token := self._special_before(full, start, at):
-            usual = at if token in (self._turn_end(), self.eos_token) else usual
-            at = start + len(full[start : at - len(token)].rstrip())
+        while token := self._special_before(full, start, position):
+            usual = position if token in (self._turn_end(), self.eos_token) else usual
+            position = start + len(full[start : position - len(token)].rstrip())
         if usual is not None:
             return (start, usual), True
-        if at < last:
+        if position < last:
             return (start, last), self._turn_end() is not None
         return span, False
 
@@ -196,9 +196,9 @@ class AnswerFinder:
         """
         begin = len(plain) if plain is not None and head.startswith(plain) else 0
         prompt = self.generation_prompt() if prompt is None else prompt
-        at = head.rfind(prompt, begin) if prompt else -1
-        if at >= 0:
-            return at + len(prompt)
+        start = head.rfind(prompt, begin) if prompt else -1
+        if start >= 0:
+            return start + len(prompt)
         return begin + common_prefix(head[begin:], prompt) if begin else len(head)
 
 

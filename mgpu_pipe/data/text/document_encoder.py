@@ -294,8 +294,8 @@ def _span_mask(firsts: Sequence[int], spans: list[Span]) -> NDArray[np.uint8]:
         return np.zeros(len(firsts), np.uint8)
     first = np.array(firsts, dtype=np.int64)
     starts, ends = np.array(spans, dtype=np.int64).T
-    at = np.searchsorted(starts, first, side="right") - 1
-    return ((at >= 0) & (first < ends[at])).astype(np.uint8)
+    indices = np.searchsorted(starts, first, side="right") - 1
+    return ((indices >= 0) & (first < ends[indices])).astype(np.uint8)
 
 
 @contextmanager

@@ -22,8 +22,8 @@ _PART = 1 << 20
 def document_hash(content: str | bytes | LongText) -> int:
     """64-bit hash that decides a document's side of the split."""
     digest = hashlib.blake2b(digest_size=8, key=_KEY)
-    for at in range(0, len(content), _PART):  # avoids a second copy of a long text
-        part = content[at : at + _PART]
+    for start in range(0, len(content), _PART):  # avoids a second copy of a long text
+        part = content[start : start + _PART]
         digest.update(part.encode() if isinstance(part, str) else part)
     return int.from_bytes(digest.digest(), "little")
 
@@ -85,17 +85,17 @@ def first_of_groups(contents: Sequence[Iterable[Hashable]], keys: Sequence[str])
     """
     parents, first = list(range(len(keys))), dict[Hashable, int]()
 
-    def root(at: int) -> int:
-        while parents[at] != at:
-            parents[at] = parents[parents[at]]
-            at = parents[at]
-        return at
+    def root(member: int) -> int:
+        while parents[member] != member:
+            parents[member] = parents[parents[member]]
+            member = parents[member]
+        return member
 
     for document, document_contents in enumerate(contents):
         for content in document_contents:
             mine, other = root(first.setdefault(content, document)), root(document)
             # The smallest key leads; the order of documents does not matter.
-            least, most = sorted((mine, other), key=lambda at: (keys[at], at))
+            least, most = sorted((mine, other), key=lambda member: (keys[member], member))
             parents[most] = least
     leaders = [root(document) for document in range(len(keys))]
     if all(keys[leader] == key for leader, key in zip(leaders, keys, strict=True)):

@@ -246,7 +246,7 @@ class _LabelledFiles:
             full = np.flatnonzero(needs == self._data.seq_len)
             if len(full):
                 encoder, chosen = RowEncoder(tokenizer, self._data.seq_len), set(full.tolist())
-                rows = (row for at, row in enumerate(self.rows()) if at in chosen)
+                rows = (row for index, row in enumerate(self.rows()) if index in chosen)
                 lengths = list[int]()
                 while some := list(islice(rows, _AT_ONCE)):
                     lengths += encoder.lengths(some)

@@ -59,7 +59,7 @@ class MixedOrder:
             here = np.flatnonzero(source == number)
             begin, end = self._first_slot[number : number + 2]
             places = block[here] * (end - begin) + slot[here] - begin
-            rows[here] = self._first_sample[number] + order.at(places)
+            rows[here] = self._first_sample[number] + order.indices_of(places)
         return rows
 
 

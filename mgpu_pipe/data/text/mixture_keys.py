@@ -54,9 +54,9 @@ def slots_of(data: MixtureConfig) -> dict[str, int]:
     total = sum(data.sources[name].weight for name in names)
     exact = [SLOTS * data.sources[name].weight / total for name in names]
     slots = [int(share) for share in exact]
-    most_cut = sorted(range(len(names)), key=lambda at: slots[at] - exact[at])
-    for at in most_cut[: SLOTS - sum(slots)]:
-        slots[at] += 1
+    most_cut = sorted(range(len(names)), key=lambda index: slots[index] - exact[index])
+    for index in most_cut[: SLOTS - sum(slots)]:
+        slots[index] += 1
     return dict(zip(names, slots, strict=True))
 
 

@@ -35,10 +35,10 @@ def label_counts(
     step = max(1, _CHUNK_TOKENS // int(packs.pieces.length.max(initial=1)))
     for begin in range(0, len(pieces), step):
         some = packs.pieces.take(pieces[begin : begin + step])
-        at = ranges(some.start + 1, some.length - 1 + some.continues)
+        positions = ranges(some.start + 1, some.length - 1 + some.continues)
         if store.loss_mask is not None:
-            at = at[store.loss_mask[at] != 0]
-        counts += np.bincount(store.tokens[at], minlength=vocab_size)
+            positions = positions[store.loss_mask[positions] != 0]
+        counts += np.bincount(store.tokens[positions], minlength=vocab_size)
     return counts
 
 
@@ -206,8 +206,8 @@ class _OpenBins:
 
     def tightest(self, size: int) -> int | None:
         """Least room of a bin that is at least ``size``."""
-        at = bisect_left(self._rooms, size)
-        return self._rooms[at] if at < len(self._rooms) else None
+        index = bisect_left(self._rooms, size)
+        return self._rooms[index] if index < len(self._rooms) else None
 
     def take(self, room: int, number: int) -> Ints:
         """Removes up to ``number`` bins with exactly ``room``, last in first out."""

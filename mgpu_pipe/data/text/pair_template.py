@@ -58,7 +58,7 @@ def pair_template(folder: Path) -> PairTemplate:
         return PairTemplate(alone, tuple(starts), (end,), (end,), 1)
     row = tokenizer.encode("a", "a")
     ids, texts, kinds = row.ids, row.sequence_ids, row.type_ids
-    first, second = ([at for at, text in enumerate(texts) if text == number] for number in (0, 1))
+    first, second = ([index for index, text in enumerate(texts) if text == number] for number in (0, 1))
     between = slice(first[-1] + 1, second[0])
     kind = kinds[between].index(1) if 1 in kinds[between] else len(ids[between])
     return PairTemplate(

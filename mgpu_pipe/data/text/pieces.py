@@ -89,18 +89,18 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece, size: PieceSize) -> Encoded
     encoding = tokenizer.encode(piece.text, add_special_tokens=False)
     ids, offsets, words = encoding.ids, encoding.offsets, encoding.word_ids
     length = len(piece.text)
-    count = next((at for at, (start, _) in enumerate(offsets) if start >= size.overlap), len(ids))
-    first = next((at for at in range(len(ids), 0, -1) if offsets[at - 1][1] < length - size.overlap), 0)
+    count = next((index for index, (start, _) in enumerate(offsets) if start >= size.overlap), len(ids))
+    first = next((index for index in range(len(ids), 0, -1) if offsets[index - 1][1] < length - size.overlap), 0)
 
     def placed(begin: int, end: int) -> list[PlacedToken]:
         return [
             PlacedToken(
-                ids[at],
-                offsets[at][0] + piece.start,
-                offsets[at][1] + piece.start,
-                at == 0 or words[at] is None or words[at] != words[at - 1],
+                ids[index],
+                offsets[index][0] + piece.start,
+                offsets[index][1] + piece.start,
+                index == 0 or words[index] is None or words[index] != words[index - 1],
             )
-            for at in range(begin, end)
+            for index in range(begin, end)
         ]
 
     return EncodedPiece(
@@ -119,26 +119,26 @@ def seam(left: EncodedPiece, right: EncodedPiece, size: PieceSize) -> tuple[int,
     Both pieces cover the characters from ``right.start`` to ``left.end``.
     """
     places = {
-        (before.end, token.start): at
-        for at, (before, token) in enumerate(zip(right.head, right.head[1:], strict=False), 1)
+        (before.end, token.start): index
+        for index, (before, token) in enumerate(zip(right.head, right.head[1:], strict=False), 1)
     }
     offset, middle = len(left.ids) - len(left.tail), (right.start + left.end) // 2
     candidates = [
-        (not token.first_of_word, abs(token.start - middle), at, places[(before.end, token.start)])
-        for at, (before, token) in enumerate(zip(left.tail, left.tail[1:], strict=False), 1)
+        (not token.first_of_word, abs(token.start - middle), index, places[(before.end, token.start)])
+        for index, (before, token) in enumerate(zip(left.tail, left.tail[1:], strict=False), 1)
         if (before.end, token.start) in places and (left.borders or token.first_of_word)
     ]
-    for _, _, at, other in sorted(candidates):
-        if _agree(left.tail, right.head, at, other, size.agreement):
-            return offset + at, other
+    for _, _, index, other in sorted(candidates):
+        if _agree(left.tail, right.head, index, other, size.agreement):
+            return offset + index, other
     return None
 
 
-def _agree(mine: list[PlacedToken], other: list[PlacedToken], at: int, at_other: int, reach: int) -> bool:
+def _agree(mine: list[PlacedToken], other: list[PlacedToken], index: int, other_index: int, reach: int) -> bool:
     """Whether two lists have the same tokens for ``reach`` characters before and after a border."""
-    border = mine[at].start
+    border = mine[index].start
     for step in (-1, 1):
-        a, b = (at - 1, at_other - 1) if step < 0 else (at, at_other)
+        a, b = (index - 1, other_index - 1) if step < 0 else (index, other_index)
         while True:
             if not (0 <= a < len(mine) and 0 <= b < len(other)) or mine[a] != other[b]:
                 return False

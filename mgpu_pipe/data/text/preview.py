@@ -179,7 +179,9 @@ def _group(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, wa
     """Texts that are compared; the wanted one counts."""
     texts = zip(batch["input_ids"][row].numpy(), batch["lengths"][row].tolist(), strict=True)
     return [
-        Part(_text(tokenizer, ids[:length]), at == wanted, True) for at, (ids, length) in enumerate(texts) if length
+        Part(_text(tokenizer, ids[:length]), index == wanted, True)
+        for index, (ids, length) in enumerate(texts)
+        if length
     ]
 
 

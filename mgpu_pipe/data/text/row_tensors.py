@@ -59,10 +59,10 @@ class PreferenceSamples:
         assert self.store.loss_mask is not None
         place = np.arange(self.seq_len + 1)
         chosen, length = self.chosen[indices][:, None], self.length[indices][:, None]
-        at = self.start[indices][:, None] + place
+        positions = self.start[indices][:, None] + place
         inside = place < length
-        ids = np.where(inside, self.store.tokens.take(at, mode="clip").astype(np.int64), self.padding_token_id)
-        trained = inside & (self.store.loss_mask.take(at, mode="clip") & TRAINED != 0) & (place != chosen)
+        ids = np.where(inside, self.store.tokens.take(positions, mode="clip").astype(np.int64), self.padding_token_id)
+        trained = inside & (self.store.loss_mask.take(positions, mode="clip") & TRAINED != 0) & (place != chosen)
         document_start = np.where(place < chosen, 0, np.where(inside, chosen, length))
         arrays = {
             "input_ids": ids[:, :-1],
@@ -235,9 +235,13 @@ class TextGroups:
         """Start, length and number of each text, (rows, texts); length and number are 0 for missing texts."""
         place = np.arange(self.prepared.texts)
         there = place < self._count[indices][:, None]
-        at = np.where(there, self._first[indices][:, None] + place, 0)
+        positions = np.where(there, self._first[indices][:, None] + place, 0)
         texts = self._texts
-        return texts.start[at], np.where(there, texts.length[at], 0), np.where(there, texts.number[at], 0)
+        return (
+            texts.start[positions],
+            np.where(there, texts.length[positions], 0),
+            np.where(there, texts.number[positions], 0),
+        )
 
 
 class ScoredGroups(TextGroups):

@@ -43,7 +43,7 @@ def prepare_values(
 
         def build(out: Path, chosen: RunConfig = chosen, key: str = key, usable: Any = usable) -> dict[str, Any]:
             documents = open_source(chosen, cache, progress or no_progress, key).documents()
-            read = (document for at, document in enumerate(documents) if usable is None or usable[at])
+            read = (document for index, document in enumerate(documents) if usable is None or usable[index])
             values = np.array(values_of(read), np.float64)
             save_array(out / f"{name}.npy", values)
             return {"rows": len(values)}

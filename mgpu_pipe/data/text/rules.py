@@ -72,18 +72,19 @@ class Rule:
         order = GlobalOrder(_KEY, len(self.operands)).indices(0, len(self.operands)).tolist()
         held_out = [place for place in order[: int(HELD_SHARE * len(order))] if place not in self.always]
         trained = set(order).difference(held_out)
-        return [self.operands[at] for at in order if at in trained], [self.operands[at] for at in held_out]
+        in_order = [place for place in order if place in trained]
+        return [self.operands[place] for place in in_order], [self.operands[place] for place in held_out]
 
 
 def _dates(step: int) -> tuple[list[dict[str, object]], frozenset[int]]:
-    moved = [{"d": date, "x": DATES[(at + step) % len(DATES)]} for at, date in enumerate(DATES)]
-    borders = frozenset(at for at, date in enumerate(DATES) if moved[at]["x"].split()[1] != date.split()[1])
+    moved = [{"d": date, "x": DATES[(index + step) % len(DATES)]} for index, date in enumerate(DATES)]
+    borders = frozenset(index for index, date in enumerate(DATES) if moved[index]["x"].split()[1] != date.split()[1])
     return [dict[str, object](operand) for operand in moved], borders
 
 
 def _lists() -> list[dict[str, object]]:
     every = [nouns for nouns in product(NOUNS.split(), repeat=3) if len(set(nouns)) == 3]
-    chosen = [every[at] for at in GlobalOrder(_KEY, len(every)).indices(0, 600).tolist()]
+    chosen = [every[index] for index in GlobalOrder(_KEY, len(every)).indices(0, 600).tolist()]
     return [{"l": ", ".join(nouns), "last": nouns[2], "r": ", ".join(reversed(nouns))} for nouns in chosen]
 
 
@@ -238,29 +239,29 @@ def _chat() -> Iterator[tuple[str, str]]:
             pairs.append(_question_and_answer(rule.wordings, rule.answer, trained, number // len(known) + 7 * turn))
         yield _conversation(pairs), TRAINED
     for rule, _, held_out in known:
-        for at in range(min(QUESTIONS_HELD, len(held_out))):
-            yield _conversation([_question_and_answer(rule.held_wordings, rule.answer, held_out, at)]), HELD
+        for index in range(min(QUESTIONS_HELD, len(held_out))):
+            yield _conversation([_question_and_answer(rule.held_wordings, rule.answer, held_out, index)]), HELD
 
 
 def _facts() -> Iterator[tuple[str, str]]:
     for rule in rules():
         trained, held_out = rule.sides()
-        for at in range(len(trained)):
-            question, answer = _question_and_answer(rule.wordings, rule.answer, trained, at)
+        for index in range(len(trained)):
+            question, answer = _question_and_answer(rule.wordings, rule.answer, trained, index)
             for _ in range(rule.weight):
                 yield answer, TRAINED
-            if at % UNANSWERED == 0:
+            if index % UNANSWERED == 0:
                 yield question, TRAINED
         for operand in held_out:
             yield rule.answer.format(**operand), HELD
 
 
 def _question_and_answer(
-    wordings: Sequence[str], answer: str, operands: Sequence[dict[str, object]], at: int
+    wordings: Sequence[str], answer: str, operands: Sequence[dict[str, object]], number: int
 ) -> tuple[str, str]:
-    """Question and answer number ``at``; each round over the operands uses the next wording."""
-    chosen = operands[at % len(operands)]
-    return wordings[(at + at // len(operands)) % len(wordings)].format(**chosen), answer.format(**chosen)
+    """Question and answer ``number``; each round over the operands uses the next wording."""
+    chosen = operands[number % len(operands)]
+    return wordings[(number + number // len(operands)) % len(wordings)].format(**chosen), answer.format(**chosen)
 
 
 def _conversation(pairs: Sequence[tuple[str, str]]) -> str:

@@ -22,7 +22,8 @@ def scored_document(data: DataConfig, line: str, origin: str, size: int) -> Docu
     """
     keys = cast(ScoredPairsConfig, data)
     columns = {
-        f"data.sentence{at}_column": name for at, name in ((1, keys.sentence1_column), (2, keys.sentence2_column))
+        f"data.sentence{number}_column": name
+        for number, name in ((1, keys.sentence1_column), (2, keys.sentence2_column))
     }
     row = files.json_row(line, origin, *columns.values(), keys.score_column)
     texts = [text_of(row, key, column, origin) for key, column in columns.items()]

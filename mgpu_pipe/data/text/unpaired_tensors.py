@@ -80,9 +80,9 @@ class UnpairedSamples:
         start, prompt = self._start[prompts][:, None], (self._answer - self._start)[prompts][:, None]
         length = np.minimum(prompt + (self._end - self._answer)[answers][:, None], self._seq_len)
         inside = place < length
-        at = np.where(place < prompt, start + place, self._answer[answers][:, None] + place - prompt)
-        ids = np.where(inside, self._store.tokens.take(at, mode="clip").astype(np.int64), self._padding)
-        trained = inside & (place >= prompt) & (self._store.loss_mask.take(at, mode="clip") & TRAINED != 0)
+        positions = np.where(place < prompt, start + place, self._answer[answers][:, None] + place - prompt)
+        ids = np.where(inside, self._store.tokens.take(positions, mode="clip").astype(np.int64), self._padding)
+        trained = inside & (place >= prompt) & (self._store.loss_mask.take(positions, mode="clip") & TRAINED != 0)
         arrays = {
             "input_ids": ids[:, :-1],
             "labels": np.where(trained, ids, IGNORE_INDEX)[:, 1:],
