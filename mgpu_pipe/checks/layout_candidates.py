@@ -84,7 +84,7 @@ class Candidates:
         for name in ("sizes", "host"):
             object.__setattr__(self, name, np.concatenate([getattr(kind, name) for kind in self.kinds]))
 
-    def at(self, index: int) -> tuple[Sharded, int]:
+    def locate(self, index: int) -> tuple[Sharded, int]:
         """The sharding of a layout, and its place there."""
         for kind in self.kinds:
             if index < len(kind.sizes):
@@ -93,7 +93,7 @@ class Candidates:
         raise IndexError(index)
 
     def layout(self, index: int) -> Layout:
-        kind, place = self.at(index)
+        kind, place = self.locate(index)
         return layout_at(kind.layouts, place, kind.sharding)
 
     def times(self, hardware: Hardware, profile: HardwareProfile) -> StepTime:

@@ -187,7 +187,7 @@ def _fitting(
     score = candidates.sizes if candidates.config.plan.rank_by == "memory" else total
     seen = set[tuple[Any, ...]]()
     for index in np.argsort(np.where(fits, score, np.inf), kind="stable")[: int(fits.sum())].tolist():
-        (kind, place), layout = candidates.at(index), candidates.layout(index)
+        (kind, place), layout = candidates.locate(index), candidates.layout(index)
         axes = (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_shard, layout.sharding)
         if axes in seen:
             continue

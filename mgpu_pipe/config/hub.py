@@ -68,8 +68,8 @@ class HubName:
         return self.revision if self.revision and _COMMIT.fullmatch(self.revision) else None
 
     def __str__(self) -> str:
-        at = f"@{self.revision}" if self.revision else ""
-        return f"{self.repository}{at}" if self.kind == "model" else f"hf://datasets/{self.repository}{at}/{self.files}"
+        name = f"{self.repository}@{self.revision}" if self.revision else self.repository
+        return name if self.kind == "model" else f"hf://datasets/{name}/{self.files}"
 
 
 def hub_name(text: str) -> HubName | None:

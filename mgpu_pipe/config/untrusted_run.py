@@ -123,5 +123,5 @@ def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
             yield below, str(name)
             yield from _texts(item, below)
     elif isinstance(value, list | tuple):
-        for at, item in enumerate(value):
-            yield from _texts(item, f"{key}[{at}]")
+        for index, item in enumerate(value):
+            yield from _texts(item, f"{key}[{index}]")

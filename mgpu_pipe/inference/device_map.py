@@ -138,7 +138,7 @@ def _fill(parts: Sequence[Part], limits: Mapping[str, int]) -> list[str]:
     room, names, position = dict(limits), list(limits), 0
     devices = []
     for part in parts:
-        fitting = [at for at in range(position, len(names)) if part.nbytes <= room[names[at]]]
+        fitting = [index for index in range(position, len(names)) if part.nbytes <= room[names[index]]]
         if not fitting:
             devices.append(DISK)
             continue

@@ -154,7 +154,7 @@ def _video(file: Path, pixels: GridPixels, data: PictureChatConfig) -> Picture:
     assert isinstance(facts, ClipFacts)
     selection = choose_frames(facts, data, grid.frames, grid.has_timestamps)
     if is_folder(file):
-        images = [_decode_file("--video", frames[at], pixels.channels) for at in selection.numbers]
+        images = [_decode_file("--video", frames[number], pixels.channels) for number in selection.numbers]
     else:
         images = frames_of(file, None, selection.numbers, pixels.channels)
     if len({image.size for image in images}) > 1:

@@ -63,7 +63,7 @@ class Failure:
     """A rank's end by an error.
 
     Attributes:
-        at: seconds since the epoch.
+        time: seconds since the epoch.
         follows: whether it looks like a consequence of another rank's end.
     """
 
@@ -72,7 +72,7 @@ class Failure:
     message: str
     traceback: str
     exit_code: int
-    at: float
+    time: float
     follows: bool
     log: Path
 
@@ -150,7 +150,7 @@ def first_failure(
         for end in exits
         if end.error or paths.rank_error(end.rank).exists() or not (end.code in (0, 75) or end.rank in killed_by_us)
     ]
-    first = min(failures, key=lambda failure: (failure.follows, failure.at))
+    first = min(failures, key=lambda failure: (failure.follows, failure.time))
     if first.follows and stood_still:
         return _stopped_rank_failure(paths, min(stood_still), first)
     silent = killed_by_us - {failure.rank for failure in failures}
@@ -171,7 +171,7 @@ def _stopped_rank_failure(paths: RunPaths, rank: int, waited: Failure) -> Failur
         message=message,
         traceback="",
         exit_code=EXIT_FAILURE,
-        at=waited.at,
+        time=waited.time,
         follows=False,
         log=paths.rank_log(rank),
     )
@@ -192,7 +192,7 @@ def _silent_ranks_failure(paths: RunPaths, ranks: Sequence[int], waited: Failure
         message=message,
         traceback="\n".join(stacks[ranks[0]]),
         exit_code=EXIT_FAILURE,
-        at=waited.at,
+        time=waited.time,
         follows=False,
         log=paths.rank_log(ranks[0]),
     )
@@ -222,7 +222,7 @@ def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
             message=record["message"],
             traceback=record["traceback"],
             exit_code=record["exit_code"],
-            at=record["time"],
+            time=record["time"],
             follows=record["follows"],
             log=log,
         )
@@ -245,7 +245,7 @@ def _read(paths: RunPaths, end: Exit, attempt: int) -> Failure:
         message=message,
         traceback=tail,
         exit_code=EXIT_FAILURE,
-        at=end.seen_at,
+        time=end.seen_at,
         follows=follows,
         log=log,
     )

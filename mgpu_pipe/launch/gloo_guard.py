@@ -273,5 +273,7 @@ def _sockets() -> list[Entry]:
 def _read(text: str) -> Address:
     """``0100007F:1F90`` is 127.0.0.1, port 8080: words of 32 bits in this machine's order."""
     host, _, port = text.partition(":")
-    words = struct.pack(f"={len(host) // 8}I", *(int(host[at : at + 8], 16) for at in range(0, len(host), 8)))
+    words = struct.pack(
+        f"={len(host) // 8}I", *(int(host[offset : offset + 8], 16) for offset in range(0, len(host), 8))
+    )
     return socket.inet_ntop(socket.AF_INET if len(words) == 4 else socket.AF_INET6, words), int(port, 16)

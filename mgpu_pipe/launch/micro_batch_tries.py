@@ -55,17 +55,17 @@ def largest_micro_batch(config: RunConfig) -> RunConfig:
         MicroBatchStoppedError: a stop signal arrived.
     """
     sizes = micro_batch_sizes(config)
-    at, fitting, failing = sizes.index(int(config.data.micro_batch_size)), -1, len(sizes)
+    index, fitting, failing = sizes.index(int(config.data.micro_batch_size)), -1, len(sizes)
     while fitting + 1 < failing:
-        problem = _problem(with_micro_batch(config, sizes[at]))
-        print_line(f"note: {KEY}: {sizes[at]} {'does not fit' if problem else 'fits'}", file=sys.stderr, flush=True)
+        problem = _problem(with_micro_batch(config, sizes[index]))
+        print_line(f"note: {KEY}: {sizes[index]} {'does not fit' if problem else 'fits'}", file=sys.stderr, flush=True)
         if problem:
-            failing = at
+            failing = index
         else:
-            fitting = at
+            fitting = index
         # one step at a time: the first try is the predicted one
-        at = fitting + 1 if fitting >= 0 else failing - 1
-        if at < 0:
+        index = fitting + 1 if fitting >= 0 else failing - 1
+        if index < 0:
             fix = "use a strategy that shards, strategy.activation_checkpointing=full, or more processes or memory"
             raise ConfigError(KEY, MAX, fix, f"not even {sizes[0]} fits: {problem}")
     print_line(f"note: {KEY}: max is {sizes[fitting]}, measured", file=sys.stderr, flush=True)

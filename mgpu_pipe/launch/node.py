@@ -257,7 +257,7 @@ def _combined_outcome(launch: LaunchConfig, outcome: Outcome, nodes: int, store:
         if result["failure"]
     ]
     if failures:
-        first = min(failures, key=lambda failure: (failure.follows, failure.at))
+        first = min(failures, key=lambda failure: (failure.follows, failure.time))
         return replace(outcome, status="failed", exit_code=first.exit_code, failure=first, message="")
     if failed:
         first_node = int(store.get(FAILED))

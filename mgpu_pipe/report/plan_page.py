@@ -35,7 +35,7 @@ class Scale:
     largest: float
     smallest: float = 0.0
 
-    def at(self, value: float) -> float:
+    def place(self, value: float) -> float:
         span = (self.largest - self.smallest) or 1.0
         room = 0.1 if self.smallest else 0.0
         return (room + (value - self.smallest) / span) / (1.1 + room)
@@ -43,7 +43,7 @@ class Scale:
     def ticks(self, text: Callable[[float], str]) -> list[tuple[float, str]]:
         """Places and texts of four ticks, and of the smallest value where that is not 0."""
         values = [self.smallest + share * (self.largest - self.smallest) for share in (0, 0.25, 0.5, 0.75, 1)]
-        return [(self.at(value), text(value)) for value in values if value]
+        return [(self.place(value), text(value)) for value in values if value]
 
 
 def write_plan_page(
@@ -117,15 +117,15 @@ def _pareto(plans: Sequence[PlannedRun]) -> dict[str, Any]:
     points: list[dict[str, Any]] = [
         {
             "number": number,
-            "x": x.at(size),
-            "y": y.at(speed),
+            "x": x.place(size),
+            "y": y.place(speed),
             "front": not any(a <= size and b >= speed and (a, b) != (size, speed) for a, b in pairs),
             "text": f"{number}: {name_of(plan)}: {figure(speed, 3)} tokens/s a GPU, {gibibytes(size)}",
         }
         for number, (plan, size, speed) in enumerate(zip(plans, sizes, speeds, strict=True), start=1)
     ]
     points.sort(key=lambda point: (point["front"], -int(point["number"])))  # later ones lie above
-    lines = sorted({(x.at(limit), plan.profile.name) for plan, limit in zip(plans, limits, strict=True)})
+    lines = sorted({(x.place(limit), plan.profile.name) for plan, limit in zip(plans, limits, strict=True)})
     up = y.ticks(lambda value: figure(value, 3))
     return {"points": points, "limits": lines, "across": x.ticks(lambda value: f"{value:.0f}"), "up": up}
 
@@ -133,13 +133,13 @@ def _pareto(plans: Sequence[PlannedRun]) -> dict[str, Any]:
 def _timeline(plan: PlannedRun) -> list[dict[str, Any]]:
     """Parts of a step, one after the other, each with its place and width as shares of it."""
     parts: list[dict[str, Any]] = []
-    at = 0.0
+    start = 0.0
     named = {name: size for name, size in plan.parts.items() if size > 0}
     for name, size in sorted(named.items(), key=lambda part: (part[0] != COMPUTE, -part[1])):
         share = size / sum(named.values())
         words = EXPOSED.get(name, name.replace("_", " "))
-        parts.append({"name": words, "at": at, "share": share, "text": seconds(size), "kind": len(parts) % 8})
-        at += share
+        parts.append({"name": words, "start": start, "share": share, "text": seconds(size), "kind": len(parts) % 8})
+        start += share
     return parts
 
 
@@ -162,17 +162,17 @@ def _bar(number: int, plan: PlannedRun, names: Sequence[str], scale: Scale) -> d
     terms: Mapping[str, float] = plan.memory.terms
     sizes = {name: terms.get(name, 0) for name in names}
     sizes[OTHERS] = sum(terms.values()) - sum(sizes.values())
-    pieces, at = [], 0.0
+    pieces, start = [], 0.0
     for kind, (name, size) in enumerate(sizes.items()):
-        width = scale.at(size)
-        pieces.append({"at": at, "width": width, "kind": kind, "text": f"{name}: {gibibytes(size / GIB)}"})
-        at += width
+        width = scale.place(size)
+        pieces.append({"start": start, "width": width, "kind": kind, "text": f"{name}: {gibibytes(size / GIB)}"})
+        start += width
     return {
         "title": f"{number}: {name_of(plan)}",
         "pieces": pieces,
-        "low": scale.at(plan.memory.low),
-        "high": scale.at(plan.memory.high),
-        "limit": scale.at(plan.profile.memory_bytes),
+        "low": scale.place(plan.memory.low),
+        "high": scale.place(plan.memory.high),
+        "limit": scale.place(plan.profile.memory_bytes),
         "text": f"{gibibytes(plan.memory.low / GIB)} to {gibibytes(plan.memory.high / GIB)}",
     }
 
@@ -186,8 +186,8 @@ def _scaling(plans: Sequence[PlannedRun]) -> dict[str, Any] | None:
     x, y = Scale(max(plan.gpus for plan in plans)), Scale(max(*ideal, *(plan.tokens_per_second for plan in plans)))
     points = [
         {
-            "x": x.at(plan.gpus),
-            "y": y.at(plan.tokens_per_second),
+            "x": x.place(plan.gpus),
+            "y": y.place(plan.tokens_per_second),
             "text": f"{plan.gpus:,} GPUs: {count(plan.tokens_per_second)} tokens/s, {name_of(plan)}",
             "gpus": f"{plan.gpus:,}",
             "tokens": count(plan.tokens_per_second),
@@ -197,5 +197,5 @@ def _scaling(plans: Sequence[PlannedRun]) -> dict[str, Any] | None:
         }
         for plan, best in zip(plans, ideal, strict=True)
     ]
-    line = [(x.at(plan.gpus), y.at(best)) for plan, best in zip(plans, ideal, strict=True)]
+    line = [(x.place(plan.gpus), y.place(best)) for plan, best in zip(plans, ideal, strict=True)]
     return {"points": points, "ideal": line, "across": x.ticks(lambda value: f"{value:,.0f}"), "up": y.ticks(count)}

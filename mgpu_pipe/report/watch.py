@@ -47,7 +47,9 @@ class RunsPage:
         return digest([(run.root, is_held(run.lock), stamps(_files_of_report(run))) for run in self._runs])
 
     def text(self, tag: str) -> str:
-        return render([load_run(run) for run in self._runs], [f"./{at}" for at in range(1, len(self._runs) + 1)], tag)
+        return render(
+            [load_run(run) for run in self._runs], [f"./{number}" for number in range(1, len(self._runs) + 1)], tag
+        )
 
 
 def pages_of(runs: list[RunPaths]) -> Callable[[str], Served | None]:

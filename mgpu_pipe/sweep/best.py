@@ -73,15 +73,15 @@ def _explained(bins: Sequence[object], values: Sequence[float]) -> float:
 
 def _ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 1; equal values share their mean rank."""
-    order = sorted(range(len(values)), key=lambda at: values[at])
+    order = sorted(range(len(values)), key=lambda index: values[index])
     ranks = [0.0] * len(values)
     start = 0
     while start < len(order):
         end = start
         while end < len(order) and values[order[end]] == values[order[start]]:
             end += 1
-        for at in order[start:end]:
-            ranks[at] = (start + 1 + end) / 2
+        for index in order[start:end]:
+            ranks[index] = (start + 1 + end) / 2
         start = end
     return ranks
 
@@ -144,17 +144,17 @@ def ranked(points: Sequence[Point], metric: str, minimize: bool) -> list[Trial]:
     sign = 1.0 if minimize else -1.0
     noise = 0.0 if math.isnan(spread) else spread
 
-    def worst_end(at: int) -> tuple[float, int]:
-        return sign * _mean(values[at]) + noise / math.sqrt(len(values[at])), whole[at][0].number
+    def worst_end(index: int) -> tuple[float, int]:
+        return sign * _mean(values[index]) + noise / math.sqrt(len(values[index])), whole[index][0].number
 
     order = sorted(range(len(whole)), key=worst_end)
     trials = []
-    for place, at in enumerate(order):
+    for place, index in enumerate(order):
         best = values[order[0]]
-        apart = sign * (_mean(values[at]) - _mean(best))
-        margin = t * noise * math.sqrt(1 / len(values[at]) + 1 / len(best))
-        error = t * spread / math.sqrt(len(values[at]))
-        trials.append(Trial(tuple(whole[at]), _mean(values[at]), error, place > 0 and apart < margin))
+        apart = sign * (_mean(values[index]) - _mean(best))
+        margin = t * noise * math.sqrt(1 / len(values[index]) + 1 / len(best))
+        error = t * spread / math.sqrt(len(values[index]))
+        trials.append(Trial(tuple(whole[index]), _mean(values[index]), error, place > 0 and apart < margin))
     return trials
 
 

@@ -70,7 +70,7 @@ def _more_seeds(store: Store, words: Sequence[str]) -> None:
     if spec["rungs"] or (spec["seeds"] == 1 and any("seed" in point.settings for point in points)):
         why = "sweep.pruner ranks single runs" if spec["rungs"] else "the sweep's points differ in their seeds"
         raise BadInputError(f"{words[0]}: cannot be added here: {why}")
-    wanted = [spec["seed"] + at for at in range(int(number))]
+    wanted = [spec["seed"] + offset for offset in range(int(number))]
     by_trial: dict[int, list[Point]] = {}
     for point in points:
         by_trial.setdefault(point.trial, []).append(point)

@@ -69,7 +69,7 @@ def sweep_page(store: Store, runs: Sequence[Point], links: Sequence[str], watche
     charts = _charts(runs, metrics, shades)
     axes = [axis(key, column) for key, column in settings.items()]
     axes += [axis(metric, column) for metric, column in values.items()]
-    at = {key: number for number, key in enumerate([*settings, *metrics])}
+    positions = {key: number for number, key in enumerate([*settings, *metrics])}
     statuses = Counter(point.status for point in runs)
     resumable = [status for status in (RUNNING, *RESUMABLE) if statuses[status]]
     return document(
@@ -81,10 +81,10 @@ def sweep_page(store: Store, runs: Sequence[Point], links: Sequence[str], watche
         subtitle=_subtitle(store, len(runs), statuses),
         best=_best(store, runs),
         front=_front(store, front, metrics),
-        tradeoff=[at[metric] for metric in metrics] if len(metrics) == 2 else None,
+        tradeoff=[positions[metric] for metric in metrics] if len(metrics) == 2 else None,
         table=_table(runs, metrics, minimize, settings, links),
         across=len(axes),
-        against=[{"key": key, "x": at[key], "y": at[metrics[0]]} for key in settings],
+        against=[{"key": key, "x": positions[key], "y": positions[metrics[0]]} for key in settings],
         importances=_importances(runs, metrics[0], settings),
         metric=metrics[0],
         charts=charts,
@@ -145,7 +145,7 @@ def axis(name: str, column: Sequence[str | float]) -> dict[str, Any]:
     known = [_as_number(value) for value in column if value not in ("", None)]
     if any(value is None for value in known):
         words = sorted({str(value) for value in column if value != ""})
-        place = {word: (at + 0.5) / len(words) for at, word in enumerate(words)}
+        place = {word: (index + 0.5) / len(words) for index, word in enumerate(words)}
         return {"name": name, "ticks": list(place.items()), "places": [place.get(str(value)) for value in column]}
     numbers_or_none = [_as_number(value) for value in column]
     finite = sorted({value for value in numbers_or_none if value is not None and math.isfinite(value)})
@@ -165,7 +165,7 @@ def axis(name: str, column: Sequence[str | float]) -> dict[str, Any]:
     tick_values = finite
     places = [place_of(value) or 0.0 for value in finite]
     if len(finite) > TICKS + 1 or any(right - left < 0.1 for left, right in pairwise(places)):
-        shares = [at / (TICKS - 1) for at in range(TICKS)]
+        shares = [tick / (TICKS - 1) for tick in range(TICKS)]
         tick_values = [low * (high / low) ** share if log else low + (high - low) * share for share in shares]
         decades = (
             [10.0**power for power in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
@@ -202,11 +202,13 @@ def _shades(
 ) -> list[float | None]:
     """Shade of each run: 1 for the best (with two metrics, the front), 0 for the worst, None if unmeasured."""
     measured = sorted(
-        (at for at, value in enumerate(column) if math.isfinite(value)), key=lambda at: column[at], reverse=minimize
+        (index for index, value in enumerate(column) if math.isfinite(value)),
+        key=lambda index: column[index],
+        reverse=minimize,
     )
     shades: list[float | None] = [None] * len(column)
-    for place, at in enumerate(measured):
-        shades[at] = round(place / max(1, len(measured) - 1), 3)
+    for place, index in enumerate(measured):
+        shades[index] = round(place / max(1, len(measured) - 1), 3)
     if front:
         shades = [
             None if shade is None else 1.0 if point in front else OTHERS
@@ -219,17 +221,19 @@ def _charts(runs: Sequence[Point], metrics: Sequence[str], shades: Sequence[floa
     """A chart of all runs for each metric and the training loss; the best run is drawn last."""
     columns = list(dict.fromkeys([*metrics, "train/loss"]))
     most = max(20, min(MAX_CURVE_POINTS, CURVE_POINTS // (len(columns) * max(1, len(runs)))))
-    order = sorted(range(len(runs)), key=lambda at: shades[at] if shades[at] is not None else -1)  # type: ignore[arg-type,return-value]
+    order = sorted(range(len(runs)), key=lambda index: shades[index] if shades[index] is not None else -1)  # type: ignore[arg-type,return-value]
     curves: dict[str, list[Curve]] = {column: [] for column in columns}
     even: dict[str, list[list[float]]] = {column: [] for column in columns}
-    for at in order:
-        point = runs[at]
+    for index in order:
+        point = runs[index]
         read = read_columns(RunPaths(Path(point.folder)).metrics, columns) if point.folder else {}
         for column, series in read.items():
             measured = points([step for step, _ in series], [value for _, value in series])
             if measured:
                 indices = [*range(0, len(measured) - 1, math.ceil(len(measured) / most)), len(measured) - 1]
-                curves[column].append(Curve(f"run {point.number}", [measured[index] for index in indices], at, run=at))
+                curves[column].append(
+                    Curve(f"run {point.number}", [measured[row] for row in indices], index, run=index)
+                )
                 even[column].append(_even(measured, indices))
     measured_columns = [column for column in columns if curves[column]]
     charts = []
@@ -248,9 +252,9 @@ def _even(series: Points, indices: Sequence[int]) -> list[float]:
     sums = [0.0, *accumulate(value for _, value in series)]
     reach = len(series) // 50
     means = []
-    for at in indices:
-        side = min(reach, at)  # symmetric, because a loss is steep at its ends
-        first, end = at - side, min(len(series), at + side + 1)
+    for index in indices:
+        side = min(reach, index)  # symmetric, because a loss is steep at its ends
+        first, end = index - side, min(len(series), index + side + 1)
         means.append(float(f"{(sums[end] - sums[first]) / (end - first):.6g}"))
     return means
 
@@ -270,18 +274,21 @@ def _table(
         if len(known := [value for point in runs if math.isfinite(value := point.metric(metric))]) > 1
     }
     rows = []
-    for at, point in enumerate(runs):
-        row = [_cell(str(point.number), point.number, "n", links[at]), _cell(point.status, point.status, point.status)]
+    for index, point in enumerate(runs):
+        row = [
+            _cell(str(point.number), point.number, "n", links[index]),
+            _cell(point.status, point.status, point.status),
+        ]
         for metric in metrics:
             value = point.metric(metric)
             style = "n best" if value == best.get(metric) else "n"
             row.append(_cell(numbers.figure(value, 5), value if math.isfinite(value) else "", style))
         for column in settings.values():
-            number = _as_number(column[at])
+            number = _as_number(column[index])
             row.append(
                 _cell(
-                    column[at] or numbers.MISSING,
-                    column[at] if number is None else number,
+                    column[index] or numbers.MISSING,
+                    column[index] if number is None else number,
                     "n" if number is not None else "long",
                 )
             )
@@ -329,6 +336,6 @@ def _front(store: Store, front: Sequence[Point], metrics: Sequence[str]) -> list
 
 
 def _importances(runs: Sequence[Point], metric: str, settings: dict[str, list[str]]) -> list[Importance]:
-    whole = [at for at, point in enumerate(runs) if math.isfinite(point.metric(metric))]
-    column = [runs[at].metric(metric) for at in whole]
-    return importances({key: [values[at] for at in whole] for key, values in settings.items()}, column)
+    whole = [index for index, point in enumerate(runs) if math.isfinite(point.metric(metric))]
+    column = [runs[index].metric(metric) for index in whole]
+    return importances({key: [values[index] for index in whole] for key, values in settings.items()}, column)

@@ -61,12 +61,12 @@ def work_together(store: Store, chosen: Collection[int] = ()) -> None:
     before = taken_over(forward_stop)
     try:
         with ExitStack() as logs:
-            for at in range(count):
-                log = logs.enter_context(open(store.folder / f"worker-{at + 1}.log", "ab"))
+            for index in range(count):
+                log = logs.enter_context(open(store.folder / f"worker-{index + 1}.log", "ab"))
                 environment = {**os.environ, WORKER: " ".join(map(str, sorted(chosen)))}
                 if gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[at::count] or [gpus[at % len(gpus)]])
-                share = cores[at::count] or [cores[at % len(cores)]]
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index::count] or [gpus[index % len(gpus)]])
+                share = cores[index::count] or [cores[index % len(cores)]]
                 command = bound(python_module("mgpu_pipe", "sweeps", "resume", str(store.folder)))
                 child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
                 os.sched_setaffinity(child.pid, share)
@@ -79,9 +79,9 @@ def work_together(store: Store, chosen: Collection[int] = ()) -> None:
             with suppress(subprocess.TimeoutExpired):
                 next(child for child in children if child.returncode is None).wait(POLL_S)
         _print_changes(store, printed)
-        for at, child in enumerate(children, 1):
+        for worker, child in enumerate(children, 1):
             if not stopped and child.returncode not in (EXIT_OK, EXIT_STOPPED):
-                ending = f"{child.returncode}; see {store.folder / f'worker-{at}.log'}"
+                ending = f"{child.returncode}; see {store.folder / f'worker-{worker}.log'}"
                 print_line(f"error: a process of the sweep ended by {ending}", file=sys.stderr)
     finally:
         for number, handler in before.items():

@@ -158,7 +158,7 @@ def take_next(store: Store, tried: Collection[int], numbers: Collection[int] = (
 
 def with_seeds(overrides: Sequence[str], seed: int, seeds: int) -> list[list[str]]:
     """Overrides of a trial's runs, one for each seed."""
-    return [[*overrides, f"seed={seed + at}"] for at in range(seeds)] if seeds > 1 else [list(overrides)]
+    return [[*overrides, f"seed={seed + offset}"] for offset in range(seeds)] if seeds > 1 else [list(overrides)]
 
 
 def so_far(store: Store, points: Sequence[Point]) -> list[Tried]:
@@ -301,7 +301,7 @@ def read_points(path: Path) -> list[list[str]]:
     except (OSError, UnicodeDecodeError, ValueError, csv.Error) as error:
         raise ConfigError("sweep.points", path, "give a csv file whose first row names keys", str(error)) from error
     header = [key.strip() for key in header]
-    if twice := [key for at, key in enumerate(header) if key in header[:at]]:
+    if twice := [key for column, key in enumerate(header) if key in header[:column]]:
         raise ConfigError("sweep.points", path, "give it one column", f"{twice[0]} heads two")
     if not rows:
         raise ConfigError("sweep.points", path, "add a row for each point", "it has no point")

@@ -46,8 +46,8 @@ def promoted(reached: Mapping[int, Mapping[int, float]], rungs: Sequence[int], m
     """
     sign = 1.0 if minimize else -1.0
     promotions: list[int] = []
-    for at in reversed(range(len(rungs) - 1)):
-        rung, later = rungs[at], rungs[at + 1 :]
+    for index in reversed(range(len(rungs) - 1)):
+        rung, later = rungs[index], rungs[index + 1 :]
         here = {number: sign * values[rung] for number, values in reached.items() if rung in values}
         best_first = sorted(here, key=lambda number: (here[number], number))
         if rule == "asha":

@@ -209,7 +209,7 @@ def errors_by_point(
     points = [list(overrides) for runs in trials for overrides in runs]
     parsed = parsed_again(flags, fixed)
     composed = hydra_cli.compose_each(parsed, points)
-    return {at: errors for at, composition in enumerate(composed) if (errors := errors_of(composition))}
+    return {index: errors for index, composition in enumerate(composed) if (errors := errors_of(composition))}
 
 
 def _without_repeats(errors: Mapping[int, list[BadInputError]]) -> ConfigErrors:
@@ -219,8 +219,8 @@ def _without_repeats(errors: Mapping[int, list[BadInputError]]) -> ConfigErrors:
 
 def refuse(store: Store, points: Sequence[Point], refused: dict[int, list[BadInputError]]) -> None:
     """Record and print the points that cannot run."""
-    for at, errors in refused.items():
-        point, reason = points[at], "; ".join(one_line(error) for error in errors)
+    for index, errors in refused.items():
+        point, reason = points[index], "; ".join(one_line(error) for error in errors)
         overrides = " ".join(point.overrides)
         print_line(f"error: point {point.number} ({one_line(overrides)}) cannot run: {reason}", file=sys.stderr)
         store.change(point, status=FAILED, reason=reason, exit_code=EXIT_BAD_INPUT)

@@ -134,7 +134,9 @@ class Store:
             new_points: list[Point] = []
             for runs in wanted:
                 start = first + len(new_points)
-                new_points += [Point(start + at, tuple(overrides), trial or start) for at, overrides in enumerate(runs)]
+                new_points += [
+                    Point(start + offset, tuple(overrides), trial or start) for offset, overrides in enumerate(runs)
+                ]
             if folders:
                 new_points = [replace(point, folder=folder) for point, folder in zip(new_points, folders, strict=True)]
             with writing(self.folder):

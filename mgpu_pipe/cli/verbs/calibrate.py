@@ -57,10 +57,10 @@ def _split_file(words: list[str]) -> tuple[Path, list[str]]:
         ConfigError: no YAML file, or a folder that is not there or cannot be written.
     """
     rest, name = list(words), USUAL
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if word == OUT or word.startswith(f"{OUT}="):
-            name = word.partition("=")[2] if "=" in word else next(iter(words[at + 1 :]), "")
-            rest = [*words[:at], *words[at + (1 if "=" in word else 2) :]]
+            name = word.partition("=")[2] if "=" in word else next(iter(words[index + 1 :]), "")
+            rest = [*words[:index], *words[index + (1 if "=" in word else 2) :]]
     file = expand_home(name)
     if file.suffix not in (".yaml", ".yml"):
         raise ConfigError(OUT, name, f"name it like {USUAL}", "a profile is a YAML file")

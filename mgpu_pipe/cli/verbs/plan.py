@@ -82,16 +82,16 @@ def _without_file(words: list[str]) -> tuple[list[str], str | None]:
     Raises:
         BadInputError: no file is named, or an override.
     """
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == HTML:
-            rest = words[at + 1 :] if equals else words[at + 2 :]
-            file = value if equals else "".join(words[at + 1 : at + 2])
+            rest = words[index + 1 :] if equals else words[index + 2 :]
+            file = value if equals else "".join(words[index + 1 : index + 2])
             if not file or (not equals and file.startswith("-")):
                 raise BadInputError(f"{HTML}: no file; write {HTML} plan.html")
             if "=" in file and not file.endswith(".html"):
                 raise BadInputError(f"{HTML} {file}: is an override, no file; write {HTML} plan.html {file}")
-            return [*words[:at], *rest], file
+            return [*words[:index], *rest], file
     return words, None
 
 

@@ -250,10 +250,10 @@ def composition_errors() -> Iterator[None]:
 
 def _is_of_omegaconf(error: BaseException) -> bool:
     """Whether OmegaConf raised ``error``; it has no error type for a null node."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    return at is not None and str(at.tb_frame.f_globals.get("__name__")).startswith("omegaconf.")
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith("omegaconf.")
 
 
 def one_line(error: BaseException) -> str:

@@ -73,19 +73,19 @@ def torn_override(words: Sequence[str], known: Callable[[str], bool]) -> BadInpu
         known: whether a word is a group or a key: ``trainer.devices 2`` is an override, ``nosuch 2`` is not. Called
             only for words that are no ``KEY=VALUE``, because it reads the keys of all objectives.
     """
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if WHOLE.match(word):
             continue
-        rest = words[at + 1] if at + 1 < len(words) else ""
+        rest = words[index + 1] if index + 1 < len(words) else ""
         key = word.rstrip(":=").lstrip("+")
         if not word.strip("+~ "):
             return BadInputError(f"'{word}': is not an override; leave it out, or write KEY=VALUE")
         if word == "=":
-            key, value = (words[at - 1] if at else "KEY"), rest or "VALUE"
+            key, value = (words[index - 1] if index else "KEY"), rest or "VALUE"
         elif word != key and not rest and known(key):
             continue  # no value: reported when values are read
         elif rest and (rest.startswith("=") or _is_value(rest)) and known(key):
-            value = rest.lstrip("=") or (words[at + 2] if at + 2 < len(words) else "VALUE")
+            value = rest.lstrip("=") or (words[index + 2] if index + 2 < len(words) else "VALUE")
         elif "=" not in word and (colon := word.partition(":"))[1] and known(colon[0].lstrip("+")):
             key, value = colon[0], colon[2]
         else:

@@ -150,9 +150,9 @@ def _nearest(
         scores[rows[here], columns[here] - offset] = -torch.inf
         if limit is not None:
             scores.masked_fill_(scores > limit, -torch.inf)
-        best_scores, at = torch.cat([best_scores, scores], 1).topk(min(most, best.shape[1] + len(part)))
+        best_scores, indices = torch.cat([best_scores, scores], 1).topk(min(most, best.shape[1] + len(part)))
         places = torch.arange(offset, offset + len(part), device=best.device).expand(len(queries), -1)
-        best = torch.cat([best, places], 1).gather(1, at)
+        best = torch.cat([best, places], 1).gather(1, indices)
     return best_scores.tolist(), best.tolist()
 
 

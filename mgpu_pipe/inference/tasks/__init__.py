@@ -52,7 +52,7 @@ def rows_of(task: EvalTask, name: str, config: RunConfig) -> Sequence[Any]:
     if not rows:
         raise DataError(f"{key}: there is nothing in it to measure; give files with rows")
     taken = evaluated_samples(len(rows), min(len(rows), task.max_samples or len(rows)))
-    return [rows[at] for at in taken.tolist()]
+    return [rows[index] for index in taken.tolist()]
 
 
 def measure(rows: Sequence[Any], task: EvalTask, judge: Judge) -> TaskResult:

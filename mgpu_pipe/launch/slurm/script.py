@@ -71,7 +71,7 @@ def seconds(text: str) -> float:
     parts = clock.split(":")
     if not all(part.isdigit() for part in [*parts, *([days] if dash else [])]):
         return math.nan
-    return 86400.0 * int(days or 0) + sum(int(part) * 60**at for at, part in enumerate(reversed(parts)))
+    return 86400.0 * int(days or 0) + sum(int(part) * 60**power for power, part in enumerate(reversed(parts)))
 
 
 JOB_MODULE, POINT_MODULE = "mgpu_pipe.launch.slurm.slurm_job", "mgpu_pipe.sweep.slurm_point"

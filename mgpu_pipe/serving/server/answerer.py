@@ -89,7 +89,7 @@ class PieceStreamer:
             return
         self._ids += ids
         text = self._text()
-        cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+        cut = min((start for stop in self._stops if (start := text.find(stop)) >= 0), default=None)
         if cut is not None:
             self._piece(text[:cut], "stop")
             raise AnswerEnded

@@ -48,11 +48,11 @@ def follow_defaults(check: Callable[[list[str]], None]) -> None:
 
     @functools.wraps(follow)
     def checked(repo: Any, root: Any, *args: Any, **options: Any) -> Any:
-        chain, at = [], root
-        while at is not None:
-            if not at.node.is_virtual() and at.node.get_name() is not None:
-                chain.append(str(at.node.get_config_path()))
-            at = at.parent
+        chain, tree_node = [], root
+        while tree_node is not None:
+            if not tree_node.node.is_virtual() and tree_node.node.get_name() is not None:
+                chain.append(str(tree_node.node.get_config_path()))
+            tree_node = tree_node.parent
         if len(chain) > 1 and not root.node.is_deleted():
             check(chain[::-1])
         return follow(repo, root, *args, **options)
