@@ -12,6 +12,7 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.find_model import find_model
 from mgpu_pipe.inference.generation import input_device
 from mgpu_pipe.inference.open import LoadedRun, load_run
+from mgpu_pipe.system.compat.transformers_private import is_stateful
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ def open_draft(folder: Path, run: LoadedRun) -> PreTrainedModel:
         is_text = model.can_generate() and not model.config.is_encoder_decoder and model.main_input_name == "input_ids"
         if not is_text or getattr(model.config, "image_token_id", None) is not None:
             raise BadInputError(f"--draft={folder}: {place} is a {name}; drafts are for causal language models alone")
-        if model._is_stateful:
+        if is_stateful(model):
             raise BadInputError(f"--draft={folder}: the state of a {name} takes no token back; leave --draft out")
     sizes = [int(model.config.get_text_config().vocab_size) for model in (draft.model, run.model)]
     if sizes[0] != sizes[1] or draft.tokenizer().get_vocab() != run.tokenizer().get_vocab():

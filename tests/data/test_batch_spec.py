@@ -15,7 +15,8 @@ from mgpu_pipe.objectives.packed_text import packed_text
 NAMES = re.compile(r"\b(input_ids|labels|position_ids)\b")
 KNOWING = (
     *("data/audio", "data/images", "data/text", "objectives", "inference"),
-    *("models/weights/pretrained.py", "report/", "data/source", "data/kinds.py", "data/majority.py"),
+    *("models/weights/pretrained.py", "report/", "data/sources", "data/data_source.py", "data/kinds.py"),
+    "data/majority.py",
     "training/profiling/measure_hardware.py",
 )
 """The others have a tensor of old folders, the labels of charts and the classes of a source by the same names."""

@@ -73,6 +73,7 @@ def _replace_buffers(by_chunk: Mapping[int, Sequence[Any]]) -> None:
         for info in infos:
             buffer = getattr(info, "buffer", None)
             if buffer is not None:
+                info.no_elements = buffer.new_empty(0)
                 info.allocate = partial(
                     torch.empty,
                     buffer.shape,
@@ -93,7 +94,7 @@ def _free(infos: Sequence[Any]) -> None:
     """Put an empty tensor in a buffer's place: torch before 2.12 clears its gradient after a step."""
     for info in infos:
         if hasattr(info, "allocate"):
-            info.buffer = info.buffer.new_empty(0)
+            info.buffer = info.no_elements
 
 
 def insert_communication(schedule: PipelineScheduleMulti) -> None:

@@ -10,6 +10,7 @@ PRIVATE = (
     "transformers:PreTrainedModel._can_set_attn_implementation",
     "transformers:PreTrainedModel._supports_flash_attn",
     "transformers:PreTrainedModel._can_record_outputs",
+    "transformers:PreTrainedModel._is_stateful",
     "transformers:PreTrainedModel._keys_to_ignore_on_save",
     "transformers:PreTrainedModel._adjust_missing_and_unexpected_keys",
     "transformers.models.wav2vec2.modeling_wav2vec2:Wav2Vec2Model._mask_hidden_states",
@@ -68,3 +69,8 @@ def hide_by(model: Any, hide: Any) -> None:
 def hide_nothing(model: Any) -> None:
     """Disable the masking of a spectrogram encoder."""
     model.base_model._mask_input_features = lambda features, attention_mask=None: features
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether the cache of a ``PreTrainedModel`` is a state from which no token can be taken back."""
+    return bool(model._is_stateful)
