@@ -124,16 +124,18 @@ class ParallelDims:
 
     def data_parallel_rank(self, rank: int) -> int:
         """Index of the share of every step's samples that ``rank`` takes."""
-        at = self.coordinates(rank)
-        return at["dp_replicate"] * self.dp_shard + at["dp_shard"]
+        coordinates = self.coordinates(rank)
+        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
     def randomness_rank(self, rank: int) -> int:
         """Number of the rank among those whose dropout differs; tensor-parallel ranks share activations and the number.
 
         Within data parallelism it is the data-parallel rank, whatever the other sizes.
         """
-        at = self.coordinates(rank)
-        return self.data_parallel_rank(rank) + self.data_parallel_size * (at["cp"] + self.cp * at["pp"])
+        coordinates = self.coordinates(rank)
+        return self.data_parallel_rank(rank) + self.data_parallel_size * (
+            coordinates["cp"] + self.cp * coordinates["pp"]
+        )
 
     def own_randomness_rank(self, rank: int) -> int:
         """Number of the rank for activations that tensor-parallel ranks split; follows :meth:`randomness_rank`'s."""
@@ -170,7 +172,7 @@ class Meshes:
 
     def group(self, axis: str) -> ProcessGroup:
         """The ranks that differ from this one along ``axis`` alone."""
-        spread = tuple(at for at in SPREAD[axis] if self._sizes[at] > 1)
+        spread = tuple(dim for dim in SPREAD[axis] if self._sizes[dim] > 1)
         if spread not in self._groups:
             self._groups[spread] = self._create(spread, axis)
         return self._groups[spread]
@@ -183,7 +185,7 @@ class Meshes:
         groups = [self.group(axis) for axis in axes]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=axes)
-        spread = tuple(at for axis in axes for at in SPREAD[axis])
+        spread = tuple(dim for axis in axes for dim in SPREAD[axis])
         (ranks,) = [ranks for ranks in self._ranks(spread) if dist.get_rank() in ranks]
         shape = tuple(group.size() for group in groups)
         return DeviceMesh.from_group(groups, self._device_type, ranks.reshape(shape), mesh_dim_names=axes)
@@ -202,9 +204,9 @@ class Meshes:
         """(groups, ranks of each): those that differ in the sizes at ``spread`` alone."""
         import torch
 
-        fixed = [at for at in range(len(self._sizes)) if at not in spread]
+        fixed = [dim for dim in range(len(self._sizes)) if dim not in spread]
         ranks = torch.arange(prod(self._sizes)).reshape(self._sizes).permute(*fixed, *spread)
-        return ranks.reshape(-1, prod(self._sizes[at] for at in spread))
+        return ranks.reshape(-1, prod(self._sizes[dim] for dim in spread))
 
     def _create(self, spread: tuple[int, ...], name: str) -> ProcessGroup:
         import torch.distributed as dist

@@ -155,15 +155,15 @@ class Parts:
     def text(self, place: str, down: int, across: int) -> str:
         """Text of a picture of ``down`` by ``across`` parts, with the token ``place`` for each vector."""
         each = place * self.tokens
-        rows = ["".join(f"{AROUND}{part(row, at)}{each}" for at in range(across)) + "\n" for row in range(down)]
+        rows = ["".join(f"{AROUND}{part(row, column)}{each}" for column in range(across)) + "\n" for row in range(down)]
         before = "".join(rows) + "\n" if down * across > 1 else ""
         return f"{before}{AROUND}{WHOLE}{each}{AROUND}"
 
 
-def part(row: int, at: int) -> str:
+def part(row: int, column: int) -> str:
     """Token before those of a part."""
-    return f"<row_{row + 1}_col_{at + 1}>"
+    return f"<row_{row + 1}_col_{column + 1}>"
 
 
-PLACED = (AROUND, WHOLE, *(part(row, at) for row in range(ACROSS) for at in range(ACROSS)))
+PLACED = (AROUND, WHOLE, *(part(row, column) for row in range(ACROSS) for column in range(ACROSS)))
 """Other picture tokens in a tokenizer of such a model."""

@@ -53,10 +53,10 @@ class LeftOut:
         """
         if state.get(KEY) is None:
             return None
-        at = f"{where}: state.json: {KEY}"
-        fields = as_object(state[KEY], at, ("folder", "digest", "names"))
-        names = tuple(as_text(name, at) for name in as_list(fields["names"], at))
-        return cls(as_text(fields["folder"], at), as_text(fields["digest"], at), names)
+        location = f"{where}: state.json: {KEY}"
+        fields = as_object(state[KEY], location, ("folder", "digest", "names"))
+        names = tuple(as_text(name, location) for name in as_list(fields["names"], location))
+        return cls(as_text(fields["folder"], location), as_text(fields["digest"], location), names)
 
     def as_state(self) -> dict[str, Any]:
         return {KEY: asdict(self)}

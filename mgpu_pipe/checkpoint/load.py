@@ -182,12 +182,12 @@ def _fill(file: TensorFile, start: int, part: _Part, dtype: str) -> None:
     in_shard = _relative(part.tensor_slice, part.shard.tensor_slice)
     target = part.shard.tensor.detach()
     for offsets, shape in blocks(part.tensor_slice.shape, ITEM_BYTES[dtype]):
-        at = tuple(a + b for a, b in zip(in_source, offsets, strict=True))
-        to = tuple(a + b for a, b in zip(in_shard, offsets, strict=True))
-        place = select(target, to, shape)
+        source_offsets = tuple(a + b for a, b in zip(in_source, offsets, strict=True))
+        shard_offsets = tuple(a + b for a, b in zip(in_shard, offsets, strict=True))
+        place = select(target, shard_offsets, shape)
         as_stored = place.device.type == "cpu" and place.is_contiguous() and place.dtype == DTYPES[dtype]
         block = place if as_stored else torch.empty(shape, dtype=DTYPES[dtype])
-        _read_block(file, start, part.source.shape, at, block)
+        _read_block(file, start, part.source.shape, source_offsets, block)
         if block is not place:
             place.copy_(block)
 

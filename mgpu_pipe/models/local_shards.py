@@ -104,16 +104,16 @@ def fragments(tensor: torch.Tensor, layout: Layout | None) -> Iterator[Fragment]
         yield Fragment((0,) * len(shape), offsets, shape)
         return
     dim, begin = layout.dim, offsets[layout.dim]
-    end, at = begin + shape[dim], 0
+    end, local_start = begin + shape[dim], 0
     for start, stop in layout.ranges:
-        low, high = max(begin, at), min(end, at + stop - start)
+        low, high = max(begin, local_start), min(end, local_start + stop - start)
         if low < high:
             yield Fragment(
                 tuple(low - begin if d == dim else 0 for d in range(len(shape))),
-                tuple(start + low - at if d == dim else offsets[d] for d in range(len(shape))),
+                tuple(start + low - local_start if d == dim else offsets[d] for d in range(len(shape))),
                 tuple(high - low if d == dim else shape[d] for d in range(len(shape))),
             )
-        at += stop - start
+        local_start += stop - start
 
 
 @dataclass(frozen=True)

@@ -181,9 +181,9 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
                 (torch.isin(seen * len(classes) + nearest_captions, right_pairs), share),
                 (torch.isin(nearest_pictures * len(classes) + caption_class, right_pairs), torch.ones_like(share)),
             )
-            for at, rank in enumerate(RANKS):
+            for index, rank in enumerate(RANKS):
                 for number, (is_right, weight) in enumerate(right):
-                    sums[3 + number * len(RANKS) + at] += (is_right[:, :rank].any(1) * weight).sum()
+                    sums[3 + number * len(RANKS) + index] += (is_right[:, :rank].any(1) * weight).sum()
         return world.sum_over_samples(sums)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:

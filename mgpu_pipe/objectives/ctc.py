@@ -200,9 +200,9 @@ class CTCObjective(Objective):
 
             def hide(states: torch.Tensor, *_: Any, row: int = row, **__: Any) -> torch.Tensor:
                 for name, dim in (("hidden_frames", 1), ("hidden_features", 2)):
-                    for at in batch[name][row].nonzero().flatten().tolist() if name in batch else ():
+                    for index in batch[name][row].nonzero().flatten().tolist() if name in batch else ():
                         states = states.clone()
-                        states.select(dim, at)[:] = base.masked_spec_embed if dim == 1 else 0
+                        states.select(dim, index)[:] = base.masked_spec_embed if dim == 1 else 0
                 return states
 
             hide_by(model, hide)

@@ -71,12 +71,12 @@ class GlobalBatchObjective(Objective):
             ring_losses = self.losses_by_ring(mine, world) if training and world.ring > 1 else None
             losses, gradients = ring_losses or self._losses_of_all(mine, world, training)
         self._shares = []
-        at = 0
+        start = 0
         for number, (features, state) in enumerate(zip(encoded, states, strict=True)):
             size = len(next(iter(features.values()))) if number < num_valid else 0
-            part = {name: gradient[at : at + size] for name, gradient in gradients.items()}
-            self._shares.append((part, losses[at : at + size].sum(), state))
-            at += size
+            part = {name: gradient[start : start + size] for name, gradient in gradients.items()}
+            self._shares.append((part, losses[start : start + size].sum(), state))
+            start += size
 
     def _losses_of_all(self, mine: Features, world: SampleGroup, training: bool) -> tuple[torch.Tensor, Features]:
         """Losses of this process's samples and gradients of their features. Gathers all features."""

@@ -138,7 +138,7 @@ class ImageClassificationObjective(PictureObjective):
         """``confusion``: for each class, how many of its pictures were classified as each class."""
         classes = self._confusion_classes
         counts = [int(count) for count in sums[3:-1]]
-        return {"confusion": [counts[at * classes : (at + 1) * classes] for at in range(classes)]} if classes else {}
+        return {"confusion": [counts[row * classes : (row + 1) * classes] for row in range(classes)]} if classes else {}
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
@@ -171,12 +171,12 @@ class ImageClassificationObjective(PictureObjective):
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One sample at a time."""
         losses = []
-        for at, (picture, label) in enumerate(zip(batch["pixel_values"], batch["labels"].tolist(), strict=True)):
+        for row, (picture, label) in enumerate(zip(batch["pixel_values"], batch["labels"].tolist(), strict=True)):
             if label != IGNORE_INDEX:
                 shares = forward(pixel_values=picture[None]).logits[0].float().log_softmax(-1)
                 right = shares[label]
                 if self._mixed:
-                    right = right.lerp(shares[batch["other_labels"][at]], 1 - batch["shares"][at])
+                    right = right.lerp(shares[batch["other_labels"][row]], 1 - batch["shares"][row])
                 losses.append((self._smoothing - 1) * right - self._smoothing * shares.mean())
         return Reference(torch.stack(losses).sum())
 

@@ -78,7 +78,7 @@ class MaskedSamples(ChangedSamples):
     seed: int
 
     def _tokens(self, indices: NDArray[np.int64]) -> list[int]:
-        samples = (indices[at : at + 1] for at in range(len(indices)))
+        samples = (indices[start : start + 1] for start in range(len(indices)))
         return [self.positions(sample) - self.padding(sample) for sample in samples]
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:

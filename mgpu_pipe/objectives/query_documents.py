@@ -44,8 +44,8 @@ class QueryDocuments(ChangedSamples):
         start, length, _ = self._texts.ranges(indices)
         there = length[:, 1:] > 0
         rows = {
-            (row, at): self._row(start[row, [0, at + 1]], length[row, [0, at + 1]])
-            for row, at in np.argwhere(there).tolist()
+            (row, document): self._row(start[row, [0, document + 1]], length[row, [0, document + 1]])
+            for row, document in np.argwhere(there).tolist()
         }
         shape = (*there.shape, max(len(ids) for ids, _ in rows.values()))
         ids, kinds = np.full(shape, self._texts.prepared.padding_token_id, np.int64), np.zeros(shape, np.int64)

@@ -146,13 +146,13 @@ class RerankerObjective(Objective):
                 if end
             ]
             positive, *negatives = scores
-            for at in terms.nonzero().flatten().tolist():
+            for term in terms.nonzero().flatten().tolist():
                 if self._loss == "listwise":
                     losses.append(torch.stack([(score - positive).exp() for score in scores]).sum().log())
                 elif self._loss == "margin":
-                    losses.append((1 + (negatives[at - 1] - positive).exp()).log())
+                    losses.append((1 + (negatives[term - 1] - positive).exp()).log())
                 else:
-                    losses.append((1 + (scores[at] if at else -positive).exp()).log())
+                    losses.append((1 + (scores[term] if term else -positive).exp()).log())
         return Reference(torch.stack(losses).sum())
 
 

@@ -44,8 +44,8 @@ class SeparateConversations(ChangedSamples):
         lengths = np.stack([chosen, pairs.length[indices] - chosen], 1)
         starts = np.stack([np.zeros_like(chosen), chosen], 1)[..., None]
         place = np.arange(lengths.max())
-        at = np.minimum(starts + place, packed.shape[1] - 1)
-        ids = np.take_along_axis(packed[:, None].repeat(2, 1), at, 2)
+        positions = np.minimum(starts + place, packed.shape[1] - 1)
+        ids = np.take_along_axis(packed[:, None].repeat(2, 1), positions, 2)
         arrays = {
             "input_ids": np.where(place < lengths[..., None], ids, pairs.padding_token_id),
             "lengths": lengths,

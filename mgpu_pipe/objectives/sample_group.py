@@ -88,7 +88,7 @@ class ProcessSamples:
         counts = torch.zeros(size, dtype=torch.int64, device=first_rows.device)
         counts[rank] = counted_rows
         ends = self.sum_over_data(counts).cumsum(0).tolist()
-        first, even = ends[rank] - len(first_rows), ends == [ends[0] * (1 + at) for at in range(size)]
+        first, even = ends[rank] - len(first_rows), ends == [ends[0] * (1 + number) for number in range(size)]
         if even and (world := self._separate_samples):
             return {name: all_gather_parts(rows, world).flatten(0, 1) for name, rows in features.items()}, first
         whole = {name: rows.new_zeros(ends[-1], *rows.shape[1:]) for name, rows in features.items()}

@@ -158,9 +158,9 @@ class TextEmbeddingObjective(TextVectorObjective):
             others, queries = [], []
             for other, (other_query, *documents) in enumerate(vectors):
                 same_query = numbers[other][0] == numbers[row][0]
-                for at, document in enumerate(documents, 1):
-                    is_equal = numbers[other][at] == numbers[row][1] or (at == 1 and same_query)
-                    if (other, at) != (row, 1) and not (keys.mask_equal and is_equal):
+                for index, document in enumerate(documents, 1):
+                    is_equal = numbers[other][index] == numbers[row][1] or (index == 1 and same_query)
+                    if (other, index) != (row, 1) and not (keys.mask_equal and is_equal):
                         others.append(keys.scale * (query @ document))
                 if other != row and not (keys.mask_equal and (same_query or numbers[other][1] == numbers[row][1])):
                     queries.append(keys.scale * (other_query @ positive))

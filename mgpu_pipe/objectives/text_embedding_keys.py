@@ -46,12 +46,12 @@ class VectorConfig(ObjectiveConfig):
         return {
             "modules.json": [
                 {
-                    "idx": at,
-                    "name": str(at),
-                    "path": f"{at}_{kind}" if at else "",
+                    "idx": index,
+                    "name": str(index),
+                    "path": f"{index}_{kind}" if index else "",
                     "type": f"sentence_transformers.models.{kind}",
                 }
-                for at, kind in enumerate(kinds)
+                for index, kind in enumerate(kinds)
             ],
             "1_Pooling/config.json": {
                 "word_embedding_dimension": width,

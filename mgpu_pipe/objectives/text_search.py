@@ -63,9 +63,9 @@ def _nearest(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
     at_once, offset = max(MOST_RANK, SCORES_AT_ONCE // len(queries)), 0
     for part in documents.split(at_once):
         scores = torch.cat([best_scores, queries @ part.T], 1)
-        best_scores, at = scores.topk(min(MOST_RANK, scores.shape[1]))
+        best_scores, indices = scores.topk(min(MOST_RANK, scores.shape[1]))
         places = torch.arange(offset, offset + len(part), device=best.device).expand(len(queries), -1)
-        best = torch.cat([best, places], 1).gather(1, at)
+        best = torch.cat([best, places], 1).gather(1, indices)
         offset += len(part)
     return best
 

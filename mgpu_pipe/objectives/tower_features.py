@@ -196,7 +196,7 @@ class LlavaFeatures(TowerFeatures):
         return seen, torch.stack([seen.hidden_states[layer] for layer in self._layers], 1)
 
     def _output_of(self, features: torch.Tensor) -> Any:
-        by_layer = {layer: features[:, at] for at, layer in enumerate(self._layers)}
+        by_layer = {layer: features[:, index] for index, layer in enumerate(self._layers)}
         return BaseModelOutputWithPooling(hidden_states=cast(Any, by_layer))
 
     @property

@@ -166,7 +166,9 @@ class VisionLanguageObjective(PictureObjective):
             axes = batch["position_ids"].unflatten(0, (rows, 2)).transpose(1, 2).flatten(2)
             axes = torch.cat([axes, torch.arange(seq_len - length).expand(rows, axes.shape[1], -1)], 2)
             positions = torch.cat([positions[:, None], axes], 1)
-        collated = self._pictures.collate(ids, [pictures[at] + pictures[at + 1] for at in range(0, len(pictures), 2)])
+        collated = self._pictures.collate(
+            ids, [pictures[row] + pictures[row + 1] for row in range(0, len(pictures), 2)]
+        )
         return {"input_ids": ids, "labels": labels, **collated, "position_ids": positions}
 
     def _conversations(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[Picture]]]:

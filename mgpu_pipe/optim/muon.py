@@ -103,16 +103,14 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        at = 0
         for group in self.param_groups:
             if group["matrices"]:
-                self._update_matrices(group, at)
-                at += len(group["params"])
+                self._update_matrices(group)
             else:
                 self._update_others(group)
         return loss
 
-    def _update_matrices(self, group: dict[str, Any], at: int) -> None:
+    def _update_matrices(self, group: dict[str, Any]) -> None:
         parameters: list[torch.Tensor] = group["params"]
         directions: list[torch.Tensor | None] = []
         for parameter in parameters:

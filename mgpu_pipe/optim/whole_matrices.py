@@ -93,7 +93,10 @@ class WholeMatrices:
             rank = loads.index(min(loads))
             loads[rank] += work[unit]
             assigned[rank].append(unit)
-        return [[units[at] if at < len(units) else None for units in assigned] for at in range(max(map(len, assigned)))]
+        return [
+            [units[index] if index < len(units) else None for units in assigned]
+            for index in range(max(map(len, assigned)))
+        ]
 
     def __call__(self, parts: list[torch.Tensor | None], function: Matrix, dtype: torch.dtype) -> list[torch.Tensor]:
         """This rank's parts of ``function`` of every matrix, in ``dtype``. A collective call.

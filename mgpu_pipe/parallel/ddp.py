@@ -26,10 +26,10 @@ class _Bucket:
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         self.views: list[torch.Tensor] = []
-        at = 0
+        start = 0
         for parameter in parameters:
-            self.views.append(self.flat[at : at + parameter.numel()].view_as(parameter))
-            at += parameter.numel()
+            self.views.append(self.flat[start : start + parameter.numel()].view_as(parameter))
+            start += parameter.numel()
         self.missing = len(parameters)
         self.work: Any = None
 

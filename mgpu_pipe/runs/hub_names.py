@@ -58,7 +58,7 @@ def pin(config: RunConfig) -> Pinned:
     pinned.others_wait = int(world.get("WORLD_SIZE", "1")) > 1
     started_with = dict(_commits_of_resumed_run(config))
     known: dict[HubName, str] = {}
-    at: dict[str, str] = {}
+    exact_names: dict[str, str] = {}
     for key, name in named:
         repository = replace(name, files="")
         try:
@@ -69,14 +69,14 @@ def pin(config: RunConfig) -> Pinned:
                 known[repository] = name.commit or commit_of(name, key)
                 pinned.notices.append((key, f"{name.repository} on the Hub, commit {known[repository]}"))
             exact = replace(name, revision=known[repository])
-            at[str(name)] = str(exact)
+            exact_names[str(name)] = str(exact)
             if name.kind == "dataset":
                 matching(exact, key)
             else:
                 local_folder(str(exact), key)
         except BadInputError as error:
             pinned.errors.append(error)
-    pinned.config = with_names(config, at)
+    pinned.config = with_names(config, exact_names)
     return pinned
 
 

@@ -148,16 +148,16 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[tuple[int, 
     columns = next(csv.reader([header.decode("utf-8", errors="replace")]), [])
     if "step" not in columns:
         return series_by_name
-    step_at, width = columns.index("step"), len(columns)
+    step_column, width = columns.index("step"), len(columns)
     wanted = [(columns.index(name), series_by_name[name]) for name in names if name in columns]
     for line in lines:
         cells = line.split(b",")
         if len(cells) != width:
             continue
         try:
-            step = int(cells[step_at])
-            for at, series in wanted:
-                if (cell := cells[at]) and math.isfinite(value := float(cell)):
+            step = int(cells[step_column])
+            for column, series in wanted:
+                if (cell := cells[column]) and math.isfinite(value := float(cell)):
                     series.append((step, value))
         except ValueError:
             continue
@@ -204,13 +204,13 @@ def _read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
     columns = next(lines, [])
     if "step" not in columns:
         return [], []
-    at = columns.index("step")
-    return columns, [row for row in lines if len(row) == len(columns) and _is_whole(row, at)]
+    step_column = columns.index("step")
+    return columns, [row for row in lines if len(row) == len(columns) and _is_whole(row, step_column)]
 
 
-def _is_whole(row: list[str], step_at: int) -> bool:
+def _is_whole(row: list[str], step_column: int) -> bool:
     try:
-        int(row[step_at])
+        int(row[step_column])
         for cell in row:
             _parse(cell)
     except ValueError:

@@ -57,7 +57,9 @@ def cut_samples_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    remaining = [{"step": at, "samples": samples} for at, samples in read_samples(path) if at <= step]
+    remaining = [
+        {"step": stored_step, "samples": samples} for stored_step, samples in read_samples(path) if stored_step <= step
+    ]
     try:
         replace_file(path, "".join(json.dumps(entry) + "\n" for entry in remaining))
     except OSError as error:

@@ -83,7 +83,7 @@ def joined_start() -> list[str]:
     """Start of the command of this rank: its torchrun command, or srun with the same nodes and tasks."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
-        ours = [at for at, word in enumerate(command) if Path(word).name in ("mgpu_pipe", PROGRAM)]
+        ours = [index for index, word in enumerate(command) if Path(word).name in ("mgpu_pipe", PROGRAM)]
         return command[: ours[0] + 1] if ours else []
     if "SLURM_STEP_NUM_TASKS" in os.environ and "SLURM_PROCID" in os.environ:
         nodes, tasks = os.environ.get("SLURM_STEP_NUM_NODES", "1"), os.environ["SLURM_STEP_NUM_TASKS"]

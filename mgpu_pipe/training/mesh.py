@@ -126,8 +126,8 @@ class MeshStrategy(EngineStrategy):
 
     def _seed(self, seed: int, step: int) -> None:
         shared, per_rank = (
-            step_seed(seed, step, at)
-            for at in (self.dims.randomness_rank(self.global_rank), self.dims.own_randomness_rank(self.global_rank))
+            step_seed(seed, step, place)
+            for place in (self.dims.randomness_rank(self.global_rank), self.dims.own_randomness_rank(self.global_rank))
         )
         if self.split.streams is None:
             torch.manual_seed(shared)

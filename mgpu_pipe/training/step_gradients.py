@@ -233,9 +233,11 @@ def counted_once(model: torch.nn.Module) -> list[bool]:
         layout = layouts.get(name)
         counts = layout is None or layout.owned
         if counts and isinstance(parameter, DTensor):
-            at = parameter.device_mesh.get_coordinate()
-            assert at is not None
-            counts = all(at[dim] == 0 for dim, kind in enumerate(parameter.placements) if isinstance(kind, Replicate))
+            coordinate = parameter.device_mesh.get_coordinate()
+            assert coordinate is not None
+            counts = all(
+                coordinate[dim] == 0 for dim, kind in enumerate(parameter.placements) if isinstance(kind, Replicate)
+            )
         counts_in_norm.append(counts)
     return counts_in_norm
 

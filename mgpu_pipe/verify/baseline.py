@@ -26,7 +26,10 @@ from mgpu_pipe.topology import BatchPlan
 
 def micro_batches(batch: Batch, spec: BatchSpec, size: int) -> list[Batch]:
     """``batch`` in consecutive pieces of ``size`` samples."""
-    return [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, spec.rows(batch), size)]
+    return [
+        {name: value[start : start + size] for name, value in batch.items()}
+        for start in range(0, spec.rows(batch), size)
+    ]
 
 
 def step_batch_of(batch: Batch, spec: BatchSpec, step: int, plan: BatchPlan, data_parallel_rank: int) -> StepBatch:

@@ -60,13 +60,13 @@ def compare(
     steps = config.trainer.max_steps or 1
     strategy, objective = _configured(config, dims)
     batches = [global_batch(objective, config, step) for step in range(steps)]
-    at = dims.data_parallel_rank(dist.get_rank())
+    data_parallel_rank = dims.data_parallel_rank(dist.get_rank())
     watch = _Comparison(config, objective, plan, batches, on_start)
     trainer = bare_trainer(
         accelerator="cpu", devices=dims.world_size, strategy=strategy, max_steps=steps, logger=False, callbacks=[watch]
     )
     spec = objective.batch_spec
-    step_batches = [step_batch_maker(batch, spec, step, plan, at) for step, batch in enumerate(batches)]
+    step_batches = [step_batch_maker(batch, spec, step, plan, data_parallel_rank) for step, batch in enumerate(batches)]
     trainer.fit(objective, ListedStepBatches(step_batches))
     return watch.measurements
 

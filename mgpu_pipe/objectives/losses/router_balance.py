@@ -165,9 +165,9 @@ def _statistics(routed: _Routed, valid: torch.Tensor) -> torch.Tensor:
     counts = valid.unsqueeze(-1).to(torch.float32)
     probabilities = (torch.softmax(logits, -1, dtype=torch.float32) * counts).sum(1)
     # Flat, because scatter_add in two dims is not deterministic on CUDA.
-    at = routed.chosen.view(rows, -1) + num_experts * torch.arange(rows, device=logits.device).unsqueeze(1)
+    indices = routed.chosen.view(rows, -1) + num_experts * torch.arange(rows, device=logits.device).unsqueeze(1)
     assignments = torch.zeros(rows * num_experts, device=logits.device)
-    assignments.scatter_add_(0, at.flatten(), counts.expand(rows, length, routed.chosen.shape[-1]).flatten())
+    assignments.scatter_add_(0, indices.flatten(), counts.expand(rows, length, routed.chosen.shape[-1]).flatten())
     return torch.cat([probabilities, assignments.view(rows, -1), counts.sum(1)], dim=1)
 
 

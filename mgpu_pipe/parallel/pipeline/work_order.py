@@ -140,16 +140,16 @@ def _alternating(
     forwards = _in_rounds(stages, micro_batches, a_round)
     backwards = _in_rounds(stages[::-1], micro_batches, a_round)
     warmup = min(warmup, len(forwards))
-    stream = [Action("F", *at) for at in forwards[:warmup]]
+    stream = [Action("F", *forward) for forward in forwards[:warmup]]
     later = deque(forwards[warmup:])
-    for index, at in enumerate(backwards):
+    for index, backward in enumerate(backwards):
         if later:
             stream.append(Action("F", *later.popleft()))
-        stream.append(Action("B" if weights_behind is None else "I", *at))
+        stream.append(Action("B" if weights_behind is None else "I", *backward))
         if weights_behind is not None and index >= weights_behind:
             stream.append(Action("W", *backwards[index - weights_behind]))
     if weights_behind:
-        stream += [Action("W", *at) for at in backwards[-weights_behind:]]
+        stream += [Action("W", *backward) for backward in backwards[-weights_behind:]]
     return stream
 
 

@@ -213,7 +213,7 @@ class TensorCut:
             world, first = dist.group.WORLD, self.rank // sharing * sharing
             if world is not None and world.bound_device_id is not None:
                 # A new group would be split from the world's communicator, and wait for all ranks of the world.
-                parts = [list(range(at, at + sharing)) for at in range(0, self.size, sharing)]
+                parts = [list(range(start, start + sharing)) for start in range(0, self.size, sharing)]
                 group = dist.split_group(self.group, parts)
             else:
                 ranks = dist.get_process_group_ranks(self.group)

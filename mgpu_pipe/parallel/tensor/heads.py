@@ -63,7 +63,7 @@ def cut_fused(cut: TensorCut, name: str, attention: nn.Module, layer: nn.Module,
     else:
         queries = outputs(layer) - 2 * heads * width
         parts = [(0, queries), (queries, heads * width), (queries + heads * width, heads * width)]
-        ranges = [(at + start, at + stop) for at, length in parts for start, stop in cut.even(name, length)]
+        ranges = [(offset + start, offset + stop) for offset, length in parts for start, stop in cut.even(name, length)]
         # The module reads the number of its query heads from its configuration.
         attention.config = _LocalHeads(attention.config, queries // width // cut.size)  # type: ignore[assignment]
     cut.cut_linear(layer, output_dim(layer), ranges)

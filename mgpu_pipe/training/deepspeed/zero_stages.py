@@ -28,11 +28,11 @@ class ZeroTwoState(ZeroState):
         for group, parameters in enumerate(zero.round_robin_bit16_groups):
             size = int(zero.partition_size[group])
             low, high = rank * size, (rank + 1) * size
-            for parameter, at in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
-                start, stop = max(low, at), min(high, at + parameter.numel())
+            for parameter, offset in zip(parameters, zero.round_robin_bit16_offsets[group], strict=True):
+                start, stop = max(low, offset), min(high, offset + parameter.numel())
                 if start < stop:
                     name, shape = names[id(parameter)], tuple(parameter.shape)
-                    fragments.append(Fragment(name, shape, start - at, stop - start, group, start - low))
+                    fragments.append(Fragment(name, shape, start - offset, stop - start, group, start - low))
         super().__init__(zero, fragments)
         if zero.dtype == torch.float32 and not zero.cpu_offload:
             self._keep_one_copy()
@@ -69,10 +69,10 @@ class ZeroTwoState(ZeroState):
             return [(f, f.view_in(offloaded[f.group])) for f in self.fragments]  # type: ignore[arg-type]
         by_range: dict[tuple[int, int], torch.Tensor] = {}
         for group, tensors in self.zero.averaged_gradients.items():
-            at = 0
+            offset = 0
             for tensor in tensors or []:
-                by_range[group, at] = tensor.detach().view(-1)
-                at += tensor.numel()
+                by_range[group, offset] = tensor.detach().view(-1)
+                offset += tensor.numel()
         there = {group for group, tensors in self.zero.averaged_gradients.items() if tensors is not None}
         return [(f, by_range[f.group, f.offset][: f.numel]) for f in self.fragments if f.group in there]
 
@@ -109,12 +109,12 @@ class ZeroThreeState(ZeroState):
                     self._parameters.append(parameter)
         super().__init__(zero, fragments)
         # The buffer is laid out in the order of all groups' parameters, wherever the update takes its gradients from.
-        at, self._at, self._group_at = 0, dict[int, int](), list[int]()
+        position, self._positions, self._group_positions = 0, dict[int, int](), list[int]()
         for parameters in zero.fp16_groups:
-            self._group_at.append(at)
+            self._group_positions.append(position)
             for parameter in parameters:
-                self._at[id(parameter)] = at
-                at += parameter.partition_numel()
+                self._positions[id(parameter)] = position
+                position += parameter.partition_numel()
         self._factor = 1.0
         if zero.dtype == torch.float32 and not (zero.offload_optimizer or zero.offload_param):
             # As DeepSpeed means to, but it compares a device with a name (0.19.8, stage3.py, 1162).
@@ -139,7 +139,7 @@ class ZeroThreeState(ZeroState):
         # Gradients are accumulated here, also where the update takes them from elsewhere (offload).
         buffer = self.zero.grad_partitions_flat_buffer
         return [
-            (f, buffer.narrow(0, self._at[id(parameter)], f.numel))
+            (f, buffer.narrow(0, self._positions[id(parameter)], f.numel))
             for f, parameter in zip(self.fragments, self._parameters, strict=True)
         ]
 
@@ -164,7 +164,7 @@ class ZeroThreeState(ZeroState):
     def _show_gradients(self, group: int) -> None:
         """Give the update of a group its gradients in place, where DeepSpeed would copy them."""
         master = self.masters()[group]
-        master.grad = self.zero.grad_partitions_flat_buffer.narrow(0, self._group_at[group], master.numel())
+        master.grad = self.zero.grad_partitions_flat_buffer.narrow(0, self._group_positions[group], master.numel())
         self.zero.averaged_gradients[group] = None
 
     def _copy_gradients(self, group: int) -> None:

@@ -44,10 +44,10 @@ class Fragment:
 
 def fragment_shards(name: str, shape: tuple[int, ...], start: int, values: torch.Tensor) -> Iterator[LocalShard]:
     """Live local shards of elements ``start`` and following of a flattened tensor, which ``values`` (flat) holds."""
-    at = 0
+    offset = 0
     for tensor_slice in flat_slices(name, shape, start, start + values.numel()):
-        yield LocalShard(tensor_slice, shape, values.narrow(0, at, tensor_slice.volume).view(tensor_slice.shape))
-        at += tensor_slice.volume
+        yield LocalShard(tensor_slice, shape, values.narrow(0, offset, tensor_slice.volume).view(tensor_slice.shape))
+        offset += tensor_slice.volume
 
 
 class ZeroState(ABC):

@@ -90,11 +90,11 @@ def breakdown(phases: Sequence[Phase], blocked: Sequence[Blocked], arrivals: Seq
 
 
 def _subtract(stretch: Blocked, phases: Sequence[Phase], begins: Sequence[float], by_phase: dict[str, float]) -> None:
-    at = max(bisect_right(begins, stretch.begin) - 1, 0)
-    while at < len(phases) and phases[at][0] < stretch.end:
-        begin, end, kind = phases[at]
+    index = max(bisect_right(begins, stretch.begin) - 1, 0)
+    while index < len(phases) and phases[index][0] < stretch.end:
+        begin, end, kind = phases[index]
         by_phase[kind] -= max(0.0, min(end, stretch.end) - max(begin, stretch.begin))
-        at += 1
+        index += 1
 
 
 MICROSECOND = 1e-6
@@ -110,13 +110,13 @@ class Marks:
     """Ties a trace to the host's clock.
 
     Attributes:
-        name: the range that was open at ``at``, by the host's clock.
+        name: the range that was open at ``moment``, by the host's clock.
         phases: the host's, without gaps, in order.
         optimizer: the name of the optimizer's ranges.
     """
 
     name: str
-    at: float
+    moment: float
     phases: Sequence[Phase]
     optimizer: str
 
@@ -133,7 +133,7 @@ def device_timeline(
     with opened(trace, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     marked = next(event for event in events if event["name"] == marks.name and event["cat"] == "user_annotation")
-    ahead = marked["ts"] * MICROSECOND - marks.at
+    ahead = marked["ts"] * MICROSECOND - marks.moment
 
     def times(event: dict[str, Any]) -> Interval:
         begin = event["ts"] * MICROSECOND - ahead
@@ -183,8 +183,8 @@ def _phases(host: Sequence[Phase], computing: Sequence[Interval], updates: Seque
     def inside(name: str, intervals: Sequence[tuple[Any, ...]], moment: float) -> bool:
         while places[name] < len(intervals) and intervals[places[name]][1] <= moment:
             places[name] += 1
-        at = places[name]
-        return at < len(intervals) and intervals[at][0] <= moment
+        index = places[name]
+        return index < len(intervals) and intervals[index][0] <= moment
 
     for first, last in pairwise(cuts):
         moment = (first + last) / 2
@@ -209,11 +209,11 @@ def _merged(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def _without(interval: Interval, taken: Sequence[Interval], at: int) -> Iterable[Interval]:
-    """Parts of ``interval`` outside the sorted ``taken``; those before index ``at`` end before it."""
+def _without(interval: Interval, taken: Sequence[Interval], index: int) -> Iterable[Interval]:
+    """Parts of ``interval`` outside the sorted ``taken``; those before ``index`` end before it."""
     begin, end = interval
     while begin < end:
-        first, last = taken[at] if at < len(taken) else (end, end)
+        first, last = taken[index] if index < len(taken) else (end, end)
         if begin < min(first, end):
             yield begin, min(first, end)
-        begin, at = max(begin, last), at + 1
+        begin, index = max(begin, last), index + 1

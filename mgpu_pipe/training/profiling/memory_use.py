@@ -22,12 +22,13 @@ class Look:
     """One sample of memory, in GiB.
 
     Attributes:
+        moment: seconds by ``time.perf_counter``.
         used: by tensors; on the CPU, by the process.
         reserved: by the allocator; on the CPU, the same.
         split: the part of it that is free, in parts of blocks that the allocator cannot give back: fragmentation.
     """
 
-    at: float
+    moment: float
     used: float
     reserved: float
     split: float
@@ -82,8 +83,8 @@ class MemoryUse:
                 for rank in value["ranks"]
             ]
             line = [
-                (number_of(at), number_of(used), number_of(reserved), str(phase))
-                for at, used, reserved, phase in value["line"]
+                (number_of(seconds), number_of(used), number_of(reserved), str(phase))
+                for seconds, used, reserved, phase in value["line"]
             ]
             assert ranks and line and all(phase in MEMORY_PHASES for *_, phase in line)
             return cls(str(value["device"]), ranks, int(value["rank"]), line)
@@ -114,16 +115,16 @@ def phases_of(looks: Sequence[Look], phases: Sequence[Phase], backward: Sequence
     """
     ends, names = [end for _, end, _ in phases], []
     for look in looks:
-        at = bisect_left(ends, look.at)
-        begin, end, kind = phases[min(at, len(phases) - 1)]
+        index = bisect_left(ends, look.moment)
+        begin, end, kind = phases[min(index, len(phases) - 1)]
         if kind == OPTIMIZER:
             names.append(OPTIMIZER)
         elif kind != COMPUTE:
             names.append(REST)
         else:
             within = [span for span in backward if begin <= span[1] and span[0] < end]
-            through = not any(span[0] >= look.at for span in within)
-            running = any(span[0] < look.at <= span[1] for span in within)
+            through = not any(span[0] >= look.moment for span in within)
+            running = any(span[0] < look.moment <= span[1] for span in within)
             names.append(BACKWARD if within and (running or through) else FORWARD)
     return names
 
@@ -140,10 +141,15 @@ def thinned(looks: Sequence[Look], names: Sequence[str], began: float) -> list[t
     """A timeline of at most :data:`POINTS` looks: from each stretch the one that used most."""
     size = -(-len(looks) // POINTS)
     kept_looks = [
-        max(range(at, min(at + size, len(looks))), key=lambda number: looks[number].used)
-        for at in range(0, len(looks), size)
+        max(range(start, min(start + size, len(looks))), key=lambda number: looks[number].used)
+        for start in range(0, len(looks), size)
     ]
     return [
-        (round(looks[at].at - began, 4), round(looks[at].used, 5), round(looks[at].reserved, 5), names[at])
-        for at in kept_looks
+        (
+            round(looks[index].moment - began, 4),
+            round(looks[index].used, 5),
+            round(looks[index].reserved, 5),
+            names[index],
+        )
+        for index in kept_looks
     ]
