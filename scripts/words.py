@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "mgpu_pipe"
 NAMES = frozenset(
     {
         *("told", "heard", "tells", "hears", "one", "own", "of", "held", "found", "given", "shown", "made", "kept"),
-        *("counted", "drawn", "asked", "met", "beside", "begun"),
+        *("at", "counted", "drawn", "asked", "met", "beside", "begun"),
     }
 )
 """Participles that say what happened and not what a thing is, and words that name nothing."""
