@@ -7,7 +7,7 @@ https://kellerjordan.github.io/posts/muon/). It needs whole matrices: see :mod:`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
         precision: ``fp32`` makes Newton-Schulz compute in fp32, else in bf16.
 
     Attributes:
-        cut: assembles sharded matrices of the first group; None if they are whole.
+        cut: assembles the sharded matrices of each group that has matrices; empty if they are whole.
 
     Raises:
         ValueError: an invalid value.
@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
             raise ValueError(f"adjust_lr_fn is neither original nor match_rms_adamw: {adjust_lr_fn}")
         if len(adamw_betas) != 2 or not all(0 <= beta < 1 for beta in adamw_betas):
             raise ValueError(f"adamw_betas are not two numbers from 0 to below 1: {list(adamw_betas)}")
-        self.cut: Orthogonalise | None = None
+        self.cut: Sequence[Orthogonalise] = ()
         self._dtype = torch.float32 if precision == "fp32" else torch.bfloat16
         shared = {
             "momentum": momentum,
@@ -103,14 +103,15 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        groups_of_matrices = [group for group in self.param_groups if group["matrices"]]
+        for index, group in enumerate(groups_of_matrices):
+            self._update_matrices(group, self.cut[index] if self.cut else _Whole(group["params"]))
         for group in self.param_groups:
-            if group["matrices"]:
-                self._update_matrices(group)
-            else:
+            if not group["matrices"]:
                 self._update_others(group)
         return loss
 
-    def _update_matrices(self, group: dict[str, Any]) -> None:
+    def _update_matrices(self, group: dict[str, Any], how: Orthogonalise) -> None:
         parameters: list[torch.Tensor] = group["params"]
         directions: list[torch.Tensor | None] = []
         for parameter in parameters:
@@ -128,7 +129,6 @@ class Muon(torch.optim.Optimizer):
         def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
             return newton_schulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"], self._dtype)
 
-        how: Orthogonalise = _Whole(parameters) if self.cut is None else self.cut
         updates = how(directions, orthogonal, self._dtype)
         for index, (parameter, direction) in enumerate(zip(parameters, directions, strict=True)):
             if direction is None:

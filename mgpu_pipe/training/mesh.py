@@ -77,9 +77,12 @@ class MeshStrategy(EngineStrategy):
         """Let the optimizer see whole matrices where ranks hold parts of them. A collective call."""
         if self.dims.dp_shard * self.dims.cp * self.dims.tp == 1:
             return
-        matrices = [p for group in optimizer.param_groups if group["matrices"] for p in group["params"]]
-        group = self.split.meshes.group("replica")
-        optimizer.cut = WholeMatrices(self.objective.model, matrices, group, self._device, exchange_json)
+        ranks = self.split.meshes.group("replica")
+        optimizer.cut = [
+            WholeMatrices(self.objective.model, group["params"], ranks, self._device, exchange_json)
+            for group in optimizer.param_groups
+            if group["matrices"]
+        ]
 
     # -- assembling ---------------------------------------------------------------------------------------------
 
