@@ -104,8 +104,7 @@ class RerankerObjective(Objective):
         """Each document's term of the loss, (rows, documents); 0 where it adds none."""
         counts = batch["terms"] > 0
         if self._loss == "listwise":
-            losses = (scores.logsumexp(1, keepdim=True) - scores).where(counts, 0.0)
-            return losses
+            return (scores.logsumexp(1, keepdim=True) - scores).where(counts, 0.0)
         wanted = scores[:, :1] - scores if self._loss == "margin" else torch.cat([scores[:, :1], -scores[:, 1:]], 1)
         return -F.logsigmoid(wanted.where(counts, 0.0)).where(counts, 0.0)
 

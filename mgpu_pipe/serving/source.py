@@ -92,7 +92,7 @@ def find_draft(folder: Path, model: ServedModel) -> ServedModel:
     """The model of ``folder`` that proposes tokens to ``model``.
 
     Raises:
-        BadInputError: there is none, or it has other tokens.
+        BadInputError: the draft model is missing, or has other tokens.
     """
     draft = find_served(folder, None, False, None)
     sizes = [served.fields.get("vocab_size") for served in (draft, model)]

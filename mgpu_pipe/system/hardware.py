@@ -82,7 +82,7 @@ def used_memory() -> dict[int, tuple[int, int]]:
 
 @functools.lru_cache(maxsize=None)
 def _torch_version_file() -> str:
-    """Text of the installed torch's version file, read without importing torch; empty where there is none."""
+    """Text of the installed torch's version file, read without importing torch; empty without torch."""
     spec = PathFinder.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return ""

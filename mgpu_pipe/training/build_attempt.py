@@ -203,7 +203,7 @@ def build_engine(
 
 
 def _build_clock(attempt: Attempt) -> RunClock:
-    """The clock of the run's time limit and of saves by time, which goes on from the checkpoint's seconds."""
+    """The clock of the run's time limit and of saves by time; it resumes at the checkpoint's seconds."""
     config, reader = attempt.config, attempt.reader
     trained_s = float(reader.state.get("trained_s", 0.0)) if reader is not None else 0.0
     return RunClock(config.trainer.max_seconds(), config.checkpoint.every_n_minutes, trained_s, logs=attempt.rank == 0)
