@@ -312,6 +312,14 @@ def test_hardware_without_a_plan_is_named(capsys: pytest.CaptureFixture[str]) ->
     assert "no plan: plan.gpus=1: no layout fits on 1 of rtx4090: " in capsys.readouterr().out
 
 
+def test_a_step_too_small_for_the_gpus_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model=llama3_8b", "plan.hardware=h100", "plan.gpus=8", "plan.rows=1", "data.seq_len=128"]
+    for samples, is_small in ((32, True), (64, False)):
+        assert main(["plan", *words, f"data.global_batch_size={samples}"]) == 0
+        said = f"note: a step of {128 * samples:,} tokens is too small for 8 GPUs" in capsys.readouterr().out
+        assert said == is_small
+
+
 def test_adapters_and_four_bits_need_less() -> None:
     words = ["model=llama3_8b", "plan.hardware=[h100]", "trainer.devices=1", "data.global_batch_size=8", "plan.rows=1"]
     assert "no layout fits on 1 of h100" in refusal(*words)

@@ -34,6 +34,8 @@ REPLACED = ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "tr
 NUMERIC = ("", "gpus", "rows", "step", "tokens/s", "MFU", "memory", "$ a billion tokens")
 SPARE = ("rows", "checkpointing", "most beside computing")
 BILLION, KILO, HOUR = 1e9, 1e3, 3600.0
+SMALL_STEP = 1024
+"""Tokens a GPU and step, below which no layout keeps a GPU busy."""
 
 
 def plan(words: list[str]) -> int:
@@ -239,6 +241,11 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
         print_line(f"no plan: {error}")
     if best.memory.assumes:
         print_line(f"assumed: {best.memory.assumes}")
+    if best.profile.accelerator != "cpu" and best.tokens_per_step < SMALL_STEP * best.gpus:
+        print_line(
+            f"note: a step of {best.tokens_per_step:,.0f} tokens is too small for {best.gpus:,} GPUs: "
+            "raise data.global_batch_size or data.seq_len"
+        )
     if tokens is not None:
         days = tokens / best.tokens_per_second
         hours = best.gpus * days / HOUR

@@ -123,7 +123,9 @@ class Recorder(TorchDispatchMode):
         known_before = len(self._alive)
         reads: set[int] = set()
         recorded_args, recorded_kwargs = self._freeze((args, kwargs), reads)
-        result = func(*args, **kwargs)
+        # A meta tensor has no values to write: most of a model's initialisation is such operations.
+        is_void = func in PURE_OVERWRITES and args[0].is_meta
+        result = args[0] if is_void else func(*args, **kwargs)
         written: list[TensorRef] = []
         for position, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
