@@ -98,7 +98,8 @@ def generate_text(
         seed: of the draws. Each prompt has its own stream, independent of the other prompts. The process's random
             state does not change.
         together: the model is sharded over all processes, which all make this call and end each prompt together.
-        forward: replaces the model's forward pass; it gets the whole text so far for each new token.
+        forward: replaces the model's forward pass; it gets the whole text so far for each new token, unless it keeps a
+            cache (:func:`keeps_cache`).
         streamer: of transformers; gets the ids of the prompt and then each new id.
         batch_size: prompts of one forward pass, where temperature is 0.
         visuals: the pictures and videos of each prompt.
@@ -135,13 +136,21 @@ def generate_text(
                 end_ids,
                 is_answer=chat is not None,
                 together=together,
-                use_cache=forward is None,
+                use_cache=keeps_cache(forward),
                 streamer=streamer,
                 visual_inputs=None if visuals is None else visuals.inputs(batch, device),
                 draft=draft,
             )
         lead = "" if chat is None else chat.lead()
         return [answer.text.removeprefix(lead) for answer in continuations]
+
+
+def keeps_cache(forward: Callable[..., Any] | None) -> bool:
+    """Whether generation by ``forward``, or by the model's own forward pass, keeps keys and values of earlier tokens.
+
+    A :class:`~mgpu_pipe.training.strategy.SamplingForward` says it; any other function takes whole texts.
+    """
+    return forward is None or bool(getattr(forward, "takes_cache", False))
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

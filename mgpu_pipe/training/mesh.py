@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -18,6 +19,7 @@ from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.models.fields import resolved_fields
+from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.protocols import FeatureGatherer, TextGenerator, gather_features
 from mgpu_pipe.optim.gradients import LossScale, clip_gradients, scale_gradients
 from mgpu_pipe.optim.muon import Muon
@@ -25,13 +27,14 @@ from mgpu_pipe.optim.whole_matrices import WholeMatrices
 from mgpu_pipe.parallel.device_memory import ForwardMeter, gathered_bytes, storage_bytes
 from mgpu_pipe.parallel.fsdp import ShardingOptions
 from mgpu_pipe.parallel.parallelize import ParallelOptions
-from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch, PipelinePlan
+from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch, Pipeline, PipelinePlan
+from mgpu_pipe.parallel.pipeline.stage_cache import can_cache_stages
 from mgpu_pipe.parallel.random_streams import step_seed
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.parallel_model import ParallelModel
 from mgpu_pipe.training.step import NonFiniteStep
 from mgpu_pipe.training.step_gradients import StepVotes
-from mgpu_pipe.training.strategy import EngineOptions, EngineStrategy
+from mgpu_pipe.training.strategy import EngineOptions, EngineStrategy, SamplingForward
 
 
 class MeshStrategy(EngineStrategy):
@@ -217,20 +220,12 @@ class MeshStrategy(EngineStrategy):
     def step_metrics(self) -> dict[str, float]:
         return self.split.step_metrics()
 
-    def sampling_forward(self) -> Callable[..., Any] | None:
+    def sampling_forward(self) -> SamplingForward | None:
         pipeline = self.split.pipeline
         if pipeline is None:
             return None
-        objective = self.objective
-        vocabulary = int(cast(Any, objective.model).config.get_text_config().vocab_size)
-
-        def forward(*args: Any, logits_to_keep: int = 1, **inputs: Any) -> Any:
-            if not isinstance(objective, TextGenerator):
-                raise NotImplementedError(f"{type(objective).__name__} does not generate text; define sampling_batch")
-            batch = objective.sampling_batch(*args, **inputs)
-            return CausalLMOutputWithPast(logits=pipeline.logits(batch, vocabulary, logits_to_keep))
-
-        return forward
+        config = cast(Any, self.objective.model).config
+        return SamplingForward(partial(pipeline_forward, pipeline, self.objective), can_cache_stages(config))
 
     def settle(self) -> None:
         self.split.settle()
@@ -294,3 +289,19 @@ def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
         pipeline=plan,
         context_method=strategy.context.method,
     )
+
+
+def pipeline_forward(
+    pipeline: Pipeline, objective: Objective, *args: Any, logits_to_keep: int = 1, **inputs: Any
+) -> Any:
+    """The forward pass of ``generate()`` over the stages of a pipeline; see :class:`SamplingForward`.
+
+    Args:
+        inputs: with ``past_key_values``, the texts are new tokens alone.
+    """
+    if not isinstance(objective, TextGenerator):
+        raise NotImplementedError(f"{type(objective).__name__} does not generate text; define sampling_batch")
+    batch, cache = objective.sampling_batch(*args, **inputs), inputs.get("past_key_values")
+    vocabulary = int(cast(Any, objective).model.config.get_text_config().vocab_size)
+    logits = pipeline.logits(batch, vocabulary, logits_to_keep, None if cache is None else inputs)
+    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)

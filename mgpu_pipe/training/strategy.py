@@ -7,6 +7,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import pytorch_lightning as pl
@@ -72,6 +73,24 @@ class ExistingWorld(ClusterEnvironment):
 Materialise = Callable[[Any, torch.device], object]
 StoredState = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and type of every optimizer tensor of a checkpoint, by its name ``<parameter>/<state key>``."""
+
+
+@dataclass(frozen=True)
+class SamplingForward:
+    """The forward pass of a model whose ranks generate text together, in the place of the model's own.
+
+    Attributes:
+        forward: takes what transformers' ``generate()`` passes, of whole texts or, with a cache, of new tokens; see
+            :meth:`.TextGenerator.sampling_batch`. It returns an object with ``logits``: those of the last position, or
+            of ``logits_to_keep`` positions, 0 for all.
+        takes_cache: whether it keeps keys and values of earlier tokens.
+    """
+
+    forward: Callable[..., Any]
+    takes_cache: bool
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        return self.forward(*args, **inputs)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -240,12 +259,8 @@ class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
         """Further metrics of the steps since the last row, by column. A collective call."""
         return {}
 
-    def sampling_forward(self) -> Callable[..., Any] | None:
-        """The forward pass that generates text, run by all ranks together; None for the model's own.
-
-        It takes whole texts, as :meth:`.TextGenerator.sampling_batch` does. It returns an object with ``logits``: those
-        of the last position, or of ``logits_to_keep`` positions, 0 for all.
-        """
+    def sampling_forward(self) -> SamplingForward | None:
+        """The forward pass that generates text, run by all ranks together; None for the model's own."""
         return None
 
     def state_entries(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.batch.prompts import PromptRow, encode_prompts, make_batches, read_prompts, refuse_bad_rows
 from mgpu_pipe.inference.batch.settings import AnswerSettings
 from mgpu_pipe.inference.batch.share import Share, compute_batches
-from mgpu_pipe.inference.generation import continue_batch, end_tokens, generation_mode
+from mgpu_pipe.inference.generation import continue_batch, end_tokens, generation_mode, keeps_cache
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.inference.sampling import Sampling, row_seed
 
@@ -25,7 +25,7 @@ def answer_prompts(
     """Answer this process's batches; the first process then waits for the others and writes the output.
 
     Args:
-        forward: replaces the model's forward pass; it gets the whole texts so far for each new token.
+        forward: replaces the model's forward pass; see :func:`~mgpu_pipe.inference.generation.generate_text`.
 
     Raises:
         DataError: a row is bad and ``settings.on_bad_row`` is ``refuse``.
@@ -33,7 +33,7 @@ def answer_prompts(
     """
     if not run.model.can_generate() or run.model.main_input_name == "input_features":
         raise BadInputError(f"{run.source}: {type(run.model).__name__} does not generate text; use mgpu-pipe eval")
-    engine = AnswerEngine(settings, run, use_cache=forward is None)
+    engine = AnswerEngine(settings, run, use_cache=keeps_cache(forward))
     rows = list(
         encode_prompts(read_prompts(settings.input), settings.input, engine.tokenizer, engine.chat, engine.room)
     )

@@ -11,7 +11,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils_hf import stop_sequences_criteria
 
 from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.inference.generation import generation_mode
+from mgpu_pipe.inference.generation import generation_mode, keeps_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ class HarnessModel(HFLM):
                 max_length=max_length,
                 stopping_criteria=criteria,
                 pad_token_id=self.tokenizer.pad_token_id,
-                use_cache=False,
+                use_cache=keeps_cache(self._whole_forward),
                 **generation_kwargs,
             )
         return ids

@@ -26,6 +26,7 @@ from mgpu_pipe.parallel.pipeline.schedule import (
     build_schedule,  # with torch's, 0.1 s
     reduce_tied_gradients,
 )
+from mgpu_pipe.parallel.pipeline.stage_cache import caches_of_stages, lengthen_missing
 from mgpu_pipe.parallel.pipeline.stages import StageView, cut_stages, hidden_width
 from mgpu_pipe.parallel.pipeline.work_order import StagesPerRank, forward_slots, stages_by_rank
 from mgpu_pipe.system.compat.torch_private import find_fsdp_units
@@ -267,14 +268,18 @@ class Pipeline:
         return total
 
     @torch.no_grad()
-    def logits(self, batch: MicroBatch, vocabulary: int, keep: int = 1) -> torch.Tensor:
+    def logits(
+        self, batch: MicroBatch, vocabulary: int, keep: int = 1, cached: Mapping[str, Any] | None = None
+    ) -> torch.Tensor:
         """Logits of the last positions of every row, float32 of shape (rows, positions, vocabulary), on all ranks.
 
         Args:
             batch: the same on every rank.
             keep: number of last positions to keep; 0 keeps all, as in transformers.
+            cached: the model's arguments in ``generate()`` with its ``past_key_values``, where the batch holds new
+                tokens alone.
         """
-        outputs = self._forward_all([batch], partial(self._logits, keep))
+        outputs = self._forward_all([batch], partial(self._logits, keep, cached))
         spec = self._objective.batch_spec
         shape = (spec.rows(batch), keep or spec.length(batch), vocabulary)
         shared = outputs[0] if outputs else torch.empty(shape, device=self._device)
@@ -282,10 +287,23 @@ class Pipeline:
         dist.broadcast(shared, source, group=self.group)
         return shared
 
-    def _logits(self, keep: int, view: StageView, received: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
+    def _logits(
+        self,
+        keep: int,
+        cached: Mapping[str, Any] | None,
+        view: StageView,
+        received: torch.Tensor | None,
+        batch: MicroBatch,
+    ) -> torch.Tensor:
         spec = self._objective.batch_spec
-        inputs = self._objective.model_inputs(spec.in_stage(batch, view.first, view.last))
-        output = self._in_stage(batch, view.last, 1.0, lambda: view(received, inputs))
+        if cached is None:
+            inputs = self._objective.model_inputs(spec.in_stage(batch, view.first, view.last))
+            output = self._in_stage(batch, view.last, 1.0, lambda: view(received, inputs))
+        else:
+            cache = caches_of_stages(cached["past_key_values"], list(self.views))[view.index]
+            inputs = {**cached, "past_key_values": cache}
+            output = self._in_stage(batch, view.last, 1.0, lambda: view(received, inputs))
+            lengthen_missing(cache, view.layers, batch["input_ids"])
         return output[:, -keep:].float().contiguous() if view.last else self._sent(output, spec.rows(batch))
 
     def _forward_all(
