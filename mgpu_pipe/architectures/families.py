@@ -28,6 +28,20 @@ _OWN: Mapping[str, Family] = {
     "cpmant": Family(causal=False),
     "deepseek_v2": Family(experts="n_routed_experts"),
     "deepseek_v3": Family(experts="n_routed_experts"),
+    # DeBERTa: masks of tokens by tokens would scale its embeddings too; its encoder reads the table of distances.
+    "deberta_v2": Family(
+        modules={
+            "DisentangledSelfAttention": dict.fromkeys(
+                ("query_proj", "key_proj", "value_proj", "pos_key_proj", "pos_query_proj"), "column"
+            ),
+            "DebertaV2SelfOutput": {"dense": "row"},
+            "DebertaV2Intermediate": {"dense": "column"},
+            "DebertaV2Output": {"dense": "row"},
+        },
+        stages=None,
+        token_mask=False,
+        reads_weights={"DebertaV2Encoder": "rel_embeddings"},
+    ),
     # DeepSeek V4: several streams of hidden states, mixed by parameters outside of the blocks.
     "deepseek_v4": Family(stages=None),
     "diffllama": Family(stages=Stages()),
@@ -107,6 +121,19 @@ _OWN: Mapping[str, Family] = {
     "minimax_m2": Family(packing="positions", experts="num_local_experts"),
     "ministral": Family(packing="positions"),
     "ministral3": Family(packing="positions"),
+    "modernbert": Family(
+        modules={"ModernBertAttention": {"Wqkv": "qkv", "Wo": "row"}, "ModernBertMLP": {"Wi": "packed", "Wo": "row"}},
+        stages=None,
+    ),
+    "mpnet": Family(
+        modules={
+            "MPNetEncoder": {"relative_attention_bias": "column"},
+            "MPNetSelfAttention": {"q": "column", "k": "column", "v": "column", "o": "row"},
+            "MPNetIntermediate": {"dense": "column"},
+            "MPNetOutput": {"dense": "row"},
+        },
+        stages=None,
+    ),
     "mpt": Family(packing="mask", stages=Stages("wte", "blocks", "norm_f", tuples=True)),
     # NanoChat: its norm has no parameters and is used before the blocks and after them.
     "nanochat": Family(packing="positions", stages=Stages(norm=None)),

@@ -97,6 +97,7 @@ class Family:
     Attributes:
         packing: separation of documents in one row.
         unpacked_with: boolean of the configuration that makes packing impossible.
+        token_mask: whether it takes a mask of tokens by tokens, which separates documents where tokens see both ways.
         own_attention: whether it does not look up its attention function by name, so that it cannot be replaced.
         stages: stages of a pipeline; ``brought``: transformers' plan; None: it cannot be cut into stages.
         tensor: whether tensor parallelism can cut it.
@@ -114,11 +115,14 @@ class Family:
         mixes_tokens: boolean of the configuration under which tokens of a micro-batch are mixed.
         sizes: traits for the exact number of parameters; None: unknown.
         reads_inside: classes of modules that read the shapes of their children's weights, which ZeRO-3 gathers.
+        reads_weights: classes of modules that compute with the weight of a child instead of calling it, with its name;
+            ZeRO-3 gathers it.
         projector: names of modules in a tower that lie between it and the language model.
     """
 
     packing: Packing = "none"
     unpacked_with: str = ""
+    token_mask: bool = True
     own_attention: bool = False
     stages: Stages | Literal["brought"] | None = "brought"
     tensor: bool = True
@@ -134,6 +138,7 @@ class Family:
     mixes_tokens: str = ""
     sizes: Sizes | None = None
     reads_inside: tuple[str, ...] = ()
+    reads_weights: Mapping[str, str] = field(default_factory=dict)
     projector: tuple[str, ...] = ()
 
     @property

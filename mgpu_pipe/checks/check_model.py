@@ -258,6 +258,13 @@ def check_attention(config: RunConfig) -> None:
             raise ConfigError(
                 "data.packing", config.data.packing, "use none, or model.attn_implementation=auto", reason
             )
+    elif (
+        objective.attention == "bidirectional"
+        and config.data.packing == "best_fit"
+        and not family_of(str(model_type)).token_mask
+    ):
+        reason = f"attention of the {model_type} family does not separate documents of a row"
+        raise ConfigError("data.packing", config.data.packing, "use data.packing=none", reason)
     elif flash and objective.attention != "own":
         fix, reason = (
             "use sdpa or eager",

@@ -80,6 +80,8 @@ def resolve_packing(config: RunConfig) -> Literal["best_fit", "none"]:
     if objective.samples == "picture_chats":
         text = {"model_type": "llama", **(model_field(config.model, "text_config") or {})}
         apart = kind in PACK_ROWS and document_isolation(text["model_type"], text) in ("positions", "axes")
+    elif objective.attention == "bidirectional":
+        apart = family_of(kind).token_mask
     else:
         apart = objective.attention != "causal" or document_isolation(kind, _fields(config.model, kind)) != "none"
     return "best_fit" if apart else "none"

@@ -47,9 +47,12 @@ def usable_positions(positions: int, padding: int | None, *model_types: str | No
         padding: ``pad_token_id``, up to which RoBERTa's kin use no position.
         model_types: of the model and of its text tower.
     """
-    return (
-        positions if padding is None or not set(model_types) & set(POSITIONS_AFTER_PADDING) else positions - padding - 1
-    )
+    return positions - first_position(padding, *model_types)
+
+
+def first_position(padding: int | None, *model_types: str | None) -> int:
+    """Position of the first token of a text, which RoBERTa's kin count from the one after ``pad_token_id``."""
+    return 0 if padding is None or not set(model_types) & set(POSITIONS_AFTER_PADDING) else padding + 1
 
 
 def size_errors(fields: Mapping[str, Any], model: ModelConfig, part_type: PartType) -> list[BadInputError]:

@@ -18,15 +18,18 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from mgpu_pipe.architectures.find import family_of
+from mgpu_pipe.architectures.formulas.flops import SLIDING
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of, weighed
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.models.field_sizes import first_position
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.kernels.packed_attention import takes_document_starts
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.masked_lm_keys import DESCRIPTION, MaskedLMConfig
-from mgpu_pipe.objectives.packed_text import block_diagonal_mask, random_packed_text, starts_of
+from mgpu_pipe.objectives.packed_text import block_diagonal_mask, is_first_document, random_packed_text, starts_of
 from mgpu_pipe.parallel.random_streams import step_seed
 from mgpu_pipe.system.compat.transformers_private import attention_of
 
@@ -111,7 +114,9 @@ class MaskedLMObjective(Objective):
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: MaskedLMConfig
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
-        self._keys = keys
+        self._keys, self._config = keys, cast(Any, model.config)
+        padding = self._config.pad_token_id
+        self._first_position = first_position(padding, self._config.model_type)
         self._loss = TokenLoss(model, keys.loss_chunk_tokens)
 
     @classmethod
@@ -129,12 +134,24 @@ class MaskedLMObjective(Objective):
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         positions = batch["position_ids"]
+        return {
+            "input_ids": batch["input_ids"],
+            "position_ids": positions + self._first_position,
+            "attention_mask": self._attention_mask(batch, positions),
+        }
+
+    def _attention_mask(self, batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> Any:
+        """Mask of the documents of a row; one for each kind of layers if some have a window."""
         if takes_document_starts(self.model):
-            mask = starts_of(batch, positions)
-        else:
-            as_bool = attention_of(cast(Any, self.model.config)) == "sdpa"
-            mask = block_diagonal_mask(positions, as_bool, causal=False)
-        return {"input_ids": batch["input_ids"], "position_ids": positions, "attention_mask": mask}
+            return starts_of(batch, positions)
+        if not family_of(self._config.model_type).token_mask:
+            return is_first_document(positions).long()
+        as_bool = attention_of(self._config) == "sdpa"
+        kinds = set(getattr(self._config, "layer_types", None) or ())
+        if not kinds:
+            return block_diagonal_mask(positions, as_bool, causal=False)
+        windows = {kind: self._config.sliding_window if kind == SLIDING else None for kind in kinds}
+        return {kind: block_diagonal_mask(positions, as_bool, False, window) for kind, window in windows.items()}
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._loss.sum(self.model_inputs(batch), batch["labels"])
@@ -144,11 +161,12 @@ class MaskedLMObjective(Objective):
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
-        vocabulary = int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+        vocabulary = int(self._config.vocab_size)
         batch = random_packed_text(generator, step, samples, seq_len, vocabulary, packed)
         masking = Masking.from_config(self._keys, vocabulary)
         for row in range(samples):
             tokens = seq_len - seq_len // 3 if row % 4 == 1 else seq_len
+            tokens = tokens if packed else int(is_first_document(batch["position_ids"][row : row + 1]).sum())
             random = random_of(seed, step * samples + row)
             labels = masking.mask(batch["input_ids"][row].numpy(), tokens, random)
             batch["labels"][row] = torch.from_numpy(labels)
@@ -164,7 +182,9 @@ class MaskedLMObjective(Objective):
             for start, stop in pairwise(starts):
                 wanted = labels[start:stop]
                 if bool((wanted != IGNORE_INDEX).any()):
-                    logits = forward(input_ids=ids[None, start:stop]).logits[0].float()
+                    places = torch.arange(self._first_position, self._first_position + stop - start)
+                    inputs = {"input_ids": ids[None, start:stop], "position_ids": places[None]}
+                    logits = forward(**inputs).logits[0].float()
                     losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum"))
         return Reference(torch.stack(losses).sum())
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from typing_extensions import Self
 
@@ -13,6 +14,7 @@ from mgpu_pipe.config.schema import Auto, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import existing_file, made_here, mask_token_id
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.objectives.text_config import TokenLossConfig
+from mgpu_pipe.objectives.text_embedding_keys import FAMILIES
 
 
 @dataclass
@@ -46,6 +48,12 @@ class MaskedLMConfig(TokenLossConfig):
         reason = f"{file} has no mask token"
         return [*errors, ConfigError("objective.mask_token_id", "auto", fix, reason)]
 
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        if fields["model_type"] != "deberta-v2" or fields.get("legacy", True):
+            return []
+        reason = "transformers names no output head of such a model"
+        return [ConfigError("model.config.legacy", False, "use model.config.legacy=true, with a new head", reason)]
+
     def reserved_ids(self) -> int:
         return 1 if self.mask_token_id == "auto" else 0
 
@@ -65,6 +73,6 @@ DESCRIPTION = Description(
     counts="hidden tokens",
     model_class="AutoModelForMaskedLM",
     attention="bidirectional",
-    families=("bert",),
+    families=FAMILIES,
     other_names=("mlm",),
 )

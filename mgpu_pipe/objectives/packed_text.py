@@ -97,25 +97,39 @@ def starts_of(batch: Mapping[str, torch.Tensor], positions: torch.Tensor) -> tor
     return dynamic_starts(batch[STARTS] if STARTS in batch else document_starts(positions))
 
 
-def block_diagonal_mask(position_ids: torch.Tensor, as_bool: bool, causal: bool = True) -> torch.Tensor:
+def block_diagonal_mask(
+    position_ids: torch.Tensor, as_bool: bool, causal: bool = True, window: int | None = None
+) -> torch.Tensor:
     """Block-diagonal attention mask of documents, (rows, 1, seq_len, seq_len).
 
     Args:
         position_ids: shape (rows, seq_len); a document begins where it does not increase by one.
         as_bool: True where visible (for sdpa), else additive fp32: 0 where visible (for eager attention).
         causal: whether a token sees only tokens before it.
+        window: largest distance at which a token sees another, to both sides; None: the whole document.
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids.diff(dim=-1) != 1
-    document = starts.cumsum(-1)
+    document, length = starts.cumsum(-1), position_ids.shape[1]
     visible = document[:, :, None] == document[:, None, :]
+    everywhere = torch.ones(length, length, dtype=torch.bool, device=position_ids.device)
     if causal:
-        length = position_ids.shape[1]
-        visible &= torch.ones(length, length, dtype=torch.bool, device=position_ids.device).tril()
+        visible &= everywhere.tril()
+    if window is not None:
+        visible &= everywhere.triu(-window).tril(window)
     visible = visible[:, None]
     if as_bool:
         return visible
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo(torch.float32).min)
+
+
+def is_first_document(position_ids: torch.Tensor) -> torch.Tensor:
+    """True for tokens of the first document of each row: all but padding in rows of one document, (rows, seq_len).
+
+    Args:
+        position_ids: shape (rows, seq_len); a document begins where it does not increase by one.
+    """
+    return position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)
 
 
 def random_packed_text(

@@ -11,7 +11,9 @@ from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 
 Pooling = Literal["mean", "cls", "last_token"]
-FAMILIES = ("bert", "camembert", "distilbert", "electra", "mpnet", "roberta", "xlm-roberta")
+FAMILIES = (
+    *("bert", "camembert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta"),
+)
 MOST_RANK = 10
 """Rank of the last text that a held-out query may find."""
 

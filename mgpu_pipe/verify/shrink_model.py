@@ -57,7 +57,7 @@ CONVOLUTION = 16
 """Channels of the convolutions of a waveform encoder."""
 TOKEN_IDS = (
     *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index", "image_token_id"),
-    "video_token_id",
+    *("video_token_id", "cls_token_id", "sep_token_id"),
 )
 
 
@@ -324,6 +324,7 @@ def _positions(fields: Mapping[str, Any], takes: set[str], seq_len: int) -> dict
     for name in (
         "sliding_window",
         "sliding_window_size",
+        "local_attention",
         "attention_window_size",
         "window_size",
         "floor_scale",

@@ -53,6 +53,21 @@ VARIANTS = {
         )
     ),
     "@mpnet": "model.type=mpnet ~model.config.type_vocab_size model.config.pad_token_id=1",
+    "@roberta1": "model.type=roberta model.config.pad_token_id=1",
+    "@xlmr": "model.type=xlm-roberta model.config.pad_token_id=1",
+    "@modernbert": "model.type=modernbert model.config.pad_token_id=0 model.config.local_attention=8"
+    + "".join(
+        f" ~model.config.{name}"
+        for name in (
+            *("type_vocab_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob"),
+            "layer_norm_eps",
+        )
+    ),
+    "@deberta": "model.type=deberta-v2 model.config.pad_token_id=0 model.config.relative_attention=true "
+    "model.config.position_buckets=4 model.config.pos_att_type=[p2c,c2p] model.config.share_att_key=true "
+    "model.config.norm_rel_ebd=layer_norm model.config.position_biased_input=false model.config.type_vocab_size=0",
+    "@deberta2": "model.type=deberta-v2 model.config.pad_token_id=0 model.config.relative_attention=true "
+    "model.config.pos_att_type=[p2c,c2p] model.config.conv_kernel_size=3 model.config.type_vocab_size=2",
     "@idefics": "model.type=idefics3 model.config.vision_config.model_type=idefics3_vision",
     "@adapters": "peft=lora peft.targets=[language] peft.train_also=[projector]",
     "@head_too": "peft=lora peft.train_also=[lm_head.*]",
@@ -68,7 +83,12 @@ CONTRACTS = {
         """
         1: strategy=single objective.loss_chunk_tokens=0
         2 exhaustive: strategy=ddp; strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1;
-            strategy=zero2; strategy=zero3
+            strategy=zero2; strategy=zero3; strategy=fsdp @modernbert; strategy=tp @modernbert;
+            strategy=zero3 @modernbert; strategy=ddp @deberta; strategy=fsdp @deberta; strategy=tp @deberta2;
+            strategy=tp @mpnet; strategy=zero3 @mpnet; strategy=fsdp @distilbert; strategy=tp @distilbert;
+            strategy=tp @electra; strategy=zero3 @electra; strategy=fsdp @roberta1; strategy=tp @xlmr;
+            strategy=ddp precision=bf16 @modernbert
+        2: strategy=zero3 @deberta
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2
         4 slow: strategy=fsdp strategy.tp=2
         """,
@@ -92,7 +112,7 @@ CONTRACTS = {
         2 slow: strategy=tp
         2 exhaustive: strategy=ddp; strategy=fsdp data.micro_batch_size=2;
             model=llama_tiny model.config.pad_token_id=0 strategy=tp; strategy=zero1; strategy=zero2;
-            strategy=zero3
+            strategy=zero3; strategy=tp @modernbert; strategy=zero3 @deberta; strategy=tp @mpnet
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2;
             model=llama_tiny model.config.pad_token_id=0 strategy=fsdp strategy.tp=2
         """,
@@ -265,7 +285,7 @@ CONTRACTS = {
         """
         1 exhaustive: strategy=single objective.symmetric=true
         2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.pooling=cls objective.matryoshka_sizes=[4];
-            strategy=zero3 objective.symmetric=true
+            strategy=zero3 objective.symmetric=true; strategy=tp @modernbert
         2 exhaustive: strategy=tp; strategy=zero1; strategy=zero2 objective.mask_equal=false;
             strategy=ddp objective.mask_margin=0.1 objective.symmetric=true;
             strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;
@@ -273,7 +293,9 @@ CONTRACTS = {
             strategy=fsdp model.type=roberta model.config.pad_token_id=1; strategy=tp @electra; strategy=tp @camembert;
             strategy=tp model.type=roberta model.config.pad_token_id=1; strategy=tp @distilbert;
             strategy=fsdp @distilbert; strategy=zero3 @distilbert; strategy=fsdp @mpnet; strategy=zero3 @mpnet;
-            strategy=zero3 @electra; strategy=zero3 @camembert
+            strategy=zero3 @electra; strategy=zero3 @camembert; strategy=tp @mpnet; strategy=ddp @modernbert;
+            strategy=zero3 @modernbert; strategy=fsdp @deberta; strategy=tp @deberta; strategy=tp @deberta2;
+            strategy=zero3 @deberta
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
         """,
         target="encoder.layer.1.output.dense",
@@ -301,7 +323,7 @@ CONTRACTS = {
             strategy=fsdp precision=bf16; strategy=fsdp peft=lora peft.train_also=[classifier.*];
             strategy=fsdp model.type=roberta model.config.pad_token_id=1; strategy=tp @electra; strategy=tp @camembert;
             strategy=tp @distilbert; strategy=fsdp @distilbert; strategy=zero3 @electra;
-            model=llama_tiny model.config.pad_token_id=0 strategy=tp
+            model=llama_tiny model.config.pad_token_id=0 strategy=tp; strategy=tp @modernbert; strategy=zero3 @deberta
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
         """,
         target="bert.encoder.layer.1.output.dense",

@@ -117,7 +117,8 @@ class _TensorParallel:
         inside = [child for child in module._modules if child not in styles and INSIDE.fullmatch(child)]
         covered = {id(p) for child in (*styles, *inside) for p in getattr(module, child).parameters()}
         covered |= {id(module._parameters[attribute]) for attribute in bare}
-        shares_input = not name.endswith(SEVERAL_INPUTS) and all(id(p) in covered for p in module.parameters())
+        several = name.endswith(SEVERAL_INPUTS) or type(module).__name__ in SEVERAL_INPUTS
+        shares_input = not several and all(id(p) in covered for p in module.parameters())
         key_value_heads = None
         for child, layer in layers.items():
             if styles[child] == "row":
@@ -150,7 +151,7 @@ class _TensorParallel:
                 row_parallel(layer, cut.group, self.sequence)
             elif region is not None:
                 region.column(layer)
-            else:
+            elif not isinstance(layer, nn.Embedding):  # whose input has no gradient
                 column_parallel_alone(layer, cut.group)
         if region is not None:
             region.wrap(module)

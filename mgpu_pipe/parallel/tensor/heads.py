@@ -17,8 +17,8 @@ from mgpu_pipe.parallel.tensor.collectives import all_gather_parts, sum_backward
 from mgpu_pipe.parallel.tensor.cut import TensorCut, head_dim, output_dim, outputs
 from mgpu_pipe.parallel.tensor.sequence import SequenceSplit
 
-HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "split_size")
-"""What attention modules call the number of their query heads, or a width that goes with it."""
+HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "split_size", "all_head_size")
+"""Names that attention modules give the number of their query heads, or a width that goes with it."""
 GROUPS = "num_key_value_groups"
 """Query heads a key-value head."""
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads")
@@ -55,7 +55,8 @@ def cut_fused(cut: TensorCut, name: str, attention: nn.Module, layer: nn.Module,
     """Cut queries, keys and values that are one matrix, by key-value heads; the module then counts its own."""
     width = head_dim(attention)
     count = next((count for count in KEY_VALUE_COUNTS if count in attention.__dict__), "num_heads")
-    heads = int(getattr(attention, count))
+    config: Any = attention.config
+    heads = int(getattr(attention, count, 0) or config.num_attention_heads)
     head_ranges = cut.even(name, heads)
     if style == "grouped":
         each = outputs(layer) // heads
@@ -65,7 +66,7 @@ def cut_fused(cut: TensorCut, name: str, attention: nn.Module, layer: nn.Module,
         parts = [(0, queries), (queries, heads * width), (queries + heads * width, heads * width)]
         ranges = [(offset + start, offset + stop) for offset, length in parts for start, stop in cut.even(name, length)]
         # The module reads the number of its query heads from its configuration.
-        attention.config = _LocalHeads(attention.config, queries // width // cut.size)  # type: ignore[assignment]
+        attention.config = _LocalHeads(config, queries // width // cut.size)  # type: ignore[assignment]
     cut.cut_linear(layer, output_dim(layer), ranges)
     if count != "num_heads":
         setattr(attention, count, heads // cut.size)

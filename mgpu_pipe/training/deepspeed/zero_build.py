@@ -181,10 +181,14 @@ def _give_shapes(model: nn.Module) -> None:
 
 
 def _name_weights_of_parts(model: nn.Module) -> None:
-    """Tell DeepSpeed that torch's attention uses the weights of its output layer, which it does not call (SigLIP)."""
+    """Tell DeepSpeed which modules use weights of parts that they do not call, as torch's attention does (SigLIP)."""
     from deepspeed.runtime.zero import register_external_parameter
 
+    readers = family_of(str(cast("PreTrainedModel", model).config.model_type)).reads_weights
     for module in model.modules():
+        part = getattr(module, readers.get(type(module).__name__, ""), None)
+        if isinstance(part, nn.Module):
+            register_external_parameter(module, part.weight)
         if isinstance(module, nn.MultiheadAttention):
             for parameter in module.out_proj.parameters():
                 register_external_parameter(module, parameter)
