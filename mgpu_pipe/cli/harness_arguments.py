@@ -56,7 +56,7 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
     if not arguments.harness_code:
         check_task_files(paths)
     config = compose_processes("eval --harness", arguments.overrides, arguments.device, strategies=True)
-    refuse_whole_weights(config, arguments.weights, arguments.frozen_weights)
+    refuse_whole_weights(source, config, arguments.weights, arguments.frozen_weights)
     stay_offline()
     settings = HarnessSettings(
         model=str(source.folder.absolute()),

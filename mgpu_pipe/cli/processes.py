@@ -10,6 +10,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.find_model import ModelSource, config_of
 from mgpu_pipe.topology import ParallelDims
 
 PROCESSES = ("trainer.devices=", "trainer.num_nodes=", "trainer.accelerator=", "launch.", "launch=")
@@ -38,14 +39,16 @@ def compose_processes(verb: str, overrides: Sequence[str], device: str, *, strat
     return config if device == "auto" else replace(config, trainer=replace(config.trainer, devices=1))
 
 
-def refuse_whole_weights(config: RunConfig, weights: str, frozen: Path | None) -> None:
-    """Refuse options of weights that only a whole model in each process takes.
+def refuse_whole_weights(source: ModelSource, config: RunConfig, weights: str, frozen: Path | None) -> None:
+    """Refuse options of weights, and folders, that only a whole model in each process takes.
 
     Raises:
-        BadInputError: ``config`` cuts the model, and the average or another folder's weights are wanted.
+        BadInputError: ``config`` cuts the model, and the average or another folder's weights are wanted, or the
+            folder's model is not of the kind that it cuts.
     """
     if not ParallelDims.resolve(config.strategy, world_size(config)).cuts_the_model:
         return
+    config_of(source, config)
     for option, is_given in ((f"--weights={weights}", weights == "ema"), (f"--frozen-weights={frozen}", frozen)):
         if is_given:
             reason = f"strategy={config.strategy.name} opens the trained weights alone"

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.inference.find_model import ModelSource
+from mgpu_pipe.inference.find_model import ModelSource, config_of
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.model_settings import model_settings, require_model_settings
 from mgpu_pipe.models.weights.pretrained import restore_buffers
+from mgpu_pipe.models.weights.slices import fill_from_folder
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.start_weights import restore_weights
 from mgpu_pipe.training.strategy import EngineStrategy
@@ -48,38 +49,39 @@ def open_parallel(source: ModelSource, config: RunConfig, device: torch.device) 
     """Split the model of a run's step over the processes, each of which reads its own parts. A collective call.
 
     Args:
-        config: the run's, with the strategy and precision of the evaluation.
+        config: of :func:`evaluation_config`.
 
     Raises:
         BadInputError: a strategy, or a step, that this cannot open.
     """
-    if source.config is None:
-        raise BadInputError(
-            f"{source.folder}: only a run opens under strategy={config.strategy.name}; use strategy=ddp"
-        )
     if config.strategy.engine != "mesh":
         raise ConfigError("strategy", config.strategy.name, "use fsdp, tp or pp", "it trains only")
     dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
     if dims.cp > 1:
         raise ConfigError("strategy.cp", dims.cp, "use tp, fsdp or pp", "context parallelism cuts texts of training")
-    reader = CheckpointReader(source.folder)
-    if reader.left_out is not None:
+    reader = None if source.config is None else CheckpointReader(source.folder)
+    if reader is not None and reader.left_out is not None:
         raise BadInputError(f"{source.folder}: leaves out its frozen weights; use strategy=ddp")
 
     def fill(model: Any, place: torch.device) -> None:
-        materialise(model, config.seed, place)
+        if reader is None:
+            fill_from_folder(model, config.model, place)
+        else:
+            materialise(model, config.seed, place)
 
     strategy = strategy_class(config.strategy.engine).from_config(
         config, dims, device, materialise=fill, dropout_seed=None, stop_requested=lambda: False
     )
     model = run_model(config)
-    require_model_settings(reader.state.get("model_config"), model_settings(model.config), source.folder)
-    reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
+    if reader is not None:
+        require_model_settings(reader.state.get("model_config"), model_settings(model.config), source.folder)
+        reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")
     objective = objective_class(config.objective.name).from_config(config, model, None, lambda step: 1.0)
     strategy.connect(objective)
     strategy.parallelise(model)
-    restore_weights(reader, strategy)
-    restore_buffers(model, reader.state, source.folder)
+    if reader is not None:
+        restore_weights(reader, strategy)
+        restore_buffers(model, reader.state, source.folder)
     is_together = dims.dp_shard > 1 or dims.ep > 1
     share_of = [0 if is_together else dims.data_parallel_rank(rank) for rank in range(dist.get_world_size())]
     share = share_of[dist.get_rank()]
@@ -93,8 +95,9 @@ def open_parallel(source: ModelSource, config: RunConfig, device: torch.device) 
     )
 
 
-def evaluation_config(config: RunConfig, chosen: RunConfig) -> RunConfig:
-    """A run's ``config`` with strategy, processes and launch of ``chosen``, in fp32 and without compiling."""
+def evaluation_config(source: ModelSource, chosen: RunConfig) -> RunConfig:
+    """The source's configuration with strategy, processes and launch of ``chosen``, in fp32 and without compiling."""
+    config = config_of(source, chosen)
     return replace(
         config,
         strategy=chosen.strategy,

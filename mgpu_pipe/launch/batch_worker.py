@@ -66,7 +66,7 @@ def _answer_together(settings: AnswerSettings, config: RunConfig, device: torch.
     _limit_threads()
     silence_transformers()
     source = find_model(settings.model)
-    parallel = open_parallel(source, evaluation_config(source.config or config, config), device)
+    parallel = open_parallel(source, evaluation_config(source, config), device)
     model, forward = parallel.model, parallel.forward
     if model.config.is_encoder_decoder:  # generate() cannot call the encoder of a sharded model alone
         forward = forward or partial(encoder_decoder_forward, model)

@@ -66,7 +66,7 @@ def measure_in(world: World, store: Store, settings: HarnessSettings, config: Ru
         if not ParallelDims.resolve(config.strategy, dist.get_world_size()).cuts_the_model:
             return measure_whole(settings, device, world.rank, world.world_size)
         source = find_model(settings.model)
-        parallel = open_parallel(source, evaluation_config(source.config or config, config), device)
+        parallel = open_parallel(source, evaluation_config(source, config), device)
         if source.tokenizer is None:
             raise BadInputError(f"{source.folder}: no tokenizer next to it; give the run's folder, which keeps one")
         tokenizer, size = load_tokenizer(source.tokenizer), settings.batch_size

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import T5Config, T5ForConditionalGeneration
 
 from mgpu_pipe.cli.main import main
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.support.command import launched, mgpu
+from tests.support.sampling import one_in
 
 PROMPTS = [" ".join(WORDS[(at * 3 + k) % len(WORDS)] for k in range(1 + at % 7)) for at in range(20)]
 
@@ -93,6 +95,27 @@ def test_processes_that_share_the_model_give_the_same_answers(place: Path, cache
         words = ["run", "--input", "prompts.jsonl", "--output", f"{name}_{kind}.jsonl", *settings, "--batch-size", "6"]
         mgpu(cache, place, "generate", *words, *STRATEGIES[strategy], "trainer.accelerator=cpu")
         assert (place / f"{name}_{kind}.jsonl").read_bytes() == expected, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", one_in(3, ["pp", "tp", "fsdp"]))
+def test_a_folder_is_cut_as_a_run_is(place: Path, cache: Path, strategy: str) -> None:
+    if not (place / "folder").exists():
+        assert main(["export", str(place / "run"), "--out", str(place / "folder")]) == 0
+    whole = place / "whole_greedy.jsonl"
+    expected = whole.read_bytes() if whole.exists() else answer(place, whole.name, *GREEDY, "--batch-size", "6")
+    words = ["folder", "--input", "prompts.jsonl", "--output", f"folder_{strategy}.jsonl", *GREEDY, "--batch-size", "6"]
+    mgpu(cache, place, "generate", *words, *STRATEGIES[strategy], "trainer.accelerator=cpu")
+    assert (place / f"folder_{strategy}.jsonl").read_bytes() == expected
+
+
+def test_a_folder_of_another_kind_is_refused_under_a_strategy(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = T5Config(vocab_size=384, d_model=16, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(place / "t5")
+    words = [str(place / "t5"), "--input", str(place / "prompts.jsonl"), "--output", str(place / "no.jsonl")]
+    assert main(["generate", *words, *STRATEGIES["tp"]]) == 2
+    said = capfd.readouterr().err
+    assert "t5: strategy=tp opens folders of causal language models alone; use strategy=ddp" in said
 
 
 @pytest.mark.parametrize(
