@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.cache import Progress
 
 if TYPE_CHECKING:
@@ -77,6 +78,12 @@ def prepare_speech(config: RunConfig, progress: Progress | None) -> Prepared:
     return prepare_audio.prepare_speech(config, progress)
 
 
+def prepare_labelled_sounds(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.audio import prepare_labelled
+
+    return prepare_labelled.prepare_labelled_sounds(config, progress)
+
+
 def check_pictures(config: RunConfig) -> None:
     from mgpu_pipe.data.images import check_images
 
@@ -93,3 +100,9 @@ def check_recordings(config: RunConfig) -> None:
     from mgpu_pipe.data.audio import check_recordings
 
     check_recordings.check_recordings(config.model, config.data)
+
+
+def labels_of_recordings(data: DataConfig) -> Iterator[str]:
+    from mgpu_pipe.data.audio import check_recordings
+
+    return check_recordings.labels_of_recordings(data)

@@ -8,6 +8,7 @@ from typing import Any
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
+from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
@@ -29,7 +30,8 @@ KINDS: dict[str, type[Prepared]] = {
     for kind in (
         *(PreparedData, PreparedLabelled, PreparedPairs, PreparedPreferences, PreparedMixture),
         *(PreparedEmbeddingPairs, PreparedScoredPairs, PreparedUnpaired),
-        *(PreparedImages, PreparedCaptions, PreparedPictureChats, PreparedSpeech, arrays.PreparedArrays),
+        *(PreparedImages, PreparedCaptions, PreparedPictureChats, arrays.PreparedArrays),
+        *(PreparedSpeech, PreparedLabelledSounds),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Transcripts of held-out recordings, next to the true text."""
+"""Transcripts or predicted classes of held-out recordings, next to the truth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.decode_audio import Wave, soundfile
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.audio.recordings import SpeechSamples
+from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
+from mgpu_pipe.data.audio.recordings import LabelledSounds, SpeechSamples
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.transcript_tokens import Words
 from mgpu_pipe.data.samples import evaluation_numbers
@@ -69,6 +70,40 @@ def transcript_samples(config: RunConfig, prepared: PreparedSpeech, model: PreTr
             "audio": _encode_ogg(recordings.recording(number), _sound(config).rate),
         }
         for truth, transcript, number in results[:SHOWN]
+    ]
+
+
+def sound_samples(config: RunConfig, prepared: PreparedLabelledSounds, model: PreTrainedModel) -> list[dict[str, str]]:
+    """Samples of held-out recordings, wrong classes first: class, predicted class, and Ogg sound.
+
+    A collective call for a sharded model.
+    """
+    chosen = prepared.evaluated_samples()[:TRANSCRIBED]
+    if not len(chosen):
+        return []
+    recordings = prepared.open(config, "validation")
+    assert isinstance(recordings, LabelledSounds)
+    samples = objective_class(config.objective.name).samples(config, recordings)
+    was_training, device, results = model.training, next(model.parameters()).device, list[tuple[int, int, float, int]]()
+    model.eval()
+    try:
+        for index in range(len(chosen)):  # one at a time, as for transcripts
+            batch = samples.batch(chosen[index : index + 1], evaluation_numbers(chosen[index : index + 1]))
+            with torch.no_grad():
+                shares = model(input_values=batch["input_values"].to(device)).logits[0].float().softmax(-1)
+            answer = int(shares.argmax())
+            results.append((int(batch["labels"][0]), answer, float(shares[answer]), int(chosen[index])))
+    finally:
+        model.train(was_training)
+    results.sort(key=lambda result: result[0] == result[1])
+    names = prepared.classes
+    return [
+        {
+            "prompt": names[label],
+            "text": f" \u2192 {names[answer]} ({100 * share:.0f}%){'' if label == answer else ', wrong'}",
+            "audio": _encode_ogg(recordings.recording(number), _sound(config).rate),
+        }
+        for label, answer, share, number in results[:SHOWN]
     ]
 
 

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
+from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
 from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
 from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
 from mgpu_pipe.data.images.prepare_images import PreparedImages
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
-from mgpu_pipe.inference.audio_samples import transcript_samples
+from mgpu_pipe.inference.audio_samples import sound_samples, transcript_samples
 from mgpu_pipe.inference.picture_answers import answer_samples
 from mgpu_pipe.inference.picture_samples import picture_samples, retrieval_samples
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Sample = dict[str, str]
-SHOWN = (PreparedImages.kind, PreparedCaptions.kind, PreparedPictureChats.kind, PreparedSpeech.kind)
+SHOWN = (
+    *(PreparedImages.kind, PreparedCaptions.kind, PreparedPictureChats.kind),
+    *(PreparedSpeech.kind, PreparedLabelledSounds.kind),
+)
 
 
 def shows_samples(config: RunConfig) -> bool:
@@ -40,7 +44,8 @@ def make_samples(
     forward: Callable[..., Any] | None = None,
 ) -> list[Sample]:
     """Each of ``objective.prompts()`` with its continuation, or with its answer after an arrow. Runs on pictures show
-    held-out pictures with their class, caption or answers, and runs on speech show recordings with transcripts.
+    held-out pictures with their class, caption or answers, and runs on sound show recordings with transcripts or
+    classes.
 
     Args:
         together: the model is sharded and all processes make this call.
@@ -55,6 +60,8 @@ def make_samples(
         return answer_samples(config, prepared, model, forward)
     if isinstance(prepared, PreparedSpeech):
         return transcript_samples(config, prepared, model)
+    if isinstance(prepared, PreparedLabelledSounds):
+        return sound_samples(config, prepared, model)
     if not prompts or tokenizer_folder is None:
         return []
     kind, joint = description(config.objective.name).samples, " \u2192 "

@@ -48,6 +48,7 @@ MODEL_CLASSES = {
     ),
     "AutoModelForImageTextToText": ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES", "vision-language model"),
     "AutoModelForCTC": ("MODEL_FOR_CTC_MAPPING_NAMES", "model of speech"),
+    "AutoModelForAudioClassification": ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", "sound classifier"),
     "AutoModelForSpeechSeq2Seq": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", "model that writes down speech"),
     "AutoModelForSequenceClassification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", "sequence classifier"),
     HEADLESS: ("MODEL_MAPPING_NAMES", "model without a head"),

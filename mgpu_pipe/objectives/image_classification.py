@@ -17,6 +17,7 @@ from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.class_sums import ClassSums
 from mgpu_pipe.objectives.image_classification_keys import DESCRIPTION, ImageClassificationConfig
 from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, caches_features
 from mgpu_pipe.parallel.random_streams import step_seed
@@ -24,12 +25,8 @@ from mgpu_pipe.parallel.random_streams import step_seed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOP_K = 5
-"""Number of likeliest classes that may contain the label."""
 MIX_SEED = 0x4D1C
 """Seed of mixup draws, apart from other changes of a picture."""
-MAX_CONFUSION_CLASSES = 50
-"""Most classes of a confusion matrix; with more there is none."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +73,8 @@ class ImageClassificationObjective(PictureObjective):
         super().__init__(model, optimizer_factory, learning_rate)
         self._config, self._smoothing, self._mixed = cast(Any, model.config), label_smoothing, mixed
         self.features = ClassifierFeatures(model) if cache_features else None
-        classes = int(self._config.num_labels)
-        self._confusion_classes = classes if classes <= MAX_CONFUSION_CLASSES else 0
-        self.num_sums = 3 + self._confusion_classes**2  # type: ignore[misc]  # the classes of this model are known only now
+        self._class_sums = ClassSums(int(self._config.num_labels))
+        self.num_sums = self._class_sums.num_sums  # type: ignore[misc]  # the classes of this model are known only now
 
     @classmethod
     def from_config(
@@ -125,20 +121,11 @@ class ImageClassificationObjective(PictureObjective):
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         logits, labels = self._logits(batch), batch["labels"]
-        likeliest = logits.topk(min(TOP_K, logits.shape[-1])).indices == labels[:, None]
         loss = self._losses(logits, batch, 0.0).sum(dtype=torch.float64)
-        sums = torch.stack([loss, likeliest[:, 0].sum().double(), likeliest.sum().double()])
-        if not self._confusion_classes:
-            return sums
-        valid = labels != IGNORE_INDEX
-        places = labels[valid] * self._confusion_classes + logits.argmax(-1)[valid]
-        return torch.cat([sums, torch.bincount(places, minlength=self._confusion_classes**2).double()])
+        return self._class_sums.sums(loss, logits, labels)
 
     def findings(self, sums: Sequence[float]) -> dict[str, Any]:
-        """``confusion``: for each class, how many of its pictures were classified as each class."""
-        classes = self._confusion_classes
-        counts = [int(count) for count in sums[3:-1]]
-        return {"confusion": [counts[row * classes : (row + 1) * classes] for row in range(classes)]} if classes else {}
+        return self._class_sums.findings(sums)
 
     def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())

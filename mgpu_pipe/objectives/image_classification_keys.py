@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.objective import Description
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.cached_features import cached_features_errors
+from mgpu_pipe.objectives.class_metrics import CLASS_METRICS, measure_classes
 
 FAMILIES = (
     *("beit", "clip", "convnext", "convnextv2", "data2vec-vision", "dinov2", "dinov2_with_registers", "focalnet"),
@@ -32,20 +32,11 @@ class ImageClassificationConfig(ObjectiveConfig):
         return cached_features_errors(config, has_vision_part=False)
 
 
-def measured(sums: Sequence[float]) -> dict[str, float]:
-    loss, right, top5 = (total / sums[-1] for total in sums[:3])
-    return {"val/loss": loss, "val/accuracy": right, "val/top5_accuracy": top5}
-
-
 DESCRIPTION = Description(
     name="image_classification",
     keys=ImageClassificationConfig,
-    metrics=(
-        Metric("val/loss", "held-out loss", "nats a sample"),
-        Metric("val/accuracy", "held-out accuracy", percent=True, higher_is_better=True, headline=True),
-        Metric("val/top5_accuracy", "held-out top-5 accuracy", percent=True, higher_is_better=True),
-    ),
-    measured=measured,
+    metrics=CLASS_METRICS,
+    measured=measure_classes,
     counts="samples",
     model_class="AutoModelForImageClassification",
     attention="own",

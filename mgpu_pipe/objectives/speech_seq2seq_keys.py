@@ -8,7 +8,7 @@ from typing import Any
 
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives import ctc_keys
+from mgpu_pipe.objectives import wave_encoders
 from mgpu_pipe.objectives.text_config import TokenLossConfig
 from mgpu_pipe.objectives.transcripts import RATES, TranscriptConfig, error_rates
 
@@ -24,7 +24,7 @@ class SpeechSeq2SeqConfig(TokenLossConfig, TranscriptConfig):
     """Most tokens that an evaluation writes for a recording; it stops where all recordings have ended."""
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
-        reason = ctc_keys.REFUSED["layerdrop"]
+        reason = wave_encoders.REFUSED["layerdrop"]
         errors = [
             ConfigError(f"model.config.{name}", fields[name], f"use model.config.{name}=0.0", reason)
             for name in REFUSED

@@ -73,6 +73,10 @@ NEEDS_MORE = {
     ("experiment", "wav2vec2_spoken_digits"),  # needs espeak-ng
     ("experiment", "wav2vec2_base_finetune"),
     ("data", "audio_list"),
+    ("data", "audio_folder"),
+    ("data", "labelled_audio_list"),
+    ("data", "spoken_single_digits"),
+    ("experiment", "sound_digits"),
     ("data", "git_files"),
     ("data", "embedding_pairs"),
     ("data", "stdlib_pairs"),

@@ -167,6 +167,19 @@ CONTRACTS = {
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
     ),
+    "sound_classification": Contract(
+        "objective=sound_classification data=spoken_single_digits model=wav2vec2_tiny objective.label_smoothing=0.1",
+        """
+        2 slow: strategy=tp data.micro_batch_size=2
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=zero3; strategy=zero1;
+            strategy=zero2; strategy=ddp precision=bf16; strategy=fsdp model.type=hubert;
+            strategy=zero3 model.type=wavlm;
+            strategy=fsdp peft=lora peft.train_also=[projector.*,classifier.*]
+        1 exhaustive: strategy=single
+        4 exhaustive: strategy=fsdp strategy.tp=2
+        """,
+        target="classifier",
+    ),
     "speech_seq2seq": Contract(
         "objective=speech_seq2seq data=spoken_digits model=whisper_tiny",
         """

@@ -22,9 +22,10 @@ from mgpu_pipe.data.sources.demo.spoken_digits import check_programs
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
-from mgpu_pipe.objectives.ctc import CTCObjective, SpecAugment
-from mgpu_pipe.objectives.ctc_keys import FAMILIES
+from mgpu_pipe.objectives.ctc import CTCObjective
 from mgpu_pipe.objectives.transcripts import count_errors, transcribe
+from mgpu_pipe.objectives.wave_encoders import FAMILIES
+from mgpu_pipe.objectives.wave_inputs import SpecAugment
 from tests.support import small_runs
 from tests.support.command import mgpu
 from tests.support.needs import need_speech

@@ -19,9 +19,10 @@ from mgpu_pipe.data.audio import synthesis
 from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled
 from mgpu_pipe.data.audio.log_mel import reads_spectrograms
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
-from mgpu_pipe.data.audio.speech_source import speaker_of
+from mgpu_pipe.data.audio.speech_source import speech_source
 from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
+from mgpu_pipe.data.class_folders import ClassFolders
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, read_part
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
 from mgpu_pipe.data.ordered_work import work_in_order
@@ -106,33 +107,50 @@ def read_recording(path: Path, expected: Fingerprint, rate: int, max_seconds: fl
 
 
 _FORMAT = 3
+SUFFIXES = (
+    *(".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".snd", ".caf", ".w64", ".sph"),
+    *(".m4a", ".mp4", ".3gp", ".aac", ".amr", ".webm", ".wma"),
+)
+"""Endings of the files that a folder of a class is searched for."""
+CLASS_FOLDERS = ClassFolders("recordings", SUFFIXES)
 _AT_ONCE, _POOL_FROM = 64, 512
 """Recordings per task of a process, and the number below which this process decodes all: starting one takes time."""
 TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"
 
 
 def listed(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | None = None) -> list[Entry]:
-    """Lists recordings, named or embedded, with their transcripts.
+    """Lists recordings, named or embedded, with their transcripts or classes.
 
     Args:
         keep: see :func:`mgpu_pipe.data.tables.entries_of`.
 
     Raises:
-        ConfigError, DataError: as :func:`mgpu_pipe.data.tables.entries_of`.
+        ConfigError, DataError: as :func:`mgpu_pipe.data.tables.entries_of` and :class:`ClassFolders`.
     """
-    columns = ("audio_column", "text_column", "text")
+    says = speech_source(data).says
+    if says == "folder":
+        return [entry for pattern in patterns for entry in CLASS_FOLDERS.entries(pattern, key)]
+    columns = ("audio_column", "text_column" if says == "text" else "label_column", says)
     return list(entries_of(files.expand_paths(patterns, key), data, key, *columns, keep=keep))
 
 
 def prepare_recordings(data: AudioConfig, sound: Sound, cache: Path, progress: Progress) -> tuple[Path, Path]:
     """Builds or finds the cache folders of the training and the held-out recordings."""
-    speak = speaker_of(data)
-    if speak is not None:
-        return speak(data, sound.rate, cache, progress)
-    folder = held_out_folder = _listened(data, data.paths, "data.paths", sound, cache, progress)
-    if data.validation_paths:
-        held_out_folder = _listened(data, data.validation_paths, "data.validation_paths", sound, cache, progress)
+    source = speech_source(data)
+    if source.speak is not None:
+        return source.speak(data, sound.rate, cache, progress)
+    paths, held_out = with_splits(data)
+    folder = held_out_folder = _listened(data, paths, "data.paths", sound, cache, progress)
+    if held_out:
+        held_out_folder = _listened(data, held_out, "data.validation_paths", sound, cache, progress)
     return folder, held_out_folder
+
+
+def with_splits(data: AudioConfig) -> tuple[list[str], list[str]]:
+    """Paths of training and of held-out recordings; see :meth:`ClassFolders.with_splits`."""
+    if speech_source(data).says != "folder":
+        return data.paths, data.validation_paths
+    return CLASS_FOLDERS.with_splits(data)
 
 
 def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Path:
@@ -141,14 +159,23 @@ def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> P
     return folder
 
 
-def keep_spoken(kind: str, count: int, rate: int, cache: Path, progress: Progress) -> Path:
-    """Builds or finds the cache folder of synthesised recordings of a kind, one of :data:`synthesis.SEEDS`."""
-    name = digest_of("spoken digits", _FORMAT, kind, count, rate, synthesis.version(kind))
-    return _built(cache, name, partial(_build_spoken, kind, count, rate, name, progress))
+def keep_spoken(
+    kind: str, count: int, rate: int, cache: Path, progress: Progress, digits: tuple[int, int] = synthesis.DIGITS
+) -> Path:
+    """Builds or finds the cache folder of synthesised recordings of a kind, one of :data:`synthesis.SEEDS`.
+
+    Args:
+        digits: fewest and most of a recording.
+    """
+    length = () if digits == synthesis.DIGITS else digits
+    name = digest_of("spoken digits", _FORMAT, kind, count, rate, synthesis.version(kind), *length)
+    return _built(cache, name, partial(_build_spoken, kind, count, rate, digits, name, progress))
 
 
-def _build_spoken(kind: str, count: int, rate: int, content: str, progress: Progress, out: Path) -> dict[str, Any]:
-    waves, texts, voices = synthesis.synthesised(kind, count, rate, progress)
+def _build_spoken(
+    kind: str, count: int, rate: int, digits: tuple[int, int], content: str, progress: Progress, out: Path
+) -> dict[str, Any]:
+    waves, texts, voices = synthesis.synthesised(kind, count, rate, progress, digits)
     stored = [np.clip(np.rint(wave * 32767), -32768, 32767).astype(np.int16) for wave in waves]
     save_array(out / WAVES, np.concatenate(stored))
     hashes = [document_hash(wave.tobytes()) for wave in stored]
@@ -246,6 +273,6 @@ def _length_or_fault(path: Path, expected: Fingerprint | None, rate: int, max_se
 
 
 def transcripts(folder: Path) -> tuple[list[str], list[str]]:
-    """Transcripts of a cache folder's recordings, and where each is written."""
+    """Transcripts (or classes) of a cache folder's recordings, and where each is written."""
     content = json.loads((folder / TEXTS).read_text(encoding="utf-8"))
     return content["texts"], content["names"]

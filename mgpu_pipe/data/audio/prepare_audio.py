@@ -22,12 +22,11 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
 from mgpu_pipe.data.audio.listen import Sound, frames_of, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.transcript_tokens import Words, words_of
 from mgpu_pipe.data.bad_samples import describe_too_long, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.order import GlobalOrder, Order, SortedSteps
-from mgpu_pipe.data.prepared_splits import PreparedSplits
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.token_store import load_array, save_array
@@ -43,7 +42,7 @@ TOO_LONG = ("lasts ", "has a text of ", "has a text that needs ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedSpeech(PreparedSplits):
+class PreparedSpeech(PreparedSounds):
     """Everything a worker needs to load recordings with transcripts; :func:`prepare_speech` makes it.
 
     ``on_too_long`` is the rule; it is empty with auto, where too long recordings count as bad samples.
@@ -58,21 +57,11 @@ class PreparedSpeech(PreparedSplits):
     """Alphabet and feature extractor in transformers' form."""
     new_alphabet: bool
     """The model is new: it takes its vocabulary from the alphabet, or its special tokens from the tokenizer."""
-    recordings: int
-    hours: float
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SpeechSamples:
         from mgpu_pipe.data.audio.recordings import SpeechSamples
 
         return SpeechSamples(config, split, self, reopen)
-
-    def order(self, config: RunConfig, samples: int) -> Order:
-        order, data = super().order(config, samples), config.data
-        assert isinstance(data, AudioConfig) and isinstance(order, GlobalOrder)
-        if data.sort_steps == 1:
-            return order
-        lengths = load_array(self.folder / "lengths.npy")[self.chosen("train")]
-        return SortedSteps(order, lengths, data.global_batch_size, data.sort_steps)
 
     def labels_of(self, split: Split) -> Path:
         return self.labels if split == "train" else self.held_out_labels
@@ -97,15 +86,8 @@ class PreparedSpeech(PreparedSplits):
         return self.in_split(split, load_array(self.folder_of(split) / "hashes.npy")[stored_rows])
 
     def chosen(self, split: Split) -> NDArray[np.int64]:
-        """Indices of a split's recordings in its folder."""
         rows: NDArray[np.int64] = load_array(self.labels_of(split) / "kept.npy")[self.among_kept(split)]
         return rows
-
-    def amounts(self) -> list[tuple[int, str]]:
-        return [(self.recordings, "recordings"), (round(60 * self.hours), "minutes"), *self.left_out()]
-
-    def context(self, data: DataConfig) -> float:
-        return 0.0
 
     def too_long(self, data: DataConfig) -> str:
         assert isinstance(data, AudioConfig)

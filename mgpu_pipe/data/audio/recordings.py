@@ -1,8 +1,9 @@
-"""Recordings and transcripts as tensors, padded to the longest of a batch."""
+"""Recordings, and their transcripts or classes, as tensors, padded to the longest of a batch."""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from mgpu_pipe.data.text.token_store import load_array
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
+    from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
+    from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
 
 
 _KEY = 0x5BEC
@@ -69,24 +72,20 @@ def random_of_spans(seed: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([(seed ^ _KEY << 32) & mask, number & mask], np.uint64)))
 
 
-class SpeechSamples:
-    """One split of recordings, a :class:`mgpu_pipe.data.samples.SampleSet`.
+class SoundSamples(ABC):
+    """One split of recordings, a :class:`mgpu_pipe.data.samples.SampleSet`; a subclass adds what is known of each.
 
     Args:
         reopen: opens the same samples in another process; picklable.
     """
 
     def __init__(
-        self, config: RunConfig, split: Split, prepared: PreparedSpeech, reopen: Callable[[], SpeechSamples]
+        self, config: RunConfig, split: Split, prepared: PreparedSounds, reopen: Callable[[], SoundSamples]
     ) -> None:
         assert isinstance(config.data, AudioConfig)
         self._data, self._seed, self._split, self._reopen = config.data, config.seed, split, reopen
         self._sound = Sound.from_config(config.data, config.model)
-        self._between_words = prepared.alphabet().between_words
-        folder, labels, among = prepared.folder_of(split), prepared.labels_of(split), prepared.among_kept(split)
-        starts = load_array(labels / "starts.npy")
-        self._numbers, self._start, self._end = load_array(labels / "labels.npy"), starts[among], starts[among + 1]
-        self._recordings = prepared.chosen(split)
+        folder, self._recordings = prepared.folder_of(split), prepared.chosen(split)
         self._waves, self._files = None, dict[str, Any]()
         if (folder / WAVES).is_file():
             self._waves = load_array(folder / WAVES)
@@ -101,8 +100,9 @@ class SpeechSamples:
     def __len__(self) -> int:
         return len(self._recordings)
 
+    @abstractmethod
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
-        return int((self._end[indices] - self._start[indices]).sum())
+        """Units that the samples add to the loss denominator, without reading them."""
 
     def positions(self, indices: NDArray[np.int64]) -> int:
         return 0
@@ -113,8 +113,7 @@ class SpeechSamples:
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Tensors of the recordings ``indices``.
 
-        ``input_values`` has shape (rows, samples), ``labels`` (rows, characters). ``lengths``, the samples without
-        padding, and ``between_words``, the separator of words in ``labels``, have shape (rows,).
+        ``input_values``, float32, has shape (rows, samples); ``lengths``, the samples without padding, (rows,).
         """
         waves = [
             self.model_input(index, number) for index, number in zip(indices.tolist(), numbers.tolist(), strict=True)
@@ -122,17 +121,8 @@ class SpeechSamples:
         values = np.zeros((len(waves), max(map(len, waves))), np.float32)
         for row, wave in enumerate(waves):
             values[row, : len(wave)] = wave
-        written = [self.written(index) for index in indices.tolist()]
-        labels = np.full((len(written), max(map(len, written))), IGNORE_INDEX, np.int64)
-        for row, tokens in enumerate(written):
-            labels[row, : len(tokens)] = tokens
-        arrays = {
-            "input_values": values,
-            "lengths": np.array([len(wave) for wave in waves], np.int64),
-            "between_words": np.full(len(waves), self._between_words, np.int64),
-            "labels": labels,
-        }
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        lengths = np.array([len(wave) for wave in waves], np.int64)
+        return {"input_values": torch.from_numpy(values), "lengths": torch.from_numpy(lengths)}
 
     def model_input(self, index: int, number: int) -> Wave:
         """The model's input for a recording: changed in training, then normalised."""
@@ -150,7 +140,52 @@ class SpeechSamples:
         known = Fingerprint(self._files["sizes"][number], tuple(self._files["blocks"][number]))
         return read_recording(Path(self._files["paths"][number]), known, self._sound.rate, self._data.max_seconds)
 
+
+class SpeechSamples(SoundSamples):
+    """Recordings with transcripts."""
+
+    def __init__(
+        self, config: RunConfig, split: Split, prepared: PreparedSpeech, reopen: Callable[[], SpeechSamples]
+    ) -> None:
+        super().__init__(config, split, prepared, reopen)
+        self._between_words = prepared.alphabet().between_words
+        labels, among = prepared.labels_of(split), prepared.among_kept(split)
+        starts = load_array(labels / "starts.npy")
+        self._numbers, self._start, self._end = load_array(labels / "labels.npy"), starts[among], starts[among + 1]
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return int((self._end[indices] - self._start[indices]).sum())
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Tensors of the recordings ``indices``.
+
+        Adds ``labels``, (rows, characters), and ``between_words``, the separator of words in ``labels``, (rows,).
+        """
+        written = [self.written(index) for index in indices.tolist()]
+        labels = np.full((len(written), max(map(len, written))), IGNORE_INDEX, np.int64)
+        for row, tokens in enumerate(written):
+            labels[row, : len(tokens)] = tokens
+        between_words = torch.full((len(written),), self._between_words)
+        return {**super().batch(indices, numbers), "between_words": between_words, "labels": torch.from_numpy(labels)}
+
     def written(self, index: int) -> NDArray[np.int32]:
         """Numbers of a transcript's characters."""
         numbers: NDArray[np.int32] = self._numbers[self._start[index] : self._end[index]]
         return numbers
+
+
+class LabelledSounds(SoundSamples):
+    """Recordings with a class."""
+
+    def __init__(
+        self, config: RunConfig, split: Split, prepared: PreparedLabelledSounds, reopen: Callable[[], LabelledSounds]
+    ) -> None:
+        super().__init__(config, split, prepared, reopen)
+        self._labels = prepared.labels(split)
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return len(indices)
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Tensors of the recordings ``indices``; adds ``labels``, their classes, int64, (rows,)."""
+        return {**super().batch(indices, numbers), "labels": torch.from_numpy(self._labels[indices])}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.cache import Progress
@@ -16,13 +17,19 @@ Speak = Callable[[DataConfig, int, Path, Progress], tuple[Path, Path]]
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechSource(DataSource):
-    """A shipped source of recordings; ``speak`` is None where files hold them."""
+    """A shipped source of recordings.
+
+    Attributes:
+        speak: builds the cache folders of its recordings; None where files hold them.
+        says: what it says of each recording: its text, its class, or nothing but the class's folder.
+    """
 
     speak: Speak | None = None
+    says: Literal["text", "class", "folder"] = "text"
 
 
-def speaker_of(data: DataConfig) -> Speak | None:
-    """Function that speaks the recordings of ``data.source``; None where files hold them."""
+def speech_source(data: DataConfig) -> SpeechSource:
+    """The shipped source of recordings ``data.source``."""
     source = shipped_source(data.source)
     assert isinstance(source, SpeechSource)
-    return source.speak
+    return source

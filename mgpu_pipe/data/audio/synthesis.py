@@ -1,4 +1,4 @@
-"""Sequences of three to five spoken digits, synthesised by espeak-ng and flite.
+"""Sequences of spoken digits, three to five or others, synthesised by espeak-ng and flite.
 
 espeak-ng's voices are variants of a few accents; eight of them are held out. flite's four voices, of another synthesis
 method, are never trained on. A fixed seed draws texts and voices, so every run gets the same recordings.
@@ -23,7 +23,8 @@ from mgpu_pipe.system.hardware import cpu_cores
 
 SOURCE = "spoken_digits"
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-FEWEST, MOST = 3, 5
+DIGITS = (3, 5)
+"""Fewest and most digits of a recording."""
 ESPEAK, FLITE = "espeak-ng", "flite"
 ACCENTS = ("en-us", "en-gb", "en-gb-scotland", "en-gb-x-rp")
 HEARD = (
@@ -61,8 +62,13 @@ def version(kind: str) -> str:
     return done.stdout.decode(errors="replace").partition("Data at")[0].strip()
 
 
-def synthesised(kind: str, count: int, rate: int, progress: Progress) -> tuple[list[Wave], list[str], list[str]]:
+def synthesised(
+    kind: str, count: int, rate: int, progress: Progress, lengths: tuple[int, int] = DIGITS
+) -> tuple[list[Wave], list[str], list[str]]:
     """Synthesises a kind of recordings; returns waves, transcripts and voices.
+
+    Args:
+        lengths: fewest and most digits of a recording.
 
     Raises:
         ConfigError: its program is not installed.
@@ -72,7 +78,7 @@ def synthesised(kind: str, count: int, rate: int, progress: Progress) -> tuple[l
     voices = {"heard": HEARD, "voices": UNHEARD, "synthesiser": FLITE_VOICES}[kind]
     texts, spoken_by, speak = list[str](), list[str](), list[Callable[[], Wave]]()
     for number in range(count):
-        digits = random.integers(0, 10, int(random.integers(FEWEST, MOST + 1)))
+        digits = random.integers(0, 10, int(random.integers(lengths[0], lengths[1] + 1)))
         text, voice = " ".join(WORDS[digit] for digit in digits), voices[number % len(voices)]
         if kind == "synthesiser":
             speak.append(_flite(text, voice, float(random.uniform(*STRETCHES)), rate))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,25 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.files import files_below, is_no_data
+from mgpu_pipe.data.class_folders import ClassFolders
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, read_part
 from mgpu_pipe.data.images.decode_image import SUFFIXES, decode
 from mgpu_pipe.data.images.image_keys import CaptionConfig, ImageConfig
 from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.tables import CAPTION, Entry, Keep, entries_of
 from mgpu_pipe.errors import ConfigError, DataError
-from mgpu_pipe.system.local_files import expand_home
 
-TRAIN, HELD_OUT = "train", ("validation", "test")
-SPLITS = {
-    TRAIN: ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
-}
-"""Names of split folders in Hugging Face's imagefolder."""
+CLASS_FOLDERS = ClassFolders("pictures", SUFFIXES)
 DIGITS_FILE = Path("datasets/data/digits.csv.gz")
 DIGITS_SIDE, DIGITS_BRIGHTEST = 8, 16
 WHAT = {"label_column": "class", "caption_column": CAPTION}
@@ -48,7 +39,7 @@ def entries(data: DataConfig, patterns: list[str], key: str, keep: Keep | None =
     """
     assert isinstance(data, ImageConfig)
     if layout_of(data) == "folder":
-        return [entry for pattern in patterns for entry in _in_folder(pattern, key)]
+        return [entry for pattern in patterns for entry in CLASS_FOLDERS.entries(pattern, key)]
     named = ("image_column", *label_column_of(data))
     return list(entries_of(files.expand_paths(patterns, key), data, key, *named, keep=keep))
 
@@ -59,79 +50,11 @@ def label_column_of(data: DataConfig) -> tuple[str, str]:
     return column, WHAT[column]
 
 
-def _in_folder(pattern: str, key: str) -> Iterator[Entry]:
-    root = expand_home(pattern)
-    if pattern.startswith(DATA) or not root.is_dir():
-        fix = "give a folder that holds a folder of pictures for each class"
-        raise ConfigError(key, pattern, fix, "is no folder here")
-    classes = classes_in(root)
-    if not classes:
-        fix = f"put each class's pictures ({', '.join(SUFFIXES)}) into a folder of its name below it"
-        raise ConfigError(key, pattern, fix, "holds no folder of pictures")
-    for folder, paths in classes.items():
-        yield from (Entry(path, folder, str(path)) for path in paths)
-
-
-def classes_in(root: Path) -> dict[str, list[Path]]:
-    """Folders of classes below ``root`` by name, with the pictures below each; skips hidden ones."""
-    stat, classes = root.stat(), {}
-    for folder in sorted(root.iterdir()):
-        if folder.is_dir() and not is_no_data(folder.name):
-            # A link to a parent folder would put every picture into its class.
-            below = files_below(folder, walked={(stat.st_dev, stat.st_ino)})
-            if pictures := sorted(path for path in below if path.suffix.lower() in SUFFIXES):
-                classes[folder.name] = pictures
-    return classes
-
-
-def loose_pictures(root: str) -> list[Path]:
-    """Pictures next to the folders of classes; they have no class."""
-    visible = (path for path in sorted(expand_home(root).iterdir()) if not is_no_data(path.name))
-    return [path for path in visible if path.suffix.lower() in SUFFIXES and path.is_file()]
-
-
 def with_splits(data: ImageConfig) -> tuple[list[str], list[str]]:
-    """``data.paths`` and ``data.validation_paths``, with folders of splits (such as ``train`` and ``val``) replaced by
-    these splits.
-
-    Raises:
-        ConfigError: it holds splits and classes.
-    """
-    trained, held_out = list[str](), list[str]()
-    for key, patterns in (("data.paths", data.paths), ("data.validation_paths", data.validation_paths)):
-        for pattern in patterns:
-            splits = _splits_in(pattern, key) if layout_of(data) == "folder" else {}
-            first_held = next((splits[kind] for kind in HELD_OUT if kind in splits), None)
-            if key == "data.paths":
-                trained.append(splits.get(TRAIN, pattern))
-                if first_held is not None and not data.validation_paths and data.validation_fraction > 0:
-                    held_out.append(first_held)
-            else:
-                held_out.append(first_held or pattern)
-    return trained, held_out
-
-
-def _splits_in(pattern: str, key: str) -> dict[str, str]:
-    """Splits that a folder has instead of classes, by kind."""
-    root = expand_home(pattern)
-    if not root.is_dir():
-        return {}
-    folders = [folder for folder in sorted(root.iterdir()) if folder.is_dir() and not is_no_data(folder.name)]
-    kinds = {kind: folder for folder in folders for kind, names in SPLITS.items() if folder.name.lower() in names}
-    if TRAIN not in kinds:
-        return {}
-    others = [folder for folder in folders if folder not in kinds.values() and _holds_pictures(folder)]
-    if not others:
-        return {kind: str(folder) for kind, folder in kinds.items()}
-    if len(kinds) == 1:
-        return {}  # a class of trains
-    fix = "name the splits by data.paths and data.validation_paths"
-    reason = f"holds the splits {' and '.join(folder.name for folder in kinds.values())}, and {others[0].name} besides"
-    raise ConfigError(key, pattern, fix, reason)
-
-
-def _holds_pictures(folder: Path) -> bool:
-    return any(path.suffix.lower() in SUFFIXES for path in files_below(folder))
+    """Folders of training and of held-out pictures; see :meth:`ClassFolders.with_splits`."""
+    if layout_of(data) != "folder":
+        return data.paths, data.validation_paths
+    return CLASS_FOLDERS.with_splits(data)
 
 
 def digits_file() -> Path:

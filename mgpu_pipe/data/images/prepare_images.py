@@ -17,7 +17,7 @@ from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_names, class_number
 from mgpu_pipe.data.images.image_keys import ImageConfig
-from mgpu_pipe.data.images.picture_files import entries, label_column_of, loose_pictures, with_splits
+from mgpu_pipe.data.images.picture_files import CLASS_FOLDERS, entries, label_column_of, with_splits
 from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.images.picture_tars import tar_entries
 from mgpu_pipe.data.images.pixels import Pixels
@@ -132,7 +132,7 @@ def scan_images(model: ModelConfig, data: DataConfig, progress: Progress | None)
     if (paths, held_out) != (data.paths, data.validation_paths):
         _log.warning("the pictures in %s are trained on, those in %s held out", _listed(paths), _listed(held_out))
     for folder_of_classes in (*paths, *held_out) if layout_of(data) == "folder" else ():
-        if loose := loose_pictures(folder_of_classes):
+        if loose := CLASS_FOLDERS.loose_files(folder_of_classes):
             told_loose = "%d pictures in no folder of a class are left out: %s"
             _log.warning(told_loose, len(loose), _listed(loose))
     manifests = [read_manifest(known) or {} for known in dict.fromkeys((folder, held_folder))]

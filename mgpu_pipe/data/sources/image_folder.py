@@ -12,11 +12,11 @@ from mgpu_pipe.system.local_files import expand_home
 
 
 def labels(data: DataConfig) -> Iterator[str]:
-    from mgpu_pipe.data.images.picture_files import classes_in, with_splits
+    from mgpu_pipe.data.images.picture_files import CLASS_FOLDERS, with_splits
 
     assert isinstance(data, ImageConfig)
     for root in with_splits(data)[0]:
-        for name, paths in classes_in(expand_home(root)).items():
+        for name, paths in CLASS_FOLDERS.classes_in(expand_home(root)).items():
             yield from [name] * len(paths)
 
 

@@ -34,6 +34,19 @@ def check_programs(config: RunConfig) -> None:
 
 
 def speak_digits(data: DataConfig, rate: int, cache: Path, progress: Progress) -> tuple[Path, Path]:
+    from mgpu_pipe.data.audio.synthesis import DIGITS
+
+    return spoken_folders(data, rate, cache, progress, DIGITS)
+
+
+def spoken_folders(
+    data: DataConfig, rate: int, cache: Path, progress: Progress, digits: tuple[int, int]
+) -> tuple[Path, Path]:
+    """Builds or finds the cache folders of the training and the held-out recordings.
+
+    Args:
+        digits: fewest and most of a recording.
+    """
     from mgpu_pipe.data.audio import synthesis
     from mgpu_pipe.data.audio.listen import keep_spoken
 
@@ -43,7 +56,8 @@ def speak_digits(data: DataConfig, rate: int, cache: Path, progress: Progress) -
         "voices": min(synthesis.UNHEARD_RECORDINGS, data.recordings),
         "synthesiser": min(synthesis.FLITE_RECORDINGS, data.recordings),
     }
-    trained, held_out = (keep_spoken(kind, counts[kind], rate, cache, progress) for kind in ("heard", data.held_out))
+    kinds: tuple[str, ...] = ("heard", data.held_out)
+    trained, held_out = (keep_spoken(kind, counts[kind], rate, cache, progress, digits) for kind in kinds)
     return trained, held_out
 
 

@@ -1,0 +1,105 @@
+"""Sound classification: one of several classes for each recording.
+
+A recording's loss does not depend on the rest of its micro-batch: padding is masked, the first norm of a waveform's
+encoder uses only the recording's samples, and the frames that are averaged are the recording's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from typing_extensions import Self
+
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.samples import SampleSet
+from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.class_sums import ClassSums
+from mgpu_pipe.objectives.sound_classification_keys import DESCRIPTION, SoundClassificationConfig
+from mgpu_pipe.objectives.wave_inputs import WaveInputs, hide_spans
+from mgpu_pipe.parallel.random_streams import step_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class SoundClassificationObjective(Objective):
+    """Cross-entropy of classes under a Hugging Face model of ``AutoModelForAudioClassification``, a mean over
+    recordings.
+
+    Args:
+        label_smoothing: share of each label spread over all classes, only in training.
+    """
+
+    description = DESCRIPTION
+    num_sums = 3
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self._inputs, self._smoothing = WaveInputs(model), label_smoothing
+        self._classes = int(cast(Any, model.config).num_labels)
+        self._class_sums = ClassSums(self._classes)
+        self.num_sums = self._class_sums.num_sums  # type: ignore[misc]  # the classes of this model are known only now
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
+    ) -> Self:
+        keys = cast(SoundClassificationConfig, config.objective)
+        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing)
+
+    @classmethod
+    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
+        return hide_spans(config, samples)
+
+    @property
+    def batch_spec(self) -> BatchSpec:
+        """The fields of :class:`WaveInputs`, and ``labels``, the class, int64, (rows,)."""
+        labels = Field(sequence_dim=None, padding=IGNORE_INDEX, target=True)
+        return BatchSpec({**self._inputs.fields, "labels": labels})
+
+    def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return self._inputs.model_inputs(batch)
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss(self._logits(batch), batch["labels"], self._smoothing)
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits, labels = self._logits(batch), batch["labels"]
+        return self._class_sums.sums(self._loss(logits, labels, 0.0), logits, labels)
+
+    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
+        return self._class_sums.findings(sums)
+
+    def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing)
+        return losses.sum(dtype=torch.float64)
+
+    def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
+        """Noise of uneven lengths. In every third step the last recording has no label."""
+        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        sounds = self._inputs.random_batch(generator, seed, step, samples)
+        labels = torch.randint(0, self._classes, (samples,), generator=generator)
+        if step % 3 == 2 and samples > 2:
+            labels[-1] = IGNORE_INDEX
+        return {**sounds, "labels": labels}
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One recording at a time, without padding and masks."""
+        losses = []
+        for row, label in enumerate(batch["labels"].tolist()):
+            if label != IGNORE_INDEX:
+                shares = self._inputs.logits_alone(forward, model, batch, row)[0].float().log_softmax(-1)
+                losses.append((self._smoothing - 1) * shares[label] - self._smoothing * shares.mean())
+        return Reference(torch.stack(losses).sum())
+
+
+OBJECTIVE = SoundClassificationObjective

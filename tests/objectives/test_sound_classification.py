@@ -1,0 +1,223 @@
+"""Sound classification. Oracle: transformers' own model on one recording at a time, without padding, in one process."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
+from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.fields import config_fields
+from mgpu_pipe.objectives.sound_classification import SoundClassificationObjective
+from mgpu_pipe.objectives.wave_encoders import FAMILIES
+from tests.objectives.test_ctc import FIELDS
+from tests.support import small_runs
+from tests.support.command import mgpu, run_folder
+from tests.support.labelled_sounds import folder_of_sounds, heard, list_of_classes
+from tests.support.needs import need_speech
+from tests.support.sounds import RATE, tones, write_wav
+
+SOUNDS = ("objective=sound_classification", "model=wav2vec2_tiny", "logger=none", "trainer.progress=off")
+CLASSES = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+
+
+def made(family: str, **fields: Any) -> torch.nn.Module:
+    known = config_fields(family) or set()
+    given = {name: value for name, value in {**FIELDS, "classifier_proj_size": 16, **fields}.items() if name in known}
+    model = build_meta(ModelConfig(type=family, config={**given, **CLASSES}), "AutoModelForAudioClassification")
+    return materialise(model, 1, "cpu").train()
+
+
+def check_alone(objective: SoundClassificationObjective, plain: torch.nn.Module) -> None:
+    """The loss and every gradient of a batch, however it is cut, are those of its recordings alone."""
+    batch = objective.random_batch(3, 2, 5, 0, packed=False)
+    assert batch["labels"][-1].eq(-100).all()
+    losses = []
+    for size in (5, 2):
+        objective.model.zero_grad()
+        parts = [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, 5, size)]
+        found = torch.stack([objective.micro_batch_loss(part) for part in parts]).sum()
+        found.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(found.detach()))
+    reference: Any = objective.reference_loss(lambda **inputs: plain(**inputs), plain, batch).loss_sum  # type: ignore[arg-type]
+    reference.backward()
+    assert losses == pytest.approx([float(reference.detach())] * 2, rel=1e-6)
+    whole = float(torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm())
+    for (name, ours), own in zip(objective.model.named_parameters(), plain.parameters(), strict=True):
+        error = 0.0 if own.grad is None else float((ours.grad - own.grad).norm())  # type: ignore[operator]
+        assert error <= 1e-5 * float(0 if own.grad is None else own.grad.norm()) + 1e-6 * whole, name
+
+
+@pytest.mark.parametrize("norm", ["group", "layer"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_recordings_alone(family: str, norm: str) -> None:
+    layered = {"feat_extract_norm": norm, "do_stable_layer_norm": norm == "layer"}
+    objective = SoundClassificationObjective(made(family, **layered), None, lambda step: 1.0, 0.1)
+    check_alone(objective, made(family, **layered))
+
+
+def test_metrics_are_counts_and_padded_rows_count_nothing() -> None:
+    objective = SoundClassificationObjective(made("wav2vec2"), None, lambda step: 1.0, 0.2)
+    batch = objective.random_batch(3, 2, 6, 0, packed=False)
+    with torch.no_grad():
+        sums = objective.evaluation_sums(batch).tolist()
+        logits = objective.model(**objective.model_inputs(batch)).logits[:-1]
+    assert sums[0] == pytest.approx(float(F.cross_entropy(logits, batch["labels"][:-1], reduction="sum")), rel=1e-5)
+    confusion = np.zeros((3, 3))
+    np.add.at(confusion, (batch["labels"][:-1].numpy(), logits.argmax(-1).numpy()), 1)
+    assert objective.findings([*sums, 5.0]) == {"confusion": confusion.tolist()}
+    assert sums[1] == np.trace(confusion) and sums[2] == 5
+
+
+def labelled(folder: Path, *overrides: str) -> RunConfig:
+    """Tones in folders of their classes."""
+    root = folder / "sounds"
+    if not root.exists():
+        folder_of_sounds(root)
+    given = (f"data.paths=[{root}]", f"data.cache_dir={folder / 'cache'}", f"data.sampling_rate={RATE}")
+    more = ("trainer.max_steps=4", "data.validation_fraction=0.2", "data.global_batch_size=6", "data.sort_steps=2")
+    changes = ("data.speed=0.1", "data.noise=0.05", "optimizer.lr=3e-4")
+    return compose([*SOUNDS, "data=audio_folder", *given, *more, *changes, *overrides])[0]
+
+
+def test_a_list_and_folders_give_the_same_samples(tmp_path: Path) -> None:
+    need_speech()
+    config = labelled(tmp_path, "data.validation_fraction=0.25", "data.speed=0", "data.noise=0")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    assert prepared.classes == ["high", "low", "mixed"], "in sorted order"
+    assert prepared.train_samples + prepared.held_out_samples == 30
+    assert prepared.model_fields()["id2label"]["1"] == "low"
+    samples = prepared.open(config, "train")
+    numbers = np.arange(len(samples))
+    batch = samples.batch(numbers, numbers)
+    for row, path in enumerate(np.array(sorted((tmp_path / "sounds").rglob("*.wav")))[prepared.chosen("train")]):
+        wave = torch.from_numpy(heard(path)).double()
+        assert prepared.classes[batch["labels"][row]] == path.parent.name
+        assert batch["lengths"][row] == len(wave) and not batch["input_values"][row, len(wave) :].any()
+        expected = (wave - wave.mean()) / wave.std(correction=0)
+        assert torch.allclose(batch["input_values"][row, : len(wave)].double(), expected, atol=1e-4)
+    list_of_classes(tmp_path / "sounds")
+    given = ("data=labelled_audio_list", f"data.paths=[{tmp_path / 'sounds' / 'sounds.csv'}]", "data.speed=0")
+    listed: Any = prepare(labelled(tmp_path, *given, "data.noise=0", "data.validation_fraction=0.25"))
+    assert listed.digest == prepared.digest and listed.classes == prepared.classes
+
+
+def test_split_folders_are_found_and_a_class_that_is_only_held_out_is_refused(tmp_path: Path) -> None:
+    need_speech()
+    folder_of_sounds(tmp_path / "sounds" / "train", each=4)
+    held = folder_of_sounds(tmp_path / "sounds" / "val", each=2, first=50)
+    prepared: Any = prepare(labelled(tmp_path))
+    assert (prepared.train_samples, prepared.held_out_samples) == (12, 6) and prepared.validation_digest
+    (held / "strange").mkdir()
+    write_wav(held / "strange" / "0.wav", tones("ab", 77))
+    with pytest.raises(ConfigError, match=r"no training recording has the class 'strange'.*data.classes"):
+        prepare(labelled(tmp_path))
+    known: Any = prepare(labelled(tmp_path, "data.classes=[high,low,mixed,strange]"))
+    assert "no training recording has the class strange" in known.told
+
+
+def refused(config: RunConfig) -> str:
+    with pytest.raises(BadInputError) as found:
+        preflight(config)
+        prepare(config)
+    return "; ".join(map(str, found.value.errors)) if isinstance(found.value, ConfigErrors) else str(found.value)
+
+
+def test_what_cannot_be_learnt_is_refused_in_a_line(tmp_path: Path) -> None:
+    need_speech()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    write_wav(alone / "0.wav", tones("ab", 1))
+    assert "holds no folder of recordings" in refused(labelled(tmp_path, f"data.paths=[{alone}]"))
+    one = tmp_path / "one"
+    (one / "only").mkdir(parents=True)
+    write_wav(one / "only" / "0.wav", tones("ab", 1))
+    assert "every sample has the class 'only'" in refused(labelled(tmp_path, f"data.paths=[{one}]"))
+    assert "a class 'mixed' besides" in refused(labelled(tmp_path, "data.classes=[high,low]"))
+    for words, said in (
+        (("model.config.layerdrop=0.1",), "use model.config.layerdrop=0.0"),
+        (("strategy=pp", "trainer.devices=2"), "strategy.pp"),
+        (("model.type=hubert", "strategy=tp", "trainer.devices=2"), "hubert"),
+        (("data=spoken_digits",), "data=audio_folder, data=labelled_audio_list"),
+        (("objective=ctc",), "objective=sound_classification"),
+        (("peft=lora",), "use peft.train_also=[projector.*,classifier.*]"),
+    ):
+        assert said in refused(labelled(tmp_path, *words)), words
+
+
+@pytest.mark.parametrize("kind", ["short", "empty", "text"])
+def test_a_bad_recording_is_named_or_left_out(tmp_path: Path, kind: str) -> None:
+    need_speech()
+    labelled(tmp_path)
+    bad = tmp_path / "sounds" / "low" / "bad.wav"
+    write_wav(bad, tones("a", 5)[:260])
+    if kind != "short":
+        bad.write_bytes(b"" if kind == "empty" else b"This is no sound.\n" * 20)
+    wide = ("model.config.conv_kernel=[40,20]", "model.config.conv_stride=[20,10]", "data.speed=0.1")
+    said = {"short": "the model needs", "empty": "is empty", "text": "is no sound"}[kind]
+    with pytest.raises(DataError, match=rf"bad\.wav.*{said}"):
+        prepare(labelled(tmp_path, *wide))
+    skipped: Any = prepare(labelled(tmp_path, *wide, "data.on_bad_sample=skip"))
+    assert skipped.bad_samples == 1 and skipped.train_samples + skipped.held_out_samples == 30
+
+
+run = partial(small_runs.run, labelled)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_speech()
+    from transformers import pipeline
+
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.open import load_run
+
+    metrics = small_runs.run_moved(labelled, tmp_path, "val/accuracy")
+    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{metrics['val/loss']:.6f} nats a sample" in printed
+    assert f"{100 * metrics['val/accuracy']:.2f}%" in printed
+    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
+    classify = pipeline("audio-classification", str(tmp_path / "out"))
+    wave = heard(next((tmp_path / "sounds" / "mixed").iterdir()))
+    answers = classify({"raw": wave, "sampling_rate": RATE}, top_k=3, function_to_apply="none")
+    config = labelled(tmp_path)
+    model = load_run(tmp_path / "second").model
+    from mgpu_pipe.data.audio.listen import Sound
+
+    values = torch.from_numpy(Sound.from_config(config.data, config.model).fitted(wave))[None]  # type: ignore[arg-type]
+    with torch.no_grad():
+        logits = model(input_values=values).logits[0].tolist()
+    assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(
+        dict(zip(["high", "low", "mixed"], logits, strict=True)), abs=1e-5
+    )
+    tuned = run(tmp_path / "tuned", 1, "model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0")
+    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5), "the folder is trained on"
+
+
+@pytest.mark.slow
+def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
+    need_speech("espeak-ng")
+    sizes = ("data.recordings=40", "data.validation_max_samples=20", "data.global_batch_size=4")
+    steps = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
+    more = ("data.micro_batch_size=2", "trainer.devices=2")
+    folder = run_folder(mgpu(cache, tmp_path, "experiment=sound_digits", *sizes, *steps, *more))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished" and summary["model"]["class"] == "Wav2Vec2ForSequenceClassification"
+    assert np.array(summary["found"]["confusion"]).sum() == 20
+    samples, report = summary["samples"], (folder / "report.html").read_text(encoding="utf-8")
+    assert 0 < len(samples) <= 12 and "Confusion" in report
+    assert report.count('src="data:audio/ogg;base64,T2dnU') >= len(samples)
