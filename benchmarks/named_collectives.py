@@ -25,6 +25,8 @@ FUNCTIONS = {
     "reduce_scatter_sequence": "sequence reduce-scattered",
     "all_gather_parts": "softmax of the vocabulary gathered",
     "all_reduce_together": "replicated gradients summed",
+    # parallel.tensor.whole_towers
+    "gather_shares": "features of pictures gathered",
     # parallel.context.ring and parallel.context.ulysses
     "pass_keys_and_values": "keys and values passed",
     "pass_key_and_value_gradients": "their gradients passed",

@@ -98,7 +98,11 @@ _OWN: Mapping[str, Family] = {
     "hunyuan_v1_moe": Family(packing="positions", stages=Stages(), experts="num_experts", softmax_routers=True),
     # HY V4: several streams of hidden states, mixed by parameters outside of the blocks.
     "hy_v4": Family(stages=None),
-    "idefics3": Family(modules={"Idefics3VisionAttention": OUT_PROJ, "Idefics3VisionMLP": FC}, width_is_heads=True),
+    "idefics3": Family(
+        modules={"Idefics3VisionAttention": OUT_PROJ, "Idefics3VisionMLP": FC},
+        width_is_heads=True,
+        tower_outputs={"vision": ("last_hidden_state",)},
+    ),
     # Inkling 2: a norm inside of its embedding, so that tensor parallelism does not cut it right.
     "inkling2_text": Family(tensor=False),
     "jamba": Family(stages=Stages(norm="final_layernorm"), experts="num_experts", softmax_routers=True),
@@ -110,7 +114,10 @@ _OWN: Mapping[str, Family] = {
         width_is_heads=True,
         sizes=Sizes("attention_bias", "attention_bias", "mlp_bias"),
     ),
-    "llava": Family(modules={"LlavaMultiModalProjector": {"linear_1": "column", "linear_2": "row"}}),
+    "llava": Family(
+        modules={"LlavaMultiModalProjector": {"linear_1": "column", "linear_2": "row"}},
+        tower_outputs={"vision": ("hidden_states",)},
+    ),
     # LongCat Flash: two attentions a layer; another field gives the number of layers.
     "longcat_flash": Family(stages=None),
     "mellum": Family(experts="num_local_experts", softmax_routers=True),
@@ -167,7 +174,11 @@ _OWN: Mapping[str, Family] = {
     "seed_oss": Family(packing="positions"),
     "siglip": Family(modules={"SiglipAttention": OUT_PROJ, "SiglipMLP": FC}, reads_inside=("SiglipTextEmbeddings",)),
     "smollm3": Family(packing="positions"),
-    "smolvlm": Family(modules={"SmolVLMVisionAttention": OUT_PROJ, "SmolVLMVisionMLP": FC}, width_is_heads=True),
+    "smolvlm": Family(
+        modules={"SmolVLMVisionAttention": OUT_PROJ, "SmolVLMVisionMLP": FC},
+        width_is_heads=True,
+        tower_outputs={"vision": ("last_hidden_state",)},
+    ),
     "solar_open": Family(experts="n_routed_experts"),
     "stablelm": Family(packing="positions", stages=Stages()),
     "starcoder2": Family(packing="positions"),
@@ -191,7 +202,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("clip_text_model", "clip_vision_model"), _OWN["clip"]),
     **dict.fromkeys(("siglip_text_model", "siglip_vision_model"), _OWN["siglip"]),
     "mistral": _OWN["llama"],
-    "paligemma": Family(modules=_OWN["siglip"].modules),
+    "paligemma": Family(modules=_OWN["siglip"].modules, tower_outputs={"vision": ("last_hidden_state",)}),
     # two towers of any kinds, one for pictures and one for texts
     "vision_text_dual_encoder": Family(modules={**_OWN["vit"].modules, **_OWN["siglip"].modules, **BERT.modules}),
 }

@@ -118,6 +118,9 @@ class Family:
         reads_weights: classes of modules that compute with the weight of a child instead of calling it, with its name;
             ZeRO-3 gathers it.
         projector: names of modules in a tower that lie between it and the language model.
+        tower_outputs: fields of a tower's output that the rest of the model reads, by part; with them the tower can
+            stay whole under tensor parallelism (``strategy.parts``). Of ``hidden_states`` those of the layers in
+            ``vision_feature_layer``.
     """
 
     packing: Packing = "none"
@@ -140,6 +143,7 @@ class Family:
     reads_inside: tuple[str, ...] = ()
     reads_weights: Mapping[str, str] = field(default_factory=dict)
     projector: tuple[str, ...] = ()
+    tower_outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def context(self) -> bool:

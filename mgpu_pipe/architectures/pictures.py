@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -167,3 +168,35 @@ def part(row: int, column: int) -> str:
 
 PLACED = (AROUND, WHOLE, *(part(row, column) for row in range(ACROSS) for column in range(ACROSS)))
 """Other picture tokens in a tokenizer of such a model."""
+
+
+def encoding_costs(grids: Sequence[Sequence[int]], field: Callable[[str], Any]) -> list[float]:
+    """Relative FLOPs of encoding pictures in native size, by their patches in time, down and across.
+
+    A patch costs the matrix products of a layer, and attention to the patches of its frame or of its window.
+
+    Args:
+        field: value of a field of the tower's configuration; None if it has no such field.
+    """
+    width, inner, depth = (int(field(name)) for name in ("hidden_size", "intermediate_size", "depth"))
+    whole, window = field("fullatt_block_indexes"), field("window_size")
+    share = 1.0 if whole is None else len(whole) / depth
+    local = 0 if window is None else (int(window) // int(field("patch_size"))) ** 2
+    costs = []
+    for times, down, across in grids:
+        frame = down * across
+        seen = share * frame + (1 - share) * min(frame, local)
+        costs.append(times * frame * (8 * width**2 + 4 * width * inner + 4 * width * seen))
+    return costs
+
+
+def deal_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Numbers of the items of each of ``ranks`` shares, ascending: the costliest item first, each to the cheapest share
+    (longest processing time first: Graham 1969). Every rank computes the same."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [(0.0, rank) for rank in range(ranks)]
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        total, rank = totals[0]
+        shares[rank].append(item)
+        heapq.heapreplace(totals, (total + costs[item], rank))
+    return [sorted(share) for share in shares]

@@ -9,4 +9,5 @@ FAMILY = Family(
     },
     width_is_heads=True,
     projector=("merger",),
+    tower_outputs={"vision": ("pooler_output",)},
 )

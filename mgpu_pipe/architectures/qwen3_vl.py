@@ -12,4 +12,5 @@ FAMILY = Family(
         "Qwen3VLVisionPatchMerger": FC,
     },
     projector=("merger", "deepstack_merger_list"),
+    tower_outputs={"vision": ("pooler_output", "deepstack_features")},
 )

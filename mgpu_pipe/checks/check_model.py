@@ -320,10 +320,12 @@ def check_built(config: RunConfig) -> None:
             if isinstance(objective, PictureObjective) and objective.features is not None:
                 objective.features.check()
         if config.peft.name == "qlora":
+            from mgpu_pipe.models.model_parts import tower_names
             from mgpu_pipe.parallel.tensor.cut import check_blocks
 
             dims = ParallelDims.resolve(config.strategy, world_size(config))
-            check_blocks(model, dims.tp, cuts_experts=dims.ep == 1)
+            towers = tower_names(model, config.strategy.parts.whole).values()
+            check_blocks(model, dims.tp, cuts_experts=dims.ep == 1, whole=list(towers))
         if config.peft.init_from is not None:
             from mgpu_pipe.models.adapters.peft_folder import check_peft_folder
 

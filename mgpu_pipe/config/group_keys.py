@@ -153,6 +153,20 @@ class ContextOptions:
 
 
 @dataclass
+class PartOptions:
+    vision: Literal["cut", "whole"] = "cut"
+    """cut cuts the vision tower by strategy.tp like the rest of the model; whole keeps it on every rank, deals the
+    pictures of a micro-batch over the ranks of strategy.tp by cost and exchanges their features."""
+    audio: Literal["cut", "whole"] = "cut"
+    """The same for the audio tower and recordings."""
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """Parts that every tensor-parallel rank keeps whole."""
+        return tuple(part for part, choice in vars(self).items() if choice == "whole")
+
+
+@dataclass
 class DeepSpeedOptions:
     stage: Literal[1, 2, 3] = 3
     """ZeRO stage: 1 shards the optimizer state, 2 gradients too, 3 weights too."""
@@ -182,6 +196,8 @@ class StrategyConfig:
     """Options of pp."""
     context: ContextOptions = field(default_factory=ContextOptions)
     """Options of cp."""
+    parts: PartOptions = field(default_factory=PartOptions)
+    """Strategies of parts of the model."""
     bucket_mib: float = field(default=25.0, metadata={"above": 0})
     """Size of a gradient bucket of the all-reduce, in MiB."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"

@@ -39,6 +39,12 @@ def part_patterns(model: nn.Module) -> dict[str, list[str]]:
     return {**patterns, PROJECTOR: [*(f"{name}.*" for name in between), *_rest(model, "", inside)]}
 
 
+def tower_names(model: nn.Module, parts: Sequence[str]) -> dict[str, str]:
+    """Name of the module that is each of these ``parts`` of ``model``."""
+    root: Any = getattr(model, "config", None)
+    return {part: _holders(model, getattr(root, CONFIGS[part]))[0] for part in parts}
+
+
 def named_parts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """``patterns`` of parameter names, with names of parts replaced by their patterns."""
     if not set(patterns) & set(PARTS):

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from mgpu_pipe.models.kernels.norms import add_up_in_fp32
 from mgpu_pipe.models.local_shards import cast_parameters
+from mgpu_pipe.models.model_parts import tower_names
+from mgpu_pipe.models.stage_placeholders import is_removed
 from mgpu_pipe.parallel.checkpointing import Mode, apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks, use_float8
 from mgpu_pipe.parallel.context.attention import Method, apply_context_parallel, in_sequences
@@ -21,6 +23,7 @@ from mgpu_pipe.parallel.fsdp import COMPUTE_DTYPES, ShardingOptions, apply_fully
 from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch, Pipeline, PipelinePlan, StageObjective
 from mgpu_pipe.parallel.random_streams import RankStreams, uses_dropout
 from mgpu_pipe.parallel.tensor.apply import apply_tensor_parallel
+from mgpu_pipe.parallel.tensor.whole_towers import keep_towers_whole
 from mgpu_pipe.system.compat.torch_private import find_fsdp_units
 from mgpu_pipe.topology import Meshes, ParallelDims
 
@@ -37,6 +40,7 @@ class ParallelOptions:
         bucket_mib: size of a gradient bucket of plain data parallelism.
         sharding: options of FSDP2.
         pipeline: where each stage is; needed where ``pp`` is above 1.
+        whole_parts: parts of the model that tensor parallelism keeps whole, their pictures dealt over its ranks.
     """
 
     precision: str = "fp32"
@@ -48,6 +52,7 @@ class ParallelOptions:
     sequence_parallel: bool = False
     pipeline: PipelinePlan | None = None
     context_method: Method = "ring"
+    whole_parts: tuple[str, ...] = ()
 
 
 class ParallelObjective(StageObjective, Protocol):
@@ -127,6 +132,8 @@ def parallelize(
     elif options.precision == "fp8":
         use_float8(model, options.fp8_recipe, dims.tp)
 
+    towers = tower_names(model, options.whole_parts)
+
     # Pipeline: delete the layers of other ranks' stages.
     random = uses_dropout(model)
     views = options.pipeline.cut(model, groups["pp"].rank()) if options.pipeline is not None and dims.pp > 1 else []
@@ -135,6 +142,8 @@ def parallelize(
     tensor = groups.get("tp")
     if tensor is not None:
         parts.streams = RankStreams(model, device) if random else None
+        # Only the first pipeline stage has towers.
+        towers = {part: name for part, name in towers.items() if not is_removed(model.get_submodule(name))}
         apply_tensor_parallel(
             model,
             tensor,
@@ -142,7 +151,9 @@ def parallelize(
             experts=dims.ep == 1,
             stages=[view.layers for view in views],
             streams=parts.streams,
+            whole=list(towers.values()),
         )
+        keep_towers_whole(model, towers, tensor, parts.streams)
 
     # Expert parallelism: keep this rank's experts.
     experts: list[torch.nn.Module] = []

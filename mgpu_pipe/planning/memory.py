@@ -35,7 +35,7 @@ from mgpu_pipe.planning.memory_terms import (
     passes_in_flight,
 )
 from mgpu_pipe.planning.model_work import NEEDED, run_work, stages_per_rank
-from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters
+from mgpu_pipe.planning.other_models import TOWERS, four_bits, other_bytes, tower_parameters
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 MIB = 1 << 20
@@ -200,7 +200,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     block = sum(layers) / max(1, len(layers))
     shape, final_norm = Shape.from_fields(fields), final_norm_parameters(fields)
     shares_table = bool(fields.get("tie_word_embeddings")) and dims.pp == 1
-    table, tower = embedding_parameters(fields), tower_parameters(fields)
+    table, towers = embedding_parameters(fields), {part: tower_parameters(fields, part) for part in TOWERS}
     shards, adapts = dims.dp_shard * dims.cp, peft.name != "none"
     item = FP32 if precision == "fp32" else HALF
     by_fsdp = shards > 1 or dims.uses_model_axes or precision != "fp32" or strategy.offload != "none"
@@ -210,7 +210,8 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     four = four_bits(peft)
     return State(
         block=block,
-        embedding=table + tower + final_norm * shares_table,
+        embedding=table + sum(towers.values()) + final_norm * shares_table,
+        uncut=sum(towers[part] for part in strategy.parts.whole),
         head=0.0 if shares_table else head_parameters(fields) + final_norm,
         experts=max(layers) - min(_dense(fields), max(layers)) if fields.get("num_experts") else 0.0,
         norms=layer_norm_parameters(fields),

@@ -52,7 +52,8 @@ class State:
         block: parameters of a block.
         experts: those of them that are experts'.
         norms: those of them that every tensor-parallel rank has.
-        embedding: parameters of the tables, on the first pipeline stage.
+        embedding: parameters of the tables and towers, on the first pipeline stage.
+        uncut: those of them that every tensor-parallel rank has.
         head: parameters of the output head on the last stage; 0 if the same rank has it as its embedding.
         head_trains: 1 if the matrix of the output head gets a gradient.
         block_weight: bytes of a block's weight; of the embedding's and head's, ``weight``.
@@ -80,6 +81,7 @@ class State:
     head: Numbers
     experts: Numbers = 0.0
     norms: Numbers = 0.0
+    uncut: Numbers = 0.0
     head_trains: Numbers = 1.0
     block_weight: Numbers = FP32
     weight: Numbers = FP32
@@ -121,7 +123,8 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     """Bytes of a rank's terms at its peak, by name."""
     shards = work.dp_shard * work.cp
     a_block = (state.block - state.norms) / work.tp + state.norms
-    ends = (place.first * state.embedding + place.last * state.head) / work.tp
+    embedding = place.first * ((state.embedding - state.uncut) / work.tp + state.uncut)
+    ends = embedding + place.last * state.head / work.tp
     blocks = place.layers * a_block
     adapters = place.layers * state.added / work.tp
     trained = state.trained * (blocks + ends) + adapters
@@ -150,8 +153,7 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     in_block = backward_bytes(work, keeps, state.dequantised / work.tp)
     in_unit = state.trained * unit * choose(shards > 1, state.copy + state.gradient, state.copy)
     early = maximum(gathered_at_loss + at_loss, gathered_in_block + in_block + in_unit)
-    embedding = place.first * state.trained * state.embedding / work.tp
-    late = in_block + maximum(in_unit, embedding * (state.copy + state.gradient))
+    late = in_block + maximum(in_unit, state.trained * embedding * (state.copy + state.gradient))
     late_activations = (place.passes - 1) * a_pass + kept_bytes(work, keeps)
     starts = choose(summed, gradients, 0.0) * here + second + tokens_kept + early
     ends_with = gradients * here + late_activations + gathered_in_block + late

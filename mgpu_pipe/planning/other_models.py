@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mgpu_pipe.architectures.family import CONFIGS
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig
@@ -14,7 +15,7 @@ from mgpu_pipe.models.fields import resolved_fields
 FOUR_BITS = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a four-bit weight with its share of the scales (arXiv:2305.14314): one of eight bits for 64 weights, and one
 of fp32 for 256 of these."""
-TOWERS = ("vision_config", "audio_config")
+TOWERS = ("vision", "audio")
 WIDTHS, DEPTHS = ("hidden_size", "embed_dim", "d_model"), ("num_hidden_layers", "depth", "encoder_layers")
 
 
@@ -23,16 +24,15 @@ def four_bits(peft: PeftConfig) -> float:
     return FOUR_BITS if peft.name == "qlora" else 0.0
 
 
-def tower_parameters(fields: Mapping[str, Any]) -> float:
-    """Parameters of a multimodal model's towers: four squared widths of attention and two matrices a layer."""
-    total = 0.0
-    for name in TOWERS:
-        tower = fields.get(name)
-        if isinstance(tower, Mapping):
-            width, depth = (next((tower[key] for key in keys if key in tower), 0) for keys in (WIDTHS, DEPTHS))
-            inner = tower.get("intermediate_size") or 4 * width
-            total += depth * (4 * width**2 + 2 * width * inner)
-    return total
+def tower_parameters(fields: Mapping[str, Any], part: str) -> float:
+    """Parameters of a multimodal model's tower: four squared widths of attention and two matrices a layer; 0 without
+    that ``part``."""
+    tower = fields.get(CONFIGS[part])
+    if not isinstance(tower, Mapping):
+        return 0.0
+    width, depth = (next((tower[key] for key in keys if key in tower), 0) for keys in (WIDTHS, DEPTHS))
+    inner = tower.get("intermediate_size") or 4 * width
+    return float(depth * (4 * width**2 + 2 * width * inner))
 
 
 def other_bytes(objective: ObjectiveConfig, item: int, shards: int) -> float:

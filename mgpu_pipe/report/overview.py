@@ -181,7 +181,7 @@ def summary(
     return [
         ("model", _model(config.seed, config.model)),
         *([("adapters", _adapters(config.peft))] if config.peft.name != "none" else []),
-        *([("parts", parts)] if (parts := _parts(config)) else []),
+        *([("parts", parts)] if (parts := _parts(config, dims)) else []),
         ("data", _data(config, prepared)),
         ("strategy", _strategy(config.strategy, config.trainer, dims, hardware)),
         ("batch", _batch(config.data, plan)),
@@ -217,8 +217,9 @@ def _adapters(peft: PeftConfig) -> str:
     return f"{peft.name}, rank {peft.r}, scaled by {peft.scale:.3g}, next to {', '.join(peft.targets)}{also}"
 
 
-def _parts(config: RunConfig) -> str:
-    """Training of each part of a multi-part model: trained, frozen or adapted; lists other patterns unchanged."""
+def _parts(config: RunConfig, dims: ParallelDims) -> str:
+    """Training of each part of a multi-part model: trained, frozen or adapted; whole on the ranks that cut the rest;
+    lists other patterns unchanged."""
     peft, described = config.peft, []
     adapted = [part for part in PARTS if part in peft.targets or (ALL_LINEAR in peft.targets and part != PROJECTOR)]
     for part in parts_in(model_fields(config.model)):
@@ -226,7 +227,8 @@ def _parts(config: RunConfig) -> str:
         how = peft.name if peft.name != "none" and part in adapted else "frozen" if frozen else "trained"
         group = next((entry for entry in config.optimizer.groups.values() if part in entry.parameters), None)
         apart = f" ({_group_settings(group)})" if group is not None and how != "frozen" else ""
-        described.append(f"{part} {how}{apart}")
+        whole = f" (whole on each of tp={dims.tp} ranks, its inputs dealt over them by cost)"
+        described.append(f"{part} {how}{apart}{whole if part in config.strategy.parts.whole else ''}")
     named = (config.model.freeze, peft.train_also, *(group.parameters for group in config.optimizer.groups.values()))
     patterns = [pattern for several in named for pattern in several if pattern not in PARTS]
     besides = f"; besides as said of {', '.join(patterns)}" if patterns and described else ""

@@ -288,6 +288,7 @@ def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
         sequence_parallel=strategy.sequence_parallel,
         pipeline=plan,
         context_method=strategy.context.method,
+        whole_parts=strategy.parts.whole,
     )
 
 

@@ -72,6 +72,7 @@ VARIANTS = {
     "@adapters": "peft=lora peft.targets=[language] peft.train_also=[projector]",
     "@head_too": "peft=lora peft.train_also=[lm_head.*]",
     "@four_layers": "model.config.text_config.num_hidden_layers=4",
+    "@whole": "strategy.parts.vision=whole",
     "@live": "peft=lora objective.reference=live",
     "@sharded": "objective.teacher_strategy=fsdp",
 }
@@ -203,8 +204,12 @@ CONTRACTS = {
             strategy.pp=2 strategy=pp @adapters;
             strategy.pp=2 strategy=pp strategy.pipeline.schedule=interleaved_1f1b @four_layers;
             strategy.pp=2 strategy=pp strategy.pipeline.schedule=zbv @four_layers
-        4 slow: strategy=fsdp strategy.pp=2
-        4 exhaustive: strategy=fsdp strategy.tp=2; strategy.pp=2 strategy=ddp; strategy.pp=2 strategy=pp strategy.tp=2
+        2 exhaustive: strategy=tp @whole model.freeze=[vision]; strategy=tp @whole @adapters;
+            strategy=tp @whole peft=lora peft.targets=[vision,language] peft.train_also=[projector];
+            strategy=tp @whole model.config.vision_feature_layer=[-2,-1] strategy.activation_checkpointing=selective
+        4 slow: strategy=fsdp strategy.pp=2; strategy=pp strategy.pp=2 strategy.tp=2 @whole
+        4 exhaustive: strategy=fsdp strategy.tp=2; strategy.pp=2 strategy=ddp; strategy.pp=2 strategy=pp strategy.tp=2;
+            strategy=pp strategy.pp=2 strategy.tp=2 strategy.pipeline.schedule=zbv @four_layers @whole
         """,
     ),
     "parts": Contract(
@@ -213,7 +218,7 @@ CONTRACTS = {
         1 exhaustive: strategy=single data.micro_batch_size=2 @idefics
         2 slow: strategy=fsdp data.micro_batch_size=2
         2 exhaustive: strategy=ddp; strategy=tp; strategy=zero3; strategy=tp @idefics; strategy=zero3 @idefics;
-            strategy=pp; strategy=pp @idefics
+            strategy=pp; strategy=pp @idefics; strategy=tp @whole; strategy=tp @idefics @whole
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
     ),
@@ -222,7 +227,8 @@ CONTRACTS = {
         """
         1 exhaustive: strategy=single data.micro_batch_size=2
         2 slow: strategy=tp
-        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=zero3; strategy=pp
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=zero3; strategy=pp;
+            strategy=tp @whole
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
     ),
@@ -244,9 +250,13 @@ CONTRACTS = {
             model=qwen25_vl_tiny strategy=tp precision=bf16; model=qwen25_vl_tiny strategy=zero3 precision=bf16;
             model=qwen3_vl_tiny strategy=ddp precision=bf16; model=qwen3_vl_tiny strategy=fsdp precision=bf16;
             model=qwen3_vl_tiny strategy=tp precision=bf16; model=qwen3_vl_tiny strategy=zero3 precision=bf16
-        4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2; model=qwen25_vl_tiny strategy=fsdp strategy.pp=2
-        2 slow: model=qwen3_vl_tiny strategy=tp @adapters
-        2 exhaustive: model=qwen3_vl_tiny strategy=zero3
+        4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2;
+            model=qwen25_vl_tiny strategy=fsdp strategy.pp=2; model=qwen3_vl_tiny strategy=fsdp strategy.tp=2 @whole
+        2 slow: model=qwen3_vl_tiny strategy=tp @adapters;
+            model=qwen3_vl_tiny strategy=tp @whole trainer.gradient_clip_val=0.1
+        2 exhaustive: model=qwen3_vl_tiny strategy=zero3; model=qwen3_vl_tiny strategy=tp @whole @adapters;
+            model=qwen25_vl_tiny strategy=tp @whole strategy.activation_checkpointing=full;
+            model=qwen3_vl_tiny strategy=tp @whole precision=bf16
         """,
         bf16_steps=20,
     ),

@@ -54,6 +54,7 @@ def apply_tensor_parallel(
     experts: bool = True,
     stages: Sequence[range] = (),
     streams: RankStreams | None = None,
+    whole: Sequence[str] = (),
 ) -> None:
     """Cut ``model`` over the ranks of ``group``, in place, and record a layout for every parameter.
 
@@ -65,13 +66,15 @@ def apply_tensor_parallel(
         experts: cut experts along their width; False leaves modules of experts, and their parameters, alone.
         stages: the layers of each pipeline stage that this rank holds; between stages the sequence is whole.
         streams: where dropout is to draw from; None where nothing is random.
+        whole: names of modules that stay whole, whose gradients on each rank are parts of a sum
+            (:mod:`mgpu_pipe.parallel.tensor.whole_towers`).
 
     Raises:
         ConfigError: no plan for the model, or sizes that do not divide.
     """
     if group.size() > 1:
-        check_blocks(model, group.size())
-        _TensorParallel(model, group, sequence_parallel, experts, stages, streams).apply()
+        check_blocks(model, group.size(), whole=whole)
+        _TensorParallel(model, group, sequence_parallel, experts, stages, streams, whole).apply()
 
 
 class _TensorParallel:
@@ -85,10 +88,11 @@ class _TensorParallel:
         experts: bool,
         stages: Sequence[range],
         streams: RankStreams | None,
+        whole: Sequence[str],
     ) -> None:
-        self.stages, self.streams = stages, streams
+        self.stages, self.streams, self.whole = stages, streams, whole
         self.model, self.cuts_experts = model, experts
-        self.cut = TensorCut(model, group)
+        self.cut = TensorCut(model, group, whole)
         # A pipeline stage without blocks has nothing to split.
         splits = sequence_parallel and bool(_blocks(model, sequence_plan(model)))
         self.sequence = SequenceSplit(group) if splits else None
@@ -102,6 +106,9 @@ class _TensorParallel:
                 self._linears(name, module, {child: style for child, style in styles.items() if style})
         for name, style in cut.plan.items():
             for parameter in cut.modules[name].parameters() if style == "own_heads" and name in cut.modules else ():
+                cut.sum_gradient(parameter)
+        for name in self.whole:
+            for parameter in cut.modules[name].parameters():
                 cut.sum_gradient(parameter)
         has_head = self._vocabulary()
         if self.sequence is not None:

@@ -80,8 +80,11 @@ SEVERAL_INPUTS = ("encoder_attn", "crossattention", "EncDecAttention", "Disentan
 """Names or classes of modules whose column-parallel layers take other inputs than the hidden states."""
 
 
-def tensor_plan(model: nn.Module) -> dict[str, Style]:
+def tensor_plan(model: nn.Module, whole: Sequence[str] = ()) -> dict[str, Style]:
     """How each module (or bare parameter) of ``model`` is cut, by its name.
+
+    Args:
+        whole: names of modules that every rank keeps whole.
 
     Raises:
         ConfigError: no plan, or a plan with an unknown style.
@@ -112,7 +115,8 @@ def tensor_plan(model: nn.Module) -> dict[str, Style]:
         raise ConfigError(
             "model.type", _model_type(model), "use strategy.tp=1", "the family has no plan for tensor parallelism"
         )
-    return plan
+    inside = tuple(f"{name}." for name in whole)
+    return {name: style for name, style in plan.items() if not name.startswith(inside)}
 
 
 def sequence_plan(model: nn.Module) -> SequencePlan:
@@ -147,9 +151,9 @@ class TensorCut:
         left_alone: parameters that this axis neither cuts nor records.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, whole: Sequence[str] = ()) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self.plan = tensor_plan(model)
+        self.plan = tensor_plan(model, whole)
         self.modules = dict(model.named_modules())
         self.parameters = CutParameters(model)
         self.partial: dict[str, dist.ProcessGroup | None] = {}
@@ -223,13 +227,16 @@ class TensorCut:
         return self._sharers[sharing]
 
 
-def check_blocks(model: nn.Module, size: int, cuts_experts: bool = True) -> None:
+def check_blocks(model: nn.Module, size: int, cuts_experts: bool = True, whole: Sequence[str] = ()) -> None:
     """Refuse to cut the inputs of four-bit weights inside a block that shares a scale.
+
+    Args:
+        whole: names of modules that every rank keeps whole.
 
     Raises:
         ConfigError: a width that ``size`` ranks would cut so.
     """
-    plan = tensor_plan(model) if size > 1 else {}
+    plan = tensor_plan(model, whole) if size > 1 else {}
     for layer, module in model.named_modules():
         if not isinstance(module, Quantised) or (isinstance(module, Nf4Experts) and not cuts_experts):
             continue
