@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mgpu_pipe.architectures.bert import FAMILY as BERT
 from mgpu_pipe.architectures.bert import styles_of
@@ -197,8 +198,11 @@ _OWN: Mapping[str, Family] = {
     "xmod": Family(needs={"default_language": "give the language of the text, e.g. en_XX"}),
 }
 
+_POOLED: Mapping[str, tuple[str, ...]] = {"vision": ("pooler_output",)}
+
 FAMILIES: Mapping[str, Family] = {
     **_OWN,
+    **{name: replace(_OWN[name], tower_outputs=_POOLED) for name in ("clip", "metaclip_2", "siglip")},
     **dict.fromkeys(("clip_text_model", "clip_vision_model"), _OWN["clip"]),
     **dict.fromkeys(("siglip_text_model", "siglip_vision_model"), _OWN["siglip"]),
     "mistral": _OWN["llama"],

@@ -124,8 +124,9 @@ CONTRACTS = {
         """
         1 exhaustive: strategy=single data.micro_batch_size=2
         2 slow: strategy=ddp data.micro_batch_size=2
-        2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2
-        4 exhaustive: strategy=ddp
+        2 exhaustive: strategy=fsdp; strategy=zero3; strategy=tp; strategy=zero1; strategy=zero2; strategy=tp @whole;
+            strategy=tp @whole model.freeze=[vision]; strategy=tp @whole model.type=metaclip_2
+        4 exhaustive: strategy=ddp; strategy=fsdp strategy.tp=2 @whole
         4 slow: strategy=fsdp strategy.tp=2
         8 exhaustive: strategy=ddp data.global_batch_size=16
         """,
@@ -134,7 +135,7 @@ CONTRACTS = {
         "objective=contrastive data=captioned_digits model=siglip2_base",
         """
         2 slow: strategy=zero3
-        2 exhaustive: strategy=ddp; strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2
+        2 exhaustive: strategy=ddp; strategy=fsdp; strategy=tp; strategy=zero1; strategy=zero2; strategy=tp @whole
         """,
     ),
     "two_towers": Contract(
