@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.images.augment_keys import AugmentConfig
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.model_field import model_field
@@ -12,6 +13,10 @@ from mgpu_pipe.errors import ConfigError
 
 CHANGES = {"shift": 0, "turn": 0.0, "flip": False, "random_crop": 1.0}
 """Data keys that change training pictures, with the value that does not."""
+AUGMENTS = ("crop_area", "brightness", "contrast", "saturation", "hue", "rand_ops", "erase")
+"""Keys below ``data.augment`` that change training pictures unless they have their defaults."""
+MIXES = ("mixup", "cutmix")
+"""Keys of an objective that mix training pictures; 0 mixes none."""
 DROPS = (
     *("attention_dropout", "attention_probs_dropout_prob", "drop_path_rate", "dropout", "dropout_rate"),
     *("hidden_dropout", "hidden_dropout_prob"),
@@ -35,8 +40,9 @@ def cached_features_errors(
     adapter_fix = "peft.targets=[language]" if has_vision_part else "peft=none"
     adapted = peft.name != "none" and not (has_vision_part and set(peft.targets) <= {"language", "projector"})
     changed = [f"data.{key}={off}".lower() for key, off in CHANGES.items() if getattr(data, key) != off]
-    if getattr(config.objective, "mixup", 0):
-        changed.append("objective.mixup=0")
+    usual = {key: getattr(AugmentConfig(), key) for key in AUGMENTS}
+    changed += [f"data.augment.{key}={off}" for key, off in usual.items() if getattr(data.augment, key) != off]
+    changed += [f"objective.{key}=0" for key in MIXES if getattr(config.objective, key, 0)]
     drops = [f"{key}=0" for key in DROPS if vision_field(model, key)]
     nested = "vision_config." if has_vision_part else ""
     candidates = [

@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of
+from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.class_sums import ClassSums
 from mgpu_pipe.objectives.image_classification_keys import DESCRIPTION, ImageClassificationConfig
+from mgpu_pipe.objectives.mixed_pictures import MixedSamples
 from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, caches_features
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-MIX_SEED = 0x4D1C
-"""Seed of mixup draws, apart from other changes of a picture."""
-
-
-@dataclass(frozen=True)
-class MixedSamples(ChangedSamples):
-    """Training pictures mixed with another one each (Zhang et al. 2018, "mixup: Beyond Empirical Risk Minimization",
-    arXiv:1710.09412). The other one is drawn from all samples, so no cut of a batch changes it."""
-
-    mixup: float
-    seed: int
-
-    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        read = self.read.batch(indices, numbers)
-        if not len(numbers) or numbers[0] < 0:  # held out
-            others = torch.full_like(read["labels"], IGNORE_INDEX)
-            return {**read, "other_labels": others, "shares": torch.ones(len(indices))}
-        draws = [random_of(self.seed ^ MIX_SEED, number) for number in numbers.tolist()]
-        shares = torch.tensor([draw.beta(self.mixup, self.mixup) for draw in draws], dtype=torch.float32)
-        other = self.read.batch(np.array([draw.integers(len(self.read)) for draw in draws]), numbers)
-        pictures = torch.lerp(other["pixel_values"], read["pixel_values"], shares[:, None, None, None])
-        return {**read, "pixel_values": pictures, "other_labels": other["labels"], "shares": shares}
 
 
 class ImageClassificationObjective(PictureObjective):
@@ -82,18 +57,18 @@ class ImageClassificationObjective(PictureObjective):
     ) -> Self:
         keys = cast(ImageClassificationConfig, config.objective)
         cached = caches_features(config)
-        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing, cached, keys.mixup > 0)
+        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing, cached, keys.mixes)
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
-        mixup = cast(ImageClassificationConfig, config.objective).mixup
-        return MixedSamples(samples, mixup, config.seed) if mixup else samples
+        keys = cast(ImageClassificationConfig, config.objective)
+        return MixedSamples(samples, keys, config.seed) if keys.mixes else samples
 
     @property
     def batch_spec(self) -> BatchSpec:
         """``pixel_values``, float32, (rows, channels, height, width), and ``labels``, the class, int64, (rows,); then
-        :meth:`picture_number_field`. With mixup also ``other_labels``, the other picture's class, and ``shares``, the
-        share of the first picture, float32, (rows,)."""
+        :meth:`picture_number_field`. Where pictures are mixed also ``other_labels``, the other
+        picture's class, and ``shares``, the share of the first picture, float32, (rows,)."""
         mixed = {
             "other_labels": Field(sequence_dim=None, padding=IGNORE_INDEX, stages="last"),
             "shares": Field(sequence_dim=None, padding=1, dtype="float32", stages="last"),

@@ -28,6 +28,19 @@ class ImageClassificationConfig(ObjectiveConfig):
     """Each training picture gets a share of another one, and of its label, drawn by seed and sample from the Beta
     distribution of this number twice (Zhang et al. 2018); 0 mixes none."""
 
+    cutmix: float = field(default=0.0, metadata={"at_least": 0})
+    """In each training picture a rectangle comes from another one, whose label gets the rectangle's share of the area,
+    drawn by seed and sample from the Beta distribution of this number twice (Yun et al. 2019); 0 cuts none."""
+    mix_probability: float = field(default=1.0, metadata={"at_least": 0, "at_most": 1})
+    """Share of the training pictures that mixup and cutmix change."""
+    cutmix_probability: float = field(default=0.5, metadata={"at_least": 0, "at_most": 1})
+    """With mixup and cutmix, the share of the mixed pictures that cutmix changes."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training pictures are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
+
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         return cached_features_errors(config, has_vision_part=False)
 

@@ -99,7 +99,7 @@ CONTRACTS = {
         "objective=image_classification data=digits model=vit_tiny objective.label_smoothing=0.1",
         """
         1 exhaustive: strategy=single
-        2 slow: objective.mixup=0.4 strategy=fsdp data.micro_batch_size=2
+        2 slow: objective.mixup=0.4 objective.cutmix=1 strategy=fsdp data.micro_batch_size=2
         2 exhaustive: strategy=ddp; strategy=fsdp data.micro_batch_size=2; strategy=tp; strategy=zero1; strategy=zero2;
             strategy=zero3
         4 exhaustive: strategy=fsdp strategy.tp=2

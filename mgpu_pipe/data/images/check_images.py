@@ -34,6 +34,7 @@ def check_pictures(model: ModelConfig, data: DataConfig) -> None:
     """
     assert isinstance(data, ImageConfig)
     checks: list[Callable[[], object]] = [*(pillow, lambda: Pixels.from_config(data, model)), lambda: check_rule(data)]
+    checks.append(lambda: check_augmentation(data))
     layout = layout_of(data)
     if layout == "digits":
         checks.append(digits_file)
@@ -47,6 +48,17 @@ def check_pictures(model: ModelConfig, data: DataConfig) -> None:
         if held_out:
             checks.append(lambda: looked(held_out, "data.validation_paths"))
     check_all(checks)
+
+
+def check_augmentation(data: ImageConfig) -> None:
+    """Checks the ranges of ``data.augment``.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    errors = list(data.augment.errors(data.random_crop < 1, not isinstance(data, PictureChatConfig)))
+    if errors:
+        raise ConfigErrors(errors)
 
 
 def check_picture_chats(config: RunConfig) -> None:
@@ -65,6 +77,7 @@ def check_picture_chats(config: RunConfig) -> None:
         check_chat(plain, [(row.text, row.origin) for row in looked])
 
     checks: list[Callable[[], object]] = [*(pillow, lambda: chat_pixels(data, config.model)), lambda: check_rule(data)]
+    checks.append(lambda: check_augmentation(data))
     if data.paths:
         checks.append(lambda: rows(data.paths, "data.paths"))
         if data.validation_paths:

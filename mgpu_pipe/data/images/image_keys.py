@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from mgpu_pipe.config.schema import Auto, DataConfig
+from mgpu_pipe.data.images.augment_keys import AugmentConfig
 
 
 @dataclass
@@ -29,6 +30,8 @@ class ImageConfig(DataConfig):
     """Mirror every other training picture, left to right."""
     random_crop: float = field(default=1.0, metadata={"at_least": 0.01, "at_most": 1})
     """Least share of the area that a random crop of a training picture keeps; 1 crops none."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    """Further changes of training pictures, drawn by seed and sample alone."""
     cache_features: bool = False
     """Run a frozen vision tower once over every picture, before the first step, and keep in the run's folder what it
     makes of them (model.freeze=[vision]); four bytes a value."""
@@ -41,6 +44,11 @@ class ImageConfig(DataConfig):
 
     def tokens(self) -> int:
         return 0
+
+    def changes(self) -> tuple[object, ...]:
+        """Settings that change training pictures, for the digest of the data."""
+        usual = (self.shift, self.turn, self.flip, self.random_crop)
+        return usual if self.augment == AugmentConfig() else (*usual, asdict(self.augment))
 
 
 @dataclass

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import NO_DEFAULT, config_class
 from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.images.augment import augment, random_crop_box
+from mgpu_pipe.data.images.augment_keys import AugmentConfig
 from mgpu_pipe.data.images.decode_image import MODES, pillow
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
@@ -67,11 +69,12 @@ class Pixels:
         return cls(size, channels, *normalised(data, preprocessor(model), channels), data.fit)
 
     def changed(self, image: Image, data: ImageConfig, random: np.random.Generator) -> Image:
-        """Changes a training picture at random (crop, rotation, shift, mirror) and scales it to the final size."""
+        """Changes a training picture at random and scales it to the final size: crop, rotation, shift, mirror, then
+        colours and RandAugment (``data.augment``)."""
         image_module = pillow()
         cut, across, down, angle, mirrored = random.random(4), *random.uniform(-1, 1, 3), random.random()
         box = _crop(image.size, data.random_crop, cut) if data.random_crop < 1 else None
-        image = self.fitted(image, box)
+        image = self._cropped(image, data.augment, random) if data.augment.crop_area else self.fitted(image, box)
         if data.turn or data.shift:
             moved = tuple(round(data.shift * share) for share in (across, down))
             # The corner's value fills the border: it is the background of most pictures that may be shifted.
@@ -80,7 +83,12 @@ class Pixels:
             )
         if data.flip and mirrored < 0.5:
             image = image.transpose(image_module.Transpose.FLIP_LEFT_RIGHT)
-        return image
+        return augment(image, data.augment, random)
+
+    def _cropped(self, image: Image, keys: AugmentConfig, random: np.random.Generator) -> Image:
+        """Random crop, scaled to the final size of the whole picture."""
+        box = random_crop_box(image.size, keys.crop_area, keys.crop_shape, random)
+        return image.crop(box).resize(self.final_size(image), pillow().Resampling[self.resampling])
 
     def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
         """Scales the picture, or its box (left, top, right, bottom), to the final size."""

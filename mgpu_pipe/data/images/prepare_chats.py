@@ -233,8 +233,7 @@ def _add_figures(known: PreparedPictureChats, config: RunConfig, pixels: Pixels)
     """Adds sample counts and digests to ``known``."""
     data, apart = config.data, known.is_apart
     assert isinstance(data, PictureChatConfig)
-    changes = (data.shift, data.turn, data.flip, data.random_crop)
-    seen: tuple[object, ...] = (asdict(pixels), *changes, known.tokens_a_picture, data.seq_len, _FORMAT)
+    seen: tuple[object, ...] = (asdict(pixels), *data.changes(), known.tokens_a_picture, data.seq_len, _FORMAT)
     splits: tuple[Split, ...] = ("train", "validation") if apart else ("train",)
     faults = [known.faults(split) for split in splits]
     bad, long = (sum(int(fault[kind].sum()) for fault in faults) for kind in (0, 1))

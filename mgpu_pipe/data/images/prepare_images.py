@@ -144,7 +144,7 @@ def scan_images(model: ModelConfig, data: DataConfig, progress: Progress | None)
         held_folder,
         float(held_folder == folder) if held_out else data.validation_fraction,
         manifests,
-        (asdict(pixels), data.shift, data.turn, data.flip, data.random_crop),
+        (asdict(pixels), *data.changes()),
     )
 
 

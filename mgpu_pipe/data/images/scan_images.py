@@ -22,6 +22,7 @@ from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, hash_blocks, write_json
 from mgpu_pipe.data.classes import in_order
 from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints
+from mgpu_pipe.data.images.augment import erase
 from mgpu_pipe.data.images.decode_image import MODES, pillow
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_files import FILES, digits_file, read_digits, read_picture
@@ -93,11 +94,13 @@ class LabelledImages(ArrayData):
 
     def sample(self, index: int, random: np.random.Generator) -> Mapping[str, NDArray[Any]]:
         image = self.picture(index)
-        fitted = (
-            self._pixels.changed(image, self._data, random) if self.split == "train" else self._pixels.fitted(image)
-        )
+        if self.split == "train":
+            values = self._pixels.array(self._pixels.changed(image, self._data, random))
+            erase(values, self._data.augment, random)
+        else:
+            values = self._pixels.array(self._pixels.fitted(image))
         cached = {"shown": np.int64(index)} if self._data.cache_features else {}
-        return {"pixel_values": self._pixels.array(fitted), "labels": self._labels[index], **cached}
+        return {"pixel_values": values, "labels": self._labels[index], **cached}
 
     def picture(self, index: int) -> Image:
         """The stored picture, in the model's channels."""
