@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -63,6 +63,8 @@ class Evaluation:
     num_targets: int
     """Denominator of the mean loss (valid tokens or samples)."""
     samples: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """The objective's findings, as JSON."""
 
     @property
     def loss(self) -> float:
@@ -97,8 +99,10 @@ def evaluate_step_batches(objective: Objective, step_batches: Iterable[StepBatch
             samples += step_batch.num_samples
         last_sums = objective.last_sums(single_process) if isinstance(objective, FeatureGatherer) else 0.0
         total += last_sums.cpu() if isinstance(last_sums, torch.Tensor) else last_sums
-    metrics = objective.description.measured([*total.tolist(), num_targets]) if num_targets else {}
-    return Evaluation(metrics, num_targets, samples)
+    sums = [*total.tolist(), float(num_targets)]
+    if not num_targets:
+        return Evaluation({}, num_targets, samples)
+    return Evaluation(objective.description.measured(sums), num_targets, samples, objective.findings(sums))
 
 
 def _sums(objective: Objective, step_batch: StepBatch) -> torch.Tensor:

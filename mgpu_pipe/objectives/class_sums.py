@@ -1,11 +1,13 @@
-"""Sums of an evaluation of classes: right answers, likely answers, and how often each class is taken for which."""
+"""Sums of an evaluation of classes: right and likely answers, figures of each class and of the confidence."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 
@@ -13,33 +15,65 @@ TOP_K = 5
 """Number of likeliest classes that may contain the label."""
 MAX_CONFUSION_CLASSES = 50
 """Most classes of a confusion matrix; with more there is none."""
+BINS = 15
+"""Bins of confidence, of equal width (Guo et al. 2017, arXiv:1706.04599)."""
+_FIRST = 3
+"""Sums before those of the classes: loss, right answers, labels among the likeliest."""
 
 
 class ClassSums:
-    """Sums of samples with one of ``classes`` classes."""
+    """Sums of samples with one of ``classes`` classes, which add up over micro-batches and processes."""
 
     def __init__(self, classes: int) -> None:
-        self._confusion_classes = classes if classes <= MAX_CONFUSION_CLASSES else 0
-        self.num_sums = 3 + self._confusion_classes**2
+        self._classes, self._has_confusion = classes, classes <= MAX_CONFUSION_CLASSES
+        self.num_sums = _FIRST + classes * (classes if self._has_confusion else 3) + 3 * BINS
 
     def sums(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The summed loss, then the right answers, the labels among the :data:`TOP_K` likeliest classes, and the
-        confusion matrix, float64, (num_sums,).
+        """The summed loss, then the right answers, the labels among the :data:`TOP_K` likeliest classes, the counts of
+        the classes and those of the bins of confidence, float64, (num_sums,).
 
         Args:
             logits: (rows, classes).
-            labels: (rows,).
+            labels: (rows,); ``IGNORE_INDEX`` counts nothing.
         """
         likeliest = logits.topk(min(TOP_K, logits.shape[-1])).indices == labels[:, None]
-        sums = torch.stack([loss, likeliest[:, 0].sum().double(), likeliest.sum().double()])
-        if not self._confusion_classes:
-            return sums
+        first = torch.stack([loss.double(), likeliest[:, 0].sum().double(), likeliest.sum().double()])
         valid = labels != IGNORE_INDEX
-        places = labels[valid] * self._confusion_classes + logits.argmax(-1)[valid]
-        return torch.cat([sums, torch.bincount(places, minlength=self._confusion_classes**2).double()])
+        known, chosen = labels[valid], logits.argmax(-1)[valid]
+        if self._has_confusion:
+            counts = torch.bincount(known * self._classes + chosen, minlength=self._classes**2)
+        else:
+            by_class = (known, known[known == chosen], chosen)
+            counts = torch.cat([torch.bincount(numbers, minlength=self._classes) for numbers in by_class])
+        confidence = logits[valid].double().softmax(-1).amax(-1)
+        bins = (confidence * BINS).ceil().long().clamp(1, BINS) - 1
+        amounts = torch.stack([torch.ones_like(confidence), confidence, (known == chosen).double()])
+        by_bin = amounts @ F.one_hot(bins, BINS).double()  # bincount with weights is not deterministic on GPUs
+        return torch.cat([first, counts.double(), by_bin.flatten()])
 
     def findings(self, sums: Sequence[float]) -> dict[str, Any]:
-        """``confusion``: for each class, how many of its samples were classified as each class."""
-        classes = self._confusion_classes
-        counts = [int(count) for count in sums[3:-1]]
-        return {"confusion": [counts[row * classes : (row + 1) * classes] for row in range(classes)]} if classes else {}
+        """Figures for the summary, as JSON.
+
+        ``confusion``: for each class, how many of its samples were taken for each class; up to 50 classes.
+        ``classes``: for each class its ``samples``, the ``right`` among them, and the samples ``predicted`` to be it.
+        ``calibration``: ``expected_error``, the mean distance between confidence and accuracy of a bin, weighted by its
+        samples (ECE over :data:`BINS` bins); ``bins``, each bin with samples.
+
+        Args:
+            sums: those of all samples, and the loss denominator last.
+        """
+        values = np.array(sums[_FIRST : self.num_sums])
+        table, by_bin = values[: -3 * BINS].reshape(-1, self._classes), values[-3 * BINS :].reshape(3, BINS)
+        by_class = (table.sum(1), table.diagonal(), table.sum(0)) if self._has_confusion else tuple(table)
+        names = ("samples", "right", "predicted")
+        classes = {name: counts.astype(int).tolist() for name, counts in zip(names, by_class, strict=True)}
+        samples, confidence, right = by_bin[:, by_bin[0] > 0]
+        calibration = {
+            "expected_error": float(np.abs(confidence - right).sum() / max(1.0, samples.sum())),
+            "bins": [
+                {"samples": int(number), "confidence": float(sure / number), "accuracy": float(hits / number)}
+                for number, sure, hits in zip(samples, confidence, right, strict=True)
+            ],
+        }
+        confusion = {"confusion": table.astype(int).tolist()} if self._has_confusion else {}
+        return {**confusion, "classes": classes, "calibration": calibration}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,11 +15,13 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.class_sums import ClassSums
 from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
 from mgpu_pipe.objectives.losses.softmax_pairing import softmax_pairing
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures, caches_features
+from mgpu_pipe.objectives.zero_shot import ClassPrompts, class_vectors
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -58,6 +60,8 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         self._end = caption_end_token(self._config)
         self.features = PooledFeatures(model) if cache_features else None
         self._held_out: list[tuple[Features, slice]] = []
+        self._prompts: ClassPrompts | None = None
+        self._class_sums: ClassSums | None = None
         # A hook of the model itself: only there sharded parameters are whole.
         model.register_forward_hook(self._scale)
 
@@ -135,6 +139,28 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
             travelling = world.pass_on(travelling if turn + 1 < world.ring else travelling[1:])
         return losses, {"images": image_gradients, "texts": travelling[-1]}
 
+    def classify_by(self, prompts: ClassPrompts) -> None:
+        """Lets the evaluation classify its pictures by these prompts too; their labels are the classes. The findings
+        then have ``zero_shot``, with the figures of :meth:`ClassSums.findings`."""
+        self._prompts, self._class_sums = prompts, ClassSums(len(prompts.names))
+        self.num_sums += self._class_sums.num_sums  # type: ignore[misc]  # the data has the classes
+
+    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
+        prompts, class_sums = self._prompts, self._class_sums
+        if prompts is None or class_sums is None:
+            return {}
+        last = sums[-1 - class_sums.num_sums :]
+        shares = {"accuracy": last[1] / last[-1], "top5_accuracy": last[2] / last[-1]}
+        shape = {"names": prompts.names, "templates": prompts.tokens.shape[1]}
+        return {"zero_shot": {**shape, **shares, **class_sums.findings(last)}}
+
+    def _encode_prompts(self, ids: torch.Tensor) -> torch.Tensor:
+        """Text features of token rows, without those of a bias."""
+        device = next(self.model.parameters()).device
+        picture = torch.zeros(1, *picture_shape(self._config), device=device)
+        texts = self.encode({"pixel_values": picture, "input_ids": ids.to(device)})["texts"]
+        return texts[:, : texts.shape[1] - self._pairwise]
+
     def collect_heldout(self, features: Features, rows: slice) -> None:
         if self.features is None or not self.features.is_measuring:
             self._held_out.append((features, rows))
@@ -184,6 +210,12 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
             for index, rank in enumerate(RANKS):
                 for number, (is_right, weight) in enumerate(right):
                     sums[3 + number * len(RANKS) + index] += (is_right[:, :rank].any(1) * weight).sum()
+        if self._prompts is not None and self._class_sums is not None:
+            local = torch.cat(local_rows)
+            logits = images[local, :plain] @ class_vectors(self._encode_prompts, self._prompts.tokens).T
+            truth = whole["labels"].long()[local]
+            loss = F.cross_entropy(logits, truth, reduction="sum")
+            sums[-self._class_sums.num_sums :] += self._class_sums.sums(loss, logits, truth)
         return world.sum_over_samples(sums)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:

@@ -34,7 +34,6 @@ class ImageClassificationObjective(PictureObjective):
     """
 
     description = DESCRIPTION
-    num_sums = 3
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ BERT's kind at the first token, a causal model at the last one that is not ``pad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.class_sums import ClassSums
 from mgpu_pipe.objectives.sequence_classification_keys import DESCRIPTION
 from mgpu_pipe.parallel.random_streams import step_seed
 
@@ -28,12 +29,13 @@ class SequenceClassificationObjective(Objective):
     """Cross-entropy of classes under a Hugging Face model ``...ForSequenceClassification``, a mean over samples."""
 
     description = DESCRIPTION
-    num_sums = 2
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._config = cast(Any, model.config)
         self._config.use_cache = False
+        self._class_sums = ClassSums(int(self._config.num_labels))
+        self.num_sums = self._class_sums.num_sums  # type: ignore[misc]  # the classes of this model are known only now
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -54,17 +56,22 @@ class SequenceClassificationObjective(Objective):
         return {"input_ids": ids, "attention_mask": mask.long(), **token_types(self._config, batch["token_type_ids"])}
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._losses(batch)[0]
+        return self._loss(self._logits(batch), batch["labels"])
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss, right = self._losses(batch)
-        return torch.stack([loss, right.double()])
+        logits, labels = self._logits(batch), batch["labels"]
+        return self._class_sums.sums(self._loss(logits, labels), logits, labels)
 
-    def _losses(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of losses, float64, and number of samples whose likeliest class is the label."""
-        logits, labels = self.model(**self.model_inputs(batch)).logits.float(), batch["labels"]
+    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
+        return self._class_sums.findings(sums)
+
+    def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Sum of losses, float64."""
         losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-        return losses.sum(dtype=torch.float64), (logits.argmax(-1) == labels).sum()
+        return losses.sum(dtype=torch.float64)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Random texts of random lengths, half of them pairs. In every third step the last one has no label."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
+import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.harness_arguments import add_harness_arguments, evaluate_by_harness, uses_harness
+from mgpu_pipe.cli.held_out_figures import HeldOutFigures
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import makes_tokens, samples_of
 from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
-from mgpu_pipe.config.objective import bits_per_byte, description, descriptions
+from mgpu_pipe.config.objective import description, descriptions
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.config.untrusted_run import MAX_SIZES, untrusted_data
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
-from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line
+from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line, print_text
 from mgpu_pipe.inference.model_arguments import add_device_argument, build_parser, open_run, parse_arguments
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.fields import HEADLESS, class_of
@@ -29,6 +30,7 @@ from mgpu_pipe.runs.hub_names import at_commits
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
+    from mgpu_pipe.inference.tasks import TaskResult
 
 SHARED_CLASSES = (HEADLESS, "AutoModelForSequenceClassification")
 """Classes of models that several objectives train on different data."""
@@ -42,10 +44,13 @@ def evaluate(argv: Sequence[str]) -> int:
     parser = build_parser("eval", f"{text} With eval.KEY=VALUE and no data.KEY=VALUE the tasks alone.")
     add_device_argument(parser)
     add_harness_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="as JSON, every figure whole, with those of each class")
     overrides_help = "other data.* or eval.* than the run's; with --harness strategy, trainer.devices, launch.*"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=overrides_help)
     arguments = parse_arguments(parser, argv)
     if uses_harness(arguments):
+        if arguments.json:
+            raise BadInputError("--json: --harness prints no JSON; use --harness-output FILE")
         return evaluate_by_harness(arguments)
     _evaluate(arguments)
     return EXIT_OK
@@ -56,39 +61,51 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     config = _evaluation_config(run, arguments.overrides)
     for error in task_errors(config):
         raise error
-    width = max(12, *(len(name) + 2 for name in ("", *config.eval.tasks)))
-    if not _tasks_alone(arguments.overrides):
-        width = max(width, _held_out(run, config))
-    if config.eval.tasks:
-        _tasks(run, config, width)
-    print_line(f"{'weights':<{width}}{'the average of ' if arguments.weights == 'ema' else ''}{run.source}")
+    weights = f"{'the average of ' if arguments.weights == 'ema' else ''}{run.source}"
+    held_out = None if _tasks_alone(arguments.overrides) else _measure_held_out(run, config)
+    results = _measure_tasks(run, config) if config.eval.tasks else {}
+    if arguments.json:
+        tasks = {name: {"value": result.value, "over": result.denominator} for name, result in results.items()}
+        values = {**(held_out.values() if held_out else {}), **({"tasks": tasks} if tasks else {}), "weights": weights}
+        print_text(json.dumps(values, indent=2, ensure_ascii=False))
+        return
+    metrics = held_out.described.metrics if held_out else ()
+    width = max(12, *(len(name) + 2 for name in ("", *config.eval.tasks, *(metric.name for metric in metrics))))
+    for line in held_out.lines(width) if held_out else ():
+        print_line(line)
+    for metric, (name, task) in zip(task_metrics(config.eval.tasks), config.eval.tasks.items(), strict=True):
+        result = results[name]
+        figure = f"{100 * result.value:.2f}%" if metric.percent else f"{result.value:.{metric.digits}f}"
+        print_line(f"{name:<{width}}{figure} of {result.denominator} {task.kind if metric.percent else 'tokens'}")
+    print_line(f"{'weights':<{width}}{weights}")
 
 
-def _tasks(run: LoadedRun, config: RunConfig, width: int) -> None:
+def _measure_tasks(run: LoadedRun, config: RunConfig) -> dict[str, TaskResult]:
+    """Results of the tasks by name."""
     from mgpu_pipe.inference.tasks import measure, rows_of
     from mgpu_pipe.inference.tasks.judge import Judge
     from mgpu_pipe.models.rotary import fix_rotary_length
     from mgpu_pipe.objectives.registry import objective_class
 
-    tokenizer, tasks = run.tokenizer(), config.eval.tasks
+    tokenizer = run.tokenizer()
     fix_rotary_length(run.model, config.data.seq_len)
     objective = objective_class(config.objective.name).from_config(config, run.model, None, lambda step: 1.0)
     template = chat_of(run.tokenizer_folder) if run.tokenizer_folder is not None else None
     judge = Judge(objective, tokenizer, template, config.data.seq_len)
-    for metric, (name, task) in zip(task_metrics(tasks), tasks.items(), strict=True):
-        result = measure(rows_of(task, name, config), task, judge)
-        figure = f"{100 * result.value:.2f}%" if metric.percent else f"{result.value:.{metric.digits}f}"
-        print_line(f"{name:<{width}}{figure} of {result.denominator} {task.kind if metric.percent else 'tokens'}")
+    return {name: measure(rows_of(task, name, config), task, judge) for name, task in config.eval.tasks.items()}
 
 
-def _held_out(run: LoadedRun, config: RunConfig) -> int:
-    """Print the metrics on held-out data; returns the width of the names."""
+def _measure_held_out(run: LoadedRun, config: RunConfig) -> HeldOutFigures:
+    """The metrics on held-out data."""
+    from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
     from mgpu_pipe.data.loader import evaluation_step_batches
     from mgpu_pipe.inference.evaluate import evaluate_step_batches
     from mgpu_pipe.models.rotary import fix_rotary_length
+    from mgpu_pipe.objectives.contrastive import ContrastiveObjective
     from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
     from mgpu_pipe.objectives.protocols import WeightMeasurer
     from mgpu_pipe.objectives.registry import objective_class
+    from mgpu_pipe.objectives.zero_shot import ClassPrompts
     from mgpu_pipe.topology import BatchPlan
 
     data = at_commits(RunConfig(data=config.data)).data
@@ -105,29 +122,18 @@ def _held_out(run: LoadedRun, config: RunConfig) -> int:
     fix_rotary_length(run.model, config.data.seq_len)
     objective = chosen.from_config(config, run.model, None, lambda step: 1.0)
     objective.of_data(prepared)
+    if isinstance(objective, ContrastiveObjective) and isinstance(prepared, PreparedCaptions):
+        prompts = prepared.held_out_prompts(config.data)
+        if prompts is not None:
+            objective.classify_by(ClassPrompts.from_arrays(*prompts))
     if run.config is not None and isinstance(objective, WeightMeasurer):
         state = read_state(run.source, read_manifest(run.source), "full")
         plan, folder = BatchPlan.resolve(config.data, 1), run.source.parents[1]
         measured = partial(str, state.get(MEASURED))
         objective.of_run(RunStart(config, folder, prepared, plan, 0, 0, str(state.get("precision")), measured))
     result = evaluate_step_batches(objective, step_batches)
-    described = objective.description
-    width = max(12, *(len(metric.name) + 2 for metric in described.metrics))
-    for metric in described.metrics:
-        value = result.metrics.get(metric.key, math.nan)
-        figure = f"{100 * value:.2f}%" if metric.percent else f"{value:.{metric.digits}f}"
-        print_line(f"{metric.name:<{width}}{figure} {metric.unit}".rstrip())
-        baseline = None if metric.baseline is None else getattr(prepared, metric.baseline, None)
-        if baseline is not None:
-            print_line(
-                f"{'unigram':<{width}}{baseline:.{metric.digits}f} ({metric.name} of the token frequencies alone)"
-            )
-    for size in bits_per_byte(result.metrics, *prepared.evaluated_text()).values():
-        print_line(f"{'bits/byte':<{width}}{size:.4f} bits of loss a byte of the text")
-    print_line(
-        f"{'over':<{width}}{result.num_targets} {described.counts} of {result.samples} held-out samples, in fp32"
-    )
-    return width
+    names = [str(name) for _, name in sorted(dict(run.model.config.id2label or {}).items())]
+    return HeldOutFigures(result, objective.description, prepared, names)
 
 
 def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:

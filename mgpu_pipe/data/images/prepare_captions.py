@@ -80,6 +80,16 @@ class PreparedCaptions(PreparedImages):
     def table_of(self, split: Split) -> Path:
         return self.table if split == "train" else self.held_out_table
 
+    def held_out_prompts(self, data: DataConfig) -> tuple[list[str], NDArray[np.int64]] | None:
+        """Names of the held-out pictures' classes, and the tokens of their captions by all templates, (classes,
+        templates, seq_len); None where the pictures have captions of their own."""
+        assert isinstance(data, CaptionConfig)
+        if layout_of(data) in ("list", "tar"):
+            return None
+        names = list((read_manifest(self.held_out_folder) or {})["labels"])
+        tokens = load_array(self.held_out_table / TABLE).astype(np.int64)
+        return names, tokens.reshape(len(names), len(data.captions), -1)
+
     def is_here(self) -> bool:
         tables = (self.table, self.held_out_table)
         return super().is_here() and all(_lengths_folder(table).exists() for table in tables)
