@@ -12,7 +12,7 @@ from mgpu_pipe.checks.memory_limits import memory_errors
 from mgpu_pipe.checks.model_axes import model_axis_errors, router_loss_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
-from mgpu_pipe.checks.whole_parts import whole_part_errors
+from mgpu_pipe.checks.parts import part_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import resolve_precision, world_size
@@ -65,7 +65,7 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
             dims = ParallelDims.resolve(config.strategy, world_size(config))
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
             errors += [*_router_errors(config.model, config.objective), *_reduction_errors(config, dims, plan)]
-            errors += whole_part_errors(config, dims, model_fields(config.model))
+            errors += part_errors(config, dims, model_fields(config.model))
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
             errors += [] if errors else memory_errors(config, elsewhere)

@@ -159,6 +159,8 @@ class PartOptions:
     pictures of a micro-batch over the ranks of strategy.tp by cost and exchanges their features."""
     audio: Literal["cut", "whole"] = "cut"
     """The same for the audio tower and recordings."""
+    activation_checkpointing: Literal["same", "none", "full"] = "same"
+    """Recomputation of the blocks of vision and audio towers; same is that of strategy.activation_checkpointing."""
 
     @property
     def whole(self) -> tuple[str, ...]:

@@ -45,6 +45,13 @@ def tower_names(model: nn.Module, parts: Sequence[str]) -> dict[str, str]:
     return {part: _holders(model, getattr(root, CONFIGS[part]))[0] for part in parts}
 
 
+def present_towers(model: nn.Module) -> list[str]:
+    """Names of the vision and audio towers of ``model``; a later pipeline stage has none."""
+    root: Any = getattr(model, "config", None)
+    configs = [getattr(root, field, None) for part, field in CONFIGS.items() if part != "language"]
+    return [name for config in configs if config is not None for name in _holders(model, config)]
+
+
 def named_parts(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """``patterns`` of parameter names, with names of parts replaced by their patterns."""
     if not set(patterns) & set(PARTS):

@@ -17,12 +17,14 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from mgpu_pipe.models.model_parts import present_towers
 from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.parallel.context.attention import bind_context
 from mgpu_pipe.parallel.random_streams import RankStreams, streams_of, uses_dropout
 from mgpu_pipe.system.compat.torch_private import operator
 
 Mode = Literal["none", "full", "selective"]
+TowerMode = Literal["same", "none", "full"]
 
 aten = torch.ops.aten
 KEPT = frozenset(
@@ -55,11 +57,26 @@ KEPT_PACKAGES = ("flash_attn", "flash_attn_3")
 """Packages whose operators are attention."""
 
 
-def apply_activation_checkpointing(model: torch.nn.Module, mode: Mode) -> list[torch.nn.Module]:
-    """Checkpoint every block of ``model`` in place, and return the blocks; ``none`` changes nothing."""
+def apply_activation_checkpointing(
+    model: torch.nn.Module, mode: Mode, towers: TowerMode = "same"
+) -> list[torch.nn.Module]:
+    """Checkpoint every block of ``model`` in place, and return the blocks; ``none`` changes nothing.
+
+    Args:
+        towers: mode of the blocks of vision and audio towers; ``same``: like the others.
+    """
+    if towers == "same":
+        return _checkpoint_blocks(model, decoder_blocks(model), mode)
+    inside = {id(block) for name in present_towers(model) for block in model.get_submodule(name).modules()}
+    by_tower: dict[bool, list[torch.nn.Module]] = {True: [], False: []}
+    for block in decoder_blocks(model):
+        by_tower[id(block) in inside].append(block)
+    return [*_checkpoint_blocks(model, by_tower[False], mode), *_checkpoint_blocks(model, by_tower[True], towers)]
+
+
+def _checkpoint_blocks(model: torch.nn.Module, blocks: list[torch.nn.Module], mode: Mode) -> list[torch.nn.Module]:
     if mode == "none":
         return []
-    blocks = decoder_blocks(model)
     # Restoring the generators costs a copy of their state a block, and only dropout draws from them.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": uses_dropout(model)}
     if mode == "selective":

@@ -15,7 +15,7 @@ from mgpu_pipe.models.kernels.norms import add_up_in_fp32
 from mgpu_pipe.models.local_shards import cast_parameters
 from mgpu_pipe.models.model_parts import tower_names
 from mgpu_pipe.models.stage_placeholders import is_removed
-from mgpu_pipe.parallel.checkpointing import Mode, apply_activation_checkpointing
+from mgpu_pipe.parallel.checkpointing import Mode, TowerMode, apply_activation_checkpointing
 from mgpu_pipe.parallel.compile import compile_blocks, use_float8
 from mgpu_pipe.parallel.context.attention import Method, apply_context_parallel, in_sequences
 from mgpu_pipe.parallel.expert.experts import ExpertLoad, apply_expert_parallel, experts_modules
@@ -53,6 +53,7 @@ class ParallelOptions:
     pipeline: PipelinePlan | None = None
     context_method: Method = "ring"
     whole_parts: tuple[str, ...] = ()
+    tower_checkpointing: TowerMode = "same"
 
 
 class ParallelObjective(StageObjective, Protocol):
@@ -198,7 +199,7 @@ def parallelize(
 
     # Recomputation, then compilation, of the repeated blocks.
     add_up_in_fp32(model)
-    apply_activation_checkpointing(model, options.activation_checkpointing)
+    apply_activation_checkpointing(model, options.activation_checkpointing, options.tower_checkpointing)
     if options.compile_model:
         compile_blocks(model)
 

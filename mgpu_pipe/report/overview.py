@@ -14,7 +14,7 @@ from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.memory_limits import gib, predicted
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PeftConfig, StrategyConfig
+from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PartOptions, PeftConfig, StrategyConfig
 from mgpu_pipe.config.hydra.interpolation import written
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
@@ -227,12 +227,20 @@ def _parts(config: RunConfig, dims: ParallelDims) -> str:
         how = peft.name if peft.name != "none" and part in adapted else "frozen" if frozen else "trained"
         group = next((entry for entry in config.optimizer.groups.values() if part in entry.parameters), None)
         apart = f" ({_group_settings(group)})" if group is not None and how != "frozen" else ""
-        whole = f" (whole on each of tp={dims.tp} ranks, its inputs dealt over them by cost)"
-        described.append(f"{part} {how}{apart}{whole if part in config.strategy.parts.whole else ''}")
+        described.append(f"{part} {how}{apart}{_part_strategy(config.strategy.parts, part, dims)}")
     named = (config.model.freeze, peft.train_also, *(group.parameters for group in config.optimizer.groups.values()))
     patterns = [pattern for several in named for pattern in several if pattern not in PARTS]
     besides = f"; besides as said of {', '.join(patterns)}" if patterns and described else ""
     return f"{', '.join(described)}{besides}"
+
+
+def _part_strategy(parts: PartOptions, part: str, dims: ParallelDims) -> str:
+    """The strategy of a tower where it differs from that of the rest; empty for other parts."""
+    notes = [f"whole on each of tp={dims.tp} ranks, its inputs dealt over them by cost"] * (part in parts.whole)
+    recomputes = {"none": "its blocks kept", "full": "its blocks recomputed"}
+    if part in ("vision", "audio") and parts.activation_checkpointing != "same":
+        notes.append(recomputes[parts.activation_checkpointing])
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _data(config: RunConfig, prepared: Prepared | None) -> str:

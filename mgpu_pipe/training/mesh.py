@@ -289,6 +289,7 @@ def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
         pipeline=plan,
         context_method=strategy.context.method,
         whole_parts=strategy.parts.whole,
+        tower_checkpointing=strategy.parts.activation_checkpointing,
     )
 
 

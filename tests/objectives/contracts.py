@@ -207,7 +207,8 @@ CONTRACTS = {
             strategy.pp=2 strategy=pp strategy.pipeline.schedule=zbv @four_layers
         2 exhaustive: strategy=tp @whole model.freeze=[vision]; strategy=tp @whole @adapters;
             strategy=tp @whole peft=lora peft.targets=[vision,language] peft.train_also=[projector];
-            strategy=tp @whole model.config.vision_feature_layer=[-2,-1] strategy.activation_checkpointing=selective
+            strategy=tp @whole model.config.vision_feature_layer=[-2,-1] strategy.activation_checkpointing=selective;
+            strategy=fsdp strategy.parts.activation_checkpointing=full
         4 slow: strategy=fsdp strategy.pp=2; strategy=pp strategy.pp=2 strategy.tp=2 @whole
         4 exhaustive: strategy=fsdp strategy.tp=2; strategy.pp=2 strategy=ddp; strategy.pp=2 strategy=pp strategy.tp=2;
             strategy=pp strategy.pp=2 strategy.tp=2 strategy.pipeline.schedule=zbv @four_layers @whole

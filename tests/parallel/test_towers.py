@@ -92,6 +92,27 @@ def test_parts_of_a_block_are_no_tower() -> None:
     assert decoder_blocks(model) == [model.layers[0]]
 
 
+@pytest.mark.parametrize(("mode", "towers"), [("none", "full"), ("full", "none"), ("full", "same")])
+@pytest.mark.parametrize("name", ["clip", "llava"])
+def test_a_tower_is_recomputed_by_its_mode(name: str, mode: Any, towers: Any) -> None:
+    model, plain = model_of(name), model_of(name)
+    runs = dict.fromkeys(names_of(model, decoder_blocks(model)), 0)
+    for block in runs:
+
+        def count(*_: object, block: str = block) -> None:
+            runs[block] += 1
+
+        leaf = next(part for part in model.get_submodule(block).modules() if isinstance(part, nn.Linear))
+        leaf.register_forward_hook(count)
+    apply_activation_checkpointing(model, mode, towers)
+    for each in (model, plain):
+        loss_of(each, slice(None)).backward()
+    chosen = {True: mode if towers == "same" else towers, False: mode}
+    assert runs == {block: 1 + (chosen["vision" in block] == "full") for block in runs}
+    gradients = {key: parameter.grad for key, parameter in plain.named_parameters() if parameter.grad is not None}
+    assert all(torch.equal(model.get_parameter(key).grad, gradient) for key, gradient in gradients.items())
+
+
 def sharded(names: list[str]) -> dict[str, dict[str, Any]]:
     """Of each model under FSDP and full checkpointing: its gradients, and how often each block ran."""
     found = {}

@@ -1,4 +1,4 @@
-"""Parts of a model that stay whole under tensor parallelism: what is refused, what ``check`` and the planner say."""
+"""Strategies of parts of a model: what is refused, what ``check`` and the planner say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mgpu_pipe.report.overview import summary
 
 GIVEN = ("objective=vision_language", "model=llava_tiny", "data=digit_questions", "trainer.accelerator=cpu")
 TP = ("strategy=tp", "trainer.devices=2")
-WHOLE = "strategy.parts.vision=whole"
+WHOLE, RECOMPUTED = "strategy.parts.vision=whole", "strategy.parts.activation_checkpointing=full"
 
 
 def composed(*overrides: str) -> RunConfig:
@@ -36,6 +36,11 @@ def composed(*overrides: str) -> RunConfig:
             "the llama family has no vision tower; these keep one whole: clip, idefics3, llava, metaclip_2",
         ),
         (
+            (*TP, RECOMPUTED, "objective=causal_lm", "model=llama_tiny", "data=stdlib_text"),
+            "parts.activation_checkpointing=full: the llama family has no tower; use same",
+        ),
+        (("strategy=zero2", "trainer.devices=2", RECOMPUTED), "ZeRO recomputes all blocks alike; use same"),
+        (
             (*TP, WHOLE, "objective=contrastive", "model=vit_bert_tiny", "data=captioned_digits"),
             "no vision tower of the vision-text-dual-encoder family was tried; these keep one whole:",
         ),
@@ -53,7 +58,9 @@ def test_check_says_that_pictures_are_dealt_and_the_run_is_the_same() -> None:
     parts = dict(summary(whole))["parts"]
     assert parts.startswith("vision trained (whole on each of tp=2 ranks, its inputs dealt over them by cost), ")
     assert "whole" not in dict(summary(cut))["parts"]
-    assert mathematics_hash(whole) == mathematics_hash(cut)
+    recomputed = dict(summary(composed(RECOMPUTED, *TP)))["parts"]
+    assert recomputed.startswith("vision trained (its blocks recomputed), projector trained, language trained")
+    assert mathematics_hash(composed(RECOMPUTED, *TP)) == mathematics_hash(whole) == mathematics_hash(cut)
 
 
 def test_the_planner_counts_the_whole_tower() -> None:

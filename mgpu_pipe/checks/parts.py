@@ -1,4 +1,5 @@
-"""Checks of ``strategy.parts``: a tower that stays whole where tensor parallelism cuts the rest."""
+"""Checks of ``strategy.parts``: towers that stay whole where tensor parallelism cuts the rest, or keep what it
+recomputes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.topology import ParallelDims
 
 
-def whole_part_errors(config: RunConfig, dims: ParallelDims, fields: Mapping[str, Any]) -> list[ConfigError]:
-    """Errors of the parts that are to stay whole, one for each.
+def part_errors(config: RunConfig, dims: ParallelDims, fields: Mapping[str, Any]) -> list[ConfigError]:
+    """Errors of ``strategy.parts``, one for each key.
 
     Args:
         fields: of the model's configuration (:func:`mgpu_pipe.models.fields.resolved_fields`); empty if unknown.
@@ -23,6 +24,13 @@ def whole_part_errors(config: RunConfig, dims: ParallelDims, fields: Mapping[str
         reasons = _reasons(config, dims, part, str(fields.get("model_type")), fields.get(CONFIGS[part]))
         if reason := next(iter(reasons), ""):
             errors.append(ConfigError(f"strategy.parts.{part}", "whole", "leave it out", reason))
+    recompute, towers = config.strategy.parts.activation_checkpointing, [CONFIGS["vision"], CONFIGS["audio"]]
+    if recompute != "same" and fields:
+        key, fix = "strategy.parts.activation_checkpointing", "use same, or strategy.activation_checkpointing"
+        if not any(isinstance(fields.get(tower), Mapping) for tower in towers):
+            errors.append(ConfigError(key, recompute, fix, f"the {fields.get('model_type')} family has no tower"))
+        elif config.strategy.engine != "mesh":
+            errors.append(ConfigError(key, recompute, fix, "ZeRO recomputes all blocks alike"))
     return errors
 
 
