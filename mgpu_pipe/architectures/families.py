@@ -11,7 +11,7 @@ from mgpu_pipe.architectures.family import FC, OUT_PROJ, QKV, Family, SequencePl
 
 _OWN: Mapping[str, Family] = {
     "afmoe": Family(experts="num_experts"),
-    "arcee": Family(packing="positions"),
+    "arcee": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", "mlp_bias", gated=False)),
     "bailing_hybrid": Family(experts="num_experts"),
     "biogpt": Family(packing="mask", stages=Stages(norm="layer_norm", added=("embed_positions",))),
     "bitnet": Family(stages=Stages()),
@@ -23,12 +23,12 @@ _OWN: Mapping[str, Family] = {
     # CodeGen: a fused projection groups queries, keys and values of four heads.
     "codegen": Family(stages=Stages("wte", "h", "ln_f", after_embedding=("drop",), tuples=True), heads_together=4),
     "cohere": Family(packing="positions"),
-    "cohere2": Family(packing="positions"),
+    "cohere2": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", norms=1)),
     "cohere2_moe": Family(experts="num_experts"),
     # CPM-Ant: every token sees all others, whatever its configuration says.
     "cpmant": Family(causal=False),
-    "deepseek_v2": Family(experts="n_routed_experts"),
-    "deepseek_v3": Family(experts="n_routed_experts"),
+    "deepseek_v2": Family(experts="n_routed_experts", sizes=Sizes(expert_width="moe_intermediate_size")),
+    "deepseek_v3": Family(experts="n_routed_experts", sizes=Sizes(expert_width="moe_intermediate_size")),
     # DeBERTa: masks of tokens by tokens would scale its embeddings too; its encoder reads the table of distances.
     "deberta_v2": Family(
         modules={
@@ -57,20 +57,22 @@ _OWN: Mapping[str, Family] = {
     # across the tokens of a micro-batch.
     "doge": Family(tensor=False, mixes_tokens="is_moe"),
     "electra": Family(modules=styles_of("Electra"), stages=None),
-    "ernie4_5": Family(packing="positions"),
+    "ernie4_5": Family(packing="positions", sizes=Sizes("use_bias", "use_bias", "use_bias")),
     "ernie4_5_moe": Family(packing="positions", experts="moe_num_experts", softmax_routers=True),
-    "exaone4": Family(packing="positions"),
+    "exaone4": Family(packing="positions", sizes=Sizes(head_norms=True)),
     "exaone_moe": Family(experts="num_experts"),
     "flex_olmo": Family(packing="positions", experts="num_experts", softmax_routers=True),
-    "gemma": Family(packing="positions"),
-    "gemma2": Family(packing="positions"),
-    "gemma3_text": Family(packing="positions"),
+    "gemma": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias")),
+    "gemma2": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", norms=4)),
+    "gemma3_text": Family(
+        packing="positions", sizes=Sizes("attention_bias", "attention_bias", norms=4, head_norms=True)
+    ),
     # Gemma 3n: embeddings for each layer next to the token embeddings.
     "gemma3n_text": Family(stages=None),
     # Gemma 4: embeddings for each layer next to the token embeddings.
     "gemma4_text": Family(stages=None),
-    "glm": Family(packing="positions"),
-    "glm4": Family(packing="positions"),
+    "glm": Family(packing="positions", sizes=Sizes("attention_bias")),
+    "glm4": Family(packing="positions", sizes=Sizes("attention_bias", norms=4)),
     "glm4_moe": Family(packing="positions", experts="n_routed_experts"),
     "glm4_moe_lite": Family(experts="n_routed_experts"),
     # GLM-MoE with sparse attention: blocks pass on their chosen tokens next to hidden states.
@@ -87,8 +89,14 @@ _OWN: Mapping[str, Family] = {
     "gpt_neox": Family(packing="positions"),
     "gpt_neox_japanese": Family(stages=Stages("embed_in", norm="final_layer_norm", tuples=True)),
     "gptj": Family(stages=Stages("wte", "h", "ln_f", after_embedding=("drop",), tuples=True)),
-    "granite": Family(packing="positions"),
-    "granitemoe": Family(packing="positions", stages=Stages(), experts="num_local_experts", softmax_routers=True),
+    "granite": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", "mlp_bias")),
+    "granitemoe": Family(
+        packing="positions",
+        stages=Stages(),
+        experts="num_local_experts",
+        softmax_routers=True,
+        sizes=Sizes("attention_bias", "attention_bias", expert_width="intermediate_size"),
+    ),
     "granitemoe_swa": Family(stages=Stages()),
     # Granite MoE with shared experts.
     "granitemoeshared": Family(packing="positions", stages=Stages(), experts="num_local_experts", softmax_routers=True),
@@ -128,7 +136,7 @@ _OWN: Mapping[str, Family] = {
     "minimax": Family(experts="num_local_experts", softmax_routers=True),
     "minimax_m2": Family(packing="positions", experts="num_local_experts"),
     "ministral": Family(packing="positions"),
-    "ministral3": Family(packing="positions"),
+    "ministral3": Family(packing="positions", sizes=Sizes()),
     "modernbert": Family(
         modules={"ModernBertAttention": {"Wqkv": "qkv", "Wo": "row"}, "ModernBertMLP": {"Wi": "packed", "Wo": "row"}},
         stages=None,
@@ -147,9 +155,15 @@ _OWN: Mapping[str, Family] = {
     "nanochat": Family(packing="positions", stages=Stages(norm=None)),
     "nemotron": Family(packing="positions", stages=Stages()),
     "olmo": Family(packing="positions"),
-    "olmo2": Family(packing="positions"),
-    "olmo3": Family(packing="positions"),
-    "olmoe": Family(packing="positions", stages=Stages(), experts="num_experts", softmax_routers=True),
+    "olmo2": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", head_norms="all")),
+    "olmo3": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", head_norms="all")),
+    "olmoe": Family(
+        packing="positions",
+        stages=Stages(),
+        experts="num_experts",
+        softmax_routers=True,
+        sizes=Sizes("attention_bias", "attention_bias", head_norms="all", expert_width="intermediate_size"),
+    ),
     "opt": Family(
         packing="mask",
         stages=Stages(norm="final_layer_norm", added=("embed_positions",), path="decoder"),
@@ -163,18 +177,25 @@ _OWN: Mapping[str, Family] = {
     "phimoe": Family(packing="positions", stages=Stages()),
     "qwen2": Family(packing="positions", sequence=SequencePlan(), width_is_heads=True, sizes=Sizes(qkv_bias=True)),
     # Qwen2.5-VL's language model, which is given positions along four axes: the first tells conversations apart.
-    "qwen2_5_vl_text": Family(packing="axes"),
-    "qwen2_moe": Family(packing="positions", experts="num_experts", softmax_routers=True),
+    "qwen2_5_vl_text": Family(packing="axes", sizes=Sizes(qkv_bias=True)),
+    "qwen2_moe": Family(
+        packing="positions",
+        experts="num_experts",
+        softmax_routers=True,
+        sizes=Sizes("qkv_bias", expert_width="moe_intermediate_size"),
+    ),
     "qwen3": Family(
         packing="positions", sequence=SequencePlan(), sizes=Sizes("attention_bias", "attention_bias", head_norms=True)
     ),
     "qwen3_next": Family(experts="num_experts", softmax_routers=True),
     # Qwen3-VL's language model, which is given positions along four axes: the first tells conversations apart.
-    "qwen3_vl_text": Family(packing="axes", stages=Stages()),
+    "qwen3_vl_text": Family(
+        packing="axes", stages=Stages(), sizes=Sizes("attention_bias", "attention_bias", head_norms=True)
+    ),
     "roberta": Family(modules=styles_of("Roberta"), stages=None),
-    "seed_oss": Family(packing="positions"),
+    "seed_oss": Family(packing="positions", sizes=Sizes("attention_bias", "attention_out_bias", "mlp_bias")),
     "siglip": Family(modules={"SiglipAttention": OUT_PROJ, "SiglipMLP": FC}, reads_inside=("SiglipTextEmbeddings",)),
-    "smollm3": Family(packing="positions"),
+    "smollm3": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", "mlp_bias")),
     "smolvlm": Family(
         modules={"SmolVLMVisionAttention": OUT_PROJ, "SmolVLMVisionMLP": FC},
         width_is_heads=True,
@@ -182,7 +203,9 @@ _OWN: Mapping[str, Family] = {
     ),
     "solar_open": Family(experts="n_routed_experts"),
     "stablelm": Family(packing="positions", stages=Stages()),
-    "starcoder2": Family(packing="positions"),
+    "starcoder2": Family(
+        packing="positions", sizes=Sizes("use_bias", "use_bias", "use_bias", norm_bias=True, gated=False)
+    ),
     "vit": Family(modules={"ViTAttention": {**QKV, "o_proj": "row"}, "ViTMLP": FC}),
     "wav2vec2": Family(
         modules={

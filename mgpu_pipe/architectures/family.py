@@ -72,7 +72,10 @@ class Sizes:
         out_bias: the same for the attention's output.
         mlp_bias: the same for the feed-forward layer.
         norm_bias: whether norms have biases.
-        head_norms: whether queries and keys of a head are normed.
+        norms: norms over the model's width in a layer.
+        head_norms: whether queries and keys of a head are normed; ``all``: those of all heads together.
+        sinks: whether each head has a score that no token gets.
+        expert_bias: whether experts and their router have biases.
         learned_positions: whether there is a table of positions.
         gated: whether the feed-forward layer has a third matrix, a gate.
         inner: field with the feed-forward width; null means four times the model's.
@@ -83,7 +86,10 @@ class Sizes:
     out_bias: bool | str = False
     mlp_bias: bool | str = False
     norm_bias: bool = False
-    head_norms: bool = False
+    norms: int = 2
+    head_norms: bool | Literal["all"] = False
+    sinks: bool = False
+    expert_bias: bool = False
     learned_positions: bool = False
     gated: bool = True
     inner: str = "intermediate_size"

@@ -1,6 +1,6 @@
 """GPT-OSS: its experts interleave gate and up projections in one matrix, so a range holds pairs."""
 
-from mgpu_pipe.architectures.family import QKV, Family
+from mgpu_pipe.architectures.family import QKV, Family, Sizes
 
 FAMILY = Family(
     modules={
@@ -15,4 +15,5 @@ FAMILY = Family(
     },
     experts="num_local_experts",
     softmax_routers=True,
+    sizes=Sizes("attention_bias", "attention_bias", sinks=True, expert_bias=True, expert_width="intermediate_size"),
 )

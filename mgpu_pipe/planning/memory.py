@@ -6,17 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.flops import Shape
 from mgpu_pipe.architectures.formulas.kept_memory import FP32, HALF, chunk_rows, optimizer_bytes, sharded_stage
 from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import (
+    dense_parameters,
     embedding_parameters,
+    experts_of,
     final_norm_parameters,
     has_exact_sizes,
     head_parameters,
     layer_norm_parameters,
     layer_parameters,
+    sizes_of,
 )
 from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
@@ -125,7 +127,7 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
     lows = [sum(size * bounds[name][0] for name, size in terms.items()) for terms in by_rank]
     low, mean_low = lows[worst], sum(lows) / len(lows)
     high = sum(size * bounds[name][1] for name, size in likely.items())
-    assumes = "" if has_exact_sizes(fields) else f"{fields.get('model_type')}: 12 squared widths a layer"
+    assumes = "" if has_exact_sizes(fields) else f"{fields.get('model_type')}: the usual layer with its fields"
     terms_of_rank = {name: round(size) for name, size in likely.items() if size}
     host = round(float(host_bytes(work, state, Place(fields["num_hidden_layers"]))))
     return MemoryPlan(worst, terms_of_rank, int(low), int(mean_low), int(high), host, assumes)
@@ -213,7 +215,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         embedding=table + sum(towers.values()) + final_norm * shares_table,
         uncut=sum(towers[part] for part in strategy.parts.whole),
         head=0.0 if shares_table else head_parameters(fields) + final_norm,
-        experts=max(layers) - min(_dense(fields), max(layers)) if fields.get("num_experts") else 0.0,
+        experts=max(layers) - min(dense_parameters(fields), max(layers)) if experts_of(fields) else 0.0,
         norms=layer_norm_parameters(fields),
         head_trains=trained,
         block_weight=four or storage["weight"],
@@ -272,22 +274,16 @@ def _zero_storage(config: RunConfig, item: float) -> dict[str, float]:
 
 def _largest_matrix(fields: Mapping[str, Any]) -> int:
     """Parameters of the largest matrix of a block."""
-    sizes = family_of(fields.get("model_type") or "").sizes
-    inner = fields.get(sizes.inner if sizes else "intermediate_size") or 4 * fields["hidden_size"]
+    inner = fields.get(sizes_of(fields).inner) or 4 * fields["hidden_size"]
     return int(fields["hidden_size"] * inner)
-
-
-def _dense(fields: Mapping[str, Any]) -> int:
-    """Parameters of a block without its experts."""
-    return layer_parameters({**fields, "num_experts": 0, "num_experts_per_tok": 0}, 0).total
 
 
 def _adapter_parameters(peft: PeftConfig, fields: Mapping[str, Any], shape: Shape) -> float:
     """Parameters of a block's adapters beside all its linear layers: ``r`` for each input and output."""
-    sizes = family_of(fields.get("model_type") or "").sizes
-    inner = fields.get(sizes.inner if sizes else "intermediate_size") or 4 * shape.width
+    sizes = sizes_of(fields)
+    inner = fields.get(sizes.inner) or 4 * shape.width
     query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     attention = 2 * (shape.width + query) + 2 * (shape.width + key_value)
-    feed_forward = (3 if sizes is None or sizes.gated else 2) * (shape.width + inner)
+    feed_forward = (3 if sizes.gated else 2) * (shape.width + inner)
     length = peft.name == "dora"
     return peft.r * (attention + feed_forward) + length * (2 * query + 2 * key_value + 3 * inner)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
+from mgpu_pipe.architectures.formulas.parameters import experts_of, experts_per_token, sizes_of
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import resolve_precision, world_size
 from mgpu_pipe.config.schema import RunConfig
@@ -40,9 +40,8 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         reason = f"its {missing[0]} is unknown" if missing else "its samples are not of tokens"
         fix = "plan a language model, of model.type or model.path"
         raise ConfigError("model.type", config.model.type or fields.get("model_type"), fix, reason)
-    shape, sizes = Shape.from_fields(fields), family_of(fields.get("model_type") or "").sizes
-    experts = fields.get("num_experts") or 0 if sizes and sizes.expert_width else 0
-    inner = fields.get(sizes.expert_width if sizes and experts else sizes.inner if sizes else "intermediate_size")
+    shape, sizes, experts = Shape.from_fields(fields), sizes_of(fields), experts_of(fields)
+    inner = fields.get(sizes.expert_width if experts else sizes.inner)
     precision, tokens = resolve_precision(config), config.data.tokens()
     adapts = config.peft.name != "none"
     entry = 4.0 if precision == "fp32" else 2.0
@@ -56,9 +55,9 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         vocabulary=float(fields["vocab_size"]),
         sequence=float(tokens),
         context=mean_context(float(tokens), fields),
-        gated=float(sizes is None or sizes.gated),
+        gated=float(sizes.gated),
         experts=float(experts),
-        chosen=float(fields.get("num_experts_per_tok") or 1) if experts else 1.0,
+        chosen=float(experts_per_token(fields)) if experts else 1.0,
         tied=float(bool(fields.get("tie_word_embeddings"))),
         flash=float(config.model.attn_implementation != "eager"),
         weight_bytes=FOUR_BITS if config.peft.name == "qlora" else entry,

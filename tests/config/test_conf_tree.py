@@ -104,6 +104,8 @@ PUBLISHED = {
     "qwen3_30b_a3b": 30532,
     "mixtral_8x7b": 46703,
     "mistral_7b": 7248,
+    "gemma3_1b": 999.9,
+    "gpt_oss_20b": 20915,
 }
 
 

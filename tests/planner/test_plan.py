@@ -330,8 +330,8 @@ def test_adapters_and_four_bits_need_less() -> None:
 
 def test_a_family_without_known_shapes_says_what_is_assumed() -> None:
     config = composed("plan.hardware=[h100]", "trainer.devices=8", "plan.rows=1", "data.global_batch_size=16")
-    (plan,), _ = plan_layouts(replace(config, model=ModelConfig(type="olmo2")))
-    assert plan.memory.assumes == "olmo2: 12 squared widths a layer"
+    (plan,), _ = plan_layouts(replace(config, model=ModelConfig(type="olmo")))
+    assert plan.memory.assumes == "olmo: the usual layer with its fields"
 
 
 def test_keys_of_deepspeed_stand_in_the_command_of_its_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ RECIPES = [
     for option in list_groups()["experiment"]
     if option.name.endswith(("_sft", "_lora", "_qlora", "_dpo")) and option.name[0] != "_"
 ]
+LARGE = ("gpt_oss_20b_lora",)
+"""Adapters whose model does not fit on a card of 24 GB in bf16."""
 OF_FIXED_LAYOUT = (
     "llama3_8b_lora_8gpu",
     "llama3_70b_qlora_8gpu",
@@ -38,7 +40,7 @@ def test_a_recipe_fits_eight_h100(name: str) -> None:
     assert planned(name, "h100", "trainer.devices=8") != "auto"
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("lora")])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("lora") and name not in LARGE])
 def test_adapters_fit_a_card_of_24_gb(name: str) -> None:
     assert planned(name, "rtx4090", "trainer.devices=1") == "single"
 

@@ -1,4 +1,4 @@
-"""Parameter counts from a configuration's fields: exact if the family has sizes.
+"""Parameter counts from a configuration's fields: exact if the family has sizes, else by the usual names of fields.
 
 ``fields`` are those of :func:`mgpu_pipe.models.fields.resolved_fields`.
 """
@@ -24,13 +24,56 @@ class ParameterCount:
     """Parameters that one token passes through: of a router's experts only the chosen ones."""
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+DENSE_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Fields of mixtures of experts, as the families call them: the first that a configuration has counts."""
+SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+SHARED_WIDTHS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "inner_dim")
+GATES = ("silu", "swish", "swiglu", "geglu")
+"""Activations of feed-forward layers with a gate, in families without :class:`Sizes`."""
+
+
 def has_exact_sizes(fields: Mapping[str, Any]) -> bool:
     """Whether a layer's parameters are known exactly."""
-    return _sizes(fields) is not None
+    return family_of(fields.get("model_type") or "").sizes is not None
 
 
-def _sizes(fields: Mapping[str, Any]) -> Sizes | None:
-    return family_of(fields.get("model_type") or "").sizes
+def sizes_of(fields: Mapping[str, Any]) -> Sizes:
+    """Traits of a layer of the language model; in a family without any, those that the names of its fields suggest."""
+    text = fields.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    known = family_of(kind or fields.get("model_type") or "").sizes
+    if known is not None:
+        return known
+    activation = fields.get("hidden_act") or fields.get("hidden_activation") or fields.get("activation_function")
+    inner = next((name for name in INNER if fields.get(name)), "intermediate_size")
+    width = next((name for name in EXPERT_WIDTHS if fields.get(name)), "")
+    is_mixture = _first(fields, EXPERTS) > 1 and _first(fields, CHOSEN) > 0 and fields.get("is_moe", True)
+    return Sizes(gated=activation in GATES, inner=inner, expert_width=width if is_mixture else "")
+
+
+def experts_of(fields: Mapping[str, Any]) -> int:
+    """Number of routed experts of a sparse layer; 0 for a dense model."""
+    return _first(fields, EXPERTS) if sizes_of(fields).expert_width else 0
+
+
+def experts_per_token(fields: Mapping[str, Any]) -> int:
+    """Number of routed experts that compute a token; 1 for a dense model."""
+    return _first(fields, CHOSEN) or 1
+
+
+def dense_parameters(fields: Mapping[str, Any]) -> int:
+    """Parameters of a layer if it had no experts."""
+    sizes = sizes_of(fields)
+    return _attention(fields, sizes) + layer_norm_parameters(fields) + _mlp(fields, sizes)
+
+
+def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    """The first whole number among these fields; 0 if there is none."""
+    return next((value for name in names if isinstance(value := fields.get(name), int)), 0)
 
 
 def count_parameters(fields: Mapping[str, Any]) -> ParameterCount | None:
@@ -45,8 +88,7 @@ def count_parameters(fields: Mapping[str, Any]) -> ParameterCount | None:
 
 def embedding_parameters(fields: Mapping[str, Any]) -> int:
     """Parameters of the tables of tokens and of learned positions."""
-    sizes = _sizes(fields)
-    positions = fields["max_position_embeddings"] if sizes and sizes.learned_positions else 0
+    positions = fields["max_position_embeddings"] if sizes_of(fields).learned_positions else 0
     return int((fields["vocab_size"] + positions) * fields["hidden_size"])
 
 
@@ -60,28 +102,32 @@ def final_norm_parameters(fields: Mapping[str, Any]) -> int:
 
 
 def layer_norm_parameters(fields: Mapping[str, Any]) -> int:
-    """Parameters of a layer's two norms over the model's width."""
-    return 2 * _norm(fields)
+    """Parameters of a layer's norms over the model's width."""
+    return sizes_of(fields).norms * _norm(fields)
 
 
 def layer_parameters(fields: Mapping[str, Any], layer: int) -> ParameterCount:
-    """Parameters of one layer; 12 squared widths in an unknown family."""
-    sizes = _sizes(fields)
-    if sizes is None:
-        squared = 12 * fields["hidden_size"] ** 2
-        return ParameterCount(squared, squared)
-    shared = _attention(fields, sizes) + layer_norm_parameters(fields)
+    """Parameters of one layer; in a family without sizes those of a usual layer with its fields."""
+    sizes = sizes_of(fields)
+    around = _attention(fields, sizes) + layer_norm_parameters(fields)
     if not _is_sparse(fields, sizes, layer):
-        total = shared + _mlp(fields, sizes)
+        total = around + _mlp(fields, sizes)
         return ParameterCount(total, total)
-    experts, chosen = fields["num_experts"], fields["num_experts_per_tok"]
-    router, each = experts * fields["hidden_size"], 3 * fields["hidden_size"] * fields[sizes.expert_width]
-    return ParameterCount(shared + router + experts * each, shared + router + chosen * each)
+    width, inner, experts = int(fields["hidden_size"]), int(fields[sizes.expert_width]), experts_of(fields)
+    each = 3 * width * inner + (2 * inner + width) * sizes.expert_bias
+    around += experts * (width + sizes.expert_bias) + _shared_experts(fields, width, inner)
+    return ParameterCount(around + experts * each, around + experts_per_token(fields) * each)
+
+
+def _shared_experts(fields: Mapping[str, Any], width: int, inner: int) -> int:
+    """Parameters of the experts that compute every token."""
+    shared = _first(fields, SHARED_WIDTHS) or _first(fields, SHARED_EXPERTS) * inner
+    has_gate = fields.get("shared_expert_intermediate_size") is not None
+    return 3 * width * shared + width * has_gate
 
 
 def _norm(fields: Mapping[str, Any]) -> int:
-    sizes = _sizes(fields)
-    return int(fields["hidden_size"]) * (2 if sizes and sizes.norm_bias else 1)
+    return int(fields["hidden_size"]) * (2 if sizes_of(fields).norm_bias else 1)
 
 
 def _has(fields: Mapping[str, Any], trait: bool | str) -> bool:
@@ -90,22 +136,37 @@ def _has(fields: Mapping[str, Any], trait: bool | str) -> bool:
 
 def _attention(fields: Mapping[str, Any], sizes: Sizes) -> int:
     """Parameters of grouped-query attention; without key-value heads there are as many as queries."""
+    if isinstance(fields.get("kv_lora_rank"), int):
+        return _latent_attention(fields)
     shape = Shape.from_fields(fields)
     queries, keys = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     biases = (queries + 2 * keys) * _has(fields, sizes.qkv_bias) + shape.width * _has(fields, sizes.out_bias)
-    return 2 * shape.width * (queries + keys) + biases + 2 * shape.head_dim * sizes.head_norms
+    norms = queries + keys if sizes.head_norms == "all" else 2 * shape.head_dim * sizes.head_norms
+    return 2 * shape.width * (queries + keys) + biases + norms + shape.heads * sizes.sinks
+
+
+def _latent_attention(fields: Mapping[str, Any]) -> int:
+    """Parameters of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), with its two norms."""
+    width, heads, latent = fields["hidden_size"], fields["num_attention_heads"], fields["kv_lora_rank"]
+    rotated, plain, value = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"], fields["v_head_dim"]
+    query, queries = fields.get("q_lora_rank"), heads * (plain + rotated)
+    of_queries = width * queries if query is None else query * (width + queries + 1)
+    return int(of_queries + width * (latent + rotated) + latent * (1 + heads * (plain + value)) + heads * value * width)
 
 
 def _mlp(fields: Mapping[str, Any], sizes: Sizes) -> int:
     """Parameters of two matrices, or three with a gate."""
     width, matrices = int(fields["hidden_size"]), 3 if sizes.gated else 2
-    inner = fields[sizes.inner] or 4 * width
+    inner = fields.get(sizes.inner) or 4 * width
     return matrices * width * inner + ((matrices - 1) * inner + width) * _has(fields, sizes.mlp_bias)
 
 
 def _is_sparse(fields: Mapping[str, Any], sizes: Sizes, layer: int) -> bool:
     """Whether a layer has experts; fields may exclude layers."""
-    if not sizes.expert_width or not fields["num_experts"]:
+    if not sizes.expert_width or not _first(fields, EXPERTS) or layer < _first(fields, DENSE_LAYERS):
         return False
+    kinds = fields.get("mlp_layer_types")
+    if kinds:
+        return bool(kinds[layer] != "dense")
     dense_only = fields.get("mlp_only_layers") or []
-    return layer not in dense_only and (layer + 1) % fields.get("decoder_sparse_step", 1) == 0
+    return layer not in dense_only and (layer + 1) % (fields.get("decoder_sparse_step") or 1) == 0

@@ -1,0 +1,57 @@
+"""Parameters of a layer, from a configuration's fields. Oracle: the layers of transformers' own model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from mgpu_pipe.architectures.families import FAMILIES
+from mgpu_pipe.architectures.formulas.parameters import has_exact_sizes, layer_parameters
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.models.build import build_meta
+from mgpu_pipe.models.fields import model_types, resolved_fields
+
+LAYERS = 4
+EXACT = ["gpt_oss", "gemma3_text", "deepseek_v3", "qwen2_moe", "phi3", "gemma2", "olmo2", "starcoder2", "gemma", "glm4"]
+FAR = {"bitnet": 0.3, "jetmoe": 0.25, "gemma4_text": 0.45, "gpt_bigcode": 0.2, "whisper": 0.3, "jamba": 0.8}
+"""Relative errors of families whose layers have more than their fields say."""
+TYPICAL = 0.08
+
+
+def sizes(family: str) -> tuple[list[int], list[int]]:
+    """Parameters of each of four layers of the family's default width, built and by the formula."""
+    model = ModelConfig(name=family, type=family, config={"num_hidden_layers": LAYERS})
+    built = build_meta(model)
+    blocks = next(each for each in built.modules() if isinstance(each, nn.ModuleList) and len(each) == LAYERS)
+    fields = resolved_fields(model)
+    formula = [layer_parameters(fields, layer).total for layer in range(LAYERS)]
+    return [sum(parameter.numel() for parameter in block.parameters()) for block in blocks], formula
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_known_families_are_counted_exactly(family: str) -> None:
+    built, formula = sizes(family)
+    assert built == formula and has_exact_sizes({"model_type": family})
+
+
+def decoders() -> Iterator[str]:
+    known = set(model_types())
+    yield from (name for name in FAMILIES if name in known and FAMILIES[name].causal)
+
+
+def test_other_families_are_near() -> None:
+    """Mixtures of experts among them, which twelve squared widths would miss by a factor of ten."""
+    tried, wrong = 0, {}
+    for family in decoders():
+        try:
+            built, formula = sizes(family)
+        except (ConfigError, ConfigErrors, StopIteration):  # its defaults do not go with four layers of one kind
+            continue
+        tried += 1
+        error = abs(formula[-1] / built[-1] - 1)  # the first layer may be dense, which transformers decides
+        if error > FAR.get(family, 0.0 if has_exact_sizes({"model_type": family}) else TYPICAL):
+            wrong[family] = error
+    assert tried > 55 and wrong == {}
