@@ -170,23 +170,27 @@ PLACED = (AROUND, WHOLE, *(part(row, column) for row in range(ACROSS) for column
 """Other picture tokens in a tokenizer of such a model."""
 
 
-def encoding_costs(grids: Sequence[Sequence[int]], field: Callable[[str], Any]) -> list[float]:
+def encoding_costs(
+    grids: Sequence[Sequence[int]], field: Callable[[str], Any], feed_forward_matrices: int = 2
+) -> list[float]:
     """Relative FLOPs of encoding pictures in native size, by their patches in time, down and across.
 
     A patch costs the matrix products of a layer, and attention to the patches of its frame or of its window.
 
     Args:
         field: value of a field of the tower's configuration; None if it has no such field.
+        feed_forward_matrices: 3 with a gate.
     """
     width, inner, depth = (int(field(name)) for name in ("hidden_size", "intermediate_size", "depth"))
     whole, window = field("fullatt_block_indexes"), field("window_size")
     share = 1.0 if whole is None else len(whole) / depth
     local = 0 if window is None else (int(window) // int(field("patch_size"))) ** 2
+    products = 8 * width**2 + 2 * feed_forward_matrices * width * inner
     costs = []
     for times, down, across in grids:
         frame = down * across
         seen = share * frame + (1 - share) * min(frame, local)
-        costs.append(times * frame * (8 * width**2 + 4 * width * inner + 4 * width * seen))
+        costs.append(times * frame * (products + 4 * width * seen))
     return costs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from mgpu_pipe.architectures.pictures import Grid, deal_by_cost, encoding_costs
 from mgpu_pipe.models.build import build_meta, materialise
@@ -39,13 +43,30 @@ def test_four_ranks_work_about_equally_long(pictures: int, bound: float) -> None
     grid, draw, dealt, by_number = Grid(14, 2, 2, 3, 56 * 56, 1280 * 28 * 28), random.Random(1), 0.0, 0.0
     for _ in range(100):
         places = [grid.places(*draw.choice(SIDES)) for _ in range(pictures)]
-        costs = encoding_costs([(1, 2 * down, 2 * across) for down, across in places], QWEN25.get)
+        costs = encoding_costs([(1, 2 * down, 2 * across) for down, across in places], QWEN25.get, 3)
         shares = deal_by_cost(costs, 4)
         assert sorted(number for share in shares for number in share) == list(range(pictures))
         mean = sum(costs) / 4
         dealt += max(sum(costs[number] for number in share) for share in shares) / mean / 100
         by_number += max(sum(costs[rank::4]) for rank in range(4)) / mean / 100
     assert dealt <= bound < by_number
+
+
+def test_costs_are_the_operations_of_the_tower() -> None:
+    """Over those of a picture of 16 x 16 patches, counted on Qwen2.5-VL's tower; patches and merger are left out."""
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_heads": 4, "out_hidden_size": 256, "depth": 4}
+    config = Qwen2_5_VLVisionConfig(**sizes, fullatt_block_indexes=[1])
+    config._attn_implementation = "eager"  # torch counts no fused attention on CPUs
+    tower = Qwen2_5_VisionTransformerPretrainedModel(config)
+    grids = [(1, 16, 16), (1, 4, 4), (1, 24, 40), (2, 16, 16)]
+    counted = []
+    for grid in grids:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            tower(torch.randn(math.prod(grid), 3 * 2 * 14 * 14), grid_thw=torch.tensor([grid]))
+        counted.append(counter.get_total_flops())
+    costs = encoding_costs(grids, lambda name: getattr(config, name, None), 3)
+    for cost, operations in zip(costs, counted, strict=True):
+        assert cost / costs[0] == pytest.approx(operations / counted[0], rel=0.03)
 
 
 def test_a_patch_sees_its_window_or_its_frame() -> None:

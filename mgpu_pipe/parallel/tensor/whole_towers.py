@@ -63,6 +63,7 @@ class _DealtTower:
         self, tower: nn.Module, group: dist.ProcessGroup, outputs: Sequence[str], layers: Sequence[int]
     ) -> None:
         self._run, self._config = tower.forward, cast(Any, tower.config)
+        self._feed_forward_matrices = 2 + any(name.endswith("gate_proj") for name, _ in tower.named_modules())
         self._group, self._outputs, self._layers = group, outputs, layers
 
     def forward(self, pixel_values: torch.Tensor, **inputs: Any) -> Any:
@@ -94,7 +95,7 @@ class _DealtTower:
         sizes: list[list[int]] = grids.tolist()  # a host sync; the tower itself reads the sizes on the host too
         patches = [times * down * across for times, down, across in sizes]
         merge = int(self._config.spatial_merge_size)
-        costs = encoding_costs(sizes, lambda name: getattr(self._config, name, None))
+        costs = encoding_costs(sizes, lambda name: getattr(self._config, name, None), self._feed_forward_matrices)
         return patches, [count // merge**2 for count in patches], costs
 
     def _features(self, output: Any) -> list[torch.Tensor]:
