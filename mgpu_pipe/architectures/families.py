@@ -12,6 +12,7 @@ from mgpu_pipe.architectures.family import FC, OUT_PROJ, QKV, Family, SequencePl
 _OWN: Mapping[str, Family] = {
     "afmoe": Family(experts="num_experts"),
     "arcee": Family(packing="positions", sizes=Sizes("attention_bias", "attention_bias", "mlp_bias", gated=False)),
+    "audio_spectrogram_transformer": Family(modules={"ASTAttention": {**QKV, "o_proj": "row"}, "ASTMLP": FC}),
     "bailing_hybrid": Family(experts="num_experts"),
     "biogpt": Family(packing="mask", stages=Stages(norm="layer_norm", added=("embed_positions",))),
     "bitnet": Family(stages=Stages()),

@@ -176,6 +176,10 @@ def parts_in(fields: Mapping[str, Any]) -> list[str]:
     return [*towers[:-1], PROJECTOR, towers[-1]] if len(towers) > 1 else []
 
 
+FRAMES_A_POSITION = 2
+"""Frames of a spectrogram per position of Whisper's encoder: its second convolution has stride 2."""
+
+
 @dataclass(frozen=True)
 class Frames:
     """Convolutions of a waveform encoder: width and stride of each."""

@@ -84,6 +84,12 @@ def prepare_labelled_sounds(config: RunConfig, progress: Progress | None) -> Pre
     return prepare_labelled.prepare_labelled_sounds(config, progress)
 
 
+def prepare_tagged_sounds(config: RunConfig, progress: Progress | None) -> Prepared:
+    from mgpu_pipe.data.audio import prepare_labelled
+
+    return prepare_labelled.prepare_tagged_sounds(config, progress)
+
+
 def check_pictures(config: RunConfig) -> None:
     from mgpu_pipe.data.images import check_images
 

@@ -8,7 +8,7 @@ from typing import Any
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
+from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds, PreparedTaggedSounds
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
@@ -31,7 +31,7 @@ KINDS: dict[str, type[Prepared]] = {
         *(PreparedData, PreparedLabelled, PreparedPairs, PreparedPreferences, PreparedMixture),
         *(PreparedEmbeddingPairs, PreparedScoredPairs, PreparedUnpaired),
         *(PreparedImages, PreparedCaptions, PreparedPictureChats, arrays.PreparedArrays),
-        *(PreparedSpeech, PreparedLabelledSounds),
+        *(PreparedSpeech, PreparedLabelledSounds, PreparedTaggedSounds),
     )
 }
 

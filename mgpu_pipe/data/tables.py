@@ -223,7 +223,7 @@ def _unquoted(field: str, separator: str) -> str:
 
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-CAPTION = "caption"
+CAPTION, CLASSES = "caption", "classes"
 LOOKED_AT = 1000
 """Rows of a Parquet file that a check reads; they may embed files."""
 LONGEST_NAME = 200
@@ -351,15 +351,32 @@ def _entries_in(
 def labels_of(row: Mapping[str, Any], column: str, origin: str, what: str) -> Iterator[tuple[str, str]]:
     """Labels of a row's picture or recording as (label, empty string); for an unusable row the reason comes second.
 
-    A column of captions may hold a list of them.
+    A column of captions may hold a list of them. One of classes holds a list or names between commas, which give one
+    label: a JSON list of their names.
     """
     value = row[column]
+    if what == CLASSES:
+        yield _list_of_classes(value, column, origin)
+        return
     several = value if what == CAPTION and isinstance(value, list) and value else [value]
     for single in several:
         try:
             yield label_of({column: single}, column, origin, what), ""
         except DataError as error:
             yield "", fault_of(error, origin)
+
+
+def _list_of_classes(value: object, column: str, origin: str) -> tuple[str, str]:
+    if isinstance(value, str):
+        value = _nested(value)
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        names = [names]
+    try:
+        labels = {label_of({column: name}, column, origin) for name in names}
+    except DataError as error:
+        return "", fault_of(error, origin)
+    return json.dumps(sorted(labels), ensure_ascii=False), ""
 
 
 def _shortened(name: str) -> str:

@@ -84,27 +84,47 @@ def sound_samples(config: RunConfig, prepared: PreparedLabelledSounds, model: Pr
     recordings = prepared.open(config, "validation")
     assert isinstance(recordings, LabelledSounds)
     samples = objective_class(config.objective.name).samples(config, recordings)
-    was_training, device, results = model.training, next(model.parameters()).device, list[tuple[int, int, float, int]]()
+    was_training, device, results = model.training, next(model.parameters()).device, list[tuple[str, str, bool, int]]()
     model.eval()
     try:
         for index in range(len(chosen)):  # one at a time, as for transcripts
             batch = samples.batch(chosen[index : index + 1], evaluation_numbers(chosen[index : index + 1]))
+            values = batch[model.main_input_name].to(device)
             with torch.no_grad():
-                shares = model(input_values=batch["input_values"].to(device)).logits[0].float().softmax(-1)
-            answer = int(shares.argmax())
-            results.append((int(batch["labels"][0]), answer, float(shares[answer]), int(chosen[index])))
+                logits = model(**{model.main_input_name: values}).logits[0].float()
+            truth, answer, is_right = name_classes(prepared.classes, batch["labels"][0], logits.cpu())
+            results.append((truth, answer, is_right, int(chosen[index])))
     finally:
         model.train(was_training)
-    results.sort(key=lambda result: result[0] == result[1])
-    names = prepared.classes
+    results.sort(key=lambda result: result[2])
     return [
         {
-            "prompt": names[label],
-            "text": f" \u2192 {names[answer]} ({100 * share:.0f}%){'' if label == answer else ', wrong'}",
+            "prompt": truth,
+            "text": f" \u2192 {answer}{'' if is_right else ', wrong'}",
             "audio": _encode_ogg(recordings.recording(number), _sound(config).rate),
         }
-        for label, answer, share, number in results[:SHOWN]
+        for truth, answer, is_right, number in results[:SHOWN]
     ]
+
+
+def name_classes(names: Sequence[str], label: torch.Tensor, logits: torch.Tensor) -> tuple[str, str, bool]:
+    """The true class and the likeliest with its share, and whether they are equal; or all true and all likely classes.
+
+    Args:
+        label: the class, or for each class whether it is true, (classes,).
+        logits: (classes,).
+    """
+    if label.dim() == 0:
+        answer = int(logits.argmax())
+        return (
+            names[int(label)],
+            f"{names[answer]} ({100 * float(logits.softmax(-1)[answer]):.0f}%)",
+            answer == int(label),
+        )
+    is_true, is_said = label > 0.5, logits > 0
+    listed = (", ".join(names[place] for place in kind.nonzero().flatten().tolist()) for kind in (is_true, is_said))
+    truth, answer_text = (text or "(none)" for text in listed)
+    return truth, answer_text, bool((is_true == is_said).all())
 
 
 def _sound(config: RunConfig) -> Sound:

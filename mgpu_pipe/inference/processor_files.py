@@ -16,8 +16,8 @@ import torch
 from mgpu_pipe.architectures.pictures import SEE_VIDEOS, WITHOUT_SUMMARY
 from mgpu_pipe.data.audio.alphabet import wave_extractor
 from mgpu_pipe.data.audio.listen import Sound
-from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.images.decode_image import MODES, decode, pillow
 from mgpu_pipe.data.images.grids import GridPixels, PartPixels, chat_pixels
@@ -65,13 +65,13 @@ def probe_files(stored: StoredModel) -> ProbeFiles:
         return ProbeFiles(content, {"pixel_values": values}, type(pixels) is Pixels)
     if config is not None and isinstance(config.data, AudioConfig):
         sound = Sound.from_config(config.data, config.model)
-        window = LogMel.from_model(config.model, sound.rate)
+        window = window_of(config.model, sound.rate)
         wave = np.random.default_rng(0).normal(0.1, 0.2, int(SECONDS * sound.rate)).astype(np.float32)
         fitted = sound.fitted(wave)
         content = {WAVE: torch.from_numpy(wave), RATE: torch.tensor(sound.rate)}
         if window is None:
             return ProbeFiles(content, {"input_values": torch.from_numpy(fitted)[None]}, True)
-        return ProbeFiles(content, {"input_features": torch.from_numpy(window.extract([fitted]))}, True)
+        return ProbeFiles(content, {window.input_name: torch.from_numpy(window.extract([fitted]))}, True)
     return ProbeFiles({}, {}, False)
 
 
@@ -128,7 +128,7 @@ def _add_maker_fields(files: dict[str, dict[str, Any]], maker: Path) -> dict[str
 def _sound_settings(stored: StoredModel, data: AudioConfig) -> dict[str, Any]:
     assert stored.config is not None
     sound = Sound.from_config(data, stored.config.model)
-    window = LogMel.from_model(stored.config.model, sound.rate)
+    window = window_of(stored.config.model, sound.rate)
     return wave_extractor(sound.rate, sound.normalise) if window is None else dict(window.settings())
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
+from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds, PreparedTaggedSounds
 from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
 from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
 from mgpu_pipe.data.images.prepare_images import PreparedImages
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Sample = dict[str, str]
 SHOWN = (
     *(PreparedImages.kind, PreparedCaptions.kind, PreparedPictureChats.kind),
-    *(PreparedSpeech.kind, PreparedLabelledSounds.kind),
+    *(PreparedSpeech.kind, PreparedLabelledSounds.kind, PreparedTaggedSounds.kind),
 )
 
 

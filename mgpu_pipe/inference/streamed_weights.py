@@ -12,6 +12,7 @@ from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.models.shard_units import decoder_blocks
+from mgpu_pipe.models.speech import spectrogram_shape
 from mgpu_pipe.objectives.picture_inputs import build_picture_inputs
 
 if TYPE_CHECKING:
@@ -28,16 +29,15 @@ def probe(model: PreTrainedModel) -> Inputs:
     """Random arguments of a forward pass: tokens (for encoder and decoder alike), pictures, both, or sound."""
     generator, inputs = torch.Generator().manual_seed(0), Inputs()
     two_towers = hasattr(model, "logit_scale")
+    if model.main_input_name in ("input_values", "input_features") and not hasattr(model.config, "conv_kernel"):
+        inputs[model.main_input_name] = torch.randn(PROBE_ROWS, *spectrogram_shape(model.config), generator=generator)
+        if not model.can_generate():
+            return inputs
+        ids = torch.randint(0, model.config.vocab_size, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
+        return {**inputs, "decoder_input_ids": ids[:, : model.config.max_target_positions]}
     if model.main_input_name == "input_values":
         samples = Frames.from_fields(model.config.to_dict()).min_samples(PROBE_TOKENS)
         return {"input_values": torch.randn(PROBE_ROWS, samples, generator=generator)}
-    if model.main_input_name == "input_features":
-        shape = (model.config.num_mel_bins, 2 * model.config.max_source_positions)
-        ids = torch.randint(0, model.config.vocab_size, (PROBE_ROWS, PROBE_TOKENS), generator=generator)
-        return {
-            "input_features": torch.randn(PROBE_ROWS, *shape, generator=generator),
-            "decoder_input_ids": ids[:, : model.config.max_target_positions],
-        }
     if two_towers or model.main_input_name == "pixel_values":
         inputs["pixel_values"] = torch.randn(PROBE_ROWS, *picture_shape(model.config), generator=generator)
         if not two_towers:
@@ -64,7 +64,8 @@ def probe(model: PreTrainedModel) -> Inputs:
 
 def compute_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
     """The logits of ``model`` for ``inputs``; the last states of a model without a head."""
-    cached = {} if inputs.keys() & {"pixel_values", "input_values"} else {"use_cache": False}
+    is_encoder = inputs.keys() & {"pixel_values", "input_values"} or inputs.keys() == {"input_features"}
+    cached = {} if is_encoder else {"use_cache": False}
     output = model(**inputs, **cached)
     if "logits" not in output and "last_hidden_state" in output and "logits_per_image" not in output:
         states: torch.Tensor = output.last_hidden_state

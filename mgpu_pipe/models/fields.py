@@ -62,6 +62,8 @@ VISION = "vision_config"
 """Field of a model's vision part."""
 LABELS = ("id2label", "label2id")
 """Lists of a classifier's classes; an override replaces the whole list."""
+PROBLEM = "problem_type"
+"""Kind of a classifier's labels: one class of a sample, or several."""
 ALPHABET = {
     "AutoModelForCTC": ("vocab_size", "pad_token_id"),
     "AutoModelForSpeechSeq2Seq": (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import CheckpointError
-from mgpu_pipe.models.fields import ALPHABET, LABELS, TEXT, config_fields, model_types
+from mgpu_pipe.models.fields import ALPHABET, LABELS, PROBLEM, TEXT, config_fields, model_types
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -68,11 +68,13 @@ def recorded_model(saved: object, folder: Path) -> ModelConfig:
 
 
 def with_recorded_data(model: ModelConfig, saved: object) -> ModelConfig:
-    """``model`` with fields that the data decided, from a checkpoint: class names, end-of-text and picture tokens,
-    alphabet."""
+    """``model`` with fields that the data or the objective decided, from a checkpoint: class names and whether several
+    are of one sample, end-of-text and picture tokens, alphabet."""
     if not isinstance(saved, Mapping):
         return model
     decided: dict[str, Any] = {name: saved[name] for name in LABELS if name in saved}
+    if saved.get(PROBLEM) is not None:
+        decided[PROBLEM] = saved[PROBLEM]
     if model.path is None:
         decided.update({name: saved[name] for name in PICTURE if name in saved})
     written = next((names for kind, names in ALPHABET.items() if saved.get("model_type") in model_types(kind)), ())

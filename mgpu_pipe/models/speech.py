@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mgpu_pipe.architectures.family import Frames
+from mgpu_pipe.architectures.family import FRAMES_A_POSITION, Frames
 from mgpu_pipe.system.compat.transformers_private import hide_by, hide_nothing
 
 if TYPE_CHECKING:
@@ -99,8 +99,20 @@ def make_padding_invariant(model: PreTrainedModel) -> None:
 
 def prepare_spectrogram_encoder(model: Any) -> None:
     """Makes ``model`` take float32 spectrograms in every precision and hide nothing by itself, in place."""
-    hide_nothing(model)
-    model.base_model.encoder.conv1.register_forward_pre_hook(cast_to_weights)
+    base = model.base_model
+    if hasattr(base, "encoder"):
+        hide_nothing(model)
+        first = base.encoder.conv1
+    else:
+        first = base.embeddings.patch_embeddings.projection
+    first.register_forward_pre_hook(cast_to_weights)
+
+
+def spectrogram_shape(config: Any) -> tuple[int, int]:
+    """Shape of one recording's spectrogram: (bands, frames) of Whisper, (frames, bands) of a model of patches."""
+    if hasattr(config, "max_source_positions"):
+        return int(config.num_mel_bins), FRAMES_A_POSITION * int(config.max_source_positions)
+    return int(config.max_length), int(config.num_mel_bins)
 
 
 @torch.no_grad()

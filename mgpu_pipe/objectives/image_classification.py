@@ -34,6 +34,7 @@ class ImageClassificationObjective(PictureObjective):
     """
 
     description = DESCRIPTION
+    num_sums = 3
 
     def __init__(
         self,

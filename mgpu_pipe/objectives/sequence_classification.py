@@ -29,6 +29,7 @@ class SequenceClassificationObjective(Objective):
     """Cross-entropy of classes under a Hugging Face model ``...ForSequenceClassification``, a mean over samples."""
 
     description = DESCRIPTION
+    num_sums = 3
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__(model, optimizer_factory, learning_rate)

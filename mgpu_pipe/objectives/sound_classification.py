@@ -1,7 +1,7 @@
 """Sound classification: one of several classes for each recording.
 
-A recording's loss does not depend on the rest of its micro-batch: padding is masked, the first norm of a waveform's
-encoder uses only the recording's samples, and the frames that are averaged are the recording's.
+A recording's loss does not depend on the rest of its micro-batch: a spectrogram has a fixed window; of a waveform only
+its own samples reach an encoder's first norm, and only its own frames are read and averaged.
 """
 
 from __future__ import annotations
@@ -14,16 +14,25 @@ import torch.nn.functional as F
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.listen import Sound
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.class_sums import ClassSums
 from mgpu_pipe.objectives.sound_classification_keys import DESCRIPTION, SoundClassificationConfig
+from mgpu_pipe.objectives.spectrogram_inputs import SpectrogramInputs, Spectrograms
 from mgpu_pipe.objectives.wave_inputs import WaveInputs, hide_spans
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def inputs_of(model: Any) -> WaveInputs | SpectrogramInputs:
+    """The inputs of ``model``, which is prepared for them in place."""
+    return WaveInputs(model) if hasattr(model.config, "conv_kernel") else SpectrogramInputs(model)
 
 
 class SoundClassificationObjective(Objective):
@@ -41,7 +50,7 @@ class SoundClassificationObjective(Objective):
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, label_smoothing: float = 0.0
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
-        self._inputs, self._smoothing = WaveInputs(model), label_smoothing
+        self._inputs, self._smoothing = inputs_of(model), label_smoothing
         self._classes = int(cast(Any, model.config).num_labels)
         self._class_sums = ClassSums(self._classes)
         self.num_sums = self._class_sums.num_sums  # type: ignore[misc]  # the classes of this model are known only now
@@ -55,13 +64,18 @@ class SoundClassificationObjective(Objective):
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
-        return hide_spans(config, samples)
+        assert isinstance(config.data, AudioConfig)
+        window = window_of(config.model, Sound.from_config(config.data, config.model).rate)
+        return hide_spans(config, samples) if window is None else Spectrograms.from_config(config, samples, window)
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """The fields of :class:`WaveInputs`, and ``labels``, the class, int64, (rows,)."""
-        labels = Field(sequence_dim=None, padding=IGNORE_INDEX, target=True)
-        return BatchSpec({**self._inputs.fields, "labels": labels})
+        """The fields of :class:`WaveInputs` or :class:`SpectrogramInputs`, and :meth:`_labels_field`."""
+        return BatchSpec({**self._inputs.fields, "labels": self._labels_field()})
+
+    def _labels_field(self) -> Field:
+        """Classes, int64, (rows,)."""
+        return Field(sequence_dim=None, padding=IGNORE_INDEX, target=True)
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return self._inputs.model_inputs(batch)
@@ -87,19 +101,28 @@ class SoundClassificationObjective(Objective):
         """Noise of uneven lengths. In every third step the last recording has no label."""
         generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         sounds = self._inputs.random_batch(generator, seed, step, samples)
-        labels = torch.randint(0, self._classes, (samples,), generator=generator)
+        labels = self._random_labels(samples, generator)
         if step % 3 == 2 and samples > 2:
             labels[-1] = IGNORE_INDEX
         return {**sounds, "labels": labels}
 
+    def _random_labels(self, samples: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randint(0, self._classes, (samples,), generator=generator)
+
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One recording at a time, without padding and masks."""
-        losses = []
-        for row, label in enumerate(batch["labels"].tolist()):
-            if label != IGNORE_INDEX:
-                shares = self._inputs.logits_alone(forward, model, batch, row)[0].float().log_softmax(-1)
-                losses.append((self._smoothing - 1) * shares[label] - self._smoothing * shares.mean())
+        labels = batch["labels"]
+        rows = [row for row in range(len(labels)) if (labels[row] != IGNORE_INDEX).all()]
+        losses = [
+            self._loss_alone(self._inputs.logits_alone(forward, model, batch, row)[0].float(), labels[row])
+            for row in rows
+        ]
         return Reference(torch.stack(losses).sum())
+
+    def _loss_alone(self, logits: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        """Loss of one recording, with logits (classes,)."""
+        shares = logits.log_softmax(-1)
+        return (self._smoothing - 1) * shares[label] - self._smoothing * shares.mean()
 
 
 OBJECTIVE = SoundClassificationObjective

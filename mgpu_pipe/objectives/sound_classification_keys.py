@@ -8,10 +8,11 @@ from mgpu_pipe.config.objective import Description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.class_metrics import CLASS_METRICS, measure_classes
-from mgpu_pipe.objectives.wave_encoders import FAMILIES, WaveEncoderConfig
+from mgpu_pipe.objectives.wave_encoders import FAMILIES as WAVE_FAMILIES
+from mgpu_pipe.objectives.wave_encoders import WaveEncoderConfig
 
-HEAD = "projector.*,classifier.*"
-"""Parameters that a new classifier adds to an encoder."""
+FAMILIES = ("audio-spectrogram-transformer", *WAVE_FAMILIES, "whisper")
+"""Tested families."""
 
 
 @dataclass
@@ -23,10 +24,15 @@ class SoundClassificationConfig(WaveEncoderConfig):
     """Share of the label that is spread evenly over all classes while training (Szegedy et al. 2015)."""
 
     def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
-        if config.peft.train_also:
-            return []
-        fix = f"use peft.train_also=[{HEAD}]"
-        return [ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained")]
+        return new_head_errors(config)
+
+
+def new_head_errors(config: RunConfig) -> list[ConfigError]:
+    """Error of adapters beside a classifier that nothing trains."""
+    if config.peft.train_also:
+        return []
+    fix = "name the head's parameters, such as [projector.*,classifier.*] ([classifier.*] of AST)"
+    return [ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained")]
 
 
 DESCRIPTION = Description(

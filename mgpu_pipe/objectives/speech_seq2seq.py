@@ -8,27 +8,23 @@ and nothing is generated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.audio.recordings import Spans, random_of_spans
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
-from mgpu_pipe.data.samples import ChangedSamples, Prepared, SampleSet
+from mgpu_pipe.data.samples import Prepared, SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
-from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.models.speech import greedy_transcripts, prepare_spectrogram_encoder
+from mgpu_pipe.models.speech import greedy_transcripts, prepare_spectrogram_encoder, spectrogram_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
+from mgpu_pipe.objectives.spectrogram_inputs import Spectrograms
 from mgpu_pipe.objectives.speech_seq2seq_keys import DESCRIPTION, SpeechSeq2SeqConfig
 from mgpu_pipe.objectives.transcripts import count_errors
 from mgpu_pipe.parallel.random_streams import step_seed
@@ -41,29 +37,6 @@ if TYPE_CHECKING:
 
 VERIFY_MAX_TOKENS = 12
 """Most tokens of a transcript of ``verify``."""
-
-
-@dataclass(frozen=True)
-class Spectrograms(ChangedSamples):
-    """Log-mel spectrograms of recordings; training ones may have hidden spans."""
-
-    window: LogMel
-    hidden: tuple[Spans, Spans]
-    """Spans of frames, and of bands."""
-    seed: int
-
-    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        read = self.read.batch(indices, numbers)
-        lengths = read["lengths"].tolist()
-        waves = [wave[:length] for wave, length in zip(read["input_values"].numpy(), lengths, strict=True)]
-        features = self.window.extract(waves)
-        hides = any(spans.share for spans in self.hidden)
-        for row, (length, number) in enumerate(zip(lengths, numbers.tolist(), strict=True)):
-            if hides and number >= 0:  # held-out recordings hide nothing
-                random, frames = random_of_spans(self.seed, number), length // self.window.hop
-                features[row][:, :frames][:, self.hidden[0].draw_mask(frames, random)] = 0
-                features[row][self.hidden[1].draw_mask(self.window.bins, random)] = 0
-        return {"input_features": torch.from_numpy(features), "labels": read["labels"]}
 
 
 class SpeechSeq2SeqObjective(Objective):
@@ -96,10 +69,7 @@ class SpeechSeq2SeqObjective(Objective):
         assert isinstance(config.data, AudioConfig)
         window = LogMel.from_model(config.model, Sound.from_config(config.data, config.model).rate)
         assert window is not None
-        fields = resolved_fields(config.model)
-        return Spectrograms(
-            samples, window, (Spans.from_fields(fields, "time"), Spans.from_fields(fields, "feature")), config.seed
-        )
+        return Spectrograms.from_config(config, samples, window)
 
     def of_data(self, prepared: Prepared) -> None:
         assert isinstance(prepared, PreparedSpeech)
@@ -118,8 +88,7 @@ class SpeechSeq2SeqObjective(Objective):
 
     @property
     def _shape(self) -> tuple[int, int]:
-        config = cast(Any, self.model.config)
-        return int(config.num_mel_bins), 2 * int(config.max_source_positions)
+        return spectrogram_shape(self.model.config)
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Arguments of encoder and decoder. The decoder reads its start token, then the labels before the next one."""

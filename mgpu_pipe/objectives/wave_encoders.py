@@ -11,7 +11,9 @@ from mgpu_pipe.errors import ConfigError
 FAMILIES = ("hubert", "unispeech", "unispeech-sat", "wav2vec2", "wavlm")
 """Tested families. A recording's result does not depend on the lengths of the others in its micro-batch."""
 REFUSED = {
-    "layerdrop": "whole layers would be left out by a random number of each process",
+    **dict.fromkeys(
+        ("layerdrop", "encoder_layerdrop"), "whole layers would be left out by a random number of each process"
+    ),
     "add_adapter": "its frames are not counted",
     "conv_pos_batch_norm": "it looks at the whole micro-batch",
 }

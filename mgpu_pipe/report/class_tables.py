@@ -59,10 +59,12 @@ def class_figures(findings: Mapping[str, Any], names: Sequence[str]) -> list[Cla
 
 
 def class_lines(findings: Mapping[str, Any], names: Sequence[str], width: int) -> list[str]:
-    """Lines for a terminal: the calibration, then a table of the classes whose first column has this width."""
-    calibration, figures = findings["calibration"], class_figures(findings, names)
-    error, bins = 100 * calibration["expected_error"], len(calibration["bins"])
-    lines = [f"{'calibration':<{width}}{error:.2f}% expected error, {bins} of 15 bins of confidence have samples"]
+    """Lines for a terminal: the calibration of one class a sample, then a table of the classes whose first column has
+    this width."""
+    figures, lines = class_figures(findings, names), list[str]()
+    if "calibration" in findings:
+        error, bins = 100 * findings["calibration"]["expected_error"], len(findings["calibration"]["bins"])
+        lines = [f"{'calibration':<{width}}{error:.2f}% expected error, {bins} of 15 bins of confidence have samples"]
     if len(figures) > MAX_ROWS:
         figures = sorted(figures, key=lambda row: 2.0 if row.accuracy is None else row.accuracy)[:LEAST_ACCURATE]
         lines.append(

@@ -122,6 +122,8 @@ def _small_sizes(
         wanted.update(patch_size=patch, image_size=patch * min(fields["image_size"] // fields["patch_size"], PATCHES))
     if isinstance(fields.get("conv_dim"), list | tuple):
         wanted["conv_dim"] = [min(size, CONVOLUTION) for size in fields["conv_dim"]]
+    if isinstance(fields.get("frequency_stride"), int):  # patches of a spectrogram
+        wanted.update(patch_size=PATCH, frequency_stride=PATCH // 2, time_stride=PATCH // 2, max_length=POSITIONS)
     for name, most in (("max_source_positions", POSITIONS), ("num_mel_bins", BANDS)):
         if isinstance(fields.get(name), int):
             wanted[name] = min(fields[name], most)

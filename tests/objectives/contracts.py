@@ -174,13 +174,21 @@ CONTRACTS = {
         """
         2 slow: strategy=tp data.micro_batch_size=2
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=zero3; strategy=zero1;
-            strategy=zero2; strategy=ddp precision=bf16; strategy=fsdp model.type=hubert;
-            strategy=zero3 model.type=wavlm;
-            strategy=fsdp peft=lora peft.train_also=[projector.*,classifier.*]
+            strategy=zero2; strategy=ddp precision=bf16; strategy=fsdp model.type=hubert; model=ast_tiny strategy=zero3;
+            strategy=zero3 model.type=wavlm; strategy=fsdp peft=lora peft.train_also=[projector.*,classifier.*];
+            model=ast_tiny strategy=tp; model=ast_tiny strategy=ddp precision=bf16; model=whisper_tiny strategy=tp;
+            model=whisper_tiny strategy=fsdp data.micro_batch_size=2
         1 exhaustive: strategy=single
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
         target="classifier",
+    ),
+    "sound_tagging": Contract(
+        "objective=sound_tagging data=spoken_digit_tags model=wav2vec2_tiny",
+        """
+        2 slow: strategy=zero3 model=ast_tiny
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=fsdp; strategy=tp; strategy=tp model=ast_tiny
+        """,
     ),
     "speech_seq2seq": Contract(
         "objective=speech_seq2seq data=spoken_digits model=whisper_tiny",

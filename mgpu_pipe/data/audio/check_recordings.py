@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.decode_audio import soundfile
 from mgpu_pipe.data.audio.listen import Sound, listed, with_splits
-from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import speech_source
+from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.errors import ConfigError, ConfigErrors, check_all
 
@@ -21,10 +21,7 @@ def check_recordings(model: ModelConfig, data: DataConfig) -> None:
         ConfigErrors: the errors found.
     """
     assert isinstance(data, AudioConfig)
-    checks = [
-        *(soundfile, lambda: LogMel.from_model(model, Sound.from_config(data, model).rate)),
-        lambda: check_rule(data),
-    ]
+    checks = [*(soundfile, lambda: window_of(model, Sound.from_config(data, model).rate)), lambda: check_rule(data)]
     if speech_source(data).speak is None:
         try:
             paths, held_out = with_splits(data)

@@ -17,6 +17,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.audio import synthesis
 from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled
+from mgpu_pipe.data.audio.filter_bank import reads_filter_banks
 from mgpu_pipe.data.audio.log_mel import reads_spectrograms
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import speech_source
@@ -64,6 +65,8 @@ class Sound:
             raise ConfigError("data.sampling_rate", data.sampling_rate, "leave it out", reason)
         usual = trained_rate if isinstance(trained_rate, int) and trained_rate > 0 else USUAL_RATE
         rate = usual if data.sampling_rate == "auto" else data.sampling_rate
+        if reads_filter_banks(model):  # its do_normalize is of the filter banks
+            return cls(rate, normalise=False)
         return cls(rate, bool(said.get("do_normalize", not reads_spectrograms(model))))
 
     def changed(self, wave: Wave, data: AudioConfig, random: np.random.Generator) -> Wave:
@@ -151,6 +154,19 @@ def with_splits(data: AudioConfig) -> tuple[list[str], list[str]]:
     if speech_source(data).says != "folder":
         return data.paths, data.validation_paths
     return CLASS_FOLDERS.with_splits(data)
+
+
+def notes_of_folders(data: AudioConfig) -> list[str]:
+    """Notices of split folders that are used, and of recordings next to the folders of classes."""
+    if speech_source(data).says != "folder":
+        return []
+    paths, held_out = with_splits(data)
+    notes = list[str]()
+    if (paths, held_out) != (data.paths, data.validation_paths):
+        notes.append(f"the recordings in {', '.join(paths)} are trained on, those in {', '.join(held_out)} held out")
+    if loose := [path for root in (*paths, *held_out) for path in CLASS_FOLDERS.loose_files(root)]:
+        notes.append(f"{len(loose)} recordings in no folder of a class are left out, such as {loose[0]}")
+    return notes
 
 
 def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Path:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import config_class
+from mgpu_pipe.architectures.family import FRAMES_A_POSITION
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
 
 FIELDS = ("num_mel_bins", "max_source_positions", "max_target_positions")
-FRAMES_A_POSITION = 2
-"""Frames per position: the encoder's second convolution has stride 2."""
 
 
 def reads_spectrograms(model: ModelConfig) -> bool:
@@ -53,6 +52,9 @@ class LogMel:
     width: int = 400
     most_tokens: int = 448
 
+    input_name = "input_features"
+    """The model's argument."""
+
     @classmethod
     def from_model(cls, model: ModelConfig, rate: int) -> LogMel | None:
         """Reads the settings of ``model``; None where it reads waveforms.
@@ -82,6 +84,24 @@ class LogMel:
     @property
     def frames(self) -> int:
         return self.seconds * self.rate // self.hop
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a recording's features."""
+        return self.bins, self.frames
+
+    @property
+    def fewest_samples(self) -> int:
+        return 1
+
+    @property
+    def most_samples(self) -> int:
+        """Samples of the longest recording that the window holds."""
+        return self.seconds * self.rate
+
+    def by_band(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """A view of a recording's features, shape (bins, frames)."""
+        return features
 
     def fault(self, numbers: Sequence[int], samples: int) -> str | None:
         """Why a recording of so many samples cannot teach a transcript of so many tokens; empty if it can."""

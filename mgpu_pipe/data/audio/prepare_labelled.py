@@ -1,20 +1,24 @@
-"""Prepares recordings with a class: scans each once, names those that cannot be used, and numbers the classes."""
+"""Prepares recordings with one class or several: scans each once, names the unusable ones, and numbers the classes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.audio.listen import Sound, frames_of, prepare_recordings, transcripts
+from mgpu_pipe.data.audio.listen import Sound, frames_of, notes_of_folders, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_keys import LabelledAudioConfig
+from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_names, class_number
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.audio.recordings import LabelledSounds
 
 _FORMAT = 1
+SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,10 @@ class PreparedLabelledSounds(PreparedSounds):
     """Class names in the order of their numbers."""
     fewest_samples: int
     """Samples that a recording needs for one frame of the model."""
+    most_samples: int | None
+    """Samples of the longest recording that the model takes; None without a limit."""
+    segment_samples: int | None
+    """Samples of the longest part that the model gets; None: it gets recordings whole."""
     majority_accuracy: float | None = None
     """Accuracy of always predicting the most frequent training class, on the evaluated samples."""
 
@@ -48,26 +57,40 @@ class PreparedLabelledSounds(PreparedSounds):
 
         return LabelledSounds(config, split, self, reopen)
 
+    def shown_lengths(self, folder: Path) -> NDArray[np.int64]:
+        lengths = super().shown_lengths(folder)
+        return lengths if self.segment_samples is None else np.minimum(lengths, self.segment_samples)
+
     def chosen(self, split: Split) -> NDArray[np.int64]:
         folder = self.folder_of(split)
-        is_usable = load_array(folder / "lengths.npy") >= self.fewest_samples
-        return np.flatnonzero(self.in_split(split, load_array(folder / "hashes.npy")) & is_usable)
+        side = self.in_split(split, load_array(folder / "hashes.npy"))
+        return np.flatnonzero(side & ~self._is_short(folder) & ~self._is_long(folder))
 
-    def labels(self, split: Split) -> NDArray[np.int64]:
-        """Class of each recording of a split, in the order of :meth:`chosen`."""
+    def labels(self, split: Split) -> NDArray[Any]:
+        """Class of each recording of a split, in the order of :meth:`chosen`; int64, (recordings,)."""
         names = transcripts(self.folder_of(split))[0]
         number_of = {name: class_number(name, self.classes) for name in set(names)}
         return np.array([number_of[names[place]] for place in self.chosen(split).tolist()], np.int64)
 
-    def short_recordings(self, rate: int) -> list[tuple[str, str]]:
-        """Names of recordings that are too short for the model, and their lengths."""
-        short = list[tuple[str, str]]()
+    def unfit_recordings(self, rate: int) -> list[tuple[str, str]]:
+        """Names of recordings that are too short or too long for the model, and their lengths."""
+        unfit = list[tuple[str, str]]()
+        most = (self.most_samples or 0) / rate
         for folder in self.folders:
             lengths, names = load_array(folder / "lengths.npy"), transcripts(folder)[1]
             needs = f"the model needs {self.fewest_samples / rate:.3f} s"
-            for place in np.flatnonzero(lengths < self.fewest_samples).tolist():
-                short.append((names[place], f"lasts {lengths[place] / rate:.3f} s; {needs}"))
-        return short
+            takes = f"the model takes {most:.3f} s: use data.segment_seconds={most:g}"
+            for is_unfit, reason in ((self._is_short(folder), needs), (self._is_long(folder), takes)):
+                for place in np.flatnonzero(is_unfit).tolist():
+                    unfit.append((names[place], f"lasts {lengths[place] / rate:.3f} s; {reason}"))
+        return unfit
+
+    def _is_short(self, folder: Path) -> NDArray[np.bool_]:
+        return self.shown_lengths(folder) < self.fewest_samples
+
+    def _is_long(self, folder: Path) -> NDArray[np.bool_]:
+        lengths = self.shown_lengths(folder)
+        return np.zeros(len(lengths), np.bool_) if self.most_samples is None else lengths > self.most_samples
 
     def amounts(self) -> list[tuple[int, str]]:
         recordings, minutes, *left_out = super().amounts()
@@ -80,76 +103,150 @@ class PreparedLabelledSounds(PreparedSounds):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedTaggedSounds(PreparedLabelledSounds):
+    """Everything a worker needs to load recordings with several classes or none."""
+
+    kind: ClassVar[str] = "tagged_sounds"
+
+    def labels(self, split: Split) -> NDArray[Any]:
+        """Whether a class is one of a recording's, in the order of :meth:`chosen`; float32, (recordings, classes)."""
+        texts, chosen = transcripts(self.folder_of(split))[0], self.chosen(split).tolist()
+        labels = np.zeros((len(chosen), len(self.classes)), np.float32)
+        for row, place in enumerate(chosen):
+            for name in tags_in(texts[place]):
+                labels[row, class_number(name, self.classes)] = 1
+        return labels
+
+
+def tags_in(text: str) -> list[str]:
+    """Names of a recording's classes: a JSON list, or the words that are spoken."""
+    names: list[str] = json.loads(text) if text.startswith("[") else text.split()
+    return names
+
+
 def prepare_labelled_sounds(config: RunConfig, progress: Progress | None = None) -> PreparedLabelledSounds:
     """Scans the recordings of ``config``, or finds them in the cache.
 
     Raises:
-        ConfigError: a path, a rate or a list of classes that cannot work; a package or program that is missing.
+        ConfigError: a path, a rate, a segment or a list of classes that cannot work; a package or program that is
+            missing.
         DataError: a list that is broken; a recording that cannot be used, with ``data.on_bad_sample=stop``; none to
             train on.
     """
+    known, contents = _scan(config, progress, PreparedLabelledSounds, lambda text: [text])
+    train, held_labels = known.labels("train"), known.labels("validation")
+    majority = majority_accuracy(train, held_labels, config.data)
+    return _add_counts(known, config, contents, set(train.tolist()), set(held_labels.tolist()), majority)
+
+
+def prepare_tagged_sounds(config: RunConfig, progress: Progress | None = None) -> PreparedLabelledSounds:
+    """Scans the recordings with several classes of ``config``; raises as :func:`prepare_labelled_sounds`."""
+    known, contents = _scan(config, progress, PreparedTaggedSounds, tags_in)
+    train, held_labels = (set(np.flatnonzero(known.labels(split).any(0)).tolist()) for split in SPLITS)
+    return _add_counts(known, config, contents, train, held_labels, None)
+
+
+def _scan(
+    config: RunConfig,
+    progress: Progress | None,
+    prepared: type[PreparedLabelledSounds],
+    names_in: Callable[[str], Iterable[str]],
+) -> tuple[PreparedLabelledSounds, list[str]]:
+    """The data without counts, and the content digest of each of its folders; reports the bad recordings."""
     data, report = config.data, progress or no_progress
-    assert isinstance(data, AudioConfig)
+    assert isinstance(data, LabelledAudioConfig)
     sound = Sound.from_config(data, config.model)
+    fewest, most, segment = _limits(config.model, data, sound.rate)
     cache = cache_folder(data.cache_dir).absolute()
     with writing_to_cache(cache):
         private_folder(cache)
         folder, held_folder = prepare_recordings(data, sound, cache, report)
     manifests = [read_manifest(each) or {} for each in dict.fromkeys((folder, held_folder))]
     has_held_paths = held_folder != folder or bool(data.validation_paths)
-    known = PreparedLabelledSounds(
+    known = prepared(
         folder=folder,
         held_out_folder=held_folder,
         fraction=float(held_folder == folder) if has_held_paths else data.validation_fraction,
-        classes=_classes(config, folder, held_folder),
-        fewest_samples=fewest_samples(config.model, data),
+        classes=_classes(config, *(_names(each, names_in) for each in (folder, held_folder))),
         recordings=sum(manifest.get("recordings", 0) for manifest in manifests),
         hours=sum(manifest.get("seconds", 0.0) for manifest in manifests) / 3600,
+        fewest_samples=fewest,
+        most_samples=most,
+        segment_samples=segment,
     )
     bad = [(path, reason) for manifest in manifests for path, reason in manifest["bad"]]
-    bad += known.short_recordings(sound.rate)
+    bad += known.unfit_recordings(sound.rate)
     report_bad_samples(bad, data.on_bad_sample, ("the recording", "recordings"))
-    train, held_labels = known.labels("train"), known.labels("validation")
-    identity = (_FORMAT, asdict(sound), known.classes, known.fewest_samples)
-    contents = [manifest["content"] for manifest in manifests]
-    trained = (contents[0], known.fraction, data.speed, data.noise, data.sort_steps)
+    return replace(known, bad_samples=len(bad)), [manifest["content"] for manifest in manifests]
+
+
+def _add_counts(
+    known: PreparedLabelledSounds,
+    config: RunConfig,
+    contents: Sequence[str],
+    trained: set[int],
+    evaluated: set[int],
+    majority: float | None,
+) -> PreparedLabelledSounds:
+    """Adds sample counts and digests to ``known``, and notices of classes that are never trained on and of files."""
+    data = config.data
+    assert isinstance(data, LabelledAudioConfig)
+    sound = Sound.from_config(data, config.model)
+    identity = (_FORMAT, asdict(sound), known.classes, known.fewest_samples, known.most_samples, known.segment_samples)
+    changes = (contents[0], known.fraction, data.speed, data.noise, data.sort_steps)
+    available = len(known.chosen("validation"))
+    has_held_paths = known.is_apart or known.fraction == 1
+    missing = ", ".join(known.classes[number] for number in sorted(evaluated - trained))
+    notes = notes_of_folders(data)
+    if missing:
+        notes.append(f"no training recording has the class {missing}: it is evaluated and cannot be learnt")
     return known.with_counts(
         data,
-        len(train),
-        len(held_labels),
-        bad_samples=len(bad),
-        told=_note_of_untrained(known, train, held_labels),
-        majority_accuracy=majority_accuracy(train, held_labels, data),
-        digest=digest_of(*trained, *identity),
-        validation_digest=digest_of(contents[-1], *identity) if has_held_paths and len(held_labels) else "",
+        len(known.chosen("train")),
+        available,
+        told="; ".join(notes),
+        majority_accuracy=majority,
+        digest=digest_of(*changes, *identity),
+        validation_digest=digest_of(contents[-1], *identity) if has_held_paths and available else "",
     )
 
 
-def fewest_samples(model: ModelConfig, data: AudioConfig) -> int:
-    """Samples of a recording that give a frame, also when it is played as fast as ``data.speed`` allows."""
-    return -(-frames_of(model).min_samples(1) * (100 + round(100 * data.speed)) // 100)
+def _limits(model: ModelConfig, data: LabelledAudioConfig, rate: int) -> tuple[int, int | None, int | None]:
+    """Fewest and most samples of a recording that the model takes, whatever ``data.speed`` draws, and of a segment.
+
+    Raises:
+        ConfigError: the segment is shorter or longer.
+    """
+    window = window_of(model, rate)
+    fewest = frames_of(model).min_samples(1) if window is None else window.fewest_samples
+    most = None if window is None else window.most_samples
+    segment = None if data.segment_seconds is None else round(data.segment_seconds * rate)
+    fewest = math.ceil(fewest * (1 + data.speed))
+    for limit, is_beyond, what in ((fewest, operator.lt, "least"), (most, operator.gt, "most")):
+        if segment is not None and limit is not None and is_beyond(segment, limit):
+            fix = f"use at {what} {limit / rate:g}"
+            reason = f"the model takes at {what} {limit} samples of {rate} a second"
+            raise ConfigError("data.segment_seconds", data.segment_seconds, fix, reason)
+    if most is not None and segment is None:
+        most = int(most * (1 - data.speed))
+    return fewest, most, segment
 
 
-def _classes(config: RunConfig, folder: Path, held_folder: Path) -> list[str]:
+def _names(folder: Path, names_in: Callable[[str], Iterable[str]]) -> set[str]:
+    """Names of the classes of a folder's recordings."""
+    return {name for text in set(transcripts(folder)[0]) for name in names_in(text)}
+
+
+def _classes(config: RunConfig, trained: set[str], evaluated: set[str]) -> list[str]:
     """Class names of the run.
 
     Raises:
         ConfigError: as :func:`class_names`; or held-out files have a class that no training file has.
     """
-    trained = set(transcripts(folder)[0])
-    evaluated = set(transcripts(held_folder)[0])
     unknown = sorted(evaluated - trained)
     if unknown and not config.data.classes:
         reason = f"no training recording has the class {shortened(unknown[0])!r}"
         fix = "give training recordings of it, or name all classes by data.classes"
         raise ConfigError("data.validation_paths", config.data.validation_paths, fix, reason)
     return class_names(config, trained | evaluated)
-
-
-def _note_of_untrained(known: PreparedLabelledSounds, train: NDArray[np.int64], held_labels: NDArray[np.int64]) -> str:
-    """Notice of classes that are evaluated and never trained on."""
-    missing = sorted(set(held_labels.tolist()) - set(train.tolist()))
-    if not missing:
-        return ""
-    names = ", ".join(known.classes[number] for number in missing)
-    return f"no training recording has the class {names}: it is evaluated and cannot be learnt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +28,17 @@ class PreparedSounds(PreparedSplits):
     def chosen(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's recordings in its folder."""
 
+    def shown_lengths(self, folder: Path) -> NDArray[np.int64]:
+        """Samples that the model gets of each recording of a folder, before any change."""
+        lengths: NDArray[np.int64] = load_array(folder / "lengths.npy")
+        return lengths
+
     def order(self, config: RunConfig, samples: int) -> Order:
         order, data = super().order(config, samples), config.data
         assert isinstance(data, AudioConfig) and isinstance(order, GlobalOrder)
         if data.sort_steps == 1:
             return order
-        lengths = load_array(self.folder / "lengths.npy")[self.chosen("train")]
+        lengths = self.shown_lengths(self.folder)[self.chosen("train")]
         return SortedSteps(order, lengths, data.global_batch_size, data.sort_steps)
 
     def amounts(self) -> list[tuple[int, str]]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _KEY = 0x5BEC
 """Key that separates these random numbers from those that change the recording."""
+_PART_KEY = 0x9A27
+"""Key of the random numbers that choose a part of a recording."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,12 @@ class SoundSamples(ABC):
 
     def model_input(self, index: int, number: int) -> Wave:
         """The model's input for a recording: changed in training, then normalised."""
-        wave = self.recording(index)
+        return self._sound.fitted(self._changed(self.recording(index), number))
+
+    def _changed(self, wave: Wave, number: int) -> Wave:
         if self._split == "train" and (self._data.speed or self._data.noise):
-            wave = self._sound.changed(wave, self._data, random_of(self._seed, number))
-        return self._sound.fitted(wave)
+            return self._sound.changed(wave, self._data, random_of(self._seed, number))
+        return wave
 
     def recording(self, index: int) -> Wave:
         """The unchanged recording at the model's rate."""
@@ -175,17 +179,32 @@ class SpeechSamples(SoundSamples):
 
 
 class LabelledSounds(SoundSamples):
-    """Recordings with a class."""
+    """Recordings with a class, or with several."""
 
     def __init__(
         self, config: RunConfig, split: Split, prepared: PreparedLabelledSounds, reopen: Callable[[], LabelledSounds]
     ) -> None:
         super().__init__(config, split, prepared, reopen)
-        self._labels = prepared.labels(split)
+        self._labels, self._segment = prepared.labels(split), prepared.segment_samples
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
         return len(indices)
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Tensors of the recordings ``indices``; adds ``labels``, their classes, int64, (rows,)."""
+        """Tensors of the recordings ``indices``; adds ``labels``: their class, int64, (rows,), or for each class
+        whether it is one of theirs, float32, (rows, classes)."""
         return {**super().batch(indices, numbers), "labels": torch.from_numpy(self._labels[indices])}
+
+    def model_input(self, index: int, number: int) -> Wave:
+        """The model's input for a recording: a part of it, changed in training, then normalised."""
+        part = self._changed(self.part(self.recording(index), number), number)
+        return self._sound.fitted(part[: self._segment])
+
+    def part(self, wave: Wave, number: int) -> Wave:
+        """At most a segment of a recording: drawn by seed and sample in training, else its middle."""
+        spare = 0 if self._segment is None else len(wave) - self._segment
+        if spare <= 0:
+            return wave
+        is_drawn = self._split == "train" and number >= 0
+        start = int(random_of(self._seed ^ _PART_KEY, number).integers(spare + 1)) if is_drawn else spare // 2
+        return wave[start : start + cast(int, self._segment)]

@@ -30,3 +30,10 @@ class AudioConfig(DataConfig):
 
     def tokens(self) -> int:
         return 0
+
+
+@dataclass
+class LabelledAudioConfig(AudioConfig):
+    segment_seconds: float | None = field(default=None, metadata={"above": 0})
+    """Longest part of a recording that the model gets: of a longer one a part of this length, drawn by seed and sample
+    in training, its middle in an evaluation. null takes recordings whole."""

@@ -21,11 +21,11 @@ class SpeechSource(DataSource):
 
     Attributes:
         speak: builds the cache folders of its recordings; None where files hold them.
-        says: what it says of each recording: its text, its class, or nothing but the class's folder.
+        says: what it says of each recording: its text, its class, its classes, or nothing but the class's folder.
     """
 
     speak: Speak | None = None
-    says: Literal["text", "class", "folder"] = "text"
+    says: Literal["text", "class", "classes", "folder"] = "text"
 
 
 def speech_source(data: DataConfig) -> SpeechSource:

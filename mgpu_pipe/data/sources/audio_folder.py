@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_keys import LabelledAudioConfig
 from mgpu_pipe.data.audio.speech_source import SpeechSource
 from mgpu_pipe.data.kinds import check_recordings, labels_of_recordings, prepare_labelled_sounds
 
@@ -10,7 +10,7 @@ SOURCE = SpeechSource(
     name="audio_folder",
     says="folder",
     samples="labelled_sounds",
-    keys=AudioConfig,
+    keys=LabelledAudioConfig,
     reads=("classes",),
     reads_files=True,
     check=check_recordings,
