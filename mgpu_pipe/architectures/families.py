@@ -123,6 +123,7 @@ _OWN: Mapping[str, Family] = {
         sequence=SequencePlan(),
         width_is_heads=True,
         sizes=Sizes("attention_bias", "attention_bias", "mlp_bias"),
+        bidirectional=True,
     ),
     "llava": Family(
         modules={"LlavaMultiModalProjector": {"linear_1": "column", "linear_2": "row"}},
@@ -176,7 +177,13 @@ _OWN: Mapping[str, Family] = {
     "phi4_multimodal": Family(stages=None),
     # Phi-MoE: no expert parallelism, for its router draws lots in training.
     "phimoe": Family(packing="positions", stages=Stages()),
-    "qwen2": Family(packing="positions", sequence=SequencePlan(), width_is_heads=True, sizes=Sizes(qkv_bias=True)),
+    "qwen2": Family(
+        packing="positions",
+        sequence=SequencePlan(),
+        width_is_heads=True,
+        sizes=Sizes(qkv_bias=True),
+        bidirectional=True,
+    ),
     # Qwen2.5-VL's language model, which is given positions along four axes: the first tells conversations apart.
     "qwen2_5_vl_text": Family(packing="axes", sizes=Sizes(qkv_bias=True)),
     "qwen2_moe": Family(
@@ -186,7 +193,10 @@ _OWN: Mapping[str, Family] = {
         sizes=Sizes("qkv_bias", expert_width="moe_intermediate_size"),
     ),
     "qwen3": Family(
-        packing="positions", sequence=SequencePlan(), sizes=Sizes("attention_bias", "attention_bias", head_norms=True)
+        packing="positions",
+        sequence=SequencePlan(),
+        sizes=Sizes("attention_bias", "attention_bias", head_norms=True),
+        bidirectional=True,
     ),
     "qwen3_next": Family(experts="num_experts", softmax_routers=True),
     # Qwen3-VL's language model, which is given positions along four axes: the first tells conversations apart.

@@ -118,6 +118,7 @@ class Family:
         needs: fields without a default that a forward pass needs, with the fix for each.
         heads_together: heads whose queries, keys and values are grouped in a fused projection.
         causal: False if every token sees all others, whatever the configuration says.
+        bidirectional: whether ``model.bidirectional=true`` lets every token of a decoder see those after it.
         mixes_tokens: boolean of the configuration under which tokens of a micro-batch are mixed.
         sizes: traits for the exact number of parameters; None: unknown.
         reads_inside: classes of modules that read the shapes of their children's weights, which ZeRO-3 gathers.
@@ -144,6 +145,7 @@ class Family:
     needs: Mapping[str, str] = field(default_factory=dict)
     heads_together: int = 1
     causal: bool = True
+    bidirectional: bool = False
     mixes_tokens: str = ""
     sizes: Sizes | None = None
     reads_inside: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.architectures.family import FLASH
-from mgpu_pipe.architectures.find import document_isolation, family_of
+from mgpu_pipe.architectures.find import document_isolation, families_with, family_of
 from mgpu_pipe.checks.fitting import fitting_objectives, model_fix
 from mgpu_pipe.config.data_sources import find_source, samples_of
 from mgpu_pipe.config.group_keys import ALL_LINEAR
@@ -19,8 +19,9 @@ from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, exist
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 from mgpu_pipe.models.field_sizes import largest_width, usable_positions
-from mgpu_pipe.models.fields import ModelClassError, check_model_config, resolved_fields
+from mgpu_pipe.models.fields import CAUSAL, ModelClassError, check_model_config, resolved_fields
 from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
+from mgpu_pipe.objectives.text_embedding_keys import VectorConfig
 from mgpu_pipe.system.local_files import exists, expand_home, is_file, is_folder
 from mgpu_pipe.topology import ParallelDims
 
@@ -34,8 +35,6 @@ DECIDED_BY: Mapping[str, tuple[str, ...]] = {
 }
 """Fields that must be true, by family. They are measured, because other classes ignore a field of that name (GPT-NeoX).
 ``tests/checks/test_causality.py`` measures every family again."""
-ALL_FAMILIES = "is_causal"
-"""A field that, when false, makes transformers' masks show later tokens in every family."""
 BIDIRECTIONAL = "use_bidirectional_attention"
 OF_IMAGES = "vision"
 """A value of :data:`BIDIRECTIONAL` that concerns only images (Gemma 4)."""
@@ -61,9 +60,9 @@ def check_causality(fields: Mapping[str, Any], objectives: Callable[[str], str] 
             others = objectives(str(model_type))
             fix = f"use {f'{others}, or ' if others else ''}model.config.{name}=true"
             raise ConfigError(f"model.config.{name}", fields.get(name, False), fix, reason)
-    if fields.get(ALL_FAMILIES, True) is False:
-        fix = f"take {ALL_FAMILIES} out of config.json where its maker trained it on the next token"
-        raise ConfigError(f"model.config.{ALL_FAMILIES}", False, fix, reason)
+    if fields.get(CAUSAL, True) is False:
+        fix = f"leave out model.bidirectional, or {CAUSAL} of config.json where its maker trained it on the next token"
+        raise ConfigError(f"model.config.{CAUSAL}", False, fix, reason)
     mixing = family.mixes_tokens
     if fields.get(mixing):
         fix = f"use model.config.{mixing}=false"
@@ -241,6 +240,8 @@ def check_attention(config: RunConfig) -> None:
         value = config.model.type if config.model.path is None else config.model.path
         reason = f"objective.name={objective.name} does not train the {model_type} family"
         raise ConfigError(key, value, f"use one of the families {', '.join(objective.families)}", reason)
+    if config.model.bidirectional:
+        check_bidirectional(config, str(model_type))
     refused = config.objective.model_errors(fields)
     if refused:
         raise refused[0]
@@ -271,6 +272,17 @@ def check_attention(config: RunConfig) -> None:
             f"objective.name={objective.name} needs a mask, which flash attention does not take",
         )
         raise ConfigError("model.attn_implementation", config.model.attn_implementation, fix, reason)
+
+
+def check_bidirectional(config: RunConfig, model_type: str) -> None:
+    """Raise if ``model.bidirectional`` is not for the objective or the family."""
+    if not isinstance(config.objective, VectorConfig):
+        reason = f"objective.name={config.objective.name} makes no vectors of texts"
+        raise ConfigError("model.bidirectional", True, "leave it out, or use objective=text_embedding", reason)
+    if not family_of(model_type).bidirectional:
+        fix = f"leave it out, or use a model of {', '.join(families_with(lambda family: family.bidirectional))}"
+        reason = f"the {model_type} family is no decoder that is known to see later tokens"
+        raise ConfigError("model.bidirectional", True, fix, reason)
 
 
 def peft_errors(config: RunConfig) -> list[BadInputError]:

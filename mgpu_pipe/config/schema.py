@@ -49,6 +49,9 @@ class ModelConfig:
     Hub, <org>/<name>[@revision]; a run keeps the commit."""
     config: dict[str, Any] = field(default_factory=dict, metadata=FIXED)
     """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
+    bidirectional: bool = field(default=False, metadata=FIXED)
+    """Every token of a decoder sees those after it too, for vectors of texts. An export keeps it, as is_causal=false of
+    config.json."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = field(
         default="auto", metadata=RECORDED
     )

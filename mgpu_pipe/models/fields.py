@@ -60,6 +60,8 @@ TEXT = "text_config"
 """Field of a model's text part."""
 VISION = "vision_config"
 """Field of a model's vision part."""
+CAUSAL = "is_causal"
+"""Field that, when false, makes transformers' masks show later tokens in every family."""
 LABELS = ("id2label", "label2id")
 """Lists of a classifier's classes; an override replaces the whole list."""
 PROBLEM = "problem_type"
@@ -99,17 +101,21 @@ def class_of(architectures: Iterable[str] | None) -> str:
     return "AutoModelForCausalLM"
 
 
-def class_of_folder(model_type: str, architectures: Iterable[str] | None) -> str:
-    """:func:`class_of` for a folder's weights. A causal language model may be stored without its head, tied to them."""
+def class_of_folder(model_type: str, architectures: Iterable[str] | None, is_tied: bool) -> str:
+    """:func:`class_of` for a folder's weights. A causal language model may be stored without its head, tied to them.
+
+    Args:
+        is_tied: whether a head is the embedding, so that one without its own weights can be built.
+    """
     named = class_of(architectures)
-    has_head = named == HEADLESS and model_type in model_types() and model_type not in _headless_types()
+    has_head = is_tied and named == HEADLESS and model_type in model_types() and model_type not in _headless_types()
     return "AutoModelForCausalLM" if has_head else named
 
 
 def _headless_types() -> set[str]:
-    """Model types that an objective trains without a head."""
+    """Model types that an objective trains without a head; decoders have one elsewhere."""
     trained = (known.families or model_types(HEADLESS) for known in descriptions() if known.model_class == HEADLESS)
-    return {name for families in trained for name in families}
+    return {name for families in trained for name in families if not family_of(name).bidirectional}
 
 
 def config_fields(model_type: str) -> set[str] | None:
@@ -177,7 +183,9 @@ def given_fields(model: ModelConfig) -> dict[str, Any]:
         {known.attribute_map.get(name, name): value for name, value in fields.items()}
         for fields in (folder, model.config)
     )
-    return {**before, **{n: value if n in LABELS else merged(before.get(n), value) for n, value in after.items()}}
+    both_ways = {CAUSAL: False} if model.bidirectional else {}
+    merged_fields = {n: value if n in LABELS else merged(before.get(n), value) for n, value in after.items()}
+    return {**before, **merged_fields, **both_ways}
 
 
 def resolved_fields(model: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import Auto, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import existing_file, made_here, mask_token_id
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.objectives.text_config import TokenLossConfig
-from mgpu_pipe.objectives.text_embedding_keys import FAMILIES
+from mgpu_pipe.objectives.text_embedding_keys import ENCODERS
 
 
 @dataclass
@@ -73,6 +73,6 @@ DESCRIPTION = Description(
     counts="hidden tokens",
     model_class="AutoModelForMaskedLM",
     attention="bidirectional",
-    families=FAMILIES,
+    families=ENCODERS,
     other_names=("mlm",),
 )

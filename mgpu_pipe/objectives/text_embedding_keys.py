@@ -11,9 +11,12 @@ from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 
 Pooling = Literal["mean", "cls", "last_token"]
-FAMILIES = (
+ENCODERS = (
     *("bert", "camembert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta"),
 )
+DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (*ENCODERS, *DECODERS)
+"""Tested families."""
 MOST_RANK = 10
 """Rank of the last text that a held-out query may find."""
 
@@ -33,6 +36,9 @@ class VectorConfig(ObjectiveConfig):
     (arXiv:2205.13147); empty: only whole vectors."""
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        if self.pooling == "cls" and fields["model_type"] in DECODERS and fields.get("is_causal", True):
+            reason = "the first token of a causal model sees no other"
+            return [ConfigError("objective.pooling", "cls", "use last_token, or model.bidirectional=true", reason)]
         width, sizes = vector_width(fields), self.matryoshka_sizes
         if len(set(sizes)) == len(sizes) and all(0 < size < width for size in sizes):
             return []

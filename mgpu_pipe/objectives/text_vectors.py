@@ -32,6 +32,7 @@ class TextVectorObjective(GlobalBatchObjective):
         super().__init__(model, optimizer_factory, learning_rate)
         self._vector_keys = keys
         self._config = cast(Any, model.config)
+        self._config.use_cache = False
         self._held_out: list[tuple[Features, slice]] = []
 
     @abstractmethod

@@ -15,6 +15,7 @@ from typing import Any
 from mgpu_pipe.architectures.config_source import ConfigClass, config_class
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.models.fields import CAUSAL as IS_CAUSAL
 from mgpu_pipe.models.fields import TEXT, config_fields, given_fields, is_noise, model_types, part_type, resolved_fields
 from mgpu_pipe.topology import ParallelDims
 
@@ -97,6 +98,7 @@ def shrink_model(
         attn_implementation=implementation,
         freeze=in_fewer_layers(model.freeze, int(wanted["num_hidden_layers"])),
         compile=model.compile,
+        bidirectional=given_fields(model).get(IS_CAUSAL, True) is False,
     )
 
 

@@ -328,7 +328,11 @@ CONTRACTS = {
             strategy=fsdp @distilbert; strategy=zero3 @distilbert; strategy=fsdp @mpnet; strategy=zero3 @mpnet;
             strategy=zero3 @electra; strategy=zero3 @camembert; strategy=tp @mpnet; strategy=ddp @modernbert;
             strategy=zero3 @modernbert; strategy=fsdp @deberta; strategy=tp @deberta; strategy=tp @deberta2;
-            strategy=zero3 @deberta
+            strategy=zero3 @deberta; strategy=tp model=llama_tiny objective.pooling=last_token;
+            strategy=fsdp model=qwen3_tiny model.bidirectional=true;
+            strategy=zero3 model=qwen3_tiny objective.pooling=last_token;
+            strategy=tp peft=lora model=qwen3_tiny model.bidirectional=true objective.pooling=cls;
+            strategy=tp model=llama_tiny strategy.sequence_parallel=true
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
         """,
         target="encoder.layer.1.output.dense",
