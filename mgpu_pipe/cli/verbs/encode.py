@@ -12,7 +12,7 @@ from mgpu_pipe.config.arguments import positive_int
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE, EncodeSettings, require_input
-from mgpu_pipe.inference.batch.texts import prompt_of, read_texts, vectors_of, width_of
+from mgpu_pipe.inference.batch.texts import count_texts, prompt_of, vectors_of, width_of
 from mgpu_pipe.inference.find_model import find_model
 from mgpu_pipe.inference.model_arguments import (
     add_device_argument,
@@ -71,7 +71,7 @@ def _encode(arguments: argparse.Namespace) -> int:
         column=arguments.column,
         prompt=prompt,
         size=size,
-        rows=sum(1 for _ in read_texts(texts, arguments.column)),
+        rows=count_texts(texts, arguments.column, source.tokenizer, prompt),
     )
     from mgpu_pipe.launch.batch import run_job
 

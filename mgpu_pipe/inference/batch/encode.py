@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.data.files import FIX
-from mgpu_pipe.errors import DataError, print_line
+from mgpu_pipe.errors import print_line
 from mgpu_pipe.inference.batch.settings import EncodeSettings
 from mgpu_pipe.inference.batch.share import Share, compute_batches
-from mgpu_pipe.inference.batch.texts import TextRow, read_texts, vectors_of
+from mgpu_pipe.inference.batch.texts import TextRow, no_tokens, read_texts, vectors_of
 from mgpu_pipe.inference.batch.vector_folder import VectorFolder
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.field_sizes import usable_positions
@@ -91,7 +90,7 @@ class TextEncoder:
         every, device = [list(ids) for ids in rows["input_ids"]], self._model.device
         for row, tokens in zip(texts, every, strict=True):
             if not tokens:
-                raise DataError(f"{self._input}: row {row.line} has no tokens; {FIX}")
+                raise no_tokens(self._input, row)
         lengths = torch.tensor([len(ids) for ids in every])
         ids = torch.full((len(every), int(lengths.max())), self._padding)
         mask = torch.arange(ids.shape[1]) < lengths[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
@@ -11,14 +12,18 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.file_source import text_of
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.weights.sentence_modules import SentenceModules, read_sentence_modules
 from mgpu_pipe.objectives.text_embedding_keys import FAMILIES, VectorConfig, vector_width
+from mgpu_pipe.system.local_files import is_file
 
 LINES = ".txt"
 """Ends the name of a file with a text in each line."""
+AT_ONCE = 1000
+"""Texts that are tokenized together."""
 KINDS = ("query", "document")
 """Kinds of prompts that the data of embeddings has."""
 
@@ -50,6 +55,33 @@ def read_texts(path: Path, column: str) -> Iterator[TextRow]:
         if not text.strip():
             raise DataError(f"{origin}: column '{column}' is empty; {files.FIX}")
         yield TextRow(number, text)
+
+
+def count_texts(path: Path, column: str, tokenizer_folder: Path | None, prompt: str) -> int:
+    """Number of the texts of a file.
+
+    Args:
+        prompt: text before every text.
+
+    Raises:
+        DataError: see :func:`read_texts`; or the tokenizer makes no token of a text.
+    """
+    file = None if tokenizer_folder is None else tokenizer_folder / TOKENIZER
+    tokenizer = load_tokenizer_file(file) if file is not None and is_file(file) else None
+    if tokenizer is not None and tokenizer.encode("").ids:
+        tokenizer = None  # every text has the special tokens
+    count, rows = 0, read_texts(path, column)
+    while some := list(islice(rows, AT_ONCE)):
+        count += len(some)
+        encoded = [] if tokenizer is None else tokenizer.encode_batch([prompt + row.text for row in some])
+        for row, tokens in zip(some, encoded, strict=bool(encoded)):
+            if not tokens.ids:
+                raise no_tokens(path, row)
+    return count
+
+
+def no_tokens(path: Path, row: TextRow) -> DataError:
+    return DataError(f"{path}: row {row.line} has no tokens; {files.FIX}")
 
 
 def vectors_of(config: RunConfig | None, folder: Path) -> SentenceModules:
