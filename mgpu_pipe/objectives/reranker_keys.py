@@ -40,7 +40,12 @@ class RerankerConfig(OneOutputConfig):
         prompts = {
             f"data.{kind}_prompt": getattr(config.data, f"{kind}_prompt", None) for kind in ("query", "document")
         }
-        return [ConfigError(key, prompt, fix, reason) for key, prompt in prompts.items() if prompt]
+        errors = [ConfigError(key, prompt, fix, reason) for key, prompt in prompts.items() if prompt]
+        column = getattr(config.data, "scores_column", None)
+        if column is not None:
+            fix = "leave it out, or use objective=text_embedding objective.loss=margin_mse"
+            errors.append(ConfigError("data.scores_column", column, fix, "objective=reranker reads no scores"))
+        return errors
 
     def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
         """By which sentence-transformers' ``CrossEncoder`` gives the same scores: activation and longest row."""

@@ -19,6 +19,7 @@ from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
 from mgpu_pipe.objectives.global_batch import Features
 from mgpu_pipe.objectives.losses.softmax_pairing import softmax_pairing
+from mgpu_pipe.objectives.losses.teacher_scores import divergence, margin_errors
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.text_embedding_keys import DESCRIPTION, METRICS, TextEmbeddingConfig
 from mgpu_pipe.objectives.text_search import search_sums
@@ -57,20 +58,25 @@ class TextEmbeddingObjective(TextVectorObjective):
     @property
     def batch_spec(self) -> BatchSpec:
         """``input_ids``, (rows, texts, seq_len): query, positive, negatives. ``lengths``, tokens of each text, and
-        ``text_numbers``, equal for equal texts: (rows, texts), 0 for a text that a sample does not have. All int64."""
-        return BatchSpec(
-            {
-                "input_ids": Field(sequence_dim=2, shape=(self._texts,)),
-                "lengths": Field(sequence_dim=None, shape=(self._texts,)),
-                "text_numbers": Field(sequence_dim=None, shape=(self._texts,)),
-            }
-        )
+        ``text_numbers``, equal for equal texts: (rows, texts), 0 for a text that a sample does not have. All int64.
+        ``scores``, float32 (rows, texts - 1), where a teacher scored the documents."""
+        fields = {
+            "input_ids": Field(sequence_dim=2, shape=(self._texts,)),
+            "lengths": Field(sequence_dim=None, shape=(self._texts,)),
+            "text_numbers": Field(sequence_dim=None, shape=(self._texts,)),
+        }
+        if self._keys.is_taught:
+            fields["scores"] = Field(sequence_dim=None, dtype="float32", shape=(self._texts - 1,))
+        return BatchSpec(fields)
 
     def labels(self, batch: Mapping[str, torch.Tensor]) -> Features:
-        return {"numbers": batch["text_numbers"]}
+        scores = {"scores": batch["scores"]} if self._keys.is_taught else {}
+        return {"numbers": batch["text_numbers"], **scores}
 
     def losses_of_size(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         """Losses of some samples, (rows,), from vectors of one size."""
+        if self._keys.is_taught:
+            return self._losses_by_teacher(features, rows, gradients)
         to_document = self._losses_of_queries(features, rows, gradients)
         if not self._keys.symmetric:
             return to_document
@@ -78,6 +84,23 @@ class TextEmbeddingObjective(TextVectorObjective):
         for gradient in (gradients or {}).values():
             gradient.div_(2)
         return (to_document + to_query) / 2
+
+    def _losses_by_teacher(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
+        """Losses of giving each query's own documents the teacher's scores."""
+        queries, documents, scale = features["queries"][rows], features["documents"][rows], self._keys.scale
+        there = features["numbers"][rows, 1:] > 0
+        logits = (queries.unsqueeze(1) * documents).sum(-1)
+        wanted = self._keys.teacher_scale * features["scores"][rows].to(logits)
+        if self._keys.loss == "margin_mse":
+            losses, slopes = margin_errors(logits / scale, wanted, there)
+            slopes = slopes / scale
+        else:
+            losses, slopes = divergence(logits, wanted, there)
+            losses, slopes = losses / scale**2, slopes / scale**2
+        if gradients:
+            gradients["queries"][rows].add_((slopes.unsqueeze(-1) * documents).sum(1))
+            gradients["documents"][rows].add_(slopes.unsqueeze(-1) * queries.unsqueeze(1))
+        return losses
 
     def _losses_of_queries(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         """Losses of finding each query's positive among all documents."""
@@ -143,13 +166,31 @@ class TextEmbeddingObjective(TextVectorObjective):
         missing = draw(0, 3, samples) == 0
         lengths[missing, 2], numbers[missing, 2] = 0, 0
         ids[torch.arange(seq_len) >= lengths.unsqueeze(-1)] = int(self._config.pad_token_id or 0)
-        return {"input_ids": ids, "lengths": lengths, "text_numbers": numbers}
+        batch = {"input_ids": ids, "lengths": lengths, "text_numbers": numbers}
+        if self._keys.is_taught:
+            batch["scores"] = torch.randn(samples, PAIR, generator=generator)
+        return batch
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One text at a time, without padding; one pair at a time."""
         numbers = batch["text_numbers"].tolist()
+        if self._keys.is_taught:
+            taught = [self._plain_losses_by_teacher(v, batch["scores"]) for v in self.plain_vectors(forward, batch)]
+            return Reference(torch.stack(taught).sum())
         sums = [self._plain_losses(vectors, numbers) for vectors in self.plain_vectors(forward, batch)]
         return Reference(torch.stack(sums).sum())
+
+    def _plain_losses_by_teacher(self, vectors: list[list[torch.Tensor]], scores: torch.Tensor) -> torch.Tensor:
+        """Sum of the losses of all samples, from the vectors of each one's texts."""
+        keys, losses = self._keys, []
+        for (query, *documents), teacher in zip(vectors, keys.teacher_scale * scores, strict=True):
+            student, teacher = torch.stack([query @ document for document in documents]), teacher[: len(documents)]
+            if keys.loss == "kl":
+                logits = (keys.scale * student).log_softmax(0)
+                losses.append(F.kl_div(logits, teacher.softmax(0), reduction="sum") / keys.scale**2)
+            elif len(documents) > 1:
+                losses.append(F.mse_loss(student[0] - student[1:], teacher[0] - teacher[1:]))
+        return torch.stack(losses).sum()
 
     def _plain_losses(self, vectors: list[list[torch.Tensor]], numbers: list[list[int]]) -> torch.Tensor:
         """Sum of the losses of all samples, from the vectors of each one's texts."""

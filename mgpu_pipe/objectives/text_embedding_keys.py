@@ -11,6 +11,7 @@ from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 
 Pooling = Literal["mean", "cls", "last_token"]
+Loss = Literal["in_batch", "margin_mse", "kl"]
 ENCODERS = (
     *("bert", "camembert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta"),
 )
@@ -82,6 +83,12 @@ class VectorConfig(ObjectiveConfig):
 class TextEmbeddingConfig(VectorConfig):
     name: str = "text_embedding"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+    loss: Loss = "in_batch"
+    """in_batch: each query finds its positive among all texts of the step. margin_mse: the positive's lead over each
+    negative becomes the teacher's (mean squared error). kl: the distribution over a query's own documents becomes the
+    teacher's (Kullback-Leibler divergence). The teacher's scores are data.scores_column."""
+    teacher_scale: float = field(default=1.0, metadata={"above": 0})
+    """Factor of the teacher's scores; with kl the inverse of its temperature, as scale is that of the model's."""
     symmetric: bool = False
     """Also find the query of each positive among all queries; the loss is the mean of both directions."""
     mask_equal: bool = True
@@ -89,6 +96,27 @@ class TextEmbeddingConfig(VectorConfig):
     mask_margin: float | None = None
     """Leave out negatives whose score is above that of the positive less this margin: 0 leaves out those that are
     nearer than the positive, 0.1 also those almost as near; null leaves none out by its score."""
+
+    @property
+    def is_taught(self) -> bool:
+        """Whether the loss reads a teacher's scores."""
+        return self.loss != "in_batch"
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        column, key = getattr(config.data, "scores_column", None), "data.scores_column"
+        if not self.is_taught:
+            fix, reason = "leave it out, or use objective.loss=margin_mse or kl", "objective.loss=in_batch reads none"
+            return [ConfigError(key, column, fix, reason)] if column is not None else []
+        if column is None:
+            fix = "use data=embedding_pairs data.scores_column=<a teacher's scores>, or objective.loss=in_batch"
+            return [ConfigError("objective.loss", self.loss, fix, "the data has no teacher's scores")]
+        unread = {"symmetric": self.symmetric, "mask_margin": self.mask_margin}
+        reason = f"objective.loss={self.loss} compares a query with its own documents alone"
+        return [
+            ConfigError(f"objective.{name}", value, "leave it out", reason)
+            for name, value in unread.items()
+            if value not in (False, None)
+        ]
 
 
 def vector_width(fields: Mapping[str, Any]) -> int:

@@ -318,7 +318,8 @@ CONTRACTS = {
         """
         1 exhaustive: strategy=single objective.symmetric=true
         2: strategy=ddp data.micro_batch_size=2; strategy=fsdp objective.pooling=cls objective.matryoshka_sizes=[4];
-            strategy=zero3 objective.symmetric=true; strategy=tp @modernbert
+            strategy=zero3 objective.symmetric=true; strategy=tp @modernbert;
+            strategy=ddp objective.loss=margin_mse data.micro_batch_size=2
         2 exhaustive: strategy=tp; strategy=zero1; strategy=zero2 objective.mask_equal=false;
             strategy=ddp objective.mask_margin=0.1 objective.symmetric=true;
             strategy=ddp objective.normalize=false objective.scale=0.1; strategy=fsdp objective.pooling=last_token;
@@ -332,7 +333,9 @@ CONTRACTS = {
             strategy=fsdp model=qwen3_tiny model.bidirectional=true;
             strategy=zero3 model=qwen3_tiny objective.pooling=last_token;
             strategy=tp peft=lora model=qwen3_tiny model.bidirectional=true objective.pooling=cls;
-            strategy=tp model=llama_tiny strategy.sequence_parallel=true
+            strategy=tp model=llama_tiny strategy.sequence_parallel=true; strategy=fsdp objective.loss=kl;
+            strategy=zero3 objective.loss=margin_mse objective.normalize=false;
+            strategy=tp objective.loss=kl objective.matryoshka_sizes=[4] objective.teacher_scale=3
         4 exhaustive: strategy=hsdp strategy.dp_replicate=2; strategy=fsdp strategy.tp=2
         """,
         target="encoder.layer.1.output.dense",

@@ -18,7 +18,8 @@ from mgpu_pipe.data.text.file_source import FileFormat
 def identity_of(data: DataConfig) -> object:
     keys = cast(EmbeddingPairsConfig, data)
     columns = (keys.query_column, keys.positive_column, keys.negative_column)
-    return (*columns, keys.query_prompt, keys.document_prompt)
+    scores = [] if keys.scores_column is None else [keys.scores_column]
+    return (*columns, keys.query_prompt, keys.document_prompt, *scores)
 
 
 FORMAT = FileFormat(

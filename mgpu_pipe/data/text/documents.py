@@ -32,6 +32,7 @@ class Document(NamedTuple):
         loss_mask: 1 where a token counts as a label, of the length of ``tokens``; None where all do.
         fault: why it cannot be used, and then it has no content; None for a usable document.
         score: how similar the texts of a group are; None where nothing says it.
+        scores: a teacher's scores of the texts of a group after the first; empty without a teacher.
     """
 
     body: Text
@@ -43,6 +44,7 @@ class Document(NamedTuple):
     loss_mask: NDArray[np.uint8] | None = None
     fault: Fault | None = None
     score: float | None = None
+    scores: tuple[float, ...] = ()
 
     @property
     def text(self) -> str:

@@ -16,6 +16,9 @@ class EmbeddingPairsConfig(DataConfig):
     """Name of the text to find, or of a list of them, each of which makes a sample (embedding_pairs)."""
     negative_column: str = field(default="negative", metadata=CONTENT)
     """Name of a text that the query is not to find, or of a list of them; rows may have none (embedding_pairs)."""
+    scores_column: str | None = field(default=None, metadata=CONTENT)
+    """Name of a teacher's scores of a row, a list: the positive's, then each negative's, of any range;
+    null: no scores. For objective.loss=margin_mse and kl (embedding_pairs)."""
     query_prompt: str | None = field(default=None, metadata=CONTENT)
     """Text before every query, such as 'query: '; the exported folder has it too."""
     document_prompt: str | None = field(default=None, metadata=CONTENT)

@@ -14,10 +14,11 @@ from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
 from mgpu_pipe.data.text.file_source import Rows
+from mgpu_pipe.data.text.scored_rows import finite_number
 from mgpu_pipe.errors import DataError
 
 SCORE = "score"
-"""Column that is refused: ``data=scored_pairs`` reads scores."""
+"""Column that is refused where ``data.scores_column`` does not name it."""
 
 
 def pair_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
@@ -54,15 +55,15 @@ def pair_document(data: DataConfig, line: str, origin: str, size: int) -> Docume
     """Makes the document of a row.
 
     Raises:
-        DataError: the row is broken, lacks a text, has an empty or equal one, or a score.
+        DataError: the row is broken, lacks a text, has an empty or equal one, or a score that nothing reads; or the
+            teacher's scores are not those of its texts.
     """
     keys = cast(EmbeddingPairsConfig, data)
     columns = (keys.query_column, keys.positive_column, keys.negative_column)
     row = files.json_row(line, origin, *columns)
-    if row.get(SCORE) is not None:
-        raise DataError(
-            f"{origin}: column '{SCORE}' is not read, a pair is right or wrong; remove it, or use data=scored_pairs"
-        )
+    if keys.scores_column is None and row.get(SCORE) is not None:
+        fix = "remove it, name a teacher's scores by data.scores_column, or use data=scored_pairs"
+        raise DataError(f"{origin}: column '{SCORE}' is not read, a pair is right or wrong; {fix}")
     for key, column in zip(("query_column", "positive_column"), columns, strict=False):
         if column not in row:
             raise files.missing_column(origin, f"data.{key}", column, list(row))
@@ -74,7 +75,25 @@ def pair_document(data: DataConfig, line: str, origin: str, size: int) -> Docume
     negatives = _texts(row.get(keys.negative_column), keys.negative_column, origin, least=0)
     if positive in negatives:
         raise DataError(f"{origin}: a text of column '{keys.negative_column}' is the positive; {files.FIX}")
-    return document_of(keys, query, positive, negatives, origin, size)
+    document = document_of(keys, query, positive, negatives, origin, size)
+    return document._replace(scores=_scores(row, keys.scores_column, len(negatives), origin))
+
+
+def _scores(row: dict[str, Any], column: str | None, negatives: int, origin: str) -> tuple[float, ...]:
+    """The teacher's scores of the positive and the negatives of a row; empty without a column."""
+    if column is None:
+        return ()
+    if column not in row:
+        raise files.missing_column(origin, "data.scores_column", column, list(row))
+    values = row[column]
+    if not isinstance(values, list) or len(values) != 1 + negatives:
+        has = f"{len(values)} scores" if isinstance(values, list) else repr(values)
+        raise DataError(
+            f"{origin}: column '{column}' holds {has} for 1 positive and {negatives} negatives; {files.FIX}"
+        )
+    if not negatives:
+        raise DataError(f"{origin}: a positive without negatives has no score to be compared with; {files.FIX}")
+    return tuple(finite_number(value, column, origin) for value in values)
 
 
 def document_of(

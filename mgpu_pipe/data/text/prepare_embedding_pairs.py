@@ -8,8 +8,8 @@ equal for equal texts. A longer text is cut before its last special tokens, as t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -23,13 +23,16 @@ from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.samples import SampleSet, Split
+from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.pair_template import pair_template
 from mgpu_pipe.data.text.pieces import special_ends
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowFolders, prepare_rows
+from mgpu_pipe.data.text.row_values import open_values, prepare_values
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.errors import ConfigError, DataError
 
+TEACHER_SCORES = "teacher_scores"
 _FIRST_TEXTS, _STARTS, _HASHES, _LENGTHS = "first_texts.npy", "starts.npy", "hashes.npy", "lengths.npy"
 
 
@@ -102,6 +105,17 @@ class PreparedEmbeddingPairs(PreparedTextGroups):
     """Everything a worker needs to load pairs for embeddings; :func:`prepare_embedding_pairs` makes it."""
 
     kind: ClassVar[str] = "embedding_pairs"
+    has_scores: bool = False
+    """Whether rows have a teacher's scores."""
+
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+        if not self.has_scores:
+            return super().samples(config, split, reopen)
+        from mgpu_pipe.data.text.row_tensors import TaughtGroups
+
+        folder, documents = self.folder_of(split), self.documents(split)
+        scores = open_values(folder, TEACHER_SCORES)
+        return TaughtGroups(TokenStore.open(folder), open_texts(folder), self, documents, reopen, scores)
 
 
 Groups = TypeVar("Groups", bound=PreparedTextGroups)
@@ -118,8 +132,11 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     Raises:
         ConfigError, DataError: see there; or no pair is left, or nothing to compare a positive with.
     """
-    known, _ = prepare_groups(PreparedEmbeddingPairs, config, progress)
+    known, rows = prepare_groups(PreparedEmbeddingPairs, config, progress)
     data, train = config.data, known.train_samples
+    if getattr(data, "scores_column", None) is not None:
+        prepare_values(config, rows, TEACHER_SCORES, _teacher_scores, progress)
+        known = replace(known, has_scores=True)
     if known.more_tokens is not None:
         _require_negatives(known, config.data, config.objective)
         return known
@@ -131,6 +148,16 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
             )
         raise ConfigError("data.global_batch_size", 1, "use at least 2, or pairs with negatives", reason)
     return known
+
+
+def _teacher_scores(documents: Iterable[Document]) -> list[float]:
+    """A number for each text of all documents: 0 for a query, the teacher's score for the others."""
+    scores: list[float] = []
+    for document in documents:
+        if not document.scores:
+            raise DataError(f"{document.origin}: has no teacher's scores; leave out data.scores_column")
+        scores += (0.0, *document.scores)
+    return scores
 
 
 def _require_negatives(known: PreparedEmbeddingPairs, data: DataConfig, objective: ObjectiveConfig) -> None:

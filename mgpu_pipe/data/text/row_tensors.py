@@ -231,17 +231,47 @@ class TextGroups:
         }
         return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
-    def ranges(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
-        """Start, length and number of each text, (rows, texts); length and number are 0 for missing texts."""
+    def _positions(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Whether a sample has each text, and the text's number in the store, (rows, texts); 0 for missing texts."""
         place = np.arange(self.prepared.texts)
         there = place < self._count[indices][:, None]
-        positions = np.where(there, self._first[indices][:, None] + place, 0)
-        texts = self._texts
+        return there, np.where(there, self._first[indices][:, None] + place, 0)
+
+    def ranges(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Start, length and number of each text, (rows, texts); length and number are 0 for missing texts."""
+        texts, (there, positions) = self._texts, self._positions(indices)
         return (
             texts.start[positions],
             np.where(there, texts.length[positions], 0),
             np.where(there, texts.number[positions], 0),
         )
+
+
+class TaughtGroups(TextGroups):
+    """Queries with documents that a teacher scored.
+
+    Args:
+        scores: of all texts of the token store, (texts,); those of queries mean nothing.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        texts: Texts,
+        prepared: PreparedTextGroups,
+        documents: NDArray[np.int64],
+        reopen: Callable[[], SampleSet],
+        scores: NDArray[np.float64],
+    ) -> None:
+        super().__init__(store, texts, prepared, documents, reopen)
+        self._scores = scores
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """The batch of :class:`TextGroups`, and ``scores``, float32 (rows, texts - 1), 0 for a text that a sample does
+        not have."""
+        there, positions = self._positions(indices)
+        scores = np.where(there, self._scores[positions], 0.0)[:, 1:].astype(np.float32)
+        return {**super().batch(indices, numbers), "scores": torch.from_numpy(np.ascontiguousarray(scores))}
 
 
 class ScoredGroups(TextGroups):

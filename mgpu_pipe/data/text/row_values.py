@@ -1,4 +1,4 @@
-"""A number for each row of a token store, read from the rows themselves a second time."""
+"""Numbers of the rows of a token store, read from the rows themselves a second time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prepare_values(
 
     Args:
         name: of the values.
-        values_of: a value for each document.
+        values_of: a value for each document, or several one after another.
 
     Raises:
         DataError: a row has no value.
@@ -52,7 +52,7 @@ def prepare_values(
 
 
 def open_values(folder: Path, name: str) -> NDArray[np.float64]:
-    """The values of a token store's rows, (rows,)."""
+    """The values of a token store's rows, in the order of the rows, (values,)."""
     values: NDArray[np.float64] = load_array(_folder(folder, name) / f"{name}.npy")
     return values
 

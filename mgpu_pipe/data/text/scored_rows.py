@@ -43,7 +43,15 @@ def _score(row: dict[str, Any], column: str, origin: str) -> float:
     """The score of a row; CSV holds texts."""
     if column not in row:
         raise files.missing_column(origin, "data.score_column", column, list(row))
-    value = row[column]
+    return finite_number(row[column], column, origin)
+
+
+def finite_number(value: Any, column: str, origin: str) -> float:
+    """The number that ``value`` is, or that its text says.
+
+    Raises:
+        DataError: it is none, or not finite.
+    """
     try:
         score = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):

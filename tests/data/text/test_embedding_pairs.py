@@ -172,6 +172,44 @@ def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, row: Any, reason: 
     assert prepared.bad_samples == 1 and prepared.num_pairs >= 1
 
 
+TAUGHT = ("objective.loss=kl", "data.scores_column=grades")
+
+
+def test_a_teachers_scores_are_those_of_the_documents_of_a_row(tmp_path: Path) -> None:
+    rows = [
+        {"query": "how tall", "positive": "as a house", "negative": "red", "grades": [2.5, "-1"]},
+        {"query": "how old", "positive": ["ten years"], "negative": ["blue", "green"], "grades": [0, 0.25, -3]},
+    ]
+    prepared, batch = batch_of(configured(tmp_path, rows, *TAUGHT))
+    assert batch["scores"].tolist() == [[2.5, -1.0, 0.0], [0.0, 0.25, -3.0]]
+    assert (batch["lengths"] > 0).tolist() == [[True, True, True, False], [True] * 4]
+    plain, _ = batch_of(configured(tmp_path, rows))
+    assert plain.digest != prepared.digest
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    one_in(
+        2,
+        [
+            ({"negative": "c", "grades": [1]}, "column 'grades' holds 1 scores for 1 positive and 1 negatives"),
+            ({"negative": "c", "grades": 0.5}, "column 'grades' holds 0.5 for 1 positive and 1 negatives"),
+            ({"negative": "c", "grades": [1, "high"]}, "column 'grades' holds 'high', not a number"),
+            ({"negative": "c", "grades": [1, None]}, "column 'grades' holds None, not a number"),
+            ({"grades": [1]}, "a positive without negatives has no score to be compared with"),
+            ({"negative": "c"}, "has no column 'grades'; set data.scores_column to one"),
+        ],
+    ),
+)
+def test_scores_that_are_not_those_of_a_row_are_refused_with_their_place(
+    tmp_path: Path, row: dict[str, Any], reason: str
+) -> None:
+    good = {"query": "x", "positive": "y", "negative": "z", "grades": [1, 0]}
+    with pytest.raises(DataError) as error:
+        prepare(configured(tmp_path, [good, {"query": "a", "positive": "b", **row}], *TAUGHT))
+    assert reason in str(error.value) and "pairs.jsonl:2: " in str(error.value)
+
+
 def test_a_function_is_found_by_its_docstring() -> None:
     code = '''
 class Box:
