@@ -13,6 +13,7 @@ from pathlib import Path
 from mgpu_pipe.architectures.formulas.kept_memory import FP32, optimizer_bytes, state_bytes
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.devices import compiler, missing_compiler, missing_headers
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -50,7 +51,8 @@ def offloaded_bytes(config: RunConfig) -> int | None:
 
     Each parameter has an fp32 master weight, an fp32 gradient and the optimizer's state.
     """
-    count = count_parameters(resolved_fields(config.model))
+    fields = {**resolved_fields(config.model), **config.objective.model_fields()}
+    count = count_parameters(fields, description(config.objective.name).model_class)
     if count is None:
         return None
     nodes = max(1, config.trainer.num_nodes)

@@ -11,6 +11,7 @@ from torch import nn
 
 from mgpu_pipe.architectures.formulas import flops
 from mgpu_pipe.architectures.formulas.flops import Shape
+from mgpu_pipe.models.fields import CAUSAL, model_types
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -36,8 +37,18 @@ def training_flops_per_token(
     freeze(model)
     active, trained = active_matmul_parameters(model), active_matmul_parameters(model, only_trained=True)
     fields = config.get_text_config()
-    seen = fmean(flops.windowed(context, window) for window in _windows(fields))
+    if _sees_both_ways(fields):
+        # twice what a causal model sees of the same document
+        seen = fmean(2 * min(context, 2 * window + 1 if window else context) for window in _windows(fields))
+    else:
+        seen = fmean(flops.windowed(context, window) for window in _windows(fields))
     return flops.training_flops_per_token(active, Shape.from_fields(fields), seen, active - trained)
+
+
+def _sees_both_ways(config: Any) -> bool:
+    """Whether every token sees those after it too."""
+    is_encoder = config.model_type in model_types("AutoModelForMaskedLM") and not getattr(config, "is_decoder", False)
+    return (is_encoder and not config.is_encoder_decoder) or not getattr(config, CAUSAL, True)
 
 
 def _windows(fields: Any) -> list[int | None]:

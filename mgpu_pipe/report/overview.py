@@ -179,7 +179,7 @@ def summary(
     """
     dims, plan = _sizes(config, world)
     return [
-        ("model", _model(config.seed, config.model)),
+        ("model", _model(config.seed, config.model, config.objective)),
         *([("adapters", _adapters(config.peft))] if config.peft.name != "none" else []),
         *([("parts", parts)] if (parts := _parts(config, dims)) else []),
         ("data", _data(config, prepared)),
@@ -198,9 +198,9 @@ def _sizes(config: RunConfig, world: int | None) -> tuple[ParallelDims, BatchPla
     return dims, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
 
 
-def _model(seed: int, model: ModelConfig) -> str:
-    fields = model_fields(model)
-    count = count_parameters(fields)
+def _model(seed: int, model: ModelConfig, objective: ObjectiveConfig) -> str:
+    fields = {**model_fields(model), **objective.model_fields()}
+    count = count_parameters(fields, description(objective.name).model_class)
     size = "" if count is None else f", {_millions(count.total)} parameters"
     start = f"weights of {model.path}" if model.path else f"random weights, seed {seed}"
     return f"{model.name} ({fields.get('model_type')}){size}; {start}"

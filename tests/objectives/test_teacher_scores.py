@@ -36,21 +36,24 @@ __all__ = ["published"]
 def test_loss_and_gradients_are_those_of_sentence_transformers(
     published: Any, loss: str, texts: int, dtype: torch.dtype
 ) -> None:
+    from sentence_transformers import util
     from sentence_transformers.sentence_transformer import losses
 
     model, batch = bert(dtype=dtype), batch_of(texts)
     batch["scores"] = torch.randn(SAMPLES, texts - 1, generator=torch.Generator().manual_seed(5))
     whole = published(model, "mean", dtype)
     if loss == "kl":
-        oracle: Any = losses.DistillKLDivLoss(whole, student_temperature=0.5, teacher_temperature=0.25)
+        oracle: Any = losses.DistillKLDivLoss(
+            whole, similarity_fct=util.pairwise_cos_sim, student_temperature=0.5, teacher_temperature=0.25
+        )
     else:
         oracle = losses.MarginMSELoss(whole)
     mask = (torch.arange(SEQ_LEN) < batch["lengths"].unsqueeze(-1)).long()
     columns = [{"input_ids": batch["input_ids"][:, at], "attention_mask": mask[:, at]} for at in range(texts)]
     expected = oracle(columns, batch["scores"].to(dtype))
     expected.backward()
-    scale = {"scale": 2.0, "teacher_scale": 4.0} if loss == "kl" else {}
-    found = mean_loss(objective_of(model, loss=loss, normalize=False, **scale), cut(batch, 1, 2, 3))
+    keys: dict[str, Any] = {"scale": 2.0, "teacher_scale": 4.0} if loss == "kl" else {"normalize": False}
+    found = mean_loss(objective_of(model, loss=loss, **keys), cut(batch, 1, 2, 3))
     bound = 1e-6 if dtype == torch.float32 else 1e-10
     assert abs(float(found) - float(expected.detach())) <= bound * float(expected.detach())
     named = {name.rpartition("model.")[2]: parameter.grad for name, parameter in whole.named_parameters()}
@@ -58,9 +61,9 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(
     for name, parameter in model.named_parameters():
         if not name.startswith("pooler."):
             assert parameter.grad is not None
-            # Attention does not depend on the keys' bias: its gradient is rounding alone.
-            size = total if name.endswith("key.bias") else named[name].norm()
-            assert float((parameter.grad - named[name]).norm()) <= bound * float(size), name
+            # Slopes of a query's documents cancel: what is left of a bias is rounded as the sum of all gradients is.
+            size = float(named[name].norm()) + float(total) / 10
+            assert float((parameter.grad - named[name]).norm()) <= bound * size, name
 
 
 TAUGHT = "objective=text_embedding model=bert_tiny data=embedding_pairs data.scores_column=scores"

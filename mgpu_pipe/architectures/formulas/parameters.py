@@ -11,7 +11,10 @@ from typing import Any
 
 from mgpu_pipe.architectures.family import Sizes
 from mgpu_pipe.architectures.find import family_of
+from mgpu_pipe.architectures.formulas.encoders import count_encoder, encoder_parameters
 from mgpu_pipe.architectures.formulas.flops import Shape
+
+CAUSAL = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,11 @@ GATES = ("silu", "swish", "swiglu", "geglu")
 
 def has_exact_sizes(fields: Mapping[str, Any]) -> bool:
     """Whether a layer's parameters are known exactly."""
-    return family_of(fields.get("model_type") or "").sizes is not None
+    return _family_sizes(fields) is not None or encoder_parameters(fields) is not None
+
+
+def _family_sizes(fields: Mapping[str, Any]) -> Sizes | None:
+    return family_of(fields.get("model_type") or "").sizes
 
 
 def sizes_of(fields: Mapping[str, Any]) -> Sizes:
@@ -76,9 +83,16 @@ def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return next((value for name in names if isinstance(value := fields.get(name), int)), 0)
 
 
-def count_parameters(fields: Mapping[str, Any]) -> ParameterCount | None:
-    """Exact counts; None if the family has no sizes, or for variants with cross-attention."""
-    if not has_exact_sizes(fields) or fields.get("add_cross_attention"):
+def count_parameters(fields: Mapping[str, Any], model_class: str = CAUSAL) -> ParameterCount | None:
+    """Exact counts; None if the family has no sizes, or for variants with cross-attention.
+
+    Args:
+        model_class: transformers' ``AutoModelFor...``; a decoder is counted with its output head.
+    """
+    encoder = count_encoder(fields, model_class)
+    if encoder is not None:
+        return ParameterCount(encoder, encoder)
+    if _family_sizes(fields) is None or fields.get("add_cross_attention"):
         return None
     layers = [layer_parameters(fields, layer) for layer in range(fields["num_hidden_layers"])]
     ends = embedding_parameters(fields) + final_norm_parameters(fields)
@@ -87,7 +101,10 @@ def count_parameters(fields: Mapping[str, Any]) -> ParameterCount | None:
 
 
 def embedding_parameters(fields: Mapping[str, Any]) -> int:
-    """Parameters of the tables of tokens and of learned positions."""
+    """Parameters of the tables of tokens and of learned positions; of an encoder, of all outside of its layers."""
+    encoder = encoder_parameters(fields)
+    if encoder is not None:
+        return encoder.embedding
     positions = fields["max_position_embeddings"] if sizes_of(fields).learned_positions else 0
     return int((fields["vocab_size"] + positions) * fields["hidden_size"])
 
@@ -98,7 +115,8 @@ def head_parameters(fields: Mapping[str, Any]) -> int:
 
 
 def final_norm_parameters(fields: Mapping[str, Any]) -> int:
-    return _norm(fields)
+    """Parameters of the norm after the layers; an encoder's count among its embeddings."""
+    return 0 if encoder_parameters(fields) is not None else _norm(fields)
 
 
 def layer_norm_parameters(fields: Mapping[str, Any]) -> int:
@@ -108,6 +126,9 @@ def layer_norm_parameters(fields: Mapping[str, Any]) -> int:
 
 def layer_parameters(fields: Mapping[str, Any], layer: int) -> ParameterCount:
     """Parameters of one layer; in a family without sizes those of a usual layer with its fields."""
+    encoder = encoder_parameters(fields)
+    if encoder is not None:
+        return ParameterCount(encoder.layers[layer], encoder.layers[layer])
     sizes = sizes_of(fields)
     around = _attention(fields, sizes) + layer_norm_parameters(fields)
     if not _is_sparse(fields, sizes, layer):
