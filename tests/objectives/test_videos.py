@@ -193,7 +193,8 @@ def test_pictures_of_a_video_that_are_told_their_times_are_those_of_transformers
 
 def test_frames_of_a_video_are_changed_alike(tmp_path: Path) -> None:
     need_pyav()
-    config = chats(tmp_path, "data.shift=4", "data.turn=30", rows=ROWS[:1])
+    augmented = ("data.augment.crop_area=[0.1,1]", "data.augment.rand_ops=2", "data.augment.brightness=0.4")
+    config = chats(tmp_path, "data.shift=4", "data.turn=30", *augmented, rows=ROWS[:1])
     first = (tmp_path / "walk" / "000.png").read_bytes()
     for frame in (tmp_path / "walk").iterdir():
         frame.write_bytes(first)

@@ -72,8 +72,12 @@ def test_rand_augment_has_torchvisions_operators() -> None:
 
 def test_rand_augment_draws_each_operator_and_direction_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[str, int]] = []
-    module = "mgpu_pipe.data.images.augment.rand_operator"
-    monkeypatch.setattr(module, lambda image, name, magnitude, sign: drawn.append((name, sign)) or image)
+
+    def record(image: Image.Image, name: str, magnitude: int, sign: int) -> Image.Image:
+        drawn.append((name, sign))
+        return image
+
+    monkeypatch.setattr("mgpu_pipe.data.images.augment.rand_operator", record)
     for number in range(DRAWS):
         augment(noise(1), AugmentConfig(rand_ops=2), np.random.default_rng(number))
     assert len(drawn) == 2 * DRAWS
