@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mgpu_pipe.architectures.bert import FAMILY as BERT
 from mgpu_pipe.architectures.bert import styles_of
-from mgpu_pipe.architectures.family import FC, OUT_PROJ, QKV, Family, SequencePlan, Sizes, Stages
+from mgpu_pipe.architectures.family import FC, LINEAR_FC, OUT_PROJ, QKV, QKV_PROJ, Family, SequencePlan, Sizes, Stages
 
 _OWN: Mapping[str, Family] = {
     "afmoe": Family(experts="num_experts"),
@@ -70,6 +70,8 @@ _OWN: Mapping[str, Family] = {
     ),
     # Gemma 3n: embeddings for each layer next to the token embeddings.
     "gemma3n_text": Family(stages=None),
+    # Gemma 4: its tower's layers lie inside of others that clip, which tensor parallelism does not cut right.
+    "gemma4": Family(stages=None, tensor=False),
     # Gemma 4: embeddings for each layer next to the token embeddings.
     "gemma4_text": Family(stages=None),
     "glm": Family(packing="positions", sizes=Sizes("attention_bias")),
@@ -115,6 +117,14 @@ _OWN: Mapping[str, Family] = {
     ),
     # Inkling 2: a norm inside of its embedding, so that tensor parallelism does not cut it right.
     "inkling2_text": Family(tensor=False),
+    "internvl": Family(
+        tensor_if=({"vision_config.use_qk_norm": False},),  # its norms look at all heads together
+        modules={
+            "InternVLVisionAttention": {**QKV, "projection_layer": "row"},
+            "InternVLVisionMLP": FC,
+            "InternVLMultiModalProjector": {"linear_1": "column", "linear_2": "row"},
+        },
+    ),
     "jamba": Family(stages=Stages(norm="final_layernorm"), experts="num_experts", softmax_routers=True),
     "jetmoe": Family(stages=Stages()),
     "laguna": Family(experts="num_experts"),
@@ -139,6 +149,13 @@ _OWN: Mapping[str, Family] = {
     "minimax_m2": Family(packing="positions", experts="num_local_experts"),
     "ministral": Family(packing="positions"),
     "ministral3": Family(packing="positions", sizes=Sizes()),
+    "mistral3": Family(
+        modules={
+            "PixtralAttention": {**QKV, "o_proj": "row"},
+            "PixtralMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
+            "Mistral3MultiModalProjector": {"linear_1": "column", "linear_2": "row"},
+        }
+    ),
     "modernbert": Family(
         modules={"ModernBertAttention": {"Wqkv": "qkv", "Wo": "row"}, "ModernBertMLP": {"Wi": "packed", "Wo": "row"}},
         stages=None,
@@ -198,6 +215,17 @@ _OWN: Mapping[str, Family] = {
         sizes=Sizes("attention_bias", "attention_bias", head_norms=True),
         bidirectional=True,
     ),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        Family(
+            modules={
+                f"Qwen3_5{kind}Vision{module}": styles
+                for kind in ("", "Moe")
+                for module, styles in (("Attention", QKV_PROJ), ("MLP", LINEAR_FC), ("PatchMerger", LINEAR_FC))
+            },
+            projector=("merger",),
+        ),
+    ),
     "qwen3_next": Family(experts="num_experts", softmax_routers=True),
     # Qwen3-VL's language model, which is given positions along four axes: the first tells conversations apart.
     "qwen3_vl_text": Family(
@@ -240,6 +268,7 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("clip_text_model", "clip_vision_model"), _OWN["clip"]),
     **dict.fromkeys(("siglip_text_model", "siglip_vision_model"), _OWN["siglip"]),
     "mistral": _OWN["llama"],
+    "gemma3": Family(modules=_OWN["siglip"].modules),
     "paligemma": Family(modules=_OWN["siglip"].modules, tower_outputs={"vision": ("last_hidden_state",)}),
     # two towers of any kinds, one for pictures and one for texts
     "vision_text_dual_encoder": Family(modules={**_OWN["vit"].modules, **_OWN["siglip"].modules, **BERT.modules}),

@@ -161,6 +161,8 @@ class Family:
 
 FC: Mapping[str, Style] = {"fc1": "column", "fc2": "row"}
 QKV: Mapping[str, Style] = {"q_proj": "column", "k_proj": "column", "v_proj": "column"}
+LINEAR_FC: Mapping[str, Style] = {"linear_fc1": "column", "linear_fc2": "row"}
+QKV_PROJ: Mapping[str, Style] = {"qkv": "qkv", "proj": "row"}
 OUT_PROJ: Mapping[str, Style] = {**QKV, "out_proj": "row"}
 """Styles of the encoders' attention."""
 

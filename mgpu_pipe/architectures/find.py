@@ -55,11 +55,21 @@ def tensor_if_errors(fields: Mapping[str, Any], model_type: str, tp: int) -> lis
         fields: the model's configuration.
     """
     ways = family_of(model_type).tensor_if
-    if not ways or any(all(fields.get(name) == value for name, value in way.items()) for way in ways):
+    if not ways or any(all(_value(fields, name) == value for name, value in way.items()) for way in ways):
         return []
     alternatives = [", ".join(f"{name}={str(value).lower()}" for name, value in way.items()) for way in ways]
     fix = f"use strategy.tp=1, or model.config of {' or of '.join(alternatives)}"
-    return [ConfigError("strategy.tp", tp, fix, f"this kind of {model_type} has fused matrices that cannot be cut")]
+    return [ConfigError("strategy.tp", tp, fix, f"this kind of {model_type} has weights that cannot be cut")]
+
+
+def _value(fields: Mapping[str, Any], name: str) -> object:
+    """The field ``name``, with dots before those of a part; False where a part does not say it."""
+    outer, _, inside = name.rpartition(".")
+    if not outer:
+        return fields.get(name)
+    part = fields.get(outer)
+    value = part.get(inside) if isinstance(part, Mapping) else getattr(part, inside, None)
+    return False if value is None else value
 
 
 def document_isolation(model_type: str, fields: Mapping[str, Any]) -> Packing:

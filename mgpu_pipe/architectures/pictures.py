@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,26 +12,52 @@ WITHOUT_SUMMARY = ("siglip_vision_model", "smolvlm_vision", "idefics3_vision")
 """Towers whose first vector is a patch, not a summary of the picture."""
 READ_WHOLE = ("altclip", "chinese_clip", "vision-text-dual-encoder")
 """Families with a bidirectional text tower, which needs a mask of each caption."""
-SEE_VIDEOS = ("qwen2_5_vl", "qwen3_vl")
+STATE_TIMES = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
+"""Families whose texts have the frames of a video one by one, each after its time."""
+SEE_VIDEOS = ("qwen2_5_vl", *STATE_TIMES)
 """Families that support videos."""
 SEE_PARTS = ("smolvlm", "idefics3")
 """Families that see fixed-size parts of a picture, and next to them the whole picture."""
-PACK_ROWS = ("llava", *SEE_VIDEOS, *SEE_PARTS)
+SEE_TILES = ("internvl",)
+"""Families that see as many tiles of one size as fit a picture's shape, and after them the whole picture."""
+SEE_ROWS, SEE_POOLED = ("mistral3",), ("gemma4",)
+"""Families that see pictures in sizes of their own, and whose tokens have positions along one axis: with a token after
+each row of places, and with patches averaged for each place."""
+PACK_ROWS = ("llava", *SEE_VIDEOS, *SEE_PARTS, *SEE_TILES, *SEE_ROWS)
 """Families whose rows may hold several conversations: those with only causal attention."""
 READ_QUESTIONS_WHOLE = ("paligemma",)
 """Families that read pictures and text before an answer bidirectionally."""
+READ_PICTURES_WHOLE = ("gemma3",)
+"""Families that read each picture bidirectionally, and text causally."""
+OPENERS: Mapping[str, tuple[str, str]] = {"gemma3": ("boi_token_index", "eoi_token_index")}
+"""Families whose chat template writes for a picture only the token before it: the fields of the tokens before and after
+a picture. Their processors write two line breaks around both."""
 
 
-def picture_places(tower: str, size: int, patch: int, select: str, merge: int = 1) -> int:
-    """Number of vectors of a picture for the language model.
+def picture_places(tower: str, across: int, field: Callable[[str], Any]) -> int:
+    """Number of vectors of a picture of one size for the language model.
 
     Args:
         tower: ``model_type`` of the vision tower.
-        size, patch: pixels across a picture, and across a patch.
-        select: ``vision_feature_select_strategy``; ``default`` drops the first vector.
-        merge: patches across one vector.
+        across: patches across a picture.
+        field: gives a field of the model, None where it has none: ``scale_factor`` patches across one vector,
+            ``downsample_ratio`` vectors across one patch, ``mm_tokens_per_image`` vectors of a picture;
+            ``vision_feature_select_strategy`` is ``default`` where the tower's first vector is dropped.
+
+    Raises:
+        ValueError: vectors that do not divide the patches; the field, and the reason.
     """
-    return (size // patch // merge) ** 2 + (tower not in WITHOUT_SUMMARY) - (select == "default")
+    number = field("mm_tokens_per_image")
+    if number is not None:
+        if math.isqrt(number) ** 2 != number or not number or across % math.isqrt(number):
+            raise ValueError("mm_tokens_per_image", f"a picture has {across} x {across} patches")
+        return int(number)
+    ratio = field("downsample_ratio")
+    merge = field("scale_factor") or (round(1 / ratio) if ratio else 1)
+    if ratio and across % merge:
+        raise ValueError("downsample_ratio", f"a picture has {across} x {across} patches")
+    select = field("vision_feature_select_strategy")
+    return int((across // merge) ** 2 + (tower not in WITHOUT_SUMMARY) - (select == "default"))
 
 
 LONGEST = 200
@@ -204,3 +230,48 @@ def deal_by_cost(costs: Sequence[float], ranks: int) -> list[list[int]]:
         shares[rank].append(item)
         heapq.heapreplace(totals, (total + costs[item], rank))
     return [sorted(share) for share in shares]
+
+
+IMAGE_BEGIN, IMAGE_END, MOST_TILES = "<img>", "</img>", 12
+"""Tokens around a picture in tiles, and the default of most tiles."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of one size into which a picture is cut (InternVL, arXiv:2404.16821).
+
+    Attributes:
+        side: pixels across a tile.
+        tokens: tokens of a tile in the text.
+        fewest, most: bounds of the number of tiles.
+    """
+
+    side: int
+    tokens: int
+    fewest: int = 1
+    most: int = MOST_TILES
+    frames: ClassVar[int] = 1
+    """Frames of a patch, as in :class:`Grid`."""
+
+    def places(self, height: int, width: int) -> tuple[int, int]:
+        """Tiles down and across of a picture in pixels: of those whose shape is closest the last in order of their
+        number that covers less than twice the picture, like transformers; (1, 1) means only the whole picture."""
+        best, least = (1, 1), math.inf
+        for across, down in self._arrangements():
+            distance = abs(width / height - across / down)
+            if distance < least:
+                best, least = (down, across), distance
+            elif distance == least and width * height > 0.5 * self.side**2 * across * down:
+                best = down, across
+        return best
+
+    def _arrangements(self) -> list[tuple[int, int]]:
+        """Numbers of tiles across and down, few tiles first."""
+        sides = range(1, self.most + 1)
+        allowed = [(across, down) for across in sides for down in sides if self.fewest <= across * down <= self.most]
+        return sorted(allowed, key=math.prod)
+
+    def text(self, place: str, down: int, across: int) -> str:
+        """Text of a picture of ``down`` by ``across`` tiles, with the token ``place`` for each vector."""
+        tiles = down * across
+        return f"{IMAGE_BEGIN}{place * (self.tokens * (tiles + (tiles > 1)))}{IMAGE_END}"

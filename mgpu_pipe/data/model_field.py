@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mgpu_pipe.architectures.config_source import config_class
+from mgpu_pipe.architectures.config_source import NO_DEFAULT, config_class
 from mgpu_pipe.architectures.find import document_isolation, family_of
 from mgpu_pipe.architectures.pictures import PACK_ROWS
 from mgpu_pipe.config.convert import merged
@@ -28,6 +28,13 @@ def model_field(model: ModelConfig, name: str) -> Any:
     if model.config.get(name) is None and isinstance(text, Mapping) and text.get(name) is not None:
         return inside
     return settings.get(name) if settings.get(name) is not None else inside
+
+
+def model_field_or_default(model: ModelConfig, name: str) -> Any:
+    """:func:`model_field`, else the default of the model's class."""
+    value, known = model_field(model, name), config_class(str(model.type or model_field(model, "model_type")))
+    default = known.defaults.get(name) if value is None and known is not None else value
+    return None if default is NO_DEFAULT else default
 
 
 def model_vocab_size(model: ModelConfig) -> int | None:

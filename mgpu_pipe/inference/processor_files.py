@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mgpu_pipe.architectures.patch_grids import PooledGrid
 from mgpu_pipe.architectures.pictures import SEE_VIDEOS, WITHOUT_SUMMARY
 from mgpu_pipe.data.audio.alphabet import wave_extractor
 from mgpu_pipe.data.audio.listen import Sound
@@ -20,8 +21,10 @@ from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.images.decode_image import MODES, decode, pillow
-from mgpu_pipe.data.images.grids import GridPixels, PartPixels, chat_pixels
+from mgpu_pipe.data.images.grids import GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
+from mgpu_pipe.data.images.parts import PartPixels, TilePixels
+from mgpu_pipe.data.images.patches import PatchPixels
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import FEWEST
 from mgpu_pipe.data.model_field import NESTED, PREPROCESSOR, PROCESSOR
@@ -60,7 +63,9 @@ def probe_files(stored: StoredModel) -> ProbeFiles:
         pixels = chat_pixels(config.data, config.model) if chats else Pixels.from_config(config.data, config.model)  # type: ignore[arg-type]
         png = _picture(pixels.channels)
         image = decode(png, pixels.channels)
-        values = torch.from_numpy(pixels.clip([pixels.fitted(image)]))
+        seen = pixels.fitted(image)
+        processed = pixels.processed(seen) if isinstance(pixels, PatchPixels) else pixels.clip([seen])
+        values = torch.from_numpy(processed)
         content = {PICTURE: torch.frombuffer(bytearray(png), dtype=torch.uint8)}
         return ProbeFiles(content, {"pixel_values": values}, type(pixels) is Pixels)
     if config is not None and isinstance(config.data, AudioConfig):
@@ -144,10 +149,17 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         videos = {VIDEOS: _video_settings(pixels, data)} if model.model_type in SEE_VIDEOS else {}
         return {PREPROCESSOR: _grid_settings(pixels), **videos}
     kind = type(stored.model).__name__.removesuffix("ForConditionalGeneration")
+    if isinstance(pixels, PatchPixels):
+        return _patch_files(pixels)
     if isinstance(pixels, PartPixels):
         whole = {"processor_class": f"{kind}Processor", "image_seq_len": pixels.parts.tokens}
         return {PREPROCESSOR: _parts_settings(pixels, kind), PROCESSOR: whole}
+    if isinstance(pixels, TilePixels):
+        return {PREPROCESSOR: _tile_settings(pixels), PROCESSOR: _whole_settings(kind, pixels.parts.tokens)}
     pictures, vision = _square_settings(pixels, "LlavaImageProcessor"), model.vision_config
+    if kind == "Gemma3":
+        pictures |= {"image_processor_type": "Gemma3ImageProcessor"}
+        return {PREPROCESSOR: pictures, PROCESSOR: _whole_settings(kind, picture_tokens(model))}
     if kind == "PaliGemma":
         pictures |= {"image_processor_type": "SiglipImageProcessor", "image_seq_length": picture_tokens(model)}
         return {PREPROCESSOR: pictures, PROCESSOR: {"processor_class": "PaliGemmaProcessor"}}
@@ -159,6 +171,40 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         "num_additional_image_tokens": int(vision.model_type not in WITHOUT_SUMMARY),
     }
     return {PREPROCESSOR: pictures, PROCESSOR: whole}
+
+
+def _whole_settings(kind: str, tokens: int) -> dict[str, Any]:
+    """Settings of a processor that knows the tokens of a picture or tile."""
+    return {"processor_class": f"{kind}Processor", "image_seq_length": tokens}
+
+
+def _patch_files(pixels: PatchPixels) -> dict[str, dict[str, Any]]:
+    grid = pixels.parts
+    common = {**STEPS, "resample": BICUBIC, "do_convert_rgb": pixels.channels == 3}
+    if isinstance(grid, PooledGrid):
+        settings = {"patch_size": grid.patch, "pooling_kernel_size": grid.merge, "max_soft_tokens": grid.most}
+        pictures = {"image_processor_type": "Gemma4ImageProcessor", **common, **settings, "do_normalize": False}
+        return {PREPROCESSOR: pictures, PROCESSOR: _whole_settings("Gemma4", grid.most)}
+    pictures = {
+        "image_processor_type": "PixtralImageProcessor",
+        **common,
+        "size": {"longest_edge": grid.most},
+        "patch_size": {"height": grid.side, "width": grid.side},  # as the whole processor tells it
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.std),
+    }
+    places = {"patch_size": grid.patch, "spatial_merge_size": grid.merge}
+    return {PREPROCESSOR: pictures, PROCESSOR: {"processor_class": "PixtralProcessor", **places}}
+
+
+def _tile_settings(pixels: TilePixels) -> dict[str, Any]:
+    return {
+        **_square_settings(pixels, "GotOcr2ImageProcessor"),
+        "resample": BICUBIC,
+        "crop_to_patches": True,
+        "min_patches": pixels.parts.fewest,
+        "max_patches": pixels.parts.most,
+    }
 
 
 def _square_settings(pixels: Pixels, kind: str) -> dict[str, Any]:

@@ -13,13 +13,16 @@ from mgpu_pipe.architectures.pictures import READ_QUESTIONS_WHOLE, SEE_VIDEOS
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.images.decode_image import SUFFIXES, decode
-from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, PartPixels, chat_pixels
+from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.placeholders import opener_of
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, choose_frames, frames_of, look, pyav
 from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualInput
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.objectives.picture_inputs import NativeSizePictures, Picture, PictureInputs, build_picture_inputs
+from mgpu_pipe.objectives.build_pictures import build_picture_inputs
+from mgpu_pipe.objectives.patch_pictures import PatchPictures
+from mgpu_pipe.objectives.picture_inputs import NativeSizePictures, Picture, PictureInputs
 from mgpu_pipe.system.local_files import expand_home, is_file, is_folder
 
 if TYPE_CHECKING:
@@ -32,11 +35,13 @@ class PromptVisuals:
 
     Attributes:
         kind: builds the model's inputs.
-        written: the tokens that stand for a picture or video.
+        token: stands for a picture in a prompt.
+        written: the tokens that replace it, or that of a video.
         pictures, videos: in their order.
     """
 
     kind: PictureInputs
+    token: int
     written: PlaceholderTokens
     pictures: list[Picture]
     videos: list[Picture]
@@ -61,13 +66,19 @@ class PromptVisuals:
         assert isinstance(data, PictureChatConfig)
         pixels, kind = chat_pixels(data, model), build_picture_inputs(config)
         assert run.tokenizer_folder is not None, "the caller has read it"
-        written = PlaceholderTokens(run.tokenizer_folder, pixels.parts if isinstance(pixels, PartPixels) else None)
+        opener = opener_of(run.tokenizer_folder, config.model_type, lambda name: getattr(config, name, None))
+        opened = None if opener is None else (opener, kind.token)
+        written = PlaceholderTokens(run.tokenizer_folder, getattr(pixels, "parts", None), opened)
         if videos and not (isinstance(pixels, GridPixels) and config.model_type in SEE_VIDEOS):
             raise BadInputError(f"--video={videos[0]}: {type(run.model).__name__} sees no videos; leave it out")
         if videos and (kind.video is None or not written.knows(kind.video)):
             raise BadInputError(f"--video={videos[0]}: the model was shown no videos in training; leave it out")
         clips = [_video(expand_home(file), pixels, data) for file in videos if isinstance(pixels, GridPixels)]
-        return cls(kind, written, [_picture(file, pixels, kind) for file in files], clips)
+        token, pictures = kind.token if opener is None else opener, [_picture(file, pixels, kind) for file in files]
+        if isinstance(kind, PatchPictures) and sum(picture.tokens for picture in pictures) < kind.fewest:
+            reason = f"{type(run.model).__name__} of transformers fails for a picture of one place"
+            raise BadInputError(f"{first}: {reason}; give a larger picture")
+        return cls(kind, token, written, pictures, clips)
 
     def inputs(self, prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
         """The model's inputs next to these expanded prompts, each of which has all pictures and videos."""
@@ -100,7 +111,7 @@ class PromptVisuals:
         """
         remaining = dict[int | None, Iterator[Picture]]()
         for token, place, what, visuals in (
-            (self.kind.token, PLACE, "pictures", self.pictures),
+            (self.token, PLACE, "pictures", self.pictures),
             (self.kind.video, VIDEO, "videos", self.videos),
         ):
             num_places = sum(prompt_id == token for prompt_id in ids)

@@ -333,8 +333,9 @@ def picture_shape(config: Any) -> tuple[int, int, int]:
 def picture_tokens(config: Any) -> int:
     """Tokens that a picture takes in a text of the vision-language model with ``config``."""
     vision = config.vision_config
-    select, merge = getattr(config, "vision_feature_select_strategy", "full"), getattr(config, "scale_factor", 1)
-    return picture_places(vision.model_type, picture_shape(config)[1], int(vision.patch_size), select, merge)
+    patch = vision.patch_size if isinstance(vision.patch_size, int) else vision.patch_size[0]
+    across = picture_shape(config)[1] // patch
+    return picture_places(vision.model_type, across, lambda name: getattr(config, name, None))
 
 
 def noise_fields(fields: Mapping[str, Any]) -> list[str]:

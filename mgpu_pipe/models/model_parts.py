@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -12,6 +12,9 @@ from mgpu_pipe.architectures.family import CONFIGS, PARTS, PROJECTOR
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
+
+STACKS = ("encoder.layers", "encoder.layer", "transformer.layers")
+"""Names of the layers of a tower."""
 
 
 def part_patterns(model: nn.Module) -> dict[str, list[str]]:
@@ -84,20 +87,25 @@ def _rest(module: nn.Module, prefix: str, inside: tuple[str, ...]) -> Iterator[s
 
 
 def unused_parameters(model: nn.Module) -> list[str]:
-    """Parameters that no forward pass reads: those of LLaVA's tower after its last used layer.
+    """Parameters that no forward pass reads: those of LLaVA's tower after its last used layer, and the ears of a model
+    that is given pictures alone.
 
     They get no gradient, which DeepSpeed treats as zero. Frozen they are equal under every engine.
     """
     root: Any = getattr(model, "config", None)
     taken, tower = getattr(root, "vision_feature_layer", None), part_patterns(model).get("vision")
+    if tower and hasattr(root, "audio_config"):
+        deaf = tuple(pattern.removesuffix("*") for pattern in part_patterns(model).get("audio", []))
+        return [name for name, _ in model.named_parameters() if name.startswith((*deaf, "model.embed_audio."))]
     if taken is None or not tower:
         return []
     prefix = tower[0].removesuffix("*")
-    encoder: Any = model.get_submodule(f"{prefix}encoder")
-    layers = len(encoder.layers)
+    inside = dict(model.get_submodule(prefix[:-1]).named_modules())
+    stack = next(name for name in STACKS if name in inside)
+    layers = len(cast(nn.ModuleList, inside[stack]))
     chosen = [taken] if isinstance(taken, int) else taken
     last = max(layer if layer >= 0 else layers + 1 + layer for layer in chosen)
-    behind = tuple(f"{prefix}encoder.layers.{number}." for number in range(last, layers))
+    behind = tuple(f"{prefix}{stack}.{number}." for number in range(last, layers))
     unused = (*behind, f"{prefix}post_layernorm.", f"{prefix}head.")
     return [name for name, _ in model.named_parameters() if name.startswith(unused)]
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mgpu_pipe.architectures.pictures import READ_QUESTIONS_WHOLE, SEE_PARTS, Grid
+from mgpu_pipe.architectures.pictures import Grid
 from mgpu_pipe.data.images.grids import AXES, row_positions, seen_apart
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, Field
 from mgpu_pipe.models.fields import picture_shape, picture_tokens
@@ -210,6 +210,21 @@ class PrefixPictures(FixedSizePictures):
         return {"token_type_ids": torch.zeros_like(ids)}
 
 
+class WholePictures(FixedSizePictures):
+    """Fixed-size pictures of a model whose attention is bidirectional within a picture, else causal."""
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        inputs = super().inputs(batch)
+        return {**inputs, **self.text_inputs(inputs["input_ids"])}
+
+    def single_row(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
+        inputs = super().single_row(ids, pictures, answer)
+        return {**inputs, **self.text_inputs(inputs["input_ids"])}
+
+    def text_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"token_type_ids": (ids == self.token).long()}
+
+
 class NativeSizePictures(PictureInputs):
     """``position_ids``, int64, (rows, 3, seq_len); packed rows (rows, 4, seq_len), first the position of a token in its
     conversation; ``grids``, patches in time, down and across of each picture, int64, (rows, most, 3); ``pixel_values``,
@@ -324,11 +339,3 @@ class NativeSizePictures(PictureInputs):
 
     def _patches(self, places: Any) -> torch.Tensor:
         return torch.as_tensor(places) * torch.tensor([1, self.grid.merge, self.grid.merge])
-
-
-def build_picture_inputs(config: Any, packed: bool = False) -> PictureInputs:
-    """The picture inputs of the model with ``config``, with conversation positions if rows are packed."""
-    if hasattr(config.vision_config, "spatial_merge_size"):
-        return NativeSizePictures(config, packed)
-    kinds = {**dict.fromkeys(SEE_PARTS, TiledPictures), **dict.fromkeys(READ_QUESTIONS_WHOLE, PrefixPictures)}
-    return kinds.get(config.model_type, FixedSizePictures)(config, packed)

@@ -181,7 +181,7 @@ class LlavaFeatures(TowerFeatures):
         layers, vision = config.vision_feature_layer, config.vision_config
         self._layers = [layers] if isinstance(layers, int) else list(layers)
         self._reader = whole.model.multi_modal_projector
-        rows = picture_places(vision.model_type, picture_shape(config)[1], int(vision.patch_size), "full")
+        rows = picture_places(vision.model_type, picture_shape(config)[1] // int(vision.patch_size), lambda _: None)
         super().__init__(tower, (len(self._layers), rows, int(vision.hidden_size)), tower.parameters())
 
     def _num_pictures(self, start: RunStart, split: Split, samples: SampleSet) -> int:

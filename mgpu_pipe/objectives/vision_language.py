@@ -22,9 +22,10 @@ from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.kernels.packed_attention import takes_document_starts
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.build_pictures import build_picture_inputs
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import starts_of
-from mgpu_pipe.objectives.picture_inputs import Picture, build_picture_inputs
+from mgpu_pipe.objectives.picture_inputs import Picture
 from mgpu_pipe.objectives.tower_features import LlavaFeatures, PictureObjective, caches_features
 from mgpu_pipe.objectives.vision_language_keys import DESCRIPTION, VisionLanguageConfig
 from mgpu_pipe.parallel.random_streams import step_seed

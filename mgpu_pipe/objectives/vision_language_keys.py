@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_pipe.architectures.pictures import PACK_ROWS, READ_QUESTIONS_WHOLE, SEE_PARTS
+from mgpu_pipe.architectures.pictures import (
+    PACK_ROWS,
+    READ_PICTURES_WHOLE,
+    READ_QUESTIONS_WHOLE,
+    SEE_PARTS,
+    SEE_POOLED,
+    SEE_ROWS,
+    SEE_TILES,
+    SEE_VIDEOS,
+)
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import model_field
@@ -14,7 +23,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.cached_features import cached_features_errors
 from mgpu_pipe.objectives.text_config import TokenLossConfig
 
-FAMILIES_WITH_TOWER = ("qwen2_5_vl", "qwen3_vl", *SEE_PARTS)
+FAMILIES_WITH_TOWER = (*SEE_VIDEOS, *SEE_PARTS, *SEE_TILES, *SEE_ROWS, *SEE_POOLED)
 """Families with their own vision tower."""
 TOWERS = ("clip_vision_model", "siglip_vision_model")
 """Types of vision towers whose pictures all take the same number of tokens."""
@@ -37,7 +46,8 @@ class VisionLanguageConfig(TokenLossConfig):
         errors = []
         kind = config.model.type or model_field(config.model, "model_type")
         if config.data.packing == "best_fit" and kind not in PACK_ROWS:
-            reason = f"{kind} reads questions from both sides, which packed rows do not keep apart"
+            what = "pictures" if kind in (*READ_PICTURES_WHOLE, *SEE_POOLED) else "questions"
+            reason = f"{kind} reads {what} from both sides, which packed rows do not keep apart"
             errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
         return errors + cached_features_errors(config, families=("llava",))
 
@@ -60,6 +70,6 @@ DESCRIPTION = Description(
     model_class="AutoModelForImageTextToText",
     attention="own",
     samples="picture_chats",
-    families=("llava", *FAMILIES_WITH_TOWER, *READ_QUESTIONS_WHOLE),
+    families=("llava", *FAMILIES_WITH_TOWER, *READ_QUESTIONS_WHOLE, *READ_PICTURES_WHOLE),
     refused_axes=("cp", "ep"),
 )

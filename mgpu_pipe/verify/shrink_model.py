@@ -119,9 +119,11 @@ def _small_sizes(
         wanted.update(part)
     wanted.update(_state_space(fields, int(wanted["hidden_size"])))
     wanted.update(_rope(fields, wanted))
-    if isinstance(fields.get("patch_size"), int) and isinstance(fields.get("image_size"), int):
-        patch = min(fields["patch_size"], PATCH)
-        wanted.update(patch_size=patch, image_size=patch * min(fields["image_size"] // fields["patch_size"], PATCHES))
+    sides = [fields.get(name) for name in ("patch_size", "image_size")]
+    pixels, size = (side[0] if isinstance(side, list | tuple) else side for side in sides)
+    if isinstance(pixels, int) and isinstance(size, int):
+        patch = min(pixels, PATCH)
+        wanted.update(patch_size=patch, image_size=patch * min(size // pixels, PATCHES))
     if isinstance(fields.get("conv_dim"), list | tuple):
         wanted["conv_dim"] = [min(size, CONVOLUTION) for size in fields["conv_dim"]]
     if isinstance(fields.get("frequency_stride"), int):  # patches of a spectrogram
@@ -156,9 +158,11 @@ def _fit_pictures(changed: dict[str, Any], known: ConfigClass, stages: int) -> N
         vision["image_size"] = min(vision["image_size"], PATCHES_IN_TEXT * vision["patch_size"])
     if {"image_token_index", "projection_dim"} <= known.names:  # the width after the projector
         changed["projection_dim"] = changed[TEXT]["hidden_size"]
+    if "mm_tokens_per_image" in known.names:
+        changed["mm_tokens_per_image"] = 1
     if "scale_factor" in known.names:  # it divides the patches across
         changed["scale_factor"] = 2
-    if "video_token_id" in known.names:
+    if "video_token_id" in known.names and "depth" in changed["vision_config"]:
         changed["vision_config"] = _native_size_tower(changed, int(changed[TEXT]["num_hidden_layers"]) // stages)
 
 

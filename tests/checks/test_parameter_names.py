@@ -25,7 +25,7 @@ MODELS = (
     "wav2vec2",
     "whisper",
 )
-MODELS += ("paligemma", "qwen3", "qwen3_vl", "vit_bert")
+MODELS += ("gemma3", "gemma4", "internvl", "mistral3", "paligemma", "qwen3", "qwen35", "qwen3_vl", "vit_bert")
 LORA = ("peft=lora", "data=synthetic")
 
 

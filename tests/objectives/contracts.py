@@ -242,6 +242,30 @@ CONTRACTS = {
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
     ),
+    "published_2025": Contract(
+        "objective=vision_language data.packing=none",
+        """
+        1 exhaustive: model=gemma3_tiny strategy=single data.micro_batch_size=2;
+            model=internvl_tiny strategy=single data.micro_batch_size=2;
+            model=qwen35_tiny strategy=single data.micro_batch_size=2;
+            model=mistral3_tiny strategy=single data.micro_batch_size=2;
+            model=gemma4_tiny strategy=single data.micro_batch_size=2
+        2 slow: model=gemma3_tiny strategy=tp
+        2 exhaustive: model=gemma3_tiny strategy=ddp data.micro_batch_size=2; model=gemma3_tiny strategy=fsdp;
+            model=gemma3_tiny strategy=zero3; model=gemma3_tiny strategy=pp; model=gemma3_tiny strategy=fsdp @adapters;
+            model=internvl_tiny strategy=ddp data.micro_batch_size=2; model=internvl_tiny strategy=fsdp;
+            model=internvl_tiny strategy=zero3; model=internvl_tiny strategy=pp; model=internvl_tiny strategy=tp;
+            model=internvl_tiny strategy=tp @adapters;
+            model=qwen35_tiny strategy=ddp data.micro_batch_size=2; model=qwen35_tiny strategy=fsdp;
+            model=qwen35_tiny strategy=zero3; model=qwen35_tiny strategy=pp; model=qwen35_tiny strategy=tp;
+            model=qwen35_tiny strategy=fsdp @adapters;
+            model=mistral3_tiny strategy=ddp data.micro_batch_size=2; model=mistral3_tiny strategy=fsdp;
+            model=mistral3_tiny strategy=zero3; model=mistral3_tiny strategy=pp; model=mistral3_tiny strategy=tp;
+            model=gemma4_tiny strategy=ddp data.micro_batch_size=2; model=gemma4_tiny strategy=fsdp;
+            model=gemma4_tiny strategy=zero3
+        4 exhaustive: model=gemma3_tiny strategy=fsdp strategy.tp=2; model=internvl_tiny strategy=fsdp strategy.tp=2
+        """,
+    ),
     "own_sizes": Contract(
         "objective=vision_language data.packing=none",
         """
@@ -281,7 +305,9 @@ CONTRACTS = {
             model=qwen3_vl_tiny strategy=ddp; model=qwen3_vl_tiny strategy=fsdp;
             model=qwen3_vl_tiny strategy=tp; model=qwen3_vl_tiny strategy=zero3;
             model=qwen3_vl_tiny strategy=pp; model=smolvlm_tiny strategy=ddp; model=smolvlm_tiny strategy=fsdp;
-            model=smolvlm_tiny strategy=tp; model=smolvlm_tiny strategy=zero3; model=smolvlm_tiny strategy=pp
+            model=smolvlm_tiny strategy=tp; model=smolvlm_tiny strategy=zero3; model=smolvlm_tiny strategy=pp;
+            model=internvl_tiny strategy=fsdp; model=internvl_tiny strategy=tp; model=internvl_tiny strategy=pp;
+            model=mistral3_tiny strategy=ddp; model=mistral3_tiny strategy=tp; model=mistral3_tiny strategy=pp
         2 slow: strategy=pp
         """,
     ),

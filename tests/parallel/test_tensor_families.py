@@ -99,7 +99,7 @@ def said(family: str, tp: int, **fields: Any) -> list[str]:
 
 def test_what_cannot_be_cut_is_refused() -> None:
     assert said("falcon", 2) == [
-        "strategy.tp=2: this kind of falcon has fused matrices that cannot be cut; use strategy.tp=1, or "
+        "strategy.tp=2: this kind of falcon has weights that cannot be cut; use strategy.tp=1, or "
         "model.config of new_decoder_architecture=true, alibi=false or of multi_query=false, alibi=false"
     ]
     with pytest.raises(ConfigError, match="this kind of falcon"):

@@ -19,7 +19,10 @@ from tests.support.sampling import sampled
 
 TINY = sorted(path.stem for path in (conf_dir() / "model").glob("*_tiny.yaml"))
 
-SEEING = ("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny", "smolvlm_tiny", "paligemma_tiny")
+SEEING = (
+    *("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny", "smolvlm_tiny", "paligemma_tiny"),
+    *("gemma3_tiny", "gemma4_tiny", "internvl_tiny", "mistral3_tiny", "qwen35_tiny"),
+)
 TWO_TOWERS = ("clip_tiny", "vit_bert_tiny")
 OBJECTIVES = {
     **{"bert_tiny": "masked_lm", "t5_tiny": "seq2seq"},
@@ -53,12 +56,17 @@ def test_the_tiny_models_are_the_promised_families() -> None:
         "ast_tiny",
         "bert_tiny",
         "clip_tiny",
+        "gemma3_tiny",
+        "gemma4_tiny",
         "gpt2_tiny",
+        "internvl_tiny",
         "llama_tiny",
         "llava_tiny",
+        "mistral3_tiny",
         "mixtral_tiny",
         "paligemma_tiny",
         "qwen25_vl_tiny",
+        "qwen35_tiny",
         "qwen3_tiny",
         "qwen3_vl_tiny",
         "smolvlm_tiny",
@@ -72,7 +80,8 @@ def test_the_tiny_models_are_the_promised_families() -> None:
 
 AS_OTHERS = (
     *("clip_tiny", "llava_tiny", "paligemma_tiny", "qwen25_vl_tiny", "smolvlm_tiny", "vit_bert_tiny", "wav2vec2_tiny"),
-    *("bert_tiny", "llama_tiny", "qwen3_vl_tiny", "t5_tiny", "vit_tiny", "whisper_tiny", "ast_tiny"),
+    *("bert_tiny", "gemma3_tiny", "gemma4_tiny", "internvl_tiny", "llama_tiny", "mistral3_tiny", "qwen35_tiny"),
+    *("qwen3_vl_tiny", "t5_tiny", "vit_tiny", "whisper_tiny", "ast_tiny"),
 )
 """Commands of docs/guides/images.md and speech.md train them, or tests/objectives and tests/runs; ``make test``
 tries the others."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.grids import AXES, GridPixels, chat_pixels, row_positions, seen_apart
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.patches import PatchPixels
 from mgpu_pipe.data.images.scan_images import StoredPictures
 from mgpu_pipe.data.images.videos import StoredClips
 from mgpu_pipe.data.samples import SampleSet, Split, random_of
@@ -187,20 +188,21 @@ class PictureChatSamples:
             self._fill(index, ids[row], labels[row])
         pictures_of = [self._seen_pictures(*place) for place in zip(indices.tolist(), numbers.tolist(), strict=True)]
         arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:]}
-        if isinstance(self._pixels, GridPixels):
+        slices = [self._pictures_of(index) for index in indices.tolist()]
+        if isinstance(self._pixels, PatchPixels):
+            merge, values = self._pixels.parts.merge, self._pixels.parts.values
+            grids = [self._places[part] * (1, merge, merge) for part in slices]
+            arrays["grids"] = _together(grids, (3,), np.int64)
+            arrays["pixel_values"] = _together(_flat(pictures_of, values), (values,))
+        elif isinstance(self._pixels, GridPixels):
             grid = self._pixels.grid
-            patches = [
-                np.concatenate(pictures) if pictures else np.zeros((0, grid.values), np.float32)
-                for pictures in pictures_of
-            ]
-            slices = [self._pictures_of(index) for index in indices.tolist()]
             seconds = [self._all.seconds[self._all.pictures[part]] for part in slices]
             apart = [seen_apart(grid, self._places[part], step) for part, step in zip(slices, seconds, strict=True)]
             placed = np.isin(arrays["input_ids"], self._standing)
             positions = [row_positions(tokens, *seen) for tokens, seen in zip(placed, apart, strict=True)]
             grids = [places * (1, grid.merge, grid.merge) for places, _ in apart]
             arrays |= {"position_ids": np.stack(positions), "grids": _together(grids, (3,), np.int64)}
-            arrays["pixel_values"] = _together(patches, (grid.values,))
+            arrays["pixel_values"] = _together(_flat(pictures_of, grid.values), (grid.values,))
         else:
             side = (self._pixels.channels, self._pixels.size, self._pixels.size)
             parts = [
@@ -270,6 +272,11 @@ class PictureChatSamples:
             ids[first : first + len(ids_of_place)] = ids_of_place
         trained = np.repeat(self._mask[piece] & TRAINED != 0, often)
         labels[:length][trained] = ids[:length][trained]
+
+
+def _flat(pictures_of: Sequence[list[NDArray[np.float32]]], values: int) -> list[NDArray[np.float32]]:
+    """Patches of each row's pictures, (patches, values)."""
+    return [np.concatenate([np.zeros((0, values), np.float32), *pictures]) for pictures in pictures_of]
 
 
 def _together(rows: Sequence[Any], shape: tuple[int, ...], dtype: type[Any] = np.float32) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Pictures at their native sizes (Qwen-VL) and in parts (SmolVLM): patches, parts, and positions along three axes.
+"""Pictures at their native sizes (Qwen-VL): patches, and positions along three axes.
 
 A native picture keeps its shape; its sides become multiples of the pixels behind one vector of the language model. So
 its places in a row depend on its size, which is read once from the file's header and cached.
@@ -17,12 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.architectures.config_source import config_class
-from mgpu_pipe.architectures.pictures import ACROSS, LONGEST, SEE_PARTS, Grid, Parts
+from mgpu_pipe.architectures.patch_grids import PatchGrid
+from mgpu_pipe.architectures.pictures import LONGEST, SEE_PARTS, SEE_POOLED, SEE_ROWS, SEE_TILES, Grid, Parts, Tiles
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
-from mgpu_pipe.data.images.decode_image import MODES, pillow, size_of
+from mgpu_pipe.data.images.decode_image import MODES, size_of
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.parts import PartPixels, TilePixels, picture_tokens_of
+from mgpu_pipe.data.images.patches import PatchPixels
 from mgpu_pipe.data.images.picture_files import FILES
 from mgpu_pipe.data.images.pixels import Pixels, normalised, preprocessor, vision_field
 from mgpu_pipe.data.model_field import model_field
@@ -108,19 +110,30 @@ class GridPixels(Pixels):
 
 def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
     """Chooses how a run's pictures become arrays; raises like :meth:`Pixels.from_config`,
-    :meth:`GridPixels.from_grid` and
-    :meth:`PartPixels.from_parts`."""
-    grid = Grid.from_fields(partial(vision_field, model))
-    parted = (model.type or model_field(model, "model_type")) in SEE_PARTS
-    if not parted and data.max_side != "auto":
+    :meth:`GridPixels.from_grid`, :meth:`PartPixels.from_parts` and :meth:`TilePixels.from_tiles`."""
+    grid, kind = Grid.from_fields(partial(vision_field, model)), model.type or model_field(model, "model_type")
+    if kind not in (*SEE_PARTS, *SEE_ROWS) and data.max_side != "auto":
         reason = "the model does not see pictures in parts"
         raise ConfigError("data.max_side", data.max_side, "leave it out", reason)
+    if kind in SEE_ROWS:
+        return PatchPixels.from_rows(data, model)
     if grid is not None:
         return GridPixels.from_grid(data, model, grid)
+    if kind in SEE_POOLED:
+        return PatchPixels.from_pooled(data, model)
+    if preprocessor(model).get("do_pan_and_scan"):
+        fix = "set do_pan_and_scan to false in its preprocessor_config.json"
+        raise ConfigError("model.path", model.path, fix, "the model would be given crops next to each picture")
+    if kind in SEE_TILES:
+        return TilePixels.from_tiles(data, model)
     for name in ("min_pixels", "max_pixels"):
         if getattr(data, name) != "auto":
             raise ConfigError(f"data.{name}", getattr(data, name), "leave it out", "the model's pictures have one size")
-    return PartPixels.from_parts(data, model) if parted else Pixels.from_config(data, model)
+    if kind in SEE_PARTS:
+        return PartPixels.from_parts(data, model)
+    pixels = Pixels.from_config(data, model)
+    picture_tokens_of(model, pixels.size)
+    return pixels
 
 
 def known_shapes(pictures: Path) -> Path:
@@ -156,7 +169,7 @@ def _write_shapes(pictures: Path, out: Path) -> dict[str, Any]:
     return {"pictures": len(shapes)}
 
 
-def places_of_shapes(grid: Grid | Parts, shapes: NDArray[np.int64]) -> NDArray[np.int64]:
+def places_of_shapes(grid: Grid | Parts | Tiles | PatchGrid, shapes: NDArray[np.int64]) -> NDArray[np.int64]:
     """Places down and across of pictures of these shapes, (pictures, 2); zeros for too long ones."""
     different, which = np.unique(shapes.reshape(-1, 2), axis=0, return_inverse=True)
     places = np.array([grid.places(int(height), int(width)) for height, width in different], np.int64).reshape(-1, 2)
@@ -207,70 +220,3 @@ def row_positions(
         start += max(down, across)
     positions[:, end:] = start + np.arange(len(pictures) - end)
     return positions
-
-
-@dataclass(frozen=True)
-class PartPixels(Pixels):
-    """Converts pictures to parts.
-
-    Attributes:
-        parts: of the model; ``size`` is a part's.
-    """
-
-    parts: Parts
-    resampling: ClassVar[str] = "LANCZOS"
-
-    @classmethod
-    def from_parts(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
-        """Reads the settings of a run.
-
-        Raises:
-            ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped; patches that do not merge; a longer
-                side that is shorter than a part.
-        """
-        if data.fit != "squash":
-            raise ConfigError("data.fit", data.fit, "leave it out", "the model sees pictures in parts")
-        whole, folder, kind = (
-            Pixels.from_config(data, model),
-            preprocessor(model),
-            model.type or model_field(model, "model_type"),
-        )
-        side, patch = whole.size, vision_field(model, "patch_size")
-        known = config_class(str(kind))
-        merge = model_field(model, "scale_factor") or (known.defaults["scale_factor"] if known else None)
-        if not all(isinstance(count, int) and count > 0 for count in (patch, merge)) or side // patch % merge:
-            reason = f"a part of {side} pixels has {side}/{patch} patches across"
-            raise ConfigError("model.config.scale_factor", merge, "use a divisor of the patches", reason)
-        size, most = folder.get("size"), folder.get("max_image_size")
-        if isinstance(most, dict) and most.get("longest_edge", side) != side:
-            reason = f"its preprocessor_config.json cuts parts of {most['longest_edge']} pixels, its tower sees {side}"
-            raise ConfigError("model.path", model.path, "give a folder whose files agree", reason)
-        usual = size.get("longest_edge") if isinstance(size, dict) else None
-        longest = data.max_side if data.max_side != "auto" else usual if isinstance(usual, int) else ACROSS * side
-        if longest < side:
-            raise ConfigError("data.max_side", longest, f"use at least {side}", "a part has so many pixels")
-        splits = bool(folder.get("do_image_splitting", True))
-        parts = Parts(side, longest, (side // patch // merge) ** 2, splits)
-        return cls(side, whole.channels, whole.mean, whole.std, data.fit, parts)
-
-    def final_size(self, image: Image) -> tuple[int, int]:
-        down, across = self.parts.places(image.height, image.width)
-        return across * self.size, down * self.size
-
-    def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
-        final, filtered = self.final_size(image), pillow().Resampling[self.resampling]
-        if box is not None:
-            return image.resize(final, filtered, box=box)
-        height, width = self.parts.scaled(image.height, image.width)
-        return image.resize((width, height), filtered).resize(final, filtered)
-
-    def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
-        """Parts of a picture, row by row, then the whole picture; float32, (parts, channels, size, size)."""
-        (image,) = images
-        size, whole = (self.size, self.size), self.array(image)
-        down, across = (side // self.size for side in whole.shape[1:])
-        if down * across == 1:
-            return whole[None]
-        cut = whole.reshape(self.channels, down, self.size, across, self.size).transpose(1, 3, 0, 2, 4)
-        small = self.array(image.resize(size, pillow().Resampling[self.resampling]))
-        return np.concatenate([cut.reshape(-1, self.channels, *size), small[None]])

@@ -63,7 +63,7 @@ class Pixels:
         size = _whole(model_size, 0) if data.image_size == "auto" else data.image_size
         if not size:
             raise ConfigError("data.image_size", "auto", "give the pictures' height in pixels", "the model has none")
-        if model_size is not None and model_size not in (size, [size, size]):
+        if model_size is not None and model_size not in (size, [size, size], (size, size)):
             fix = "leave it out" if isinstance(model_size, int) else "use a model of square pictures"
             raise ConfigError("data.image_size", size, fix, f"the model's image_size is {model_size}")
         return cls(size, channels, *normalised(data, preprocessor(model), channels), data.fit)
@@ -159,7 +159,7 @@ def vision_field(model: ModelConfig, name: str) -> Any:
 
 
 def _whole(value: Any, otherwise: int) -> int:
-    if isinstance(value, list) and len(set(value)) == 1:
+    if isinstance(value, list | tuple) and len(set(value)) == 1:
         value = value[0]
     return value if isinstance(value, int) and value > 0 else otherwise
 

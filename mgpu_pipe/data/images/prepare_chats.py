@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,27 +19,29 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.config_source import config_class
-from mgpu_pipe.architectures.pictures import Grid, Parts, picture_places
+from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
+from mgpu_pipe.architectures.pictures import Grid, Parts, Tiles
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.data_source import validation_source_config
 from mgpu_pipe.data.images.chat_source import ChatSource
-from mgpu_pipe.data.images.grids import GridPixels, PartPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
+from mgpu_pipe.data.images.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.pixels import Pixels, vision_field
+from mgpu_pipe.data.images.parts import PartPixels, TilePixels, picture_tokens_of
+from mgpu_pipe.data.images.patches import PatchPixels
+from mgpu_pipe.data.images.pixels import Pixels
+from mgpu_pipe.data.images.placeholders import opener_of, placeholder_tokens
 from mgpu_pipe.data.images.videos import StoredClips
 from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualIndex
-from mgpu_pipe.data.model_field import model_field, resolve_packing
+from mgpu_pipe.data.model_field import model_field, model_field_or_default, resolve_packing
 from mgpu_pipe.data.prepared_splits import held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split
-from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.prepared_rows import PreparedRows
 from mgpu_pipe.data.text.token_store import TokenStore
-from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 
 _FORMAT = 1
 
@@ -67,6 +70,14 @@ class PreparedPictureChats(PreparedRows):
     """How native pictures are cut into patches."""
     parts: Parts | None = None
     """How pictures are cut into parts; a part takes ``tokens_a_picture``."""
+    tiles: Tiles | None = None
+    """How pictures are cut into tiles; a tile takes ``tokens_a_picture``."""
+    rows: RowGrid | None = None
+    """How pictures are cut into patches, with a token after each row of places."""
+    pooled: PooledGrid | None = None
+    """How pictures are cut into patches, averaged for each place."""
+    opener: int | None = None
+    """Token that stands for a picture where the template writes another one than ``image_token_id``."""
     num_conversations: int
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
@@ -86,7 +97,22 @@ class PreparedPictureChats(PreparedRows):
     @property
     def standing(self) -> list[int]:
         """Placeholder tokens of pictures and videos."""
-        return [token for token in (self.image_token_id, self.video_token_id) if token is not None]
+        return [token for token in (self.written_token, self.video_token_id) if token is not None]
+
+    @property
+    def written_token(self) -> int:
+        """Token that the chat template writes for a picture."""
+        return self.image_token_id if self.opener is None else self.opener
+
+    @property
+    def cut(self) -> Grid | Parts | Tiles | PatchGrid | None:
+        """How pictures are cut; None where they have one size."""
+        return self.grid or self.named_parts
+
+    @property
+    def named_parts(self) -> Parts | Tiles | PatchGrid | None:
+        """How pictures are cut whose text depends on how."""
+        return self.parts or self.tiles or self.rows or self.pooled
 
     def pictures_of(self, split: Split) -> Path:
         return self.pictures if split == "train" else self.held_out_pictures
@@ -99,7 +125,7 @@ class PreparedPictureChats(PreparedRows):
 
         A picture of the common size counts all its places down and one across. A picture in parts counts parts.
         """
-        visuals, cut = self.visual_index(split), self.grid or self.parts
+        visuals, cut = self.visual_index(split), self.cut
         if cut is None:  # each visual is one picture
             places = np.where(visuals.frames[:, None] < 0, 0, np.array([[1, self.tokens_a_picture, 1]]))
         else:
@@ -111,7 +137,7 @@ class PreparedPictureChats(PreparedRows):
     def more_tokens(self, split: Split) -> NDArray[np.int64]:
         """Tokens that the pictures add to each conversation of a split's folder."""
         written, visuals, places = self.written(), self.visual_index(split), self.places_in(split)
-        lengths = written.lengths(self.image_token_id, places)
+        lengths = written.lengths(self.written_token, places)
         if self.grid is not None and self.grid.has_timestamps and self.video_token_id is not None:
             for index in np.flatnonzero(~np.isnan(visuals.seconds[visuals.pictures])):
                 times = visuals.visual(int(visuals.pictures[index])).times(self.grid.frames)
@@ -120,7 +146,8 @@ class PreparedPictureChats(PreparedRows):
 
     def written(self) -> PlaceholderTokens:
         """Placeholder tokens of pictures and videos, by size."""
-        return PlaceholderTokens(self.tokenizer_folder, self.parts)
+        opened = None if self.opener is None else (self.opener, self.image_token_id)
+        return PlaceholderTokens(self.tokenizer_folder, self.named_parts, opened)
 
     def lengths(self, split: Split) -> NDArray[np.int64]:
         """Row length of each conversation of a split's folder, pictures included."""
@@ -140,7 +167,7 @@ class PreparedPictureChats(PreparedRows):
         return self.faults("train" if folder == self.folder else "validation")[1]
 
     def too_long(self, data: DataConfig) -> str:
-        each = "with their pictures" if self.grid or self.parts else f"each picture takes {self.tokens_a_picture}"
+        each = "with their pictures" if self.cut else f"each picture takes {self.tokens_a_picture}"
         limit = f"data.seq_len={self.seq_len} tokens ({each})"
         return describe_too_long(self.too_long_samples, "conversations", self.on_too_long, limit)
 
@@ -151,7 +178,7 @@ class PreparedPictureChats(PreparedRows):
         if self.grid is not None:
             video = {} if self.video_token_id is None else {"video_token_id": self.video_token_id}
             return {"image_token_id": self.image_token_id, **video}
-        if self.parts is not None:
+        if self.named_parts is not None:
             return {"image_token_id": self.image_token_id}
         return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}
 
@@ -165,7 +192,8 @@ class PreparedPictureChats(PreparedRows):
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        cut = {name: kind(**value[name]) for name, kind in (("grid", Grid), ("parts", Parts)) if value.get(name)}
+        kinds = (("grid", Grid), ("parts", Parts), ("tiles", Tiles), ("rows", RowGrid), ("pooled", PooledGrid))
+        cut = {name: kind(**value[name]) for name, kind in kinds if value.get(name)}
         return super().from_dict({**value, **cut})
 
 
@@ -181,14 +209,20 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     pixels = chat_pixels(data, config.model)
     grid = pixels.grid if isinstance(pixels, GridPixels) else None
     parts = pixels.parts if isinstance(pixels, PartPixels) else None
-    tokens = parts.tokens if parts else _tokens_a_picture(config.model) if grid is None else 0
+    tiles = pixels.parts if isinstance(pixels, TilePixels) else None
+    patches = pixels.parts if isinstance(pixels, PatchPixels) else None
+    of_one, native = parts or tiles, grid is not None or patches is not None
+    tokens = of_one.tokens if of_one else 0 if native else picture_tokens_of(config.model, pixels.size)
     cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
         sources = _open_sources(config, pixels, cache, report)
         tokenizer = resolve_tokenizer(config, [(sources[0].plain, sources[0].source)], cache, report)
-        image, video = _placeholder_tokens(config.model, config.data, tokenizer, sources)
-        standing = [token for token in (image, video) if token is not None]
+        has_videos = any(visual.is_video for source in sources for visual in source.visuals)
+        image, video = placeholder_tokens(config.model, data, tokenizer, has_videos)
+        kind = str(config.model.type or model_field(config.model, "model_type"))
+        opener = opener_of(tokenizer.folder, kind, partial(model_field_or_default, config.model))
+        standing = [token for token in (image if opener is None else opener, video) if token is not None]
         folders = [source.known(pixels, tokenizer, standing, cache, report) for source in sources]
     folder, index, pictures, clips = folders[0]
     held_folder, held_shown, held_pictures, held_clips = folders[-1]
@@ -214,6 +248,10 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         tokens_a_picture=tokens,
         grid=grid,
         parts=parts,
+        tiles=tiles,
+        rows=patches if isinstance(patches, RowGrid) else None,
+        pooled=patches if isinstance(patches, PooledGrid) else None,
+        opener=opener,
         num_conversations=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
         bad_samples=num_bad,
         told=notes.summary(),
@@ -265,49 +303,3 @@ def _summed(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int6
     before = np.concatenate([[0], np.cumsum(values)])
     summed: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]
     return summed
-
-
-def _placeholder_tokens(
-    model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo, sources: list[ChatSource]
-) -> tuple[int, int | None]:
-    """Ids of the placeholder tokens of pictures and of videos; None where no conversation shows a video."""
-    image = _token(model, data, tokenizer, PLACE, "image_token_index", "image_token_id")
-    has_videos = any(visual.is_video for source in sources for visual in source.visuals)
-    return image, _token(model, data, tokenizer, VIDEO, "video_token_id") if has_videos else None
-
-
-def _token(model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo, place: str, *fields: str) -> int:
-    """Id of the placeholder token of pictures or of videos.
-
-    Args:
-        fields: of the model's configuration, where it says it.
-
-    Raises:
-        ConfigError: the tokenizer has none, or the model knows another one.
-    """
-    from tokenizers import Tokenizer
-
-    tokens = (model_field(model, name) for name in fields)
-    known = next((token for token in tokens if token is not None), None)
-    read = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-    number: int | None = read.token_to_id(place)
-    if number is None and model.path is not None and known is not None and read.id_to_token(known) is not None:
-        return int(known)  # the model's chat template writes another token
-    if number is None:
-        fix = "name a chat template by data.chat_template, with which it gets the token"
-        raise ConfigError("data.tokenizer", data.tokenizer, fix, f"it has no token {place}")
-    if model.path is not None and known != number:
-        reason = f"its token {place} is {number}, and the model's {fields[0]} {known}"
-        raise ConfigError("data.tokenizer", data.tokenizer, "use the model's own tokenizer", reason)
-    return number
-
-
-def _tokens_a_picture(model: ModelConfig) -> int:
-    kind = model.type or model_field(model, "model_type")
-    size, patch = (vision_field(model, name) for name in ("image_size", "patch_size"))
-    if not isinstance(size, int) or not isinstance(patch, int) or not 1 <= patch <= size:
-        fix = "give model.config.vision_config.image_size and patch_size"
-        raise ConfigError("model.config.vision_config.patch_size", patch, fix, f"pictures have {size} pixels")
-    known, name = config_class(str(kind)), "vision_feature_select_strategy"
-    select = model_field(model, name) or (known.defaults.get(name, "full") if known else "full")
-    return picture_places(str(vision_field(model, "model_type")), size, patch, str(select))

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.architectures.pictures import BEGIN, END, Grid, Parts
+from mgpu_pipe.architectures.patch_grids import PatchGrid
+from mgpu_pipe.architectures.pictures import BEGIN, END, Grid, Parts, Tiles
 from mgpu_pipe.data.cache import read_manifest
 from mgpu_pipe.data.text.token_store import load_array, save_array
 
@@ -31,11 +32,15 @@ class PlaceholderTokens:
 
     Args:
         tokenizer: its folder.
-        parts: of a model that sees pictures in parts; a text names each.
+        parts: of a model that sees pictures in parts or tiles; a text names each.
+        opened: the token before a picture, which stands for it in a text, and that of its places; None where one token
+            is both.
     """
 
-    def __init__(self, tokenizer: Path, parts: Parts | None) -> None:
-        self._folder, self._parts = tokenizer, parts
+    def __init__(
+        self, tokenizer: Path, parts: Parts | Tiles | PatchGrid | None, opened: tuple[int, int] | None = None
+    ) -> None:
+        self._folder, self._parts, self._opened = tokenizer, parts, opened
         self._read: Tokenizer | None = None
         self._known: dict[tuple[Any, ...], NDArray[np.int64]] = {}
 
@@ -47,6 +52,8 @@ class PlaceholderTokens:
             places: in time, down and across; of parts their number.
             times: seconds of each patch, where the model family writes them into the text.
         """
+        if self._opened is not None and all(places):
+            return np.array([token, *[self._opened[1]] * int(np.prod(places))], np.int64)
         if not all(places) or (self._parts is None and not times):
             return np.full(int(np.prod(places)), token, np.int64)
         key = (token, *map(int, places), *times)
@@ -76,7 +83,7 @@ class PlaceholderTokens:
     def lengths(self, token: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Number of placeholder tokens of each picture, (pictures,)."""
         if self._parts is None:
-            return places.prod(1)
+            return places.prod(1) + (self._opened is not None) * places.all(1)
         different, which = np.unique(places, axis=0, return_inverse=True)
         return np.array([len(self.ids(token, count)) for count in different.tolist()], np.int64)[which.reshape(-1)]
 
@@ -144,7 +151,9 @@ class VisualIndex:
         seen = tuple(moments) if seconds == seconds else ()
         return VisualInput(tuple(self.frames[piece].tolist()), seconds, int(self.clips[number]), seen)
 
-    def places(self, grid: Grid | Parts, pictures: NDArray[np.int64], clips: NDArray[np.int64]) -> NDArray[np.int64]:
+    def places(
+        self, grid: Grid | Parts | Tiles | PatchGrid, pictures: NDArray[np.int64], clips: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """Places in time, down and across of each visual, (visuals, 3); zeros for an unusable one.
 
         Args:

@@ -7,7 +7,20 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from mgpu_pipe.architectures.pictures import BEGIN, END, PLACED, SEE_PARTS, SEE_VIDEOS
+from mgpu_pipe.architectures.patch_grids import IMAGE_BREAK, IMAGE_CLOSE, IMAGE_OPEN, IMAGE_STOP
+from mgpu_pipe.architectures.pictures import (
+    BEGIN,
+    END,
+    IMAGE_BEGIN,
+    IMAGE_END,
+    PLACED,
+    SEE_PARTS,
+    SEE_POOLED,
+    SEE_ROWS,
+    SEE_TILES,
+    SEE_VIDEOS,
+    STATE_TIMES,
+)
 from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
@@ -59,7 +72,10 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
     place: tuple[str, ...] = (PLACE,) if samples_of(data.source) == "picture_chats" else ()
     if place:
         known = {**dict.fromkeys(SEE_VIDEOS, (PLACE, VIDEO)), **dict.fromkeys(SEE_PARTS, (PLACE, *PLACED))}
-        known["qwen3_vl"] = (PLACE, VIDEO, BEGIN, END)
+        known |= dict.fromkeys(STATE_TIMES, (PLACE, VIDEO, BEGIN, END))
+        known |= dict.fromkeys(SEE_TILES, (PLACE, IMAGE_BEGIN, IMAGE_END))
+        known |= dict.fromkeys(SEE_ROWS, (PLACE, IMAGE_BREAK, IMAGE_STOP))
+        known |= dict.fromkeys(SEE_POOLED, (PLACE, IMAGE_OPEN, IMAGE_CLOSE))
         place = known.get(str(model.type), place)
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"

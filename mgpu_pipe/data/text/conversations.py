@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.data.files import FIX, missing_column
@@ -286,6 +286,12 @@ def _joined(parts: list[object], number: int, origin: str) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"{origin}: the content of message {number} has a part that is no text; leave it out")
     return "".join(str(text) for text in texts)
+
+
+def has_places(message: Mapping[str, Any]) -> bool:
+    """Whether a message to the assistant is a text with places of pictures or videos."""
+    content = message.get("content")
+    return message.get("role") == "user" and isinstance(content, str) and bool(PLACES.search(content))
 
 
 def as_parts(content: object) -> object:

@@ -143,7 +143,9 @@ def _packed(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, c
 def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dict[str, torch.Tensor]:
     """Converts a conversation to a packed row: each picture one token, the padding a separate document."""
     ids = batch["input_ids"][row]
-    pictures = (ids[:, None] == ids.new_tensor(prepared.standing)).any(1)
+    pictures = (ids[:, None] == ids.new_tensor([prepared.image_token_id, *prepared.standing])).any(1)
+    if prepared.opener is not None:  # another token than that of the places
+        pictures &= ids != prepared.opener
     sizes = _tokens_of_pictures(batch, row, prepared)
     firsts = sizes.cumsum(0) - sizes + 1
     keep = ~pictures | (pictures.cumsum(0)[:, None] == firsts).any(1)
@@ -155,11 +157,11 @@ def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dic
 
 
 def _tokens_of_pictures(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> torch.Tensor:
-    if prepared.grid is None:
+    if "grids" not in batch:
         number = batch["pictures"][row]
         return number.new_full((int(number),), prepared.tokens_a_picture)
     patches = batch["grids"][row].prod(-1)
-    return patches[patches > 0] // prepared.grid.merge**2
+    return patches[patches > 0] // prepared.cut.merge**2
 
 
 def _padding(ids: NDArray[np.int64], positions: NDArray[np.int64], trained: NDArray[np.bool_]) -> int:

@@ -24,9 +24,11 @@ from mgpu_pipe.data.text.call_arguments import Form, form_taken, with_arguments
 from mgpu_pipe.data.text.conversations import (
     CLOSE,
     OPEN,
+    PLACE,
     SEEN,
     as_parts,
     columns_read,
+    has_places,
     is_trained,
     messages_of,
     tools_of,
@@ -106,9 +108,12 @@ class ChatTemplate:
         self.notes = Notes()
         self._answers = AnswerFinder(self.render, self.special_tokens.get("eos_token", ""), self.stop_tokens)
         self._marks_generation = bool(_GENERATION.search(self.source))
-        self._takes_parts = False
+        self._takes_parts = self._takes_places = False
         self.arguments: Form | None = None
-        self._takes_parts = bool(_TYPE.search(self.source)) and not self._writes(SEEN) and self._writes(as_parts(SEEN))
+        reads_parts = bool(_TYPE.search(self.source))
+        self._takes_parts = reads_parts and not self._writes(SEEN) and self._writes(as_parts(SEEN))
+        # A template that takes texts as well (Gemma 3, Qwen-VL) writes its own token for a part that is a picture.
+        self._takes_places = reads_parts and PLACE not in self.stop_tokens and self._writes(as_parts(f"{PLACE}{SEEN}"))
         if "tool_calls" in self.source:
             self.arguments = form_taken(self._rendered_if_taken)
 
@@ -135,12 +140,24 @@ class ChatTemplate:
             messages = with_arguments(messages, self.arguments)
         if self._takes_parts:
             messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]
+        elif self._takes_places:
+            messages = [
+                {**message, "content": as_parts(message["content"])} if has_places(message) else message
+                for message in messages
+            ]
         text = self._template.render(
             messages=messages, tools=tools, add_generation_prompt=prompt, **self.special_tokens
         )
+        text = self._around_pictures(text)
         if len(text) > LARGEST_VALUE:
             raise TemplateLimit(f"gives {len(text):,} characters")
         return text
+
+    def _around_pictures(self, text: str) -> str:
+        """``text`` with what a processor writes around a picture, where the template writes only the token before it
+        (Gemma 3). The tokens of its places come later."""
+        before, after = (self.special_tokens.get(name) for name in ("boi_token", "eoi_token"))
+        return text.replace(before, f"\n\n{before}{after}\n\n") if before and after else text
 
     def _writes(self, content: object) -> bool:
         """Whether the template writes a message with this content, which contains :data:`SEEN`."""

@@ -17,7 +17,7 @@ from mgpu_pipe.parallel.tensor.collectives import all_gather_parts, sum_backward
 from mgpu_pipe.parallel.tensor.cut import TensorCut, head_dim, output_dim, outputs
 from mgpu_pipe.parallel.tensor.sequence import SequenceSplit
 
-HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "split_size", "all_head_size")
+HEAD_COUNTS = ("num_heads", "n_heads", "num_attention_heads", "split_size", "all_head_size", "embed_dim")
 """Names that attention modules give the number of their query heads, or a width that goes with it."""
 GROUPS = "num_key_value_groups"
 """Query heads a key-value head."""

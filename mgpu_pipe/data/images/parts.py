@@ -1,0 +1,168 @@
+"""Pictures in parts of one size (SmolVLM) and in tiles (InternVL), each next to the whole picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from mgpu_pipe.architectures.config_source import config_class
+from mgpu_pipe.architectures.pictures import ACROSS, MOST_TILES, Parts, Tiles, picture_places
+from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.images.decode_image import pillow
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.pixels import Pixels, preprocessor, vision_field
+from mgpu_pipe.data.model_field import model_field, model_field_or_default
+from mgpu_pipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class PartPixels(Pixels):
+    """Converts pictures to parts.
+
+    Attributes:
+        parts: of the model; ``size`` is a part's.
+    """
+
+    parts: Parts
+    resampling: ClassVar[str] = "LANCZOS"
+
+    @classmethod
+    def from_parts(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
+        """Reads the settings of a run.
+
+        Raises:
+            ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped; patches that do not merge; a longer
+                side that is shorter than a part.
+        """
+        if data.fit != "squash":
+            raise ConfigError("data.fit", data.fit, "leave it out", "the model sees pictures in parts")
+        whole, folder, kind = (
+            Pixels.from_config(data, model),
+            preprocessor(model),
+            model.type or model_field(model, "model_type"),
+        )
+        side, patch = whole.size, vision_field(model, "patch_size")
+        known = config_class(str(kind))
+        merge = model_field(model, "scale_factor") or (known.defaults["scale_factor"] if known else None)
+        if not all(isinstance(count, int) and count > 0 for count in (patch, merge)) or side // patch % merge:
+            reason = f"a part of {side} pixels has {side}/{patch} patches across"
+            raise ConfigError("model.config.scale_factor", merge, "use a divisor of the patches", reason)
+        size, most = folder.get("size"), folder.get("max_image_size")
+        if isinstance(most, dict) and most.get("longest_edge", side) != side:
+            reason = f"its preprocessor_config.json cuts parts of {most['longest_edge']} pixels, its tower sees {side}"
+            raise ConfigError("model.path", model.path, "give a folder whose files agree", reason)
+        usual = size.get("longest_edge") if isinstance(size, dict) else None
+        longest = data.max_side if data.max_side != "auto" else usual if isinstance(usual, int) else ACROSS * side
+        if longest < side:
+            raise ConfigError("data.max_side", longest, f"use at least {side}", "a part has so many pixels")
+        splits = bool(folder.get("do_image_splitting", True))
+        parts = Parts(side, longest, (side // patch // merge) ** 2, splits)
+        return cls(side, whole.channels, whole.mean, whole.std, data.fit, parts)
+
+    def final_size(self, image: Image) -> tuple[int, int]:
+        down, across = self.parts.places(image.height, image.width)
+        return across * self.size, down * self.size
+
+    def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
+        final, filtered = self.final_size(image), pillow().Resampling[self.resampling]
+        if box is not None:
+            return image.resize(final, filtered, box=box)
+        height, width = self.parts.scaled(image.height, image.width)
+        return image.resize((width, height), filtered).resize(final, filtered)
+
+    def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
+        """Parts of a picture, row by row, then the whole picture; float32, (parts, channels, size, size)."""
+        (image,) = images
+        size, whole = (self.size, self.size), self.array(image)
+        down, across = (side // self.size for side in whole.shape[1:])
+        if down * across == 1:
+            return whole[None]
+        cut = whole.reshape(self.channels, down, self.size, across, self.size).transpose(1, 3, 0, 2, 4)
+        small = self.array(image.resize(size, pillow().Resampling[self.resampling]))
+        return np.concatenate([cut.reshape(-1, self.channels, *size), small[None]])
+
+
+@dataclass(frozen=True)
+class TilePixels(Pixels):
+    """Converts pictures to tiles.
+
+    Attributes:
+        parts: of the model; ``size`` is a tile's.
+    """
+
+    parts: Tiles
+    resampling: ClassVar[str] = "BICUBIC"
+
+    @classmethod
+    def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
+        """Reads the settings of a run.
+
+        Raises:
+            ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped; bounds that no tile keeps.
+        """
+        if data.fit != "squash":
+            raise ConfigError("data.fit", data.fit, "leave it out", "the model sees pictures in tiles")
+        whole, folder = Pixels.from_config(data, model), preprocessor(model)
+        area = whole.size**2
+        fewest, most = (folder.get(name) or usual for name, usual in (("min_patches", 1), ("max_patches", MOST_TILES)))
+        if data.min_pixels != "auto":
+            fewest = max(1, -(-data.min_pixels // area))
+        if data.max_pixels != "auto":
+            most = data.max_pixels // area
+        if most < fewest:
+            reason = f"a tile has {area} pixels, and a picture at least {fewest} tiles"
+            raise ConfigError("data.max_pixels", data.max_pixels, f"use at least {fewest * area}", reason)
+        tiles = Tiles(whole.size, picture_tokens_of(model, whole.size), fewest, most)
+        return cls(whole.size, whole.channels, whole.mean, whole.std, data.fit, tiles)
+
+    def final_size(self, image: Image) -> tuple[int, int]:
+        """The picture's own, of which tiles and whole picture are scaled."""
+        return image.size
+
+    def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
+        """The picture, or its box, in the picture's size: tiles and whole picture are scaled from it."""
+        return image if box is None else image.resize(image.size, pillow().Resampling[self.resampling], box=box)
+
+    def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
+        """Tiles of a picture, row by row, then the whole picture; float32, (tiles, channels, size, size)."""
+        (image,) = images
+        down, across = self.parts.places(image.height, image.width)
+        filtered = pillow().Resampling[self.resampling]
+
+        def scaled(width: int, height: int) -> NDArray[np.float32]:
+            return self.array(image if image.size == (width, height) else image.resize((width, height), filtered))
+
+        whole = scaled(self.size, self.size)[None]
+        if down * across == 1:
+            return whole
+        grid = scaled(across * self.size, down * self.size)
+        cut = grid.reshape(self.channels, down, self.size, across, self.size).transpose(1, 3, 0, 2, 4)
+        return np.concatenate([cut.reshape(-1, self.channels, self.size, self.size), whole])
+
+
+def picture_tokens_of(model: ModelConfig, size: int) -> int:
+    """Tokens that the language model gets of a picture or tile of ``size`` pixels across.
+
+    Raises:
+        ConfigError: patches or vectors that do not divide it.
+    """
+    patch = vision_field(model, "patch_size")
+    patch = patch[0] if isinstance(patch, list | tuple) and len(set(patch)) == 1 else patch
+    if not isinstance(patch, int) or not 1 <= patch <= size:
+        fix = "give model.config.vision_config.image_size and patch_size"
+        raise ConfigError("model.config.vision_config.patch_size", patch, fix, f"pictures have {size} pixels")
+    field = partial(model_field_or_default, model)
+    try:
+        return picture_places(str(vision_field(model, "model_type")), size // patch, field)
+    except ValueError as error:
+        name, reason = error.args
+        raise ConfigError(f"model.config.{name}", field(name), "use a divisor of the patches", reason) from error

@@ -1,0 +1,150 @@
+"""Arguments of models of pictures in sizes of their own whose tokens have positions along one axis."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
+from mgpu_pipe.data.step_batch import Field
+from mgpu_pipe.objectives.picture_inputs import MOST_PLACES, Batch, Picture, PictureInputs
+
+
+class PatchPictures(PictureInputs):
+    """``grids``, patches in time (1), down and across of each picture, int64, (rows, most, 3); ``pixel_values``,
+    patches row by row, float32, (rows, most patches, values), padded with zeros at the end."""
+
+    grid: PatchGrid
+    fewest: ClassVar[int] = 1
+    """Fewest vectors of a micro-batch that the model takes."""
+
+    def __init__(self, config: Any, packed: bool = False) -> None:
+        super().__init__(config)
+        self.most_tokens = math.prod(MOST_PLACES)
+        self.fields = {
+            **({"position_ids": Field(counting=True)} if packed else {}),
+            "grids": Field(sequence_dim=None, stages="first", shape=(1, 3)),
+            "pixel_values": Field(sequence_dim=None, stages="first", dtype="float32", shape=(1, self.grid.values)),
+        }
+
+    @abstractmethod
+    def _model_pixels(self, pictures: Sequence[torch.Tensor], grids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Model arguments of pictures.
+
+        Args:
+            pictures: patches of each, (patches, values).
+            grids: of each, (pictures, 3).
+        """
+
+    def _token_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Model arguments that say which tokens are pictures."""
+        return {}
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        ids, positions = batch["input_ids"], {name: batch[name] for name in ("position_ids",) if name in batch}
+        pixels = dict[str, torch.Tensor]()
+        if "pixel_values" in batch:
+            grids = batch["grids"]
+            patches = grids.prod(-1)
+            values = batch["pixel_values"]
+            values = values[torch.arange(values.shape[1], device=values.device) < patches.sum(1, keepdim=True)]
+            present = grids[patches > 0]
+            if len(values) < self.fewest * self.grid.merge**2:
+                blank = self.blank()
+                ids, values = self.append_blank_row(ids), torch.cat([values, blank.values.to(values)])
+                present = torch.cat([present, self._patches([blank.places]).to(present)])
+                row = torch.arange(ids.shape[1], device=ids.device)[None]
+                positions = {name: torch.cat([value, row]) for name, value in positions.items()}
+            pixels = self._model_pixels(values.split(present.prod(-1).tolist()), present)
+        return {"input_ids": ids, **positions, **self._token_inputs(ids), **pixels, "use_cache": False}
+
+    def single_row(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
+        inputs = {"input_ids": ids[None], **self._token_inputs(ids[None])}
+        if not pictures:
+            return inputs
+        grids = self._patches([picture.places for picture in pictures]).to(ids.device)
+        return {**inputs, **self._model_pixels([picture.values for picture in pictures], grids)}
+
+    def random_picture(self, generator: torch.Generator) -> Picture:
+        least = (1, self.fewest)
+        down, across = (
+            int(torch.randint(fewest, most + 1, (), generator=generator))
+            for fewest, most in zip(least, MOST_PLACES, strict=True)
+        )
+        values = torch.randn(down * across * self.grid.merge**2, self.grid.values, generator=generator)
+        return Picture(values, (1, down, across))
+
+    def blank(self) -> Picture:
+        return Picture(torch.zeros(self.fewest * self.grid.merge**2, self.grid.values), (1, 1, self.fewest))
+
+    def collate(self, ids: torch.Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
+        grids = torch.zeros(len(rows), max(map(len, rows)), 3, dtype=torch.int64)
+        amounts = [sum(len(picture.values) for picture in pictures) for pictures in rows]
+        pixels = torch.zeros(len(rows), max(amounts), self.grid.values)
+        for row, pictures in enumerate(rows):
+            if pictures:
+                grids[row, : len(pictures)] = self._patches([picture.places for picture in pictures])
+                pixels[row, : amounts[row]] = torch.cat([picture.values for picture in pictures])
+        return {"grids": grids, "pixel_values": pixels}
+
+    def row_pictures(self, batch: Batch, row: int) -> list[Picture]:
+        grids = batch["grids"][row]
+        grids = grids[grids.prod(-1) > 0]
+        sizes, merge = grids.prod(-1).tolist(), self.grid.merge
+        values = batch["pixel_values"][row][: sum(sizes)].split(sizes)
+        places = [(1, down // merge, across // merge) for _, down, across in grids.tolist()]
+        return [Picture(*picture) for picture in zip(values, places, strict=True)]
+
+    def _patches(self, places: Any) -> torch.Tensor:
+        return torch.as_tensor(places) * torch.tensor([1, self.grid.merge, self.grid.merge])
+
+
+class RowPictures(PatchPictures):
+    """Pictures of a Pixtral tower, which takes them whole, padded to one size.
+
+    transformers' Mistral 3 fails for a single vector.
+    """
+
+    fewest = 2
+
+    def __init__(self, config: Any, packed: bool = False) -> None:
+        vision = config.vision_config
+        self.grid = RowGrid(int(vision.patch_size), int(config.spatial_merge_size), int(vision.num_channels), 0)
+        super().__init__(config, packed)
+
+    def _model_pixels(self, pictures: Sequence[torch.Tensor], grids: torch.Tensor) -> dict[str, torch.Tensor]:
+        patch, (_, most_down, most_across) = self.grid.patch, grids.amax(0).tolist()
+        whole = []
+        for values, (_, down, across) in zip(pictures, grids.tolist(), strict=True):
+            cut = values.reshape(down, across, self.grid.channels, patch, patch).permute(2, 0, 3, 1, 4)
+            picture = cut.reshape(self.grid.channels, down * patch, across * patch)
+            whole.append(F.pad(picture, (0, (most_across - across) * patch, 0, (most_down - down) * patch)))
+        return {"pixel_values": torch.stack(whole), "image_sizes": grids[:, 1:] * patch}
+
+
+class PooledPictures(PatchPictures):
+    """Pictures of Gemma 4's tower, which takes patches with their places across and down, padded to one number."""
+
+    def __init__(self, config: Any, packed: bool = False) -> None:
+        vision = config.vision_config
+        self.grid = PooledGrid(int(vision.patch_size), int(vision.pooling_kernel_size), 3, 0)
+        super().__init__(config, packed)
+
+    def _token_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"mm_token_type_ids": (ids == self.token).long()}
+
+    def _model_pixels(self, pictures: Sequence[torch.Tensor], grids: torch.Tensor) -> dict[str, torch.Tensor]:
+        positions = []
+        for _, down, across in grids.tolist():
+            places = torch.cartesian_prod(*(torch.arange(size, device=grids.device) for size in (down, across)))
+            positions.append(places.flip(1))
+        padded = (
+            torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=padding)
+            for values, padding in ((list(pictures), 0.0), (positions, -1.0))
+        )
+        return dict(zip(("pixel_values", "image_position_ids"), padded, strict=True))

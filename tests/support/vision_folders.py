@@ -1,0 +1,318 @@
+"""Folders of vision-language models as their makers publish them, tiny: written by transformers' own classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.real_folders import need_chat_templates
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+CHATML = ("<|im_start|>", "<|im_end|>")
+INTERNVL = """{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for content in message['content'] -%}
+{%- if content['type'] == 'image' -%}{{- '<IMG_CONTEXT>\\n' -}}
+{%- elif content['type'] == 'text' -%}{{- content['text'] -}}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+@dataclass(frozen=True)
+class VisionFolder:
+    """One family.
+
+    Attributes:
+        tokens: special tokens of its tokenizer.
+        named: their names, without those of ends and padding.
+        fields: its configuration, given the id of a token; ``vocab_size`` of its text is added.
+        image, processor: settings of the image processor, and of the whole processor.
+        template: its chat template, or the file's name in TRL's folder.
+        expand: the text of a picture in place of the template's, given the processor's output for it.
+    """
+
+    tokens: tuple[str, ...]
+    named: dict[str, str]
+    fields: Callable[[Callable[[str], int]], dict[str, Any]]
+    image: dict[str, Any]
+    processor: dict[str, Any]
+    template: str
+    placeholder: str
+    expand: Callable[[Any, int], str]
+
+
+MISTRAL = """{{- bos_token -}}{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}{{- '[INST]' -}}
+{%- if message['content'] is string -%}{{- message['content'] -}}
+{%- else -%}{%- for block in message['content'] -%}
+{%- if block['type'] == 'text' -%}{{- block['text'] -}}
+{%- elif block['type'] in ['image', 'image_url'] -%}{{- '[IMG]' -}}{%- endif -%}
+{%- endfor -%}{%- endif -%}{{- '[/INST]' -}}
+{%- elif message['content'] is string -%}{{- message['content'] + eos_token -}}
+{%- else -%}{{- message['content'][0]['text'] + eos_token -}}{%- endif -%}
+{%- endfor -%}"""
+
+
+def qwen_fields(family: str, more: dict[str, Any], token: Callable[[str], int]) -> dict[str, Any]:
+    """Fields of a Qwen-VL with these fields of its tower."""
+    places = {
+        **{"image_token_id": token("<|image_pad|>"), "video_token_id": token("<|video_pad|>")},
+        **{"vision_start_token_id": token("<|vision_start|>"), "vision_end_token_id": token("<|vision_end|>")},
+    }
+    rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "patch_size": 4, "out_hidden_size": 32}
+    text = TEXT if family == "qwen3_vl" else {name: value for name, value in TEXT.items() if name != "head_dim"}
+    return {
+        **places,
+        "text_config": {**text, "model_type": f"{family}_text", "rope_parameters": rotary},
+        "vision_config": {**vision, "model_type": f"{family}_vision", **more},
+    }
+
+
+def rows_of_places(down: int, across: int) -> str:
+    return "[IMG_BREAK]".join(["[IMG]" * across] * down) + "[IMG_END]"
+
+
+def squares(side: int, kind: str, **more: Any) -> dict[str, Any]:
+    return {
+        **{"image_processor_type": kind, "size": {"height": side, "width": side}},
+        **{"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True, **more},
+    }
+
+
+FOLDERS = {
+    "gemma3": VisionFolder(
+        tokens=("<start_of_turn>", "<end_of_turn>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"),
+        named={"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        fields=lambda token: {
+            **{"boi_token_index": token("<start_of_image>"), "eoi_token_index": token("<end_of_image>")},
+            **{"image_token_index": token("<image_soft_token>"), "mm_tokens_per_image": 4},
+            "text_config": {
+                **{**TEXT, "model_type": "gemma3_text", "query_pre_attn_scalar": 8, "sliding_window": 16},
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            "vision_config": {
+                **{**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
+                **{"image_size": 16, "patch_size": 4},
+            },
+        },
+        image=squares(16, "Gemma3ImageProcessor", image_mean=[0.5] * 3, image_std=[0.5] * 3, resample=2),
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": 4},
+        template="gemma3.jinja",
+        placeholder="<start_of_image>",
+        expand=lambda made, _: f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n",
+    ),
+    "internvl": VisionFolder(
+        tokens=(*CHATML, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
+        named={
+            **{"start_image_token": "<img>", "end_image_token": "</img>"},
+            **{"context_image_token": "<IMG_CONTEXT>", "video_token": "<video>"},
+        },
+        fields=lambda token: {
+            **{"image_token_id": token("<IMG_CONTEXT>"), "image_seq_length": 4, "downsample_ratio": 0.5},
+            "text_config": {**{key: value for key, value in TEXT.items() if key != "head_dim"}, "model_type": "qwen2"},
+            "vision_config": {
+                **{**TOWER, "model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]},
+                **{"attention_bias": True, "use_qk_norm": False},
+            },
+        },
+        image=squares(
+            *(16, "GotOcr2ImageProcessor"),
+            **{"image_mean": MEAN, "image_std": STD, "resample": 3, "crop_to_patches": False},
+            **{"min_patches": 1, "max_patches": 6},
+        ),
+        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+        template=INTERNVL,
+        placeholder="<IMG_CONTEXT>",
+        expand=lambda made, index: f"<img>{'<IMG_CONTEXT>' * 4 * int(made['num_patches'][index])}</img>",
+    ),
+    "qwen3_5": VisionFolder(
+        tokens=(*CHATML, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+        fields=lambda token: {
+            **{"image_token_id": token("<|image_pad|>"), "video_token_id": token("<|video_pad|>")},
+            **{"vision_start_token_id": token("<|vision_start|>"), "vision_end_token_id": token("<|vision_end|>")},
+            "text_config": {
+                **{**TEXT, "model_type": "qwen3_5_text", "head_dim": 32},
+                **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2},
+                **{"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+                "rope_parameters": {
+                    **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+                    **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
+                },
+            },
+            "vision_config": {
+                **{"model_type": "qwen3_5_vision", "hidden_size": 32, "intermediate_size": 48, "depth": 2},
+                **{"num_heads": 4, "patch_size": 4, "out_hidden_size": 32, "num_position_embeddings": 16},
+            },
+        },
+        image={
+            **{"image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 4, "merge_size": 2},
+            **{"temporal_patch_size": 2, "size": {"shortest_edge": 256, "longest_edge": 1600}},
+            **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        },
+        processor={"processor_class": "Qwen3VLProcessor"},
+        template="qwen3_5_nothink.jinja",
+        placeholder="<|image_pad|>",
+        expand=lambda made, index: "<|image_pad|>" * (int(made["image_grid_thw"][index].prod()) // 4),
+    ),
+}
+FOLDERS["mistral3"] = VisionFolder(
+    tokens=("[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    named={},
+    fields=lambda token: {
+        **{"image_token_index": token("[IMG]"), "spatial_merge_size": 2, "vision_feature_layer": -1},
+        "text_config": {**TEXT, "model_type": "mistral", "sliding_window": None},
+        "vision_config": {**TOWER, "model_type": "pixtral", "image_size": 32, "patch_size": 4},
+    },
+    image={
+        **{"image_processor_type": "PixtralImageProcessorFast", "patch_size": 4, "size": {"longest_edge": 32}},
+        **{"image_mean": MEAN, "image_std": STD, "resample": 3},
+    },
+    processor={"processor_class": "PixtralProcessor", "patch_size": 4, "spatial_merge_size": 2},
+    template=MISTRAL,
+    placeholder="[IMG]",
+    expand=lambda made, index: rows_of_places(*(int(side) // 8 for side in made["image_sizes"][index])),
+)
+FOLDERS["gemma4"] = VisionFolder(
+    tokens=("<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|channel>", "<channel|>", "<|think|>"),
+    named={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+    fields=lambda token: {
+        **{"boi_token_id": token("<|image>"), "eoi_token_id": token("<image|>")},
+        **{"image_token_id": token("<|image|>"), "video_token_id": None, "audio_token_id": None},
+        "audio_config": None,
+        "text_config": {
+            **{**TEXT, "model_type": "gemma4_text", "sliding_window": 16, "hidden_size_per_layer_input": 0},
+            **{"layer_types": ["sliding_attention", "full_attention"], "use_bidirectional_attention": "vision"},
+            "global_head_dim": 16,
+        },
+        "vision_config": {
+            **{**TOWER, "model_type": "gemma4_vision", "num_key_value_heads": 4, "head_dim": 8, "patch_size": 2},
+            **{"pooling_kernel_size": 2, "position_embedding_size": 512, "standardize": True},
+        },
+    },
+    image={
+        **{"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2, "pooling_kernel_size": 2},
+        **{"max_soft_tokens": 70, "do_normalize": False, "resample": 3},
+    },
+    processor={"processor_class": "Gemma4Processor", "image_seq_length": 70},
+    template="gemma4_v5.jinja",
+    placeholder="<|image|>",
+    expand=lambda made, index: f"<|image>{'<|image|>' * int(made['num_soft_tokens_per_image'][index])}<image|>",
+)
+for family, template, more in (
+    (
+        "qwen2_5_vl",
+        "qwen2_5_vl.jinja",
+        {
+            **{"num_heads": 4, "window_size": 16, "fullatt_block_indexes": [1]},
+            **{"hidden_act": "silu", "tokens_per_second": 2},
+        },
+    ),
+    ("qwen3_vl", "qwen3_vl.jinja", {"num_heads": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+):
+    FOLDERS[family] = replace(
+        FOLDERS["qwen3_5"],
+        fields=partial(qwen_fields, family, more),
+        template=template,
+        processor={"processor_class": "Qwen2_5_VLProcessor" if family == "qwen2_5_vl" else "Qwen3VLProcessor"},
+    )
+PIL = {
+    "qwen2_5_vl": "Qwen2VLImageProcessorPil",
+    "qwen3_vl": "Qwen2VLImageProcessorPil",
+    "mistral3": "PixtralImageProcessorPil",
+    "gemma4": "Gemma4ImageProcessorPil",
+    "gemma3": "Gemma3ImageProcessorPil",
+    "internvl": "GotOcr2ImageProcessorPil",
+    "qwen3_5": "Qwen2VLImageProcessorPil",
+}
+ALSO: dict[str, dict[str, Any]] = {"internvl": {"crop_to_patches": True}, "mistral3": {"patch_size": 8}}
+"""Settings that a whole processor gives its image processor, whatever the folder says."""
+
+
+def write_folder(family: str, out: Path) -> Path:
+    """A folder of ``family`` with random weights, as its maker publishes it."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    known = FOLDERS[family]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words.decoder = decoders.ByteLevel()
+    ends = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    words.add_special_tokens([*ends.values(), *known.tokens])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **ends, extra_special_tokens=known.named)
+    named = known.template.endswith(".jinja")
+    template = (need_chat_templates() / known.template).read_text(encoding="utf-8") if named else known.template
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(out)
+    fields = known.fields(words.token_to_id)
+    fields["text_config"] |= {"vocab_size": words.get_vocab_size() + 3, "pad_token_id": words.token_to_id("<pad>")}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **fields)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(out)
+    (out / "preprocessor_config.json").write_text(json.dumps({**known.image, **known.processor}))
+    (out / "processor_config.json").write_text(json.dumps(known.processor))
+    return out
+
+
+def prepared_by_maker(
+    family: str, folder: Path, messages: list[dict[str, Any]], images: list[Any], prompt: bool = False
+) -> dict[str, Any]:
+    """The output of the maker's processor for a conversation: ``input_ids`` and the pictures' tensors.
+
+    Args:
+        prompt: an answer comes next.
+    """
+    import transformers
+
+    known, tokenizer = FOLDERS[family], transformers.AutoTokenizer.from_pretrained(folder)
+    made = dict[str, Any]()
+    if images:
+        processor = getattr(transformers, PIL[family]).from_pretrained(folder)
+        made = dict(processor(images, return_tensors="pt", **ALSO.get(family, {})))
+    first, *rest = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt).split(
+        known.placeholder
+    )
+    text = first + "".join(known.expand(made, index) + part for index, part in enumerate(rest))
+    return {"input_ids": tokenizer(text, add_special_tokens=False)["input_ids"], **made}
+
+
+NO_INPUTS = ("num_patches", "num_crops", "num_soft_tokens_per_image")
+TYPES = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "mm_token_type_ids"),
+    **{"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "qwen3_5": "mm_token_type_ids"},
+}
+"""Families whose models are told which tokens are pictures, and the argument."""
+
+
+def model_inputs(family: str, made: dict[str, Any], is_picture: torch.Tensor) -> dict[str, Any]:
+    """The model's arguments next to the token ids, from the output of :func:`prepared_by_maker`.
+
+    Args:
+        is_picture: which tokens are a picture's.
+    """
+    types = {TYPES[family]: is_picture.long()} if family in TYPES and made else {}
+    return {**{name: value for name, value in made.items() if name not in NO_INPUTS}, **types}
