@@ -18,8 +18,8 @@ from safetensors.torch import load
 
 from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
 from mgpu_pipe.errors import print_line
+from mgpu_pipe.inference.accuracy import relative_difference
 from mgpu_pipe.inference.export_gguf import SAMPLE
-from mgpu_pipe.inference.gguf.accuracy import relative_difference
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.libllama import LlamaLibrary, find_library
 from mgpu_pipe.inference.gguf.model_metadata import FREQUENCIES, model_type_of

@@ -58,8 +58,6 @@ def export_folder(
     import torch
 
     from mgpu_pipe.inference.model_folder import MAX_SHARD_BYTES, merge_stored, write_adapter, write_model_folder
-    from mgpu_pipe.inference.processor_files import write_processor
-    from mgpu_pipe.models.weights.model_files import copy_sentence_modules
 
     check_target(out, force)
     with working_folder(out) as partial:
@@ -69,21 +67,30 @@ def export_folder(
             limit = max_shard_bytes or MAX_SHARD_BYTES
             if adapter:
                 write_adapter(stored, partial, weights_type)
+                copy_tokenizer(stored, partial, adapter)
             else:
                 stored = merge_stored(stored)
                 write_model_folder(stored.model, stored.read, partial, weights_type, limit, stored.maker)
-                if stored.maker is not None and not _joins_texts(stored):  # they make vectors of texts
-                    copy_sentence_modules(stored.maker, partial)
-            copy_tokenizer(stored, partial, adapter)
-            if not adapter:
-                write_objective_files(stored, partial)
-                write_processor(stored, partial)  # replaces files that the tokenizer's folder may bring
+                write_files_beside(stored, partial)
                 _check_loads(stored, weights_type, partial)
             write_card(stored, partial, out.name, dtype, "peft" if adapter else "hf")
             put_in_place(partial, out)
         except OSError as error:
             raise MgpuError(f"--out={out}: writing failed ({error}); free some space and try again") from error
     return out
+
+
+def write_files_beside(stored: StoredModel, folder: Path) -> None:
+    """Write what a whole model needs besides configuration and weights: tokenizer, the objective's files, and those
+    that prepare pictures and sound."""
+    from mgpu_pipe.inference.processor_files import write_processor
+    from mgpu_pipe.models.weights.model_files import copy_sentence_modules
+
+    if stored.maker is not None and not _joins_texts(stored):  # they make vectors of texts
+        copy_sentence_modules(stored.maker, folder)
+    copy_tokenizer(stored, folder)
+    write_objective_files(stored, folder)
+    write_processor(stored, folder)  # replaces files that the tokenizer's folder may bring
 
 
 def write_objective_files(stored: StoredModel, folder: Path) -> None:

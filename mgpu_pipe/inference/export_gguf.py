@@ -22,7 +22,7 @@ from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.system.child_process import bound
 
 if TYPE_CHECKING:
-    from mgpu_pipe.inference.gguf.accuracy import Accuracy
+    from mgpu_pipe.inference.accuracy import Accuracy
 
 SAMPLE = "The year 2024 isn't over:\n\n\tx = [1, 22, 333]  # naïve — 日本\n"
 """Text whose token ids are compared."""

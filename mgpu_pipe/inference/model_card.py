@@ -20,6 +20,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, one_line
+from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE
 from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.models.fields import builder_of, class_of
 from mgpu_pipe.runs.history import read_summary
@@ -28,8 +29,8 @@ from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse
 CARD = "README.md"
 MARKUP = re.compile(r"([\\`*\[\]|!~])")
 """Characters that Markdown reads as more than themselves inside a cell."""
-Format = Literal["hf", "peft", "gguf"]
-FORMATS = {"hf": "safetensors", "peft": "safetensors, adapters alone", "gguf": "GGUF"}
+Format = Literal["hf", "peft", "gguf", "onnx"]
+FORMATS = {"hf": "safetensors", "peft": "safetensors, adapters alone", "gguf": "GGUF", "onnx": "ONNX"}
 GENERATIVE = "AutoModelForCausalLM"
 
 
@@ -42,7 +43,9 @@ def model_card(stored: StoredModel, name: str, dtype: str, format: Format = "hf"
         asks_hub: whether licences of base model and data are read from the Hub.
     """
     config = stored.config
-    meta: dict[str, Any] = {"library_name": {"gguf": "gguf", "peft": "peft"}.get(format, "transformers")}
+    meta: dict[str, Any] = {
+        "library_name": {"gguf": "gguf", "peft": "peft", "onnx": "onnx"}.get(format, "transformers")
+    }
     meta["tags"] = ["mgpu_pipe"]
     rows = [("weights", f"{dtype}, {FORMATS[format]}")]
     licence = _local_licence(stored.maker)
@@ -68,6 +71,10 @@ def _loading(stored: StoredModel, name: str, format: Format) -> list[str]:
     if format == "gguf":
         lines = [f"llama-server --model {place}/model.gguf", f"ollama create {Path(place).name.lower()} -f Modelfile"]
         return ["```bash", *lines, "```", ""]
+    if format == "onnx":
+        files = (TEXT_FILE, PICTURE_FILE) if hasattr(stored.model, "logit_scale") else (FILE,)
+        opened = [f'session = onnxruntime.InferenceSession("{place}/{file}")' for file in files]
+        return ["```python", "import onnxruntime", "", *opened, "```", ""]
     loader = builder_of(stored.model.config.model_type, class_of([type(stored.model).__name__]))
     code = [
         f"from transformers import AutoTokenizer, {loader}",

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.inference import export_gguf as export
+from mgpu_pipe.inference.accuracy import relative_difference
 from mgpu_pipe.inference.check_gguf import TABLE_TOLERANCE
 from mgpu_pipe.inference.export_gguf import GgufReport, export_gguf
 from mgpu_pipe.inference.gguf import FILE, layouts, write
-from mgpu_pipe.inference.gguf.accuracy import relative_difference
 from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES

@@ -35,6 +35,7 @@ ASKED = (
     "data/sources/mixture.py",
     "inference/generation.py",
     "inference/gguf/accuracy.py",
+    "inference/check_onnx.py",
     "planning/",
 )
 

@@ -1,11 +1,11 @@
-"""``mgpu-pipe export``: a run's weights as a Hugging Face folder, a GGUF file or peft's adapters."""
+"""``mgpu-pipe export``: a run's weights as a Hugging Face folder, a GGUF or ONNX file, or peft's adapters."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe import __version__
 from mgpu_pipe.cli.verbs import Verb
@@ -26,11 +26,14 @@ from mgpu_pipe.inference.open import open_model
 from mgpu_pipe.models.fields import builder_of, class_of
 from mgpu_pipe.system.local_files import expand_home, is_file
 
+if TYPE_CHECKING:
+    from mgpu_pipe.inference.accuracy import Accuracy
+
 DTYPES = ("fp32", "bf16", "fp16", "q8_0", "q4_k")
 
 
 def export(argv: Sequence[str]) -> int:
-    """``mgpu-pipe export [FOLDER] --out FOLDER [--format hf|gguf|peft]``: writes a folder, renamed once it is checked.
+    """``mgpu-pipe export [FOLDER] --out FOLDER [--format FORMAT]``: writes a folder, renamed once it is checked.
 
     ``--push ORG/NAME`` also uploads it to the Hub.
     """
@@ -38,8 +41,8 @@ def export(argv: Sequence[str]) -> int:
     add_target_arguments(parser, DTYPES)
     parser.add_argument(
         "--format",
-        choices=["hf", "gguf", "peft"],
-        help="hf (the default), gguf for llama.cpp and Ollama, peft for adapters alone",
+        choices=["hf", "gguf", "onnx", "peft"],
+        help="hf (the default), gguf for llama.cpp and Ollama, onnx for onnxruntime, peft for adapters alone",
     )
     parser.add_argument("--compare-dtypes", action="store_true", help="measure every type of a GGUF file")
     how = parser.add_mutually_exclusive_group()
@@ -49,10 +52,7 @@ def export(argv: Sequence[str]) -> int:
     parser.add_argument("--private", action="store_true", help="make the repository of --push a private one")
     arguments = parse_arguments(parser, argv)
     _choose_format(arguments)
-    if arguments.format == "gguf":
-        _export_gguf(arguments)
-    else:
-        _export(arguments)
+    {"gguf": _export_gguf, "onnx": _export_onnx}.get(arguments.format, _export)(arguments)
     return EXIT_OK
 
 
@@ -73,8 +73,13 @@ def _choose_format(arguments: argparse.Namespace) -> None:
         raise BadInputError(f"--dtype=q8_0: is not written as {arguments.format}; add --format gguf")
     if arguments.format != "gguf" and arguments.compare_dtypes:
         raise BadInputError("--compare-dtypes: is for --format gguf; add it, or leave this out")
-    if arguments.format == "gguf" and (arguments.push is not None or arguments.max_shard_size is not None):
-        raise BadInputError("--format=gguf: writes one file and pushes none; leave out --push and --max-shard-size")
+    if arguments.format == "onnx" and arguments.dtype == "bf16":
+        raise BadInputError("--dtype=bf16: onnxruntime computes it on few devices; use --dtype fp32 or fp16")
+    is_file = arguments.format in ("gguf", "onnx")
+    if is_file and (arguments.push is not None or arguments.max_shard_size is not None):
+        raise BadInputError(
+            f"--format={arguments.format}: cuts no file and pushes none; leave out --push and --max-shard-size"
+        )
 
 
 def _export_gguf(arguments: argparse.Namespace) -> None:
@@ -93,13 +98,37 @@ def _export_gguf(arguments: argparse.Namespace) -> None:
     print_line(f"exported {run.source} to {out / FILE} ({arguments.dtype}, {report.nbytes / 1e6:.1f} MB)")
     readers = ", ".join(f"{reader} {difference:.0e}" for reader, difference in report.readers.items())
     print_line(f"logits read back, largest difference relative to the largest: {readers}")
-    print_line(f"{'dtype':<8}{'MB':>10}{'perplexity':>14}{'error of logits':>18}")
-    for row in report.accuracies:
-        perplexity = "-" if row.perplexity is None else f"{row.perplexity:.4f}"
-        print_line(f"{row.dtype:<8}{row.nbytes / 1e6:>10.1f}{perplexity:>14}{row.error:>18.1e}")
+    _print_accuracies(report.accuracies)
     if report.note:
         print_line(f"note: {report.note}")
     print_line(f"serve it: llama-server -m {out / FILE}, or ollama create my-model -f {out / 'Modelfile'}")
+
+
+def _export_onnx(arguments: argparse.Namespace) -> None:
+    from mgpu_pipe.inference.export_folder import check_target
+    from mgpu_pipe.inference.onnx import require_packages
+
+    require_packages()
+    folder, out = folder_of(arguments), expand_home(arguments.out)
+    check_target(out, arguments.force)
+    model_files = find_model(folder)
+    silence_transformers()
+    from mgpu_pipe.inference.export_onnx import export_onnx
+
+    run = open_model(model_files, arguments.frozen_weights, arguments.weights == "ema")
+    report = export_onnx(run, out, arguments.dtype, arguments.force)
+    files = " and ".join(report.files)
+    print_line(f"exported {run.source} to {out} ({arguments.dtype}; {files} compared by onnxruntime)")
+    _print_accuracies(report.accuracies)
+    print_line(f'load it: onnxruntime.InferenceSession("{out / report.files[0]}")')
+
+
+def _print_accuracies(accuracies: Sequence[Accuracy]) -> None:
+    """Print a table of size, perplexity and error by type."""
+    print_line(f"{'dtype':<8}{'MB':>10}{'perplexity':>14}{'error of logits':>18}")
+    for row in accuracies:
+        perplexity = "-" if row.perplexity is None else f"{row.perplexity:.4f}"
+        print_line(f"{row.dtype:<8}{row.nbytes / 1e6:>10.1f}{perplexity:>14}{row.error:>18.1e}")
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.accuracy import Accuracy, held_out_batch, relative_difference
 from mgpu_pipe.inference.gguf.write import GgufDtype, GgufLayout, file_bytes, rounded_reader
 from mgpu_pipe.inference.open import ReadTensor, StoredModel
 from mgpu_pipe.inference.streamed_weights import Inputs, probe, streamed_logits
-
-MAX_LOGITS = 64 << 20
-"""Most logits of one forward pass, 256 MB in fp32; it bounds the held-out rows."""
-
-
-MAX_STEP_BATCHES = 16
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Figures of one type.
-
-    Attributes:
-        nbytes: of all tensors of the file.
-        perplexity: of held-out tokens; None where the run has none.
-        error: largest difference of a probe's logit from the run's, relative to the largest.
-    """
-
-    dtype: GgufDtype
-    nbytes: int
-    perplexity: float | None
-    error: float
 
 
 def measure_accuracies(stored: StoredModel, layout: GgufLayout, dtypes: tuple[GgufDtype, ...]) -> Iterator[Accuracy]:
@@ -44,7 +20,7 @@ def measure_accuracies(stored: StoredModel, layout: GgufLayout, dtypes: tuple[Gg
 
     Each type reads all weights once, or twice with held-out tokens.
     """
-    inputs, batch = probe(stored.model), _held_out_batch(stored)
+    inputs, batch = probe(stored.model), held_out_batch(stored)
     exact = streamed_logits(stored.model, stored.read, inputs, torch.float32)
     for dtype in dtypes:
         read = rounded_reader(layout, stored.read, dtype)
@@ -53,46 +29,8 @@ def measure_accuracies(stored: StoredModel, layout: GgufLayout, dtypes: tuple[Gg
         yield Accuracy(dtype, file_bytes(layout, dtype), perplexity, relative_difference(logits, exact))
 
 
-def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest expected value."""
-    return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-12))
-
-
 def _perplexity(stored: StoredModel, read: ReadTensor, batch: Inputs) -> float:
     """Exponential of the mean loss of the batch's valid tokens."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits, labels = streamed_logits(stored.model, read, inputs, torch.float32), batch["labels"]
     return math.exp(float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)))
-
-
-def _held_out_batch(stored: StoredModel) -> Inputs | None:
-    """First held-out rows of the run's own data; None for a model folder, another user's run, or data that is gone.
-
-    The batch has ``input_ids``, ``labels`` and where documents are packed ``position_ids``, each (rows, tokens).
-    """
-    from mgpu_pipe.data.loader import evaluation_step_batches
-    from mgpu_pipe.data.prepare_data import prepare
-    from mgpu_pipe.objectives.registry import objective_class
-    from mgpu_pipe.topology import BatchPlan
-
-    config = stored.config
-    if config is None or not stored.is_trusted or config.objective.name != "causal_lm":
-        return None
-    tokenizer = None if stored.tokenizer_folder is None else str(stored.tokenizer_folder.absolute())
-    data = replace(config.data, tokenizer=tokenizer or config.data.tokenizer)
-    config = replace(config, data=data)
-    try:
-        prepared = prepare(config)
-    except BadInputError:
-        return None
-    samples = objective_class("causal_lm").samples
-    step_batches = evaluation_step_batches(config, prepared, BatchPlan.resolve(data, 1), 0, samples)
-    if not len(step_batches):
-        return None
-    first = islice(step_batches, MAX_STEP_BATCHES)
-    batches = [batch for step_batch in first for batch in step_batch.micro_batches]
-    length = batches[0]["input_ids"].shape[1]
-    rows = max(1, MAX_LOGITS // (length * stored.model.config.vocab_size))
-    alike = [batch for batch in batches if batch["input_ids"].shape[1] == length][:rows]
-    names = [name for name in ("input_ids", "labels", "position_ids") if name in alike[0]]
-    return {name: torch.cat([batch[name] for batch in alike])[:rows] for name in names}
