@@ -12,7 +12,7 @@ from mgpu_pipe.inference.batch.job_folder import JobFolder
 from mgpu_pipe.inference.batch.settings import JobSettings
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.launch.batch_worker import compute_in, compute_share
-from mgpu_pipe.launch.inference_world import refuse_nodes, run_processes
+from mgpu_pipe.launch.inference_world import refuse_other_machines, run_processes
 from mgpu_pipe.launch.workers import worker_environment
 from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.threads import choose_threads
@@ -35,7 +35,7 @@ def run_job(settings: JobSettings, source: ModelSource, config: RunConfig) -> in
     folder, joined = settings.folder(), existing_world(os.environ)
     if joined:
         return _run_joined(settings, source, config, folder, joined)
-    refuse_nodes(config.trainer)
+    refuse_other_machines(config)
     with folder.locked():
         folder.begin(settings.identity(source))
         if world_size(config) == 1:

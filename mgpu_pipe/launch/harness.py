@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK
 from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
 from mgpu_pipe.launch.harness_worker import RESULTS, measure_in, measure_whole
-from mgpu_pipe.launch.inference_world import refuse_nodes, run_processes
+from mgpu_pipe.launch.inference_world import refuse_other_machines, run_processes
 from mgpu_pipe.launch.workers import worker_environment
 from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.threads import choose_threads
@@ -35,7 +35,7 @@ def measure(settings: HarnessSettings, config: RunConfig, device: str) -> tuple[
     joined = existing_world(os.environ)
     if joined:
         return EXIT_OK, _measure_joined(settings, config, joined)
-    refuse_nodes(config.trainer)
+    refuse_other_machines(config)
     if world_size(config) == 1:
         return EXIT_OK, measure_whole(settings, device)
     folder = Path(tempfile.mkdtemp(prefix="mgpu-pipe-harness-"))  # no TemporaryDirectory: a fork would remove it, too

@@ -8,7 +8,7 @@ from pathlib import Path
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import world_size
-from mgpu_pipe.config.schema import RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, ConfigError, print_line, print_text
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.signals import SignalInbox
@@ -23,15 +23,17 @@ STOP_TIMEOUT_S = 5.0
 """Short, because there is nothing to save at the end."""
 
 
-def refuse_nodes(trainer: TrainerConfig) -> None:
-    """Refuse several nodes where no world was joined.
+def refuse_other_machines(config: RunConfig) -> None:
+    """Refuse several nodes, and a scheduler, where no world was joined.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: ``config`` asks for either.
     """
-    if trainer.num_nodes > 1:
-        fix, reason = "start it on every node, by srun or torchrun", "this command starts processes on one machine only"
-        raise ConfigError("trainer.num_nodes", trainer.num_nodes, fix, reason)
+    wanted = {"trainer.num_nodes": (config.trainer.num_nodes, 1), "launch.type": (config.launch.type, "local")}
+    for key, (value, here) in wanted.items():
+        if value != here:
+            fix, reason = "start it there, by srun or torchrun", "this command starts processes on this machine only"
+            raise ConfigError(key, value, fix, reason)
 
 
 def run_processes(module: str, folder: Path, settings: str, config: RunConfig, if_stopped: str) -> int:
