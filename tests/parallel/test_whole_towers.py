@@ -54,8 +54,8 @@ def test_four_ranks_work_about_equally_long(pictures: int, bound: float) -> None
 
 def test_costs_are_the_operations_of_the_tower() -> None:
     """Over those of a picture of 16 x 16 patches, counted on Qwen2.5-VL's tower; patches and merger are left out."""
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_heads": 4, "out_hidden_size": 256, "depth": 4}
-    config = Qwen2_5_VLVisionConfig(**sizes, fullatt_block_indexes=[1])
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 688, "num_heads": 4, "out_hidden_size": 256}
+    config = Qwen2_5_VLVisionConfig(**sizes, depth=4, fullatt_block_indexes=[1])
     config._attn_implementation = "eager"  # torch counts no fused attention on CPUs
     tower = Qwen2_5_VisionTransformerPretrainedModel(config)
     grids = [(1, 16, 16), (1, 4, 4), (1, 24, 40), (2, 16, 16)]
