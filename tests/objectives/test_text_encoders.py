@@ -18,7 +18,7 @@ from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
 from mgpu_pipe.objectives.masked_lm_keys import MaskedLMConfig
 from mgpu_pipe.objectives.packed_text import is_first_document
-from mgpu_pipe.objectives.text_embedding_keys import FAMILIES
+from mgpu_pipe.objectives.text_embedding_keys import ENCODERS
 from mgpu_pipe.objectives.text_vectors import pool, present_rows
 from tests.models.tiny import tiny_model
 
@@ -54,7 +54,7 @@ def texts_of(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(5, 128, (length,), generator=generator) for length in lengths]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENCODERS)
 def test_a_text_has_the_same_vector_alone_and_in_a_batch(family: str) -> None:
     model, texts = tiny_encoder(family, "AutoModel"), texts_of(*LENGTHS)
     ids = torch.ones(len(texts), 1, 40, dtype=torch.int64)
@@ -74,7 +74,7 @@ def test_a_text_has_the_same_vector_alone_and_in_a_batch(family: str) -> None:
         torch.testing.assert_close(found, torch.stack(vectors), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENCODERS)
 def test_hidden_tokens_of_packed_texts_are_learned_as_those_of_each_text(family: str) -> None:
     """Loss and every gradient. DeBERTa's rows have one text each."""
     ours, plain = (tiny_encoder(family, "AutoModelForMaskedLM") for _ in range(2))
