@@ -136,10 +136,11 @@ def write_graph(graph: Graph, case: Case, dtype: torch.dtype, folder: Path) -> N
 
 
 def _trace(module: nn.Module, case: Case, sizes: dict[str, dict[int, str]], output: str) -> Any:
-    """The traced program, without torch's messages about its progress."""
-    messages = logging.getLogger("torch.onnx")
-    level = messages.level
-    messages.setLevel(logging.ERROR)
+    """The traced program, without messages about the progress."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
@@ -153,7 +154,8 @@ def _trace(module: nn.Module, case: Case, sizes: dict[str, dict[int, str]], outp
                 verbose=False,
             )
     finally:
-        messages.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _check(folder: Path, dtype: str, cases: dict[str, list[Case]], texts: Texts) -> tuple[float, float | None]:
