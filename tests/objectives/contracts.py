@@ -182,6 +182,7 @@ CONTRACTS = {
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
         target="classifier",
+        bf16_steps=20,
     ),
     "sound_tagging": Contract(
         "objective=sound_tagging data=spoken_digit_tags model=wav2vec2_tiny",

@@ -35,7 +35,7 @@ SOUNDS = ("objective=sound_classification", "model=wav2vec2_tiny", "logger=none"
 CLASSES = {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
 
 
-SPECTROGRAMS = {
+SPECTROGRAMS: dict[str, dict[str, Any]] = {
     "whisper": {
         **{"d_model": 32, "num_mel_bins": 8, "max_source_positions": 16, "classifier_proj_size": 16},
         **{"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_layers": 1},
@@ -89,7 +89,7 @@ def check_alone(objective: SoundClassificationObjective, plain: torch.nn.Module)
         objective.model.zero_grad()
         parts = [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, 5, size)]
         found = torch.stack([objective.micro_batch_loss(part) for part in parts]).sum()
-        found.backward()  # type: ignore[no-untyped-call]
+        found.backward()
         losses.append(float(found.detach()))
     reference: Any = objective.reference_loss(lambda **inputs: plain(**inputs), plain, batch).loss_sum  # type: ignore[arg-type]
     reference.backward()

@@ -18,6 +18,7 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.audio.listen import Sound, frames_of, notes_of_folders, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
 from mgpu_pipe.data.audio.speech_keys import LabelledAudioConfig
+from mgpu_pipe.data.audio.speech_source import speech_source
 from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
@@ -245,7 +246,7 @@ def _classes(config: RunConfig, trained: set[str], evaluated: set[str]) -> list[
         ConfigError: as :func:`class_names`; or held-out files have a class that no training file has.
     """
     unknown = sorted(evaluated - trained)
-    if unknown and not config.data.classes:
+    if unknown and not config.data.classes and speech_source(config.data).speak is None:
         reason = f"no training recording has the class {shortened(unknown[0])!r}"
         fix = "give training recordings of it, or name all classes by data.classes"
         raise ConfigError("data.validation_paths", config.data.validation_paths, fix, reason)
