@@ -182,14 +182,15 @@ def test_a_published_folder_is_tuned_evaluated_exported_and_answers(
     out = tmp_path / "out"
     assert main(["generate", str(out), *told, "--prompt", asked, *shown]) == 0
     assert capsys.readouterr().out.strip() == answer
-    exported, info = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    exported, info = loaded
     assert not info["missing_keys"] and not info["unexpected_keys"]
     message = [{"role": "user", "content": asked}]
     made = prepared_by_maker(family, out, in_parts(message), [Image.open(picture) for picture in pictures], True)
     ids = torch.tensor([made.pop("input_ids")])
     made = model_inputs(family, made, ids == exported.config.image_token_id)
     wrote = exported.generate(input_ids=ids, **made, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer: Any = AutoTokenizer.from_pretrained(out)
     assert shown_as(tokenizer.decode(wrote, skip_special_tokens=True).strip()) == answer
     again = run(tmp_path / "again", 1, f"model.path={out}", "optimizer.lr=0", "strategy=single")
     assert again["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)

@@ -99,8 +99,10 @@ def model_class(source: ModelConfig) -> str | None:
         ("clip", "siglip", "vision-text-dual-encoder"), "AutoModelForZeroShotImageClassification"
     )
     known = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification", **two_towers}
-    seeing = ("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "paligemma")
-    seeing += ("gemma3", "gemma4", "internvl", "mistral3", "qwen3_5")
+    seeing = (
+        *("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "paligemma"),
+        *("gemma3", "gemma4", "internvl", "mistral3", "qwen3_5"),
+    )
     known |= dict.fromkeys(seeing, "AutoModelForImageTextToText")
     known |= {"wav2vec2": "AutoModelForCTC", "whisper": "AutoModelForSpeechSeq2Seq"}
     return known.get(str(source.type))

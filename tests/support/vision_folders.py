@@ -136,11 +136,10 @@ FOLDERS = {
                 **{"attention_bias": True, "use_qk_norm": False},
             },
         },
-        image=squares(
-            *(16, "GotOcr2ImageProcessor"),
-            **{"image_mean": MEAN, "image_std": STD, "resample": 3, "crop_to_patches": False},
-            **{"min_patches": 1, "max_patches": 6},
-        ),
+        image={
+            **squares(16, "GotOcr2ImageProcessor", image_mean=MEAN, image_std=STD, resample=3),
+            **{"crop_to_patches": False, "min_patches": 1, "max_patches": 6},
+        },
         processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
         template=INTERNVL,
         placeholder="<IMG_CONTEXT>",
@@ -267,7 +266,8 @@ def write_folder(family: str, out: Path) -> Path:
     template = (need_chat_templates() / known.template).read_text(encoding="utf-8") if named else known.template
     tokenizer.chat_template = template
     tokenizer.save_pretrained(out)
-    fields = known.fields(words.token_to_id)
+    known_ids: Any = words.token_to_id
+    fields = known.fields(known_ids)
     fields["text_config"] |= {"vocab_size": words.get_vocab_size() + 3, "pad_token_id": words.token_to_id("<pad>")}
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **fields)
@@ -288,7 +288,8 @@ def prepared_by_maker(
     """
     import transformers
 
-    known, tokenizer = FOLDERS[family], transformers.AutoTokenizer.from_pretrained(folder)
+    known: VisionFolder = FOLDERS[family]
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     made = dict[str, Any]()
     if images:
         processor = getattr(transformers, PIL[family]).from_pretrained(folder)
