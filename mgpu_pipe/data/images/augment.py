@@ -34,7 +34,7 @@ def random_crop_box(
     width, height = size
     low, high = np.log(shape)
     for _ in range(MAX_TRIES):
-        pixels, sides = width * height * random.uniform(area[0], area[1]), math.exp(random.uniform(low, high))
+        pixels, sides = width * height * random.uniform(area[0], area[1]), float(np.exp(random.uniform(low, high)))
         across, down = round(math.sqrt(pixels * sides)), round(math.sqrt(pixels / sides))
         if 0 < across <= width and 0 < down <= height:
             top, left = int(random.integers(height - down + 1)), int(random.integers(width - across + 1))
@@ -86,7 +86,7 @@ def erase(values: NDArray[np.float32], keys: AugmentConfig, random: np.random.Ge
     for _ in range(MAX_TRIES):
         pixels, sides = (
             height * width * random.uniform(keys.erase_area[0], keys.erase_area[1]),
-            math.exp(random.uniform(low, high)),
+            float(np.exp(random.uniform(low, high))),
         )
         down, across = round(math.sqrt(pixels * sides)), round(math.sqrt(pixels / sides))
         if down < height and across < width:
