@@ -203,7 +203,9 @@ def build_from(config: PretrainedConfig, model: ModelConfig, model_class: str | 
     """Model of ``config`` on the meta device, in training mode; see :func:`build_meta`."""
     import transformers
 
-    chosen = model_class or class_of_folder(config.model_type, config.architectures, config.tie_word_embeddings)
+    chosen = model_class or class_of_folder(
+        config.model_type, config.architectures, getattr(config, "tie_word_embeddings", True)
+    )
     maker = getattr(transformers, builder_of(config.model_type, chosen))
     wanted = None if model.attn_implementation == "auto" else model.attn_implementation
     try:

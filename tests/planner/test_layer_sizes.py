@@ -21,20 +21,21 @@ FAR = {"bitnet": 0.3, "jetmoe": 0.25, "gemma4_text": 0.45, "gpt_bigcode": 0.2, "
 TYPICAL = 0.08
 
 
-def sizes(family: str) -> tuple[list[int], list[int]]:
-    """Parameters of each of four layers of the family's default width, built and by the formula."""
+def sizes(family: str) -> tuple[list[int], list[int], bool]:
+    """Parameters of four layers of the family's default width, built and by the formula; whether that is exact."""
     model = ModelConfig(name=family, type=family, config={"num_hidden_layers": LAYERS})
     built = build_meta(model)
     blocks = next(each for each in built.modules() if isinstance(each, nn.ModuleList) and len(each) == LAYERS)
     fields = resolved_fields(model)
     formula = [layer_parameters(fields, layer).total for layer in range(LAYERS)]
-    return [sum(parameter.numel() for parameter in block.parameters()) for block in blocks], formula
+    in_blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    return in_blocks, formula, has_exact_sizes(fields)
 
 
 @pytest.mark.parametrize("family", EXACT)
 def test_known_families_are_counted_exactly(family: str) -> None:
-    built, formula = sizes(family)
-    assert built == formula and has_exact_sizes({"model_type": family})
+    built, formula, is_exact = sizes(family)
+    assert built == formula and is_exact
 
 
 def decoders() -> Iterator[str]:
@@ -47,11 +48,11 @@ def test_other_families_are_near() -> None:
     tried, wrong = 0, {}
     for family in decoders():
         try:
-            built, formula = sizes(family)
+            built, formula, is_exact = sizes(family)
         except (ConfigError, ConfigErrors, StopIteration):  # its defaults do not go with four layers of one kind
             continue
         tried += 1
         error = abs(formula[-1] / built[-1] - 1)  # the first layer may be dense, which transformers decides
-        if error > FAR.get(family, 0.0 if has_exact_sizes({"model_type": family}) else TYPICAL):
+        if error > FAR.get(family, 0.0 if is_exact else TYPICAL):
             wrong[family] = error
     assert tried > 55 and wrong == {}

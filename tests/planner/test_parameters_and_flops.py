@@ -31,7 +31,7 @@ UNCOUNTED = (
     *("clip_tiny", "clip_vit_b32", "clip_vit_l14", "siglip2_base", "vit_bert_tiny", "llava_tiny", "llava15_7b"),
     *("qwen25_vl_tiny", "qwen25_vl_7b", "qwen3_vl_tiny", "smolvlm_tiny", "paligemma_tiny"),
     *("gemma3_tiny", "gemma4_tiny", "internvl_tiny", "mistral3_tiny", "qwen35_tiny"),
-    *("wav2vec2_tiny", "wav2vec2_base", "whisper_tiny", "whisper_small"),
+    *("wav2vec2_tiny", "wav2vec2_base", "whisper_tiny", "whisper_small", "ast_tiny"),
 )
 """Options whose parameters no formula counts: the first names no model."""
 
