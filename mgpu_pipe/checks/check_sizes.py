@@ -12,7 +12,7 @@ from mgpu_pipe.checks.memory_limits import memory_errors
 from mgpu_pipe.checks.model_axes import model_axis_errors, router_loss_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
-from mgpu_pipe.checks.parts import part_errors
+from mgpu_pipe.checks.tower_strategies import part_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import resolve_precision, world_size

@@ -50,8 +50,7 @@ class ModelConfig:
     config: dict[str, Any] = field(default_factory=dict, metadata=FIXED)
     """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
     bidirectional: bool = field(default=False, metadata=FIXED)
-    """Every token of a decoder sees those after it too, for vectors of texts. An export keeps it, as is_causal=false of
-    config.json."""
+    """Every token of a decoder sees those after it too, for vectors of texts. An export keeps it (is_causal=false)."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = field(
         default="auto", metadata=RECORDED
     )
@@ -96,15 +95,13 @@ class DataConfig:
     """Files or globs (text_files, parquet, and all sources named jsonl); also of a data set on the Hub,
     hf://datasets/<org>/<name>[@revision]/<file or glob>."""
     text_column: str = field(default="text", metadata=CONTENT)
-    """Name of the text field (jsonl, parquet, labelled_jsonl); meta.text, here and where other fields are named, is the
-    field text of the object meta too."""
+    """Name of the text field (jsonl, parquet, labelled_jsonl); meta.text is the field text of the object meta too."""
     second_text_column: str | None = field(default=None, metadata=CONTENT)
     """Name of the second text's field, where a sample is a pair (labelled_jsonl)."""
     label_column: str = field(default="label", metadata=CONTENT)
     """Name of the field with the class, a text or a whole number (labelled_jsonl)."""
     classes: list[str] = field(default_factory=list, metadata=CONTENT)
-    """Names of the classes, in the order of their numbers; empty: the model folder's, else all that there are
-    (labelled_jsonl)."""
+    """Names of the classes by their numbers (labelled_jsonl); empty: the model folder's, else all that there are."""
     messages_column: str = field(default="messages", metadata=CONTENT)
     """Name of the list of {role, content} messages (chat_jsonl; of the prompt: preferences_jsonl, unpaired_jsonl)."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = field(

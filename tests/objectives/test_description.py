@@ -34,7 +34,7 @@ ASKED = (
     "data/text/",
     "data/sources/mixture.py",
     "inference/generation.py",
-    "inference/gguf/accuracy.py",
+    "inference/gguf/type_accuracies.py",
     "inference/check_onnx.py",
     "planning/",
 )
