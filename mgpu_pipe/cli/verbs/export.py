@@ -165,7 +165,10 @@ def _export(arguments: argparse.Namespace) -> None:
         )
         loader = builder_of(run.model.config.model_type, class_of([type(run.model).__name__]))
         print_line(f'load it: transformers.{loader}.from_pretrained("{out}")')
-    if run.tokenizer_folder is None and "text" in run.model.input_modalities:
+    hears_alone = (
+        run.model.main_input_name == "input_features" and not run.model.can_generate()
+    )  # names text all the same
+    if run.tokenizer_folder is None and "text" in run.model.input_modalities and not hears_alone:
         print_line("the run has no tokenizer; add the one that it was trained with")
     elif run.tokenizer_folder is not None:
         _print_ids_without_rows(run.tokenizer_folder, run.model.config)
