@@ -11,7 +11,7 @@ from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.objective import Description, description, descriptions
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
-from mgpu_pipe.models.fields import given_fields, model_types
+from mgpu_pipe.models.fields import HEADLESS, given_fields, model_types
 from mgpu_pipe.system.conf_folders import conf_dir
 
 NAME = r"[a-z][a-z0-9_]*"
@@ -101,7 +101,8 @@ def fitting_data(objective: Description) -> list[str]:
 def fitting_models(objective: Description) -> list[str]:
     """At most :data:`NAMED` shipped models that the objective trains, such as ``model=vit_b16``; small ones first."""
     types = objective.families or model_types(objective.model_class)
-    others = {family for other in descriptions() if other.name != objective.name for family in other.families}
+    apart = [other for other in descriptions() if other.name != objective.name and other.model_class != HEADLESS]
+    others = {family for other in apart for family in other.families}
     taken = set(types) if objective.families else set(types) - others
     fitting = [name for name, kind in _shipped_models() if kind in taken]
     return [f"model={name}" for name in sorted(fitting, key=lambda name: not name.endswith("_tiny"))[:NAMED]]

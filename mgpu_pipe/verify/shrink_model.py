@@ -121,7 +121,7 @@ def _small_sizes(
     wanted.update(_rope(fields, wanted))
     sides = [fields.get(name) for name in ("patch_size", "image_size")]
     pixels, size = (side[0] if isinstance(side, list | tuple) else side for side in sides)
-    if isinstance(pixels, int) and isinstance(size, int):
+    if isinstance(pixels, int) and isinstance(size, int) and "patch_stride" not in fields:  # patches that overlap
         patch = min(pixels, PATCH)
         wanted.update(patch_size=patch, image_size=patch * min(size // pixels, PATCHES))
     if isinstance(fields.get("conv_dim"), list | tuple):

@@ -20,6 +20,10 @@ OBJECTIVES = {
     "ctc": ("model=wav2vec2_tiny", "objective=ctc", "data=audio_list", f"data.sampling_rate={RATE}"),
     "speech_seq2seq": ("model=whisper_tiny", "objective=speech_seq2seq", "data=audio_list")
     + ("model.config.max_source_positions=100", "objective.max_new_tokens=9"),
+    "sound_classification": ("model=wav2vec2_tiny", "objective=sound_classification", "data=labelled_audio_list")
+    + (f"data.sampling_rate={RATE}",),
+    "sound_tagging": ("model=wav2vec2_tiny", "objective=sound_tagging", "data=tagged_audio_list")
+    + (f"data.sampling_rate={RATE}",),
     "sequence_classification": ("model=bert_tiny", "objective=sequence_classification", "data=labelled_jsonl")
     + ("data.seq_len=24", "data.validation_fraction=0.2"),
     "text_embedding": ("model=bert_tiny", "objective=text_embedding", "data=embedding_pairs")
@@ -57,6 +61,11 @@ def list_overrides(name: str, folder: Path, table: dict[str, tuple[str, ...]] = 
         sounds = folder / f"sounds-{name}"
         sounds.mkdir()
         return *overrides, f"data.paths=[{list_of_tones(sounds)}]"
+    if {"data=labelled_audio_list", "data=tagged_audio_list"} & {*overrides}:
+        need_speech()
+        sounds = folder / f"sounds-{name}"
+        sounds.mkdir()
+        return *overrides, f"data.paths=[{list_of_tones(sounds, column='label')}]"
     if "data=embedding_pairs" in overrides:
         return *overrides, f"data.paths=[{write_pairs(folder / 'pairs.jsonl')}]"
     if "data=scored_pairs" in overrides:

@@ -34,9 +34,9 @@ def write_wav(path: Path, values: NDArray[np.float32], rate: int = RATE, channel
         file.writeframes((np.clip(values, -1, 1) * 32767).astype("<i2").tobytes())
 
 
-def list_of_tones(folder: Path, each: int = 8) -> Path:
-    """A CSV of recordings in ``folder``."""
-    lines = ["path,text"]
+def list_of_tones(folder: Path, each: int = 8, column: str = "text") -> Path:
+    """A CSV of recordings in ``folder``; their texts may be classes."""
+    lines = [f"path,{column}"]
     for number in range(each * len(TEXTS)):
         text = TEXTS[number % len(TEXTS)]
         write_wav(folder / f"{number}.wav", tones(text, number))

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 SHARED_CLASSES = (HEADLESS, "AutoModelForSequenceClassification")
 """Classes of models that several objectives train on different data."""
-USUAL = "sequence_classification"
-"""The objective of a folder with a head of classes, where no data tell another."""
+USUAL = "labelled_text"
+"""Data of the objective of a folder with a head of classes, where none are typed."""
 PROMPTS = ("query", "document")
 """Kinds of prompts that the data of embeddings has."""
 
@@ -148,7 +148,7 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
     if run.config is None:
         built_by = class_of([type(run.model).__name__])
         able = [candidate for candidate in descriptions() if candidate.model_class == built_by]
-        objective = next((candidate for candidate in able if candidate.name == USUAL), able[0])
+        objective = next((candidate for candidate in able if candidate.samples == USUAL), able[0])
         if built_by in SHARED_CLASSES:  # the data tell which objective it is
             samples = samples_of(compose(overrides)[0].data.source)
             objective = next((candidate for candidate in able if candidate.samples == samples), objective)

@@ -55,7 +55,7 @@ def cut_fused(cut: TensorCut, name: str, attention: nn.Module, layer: nn.Module,
     """Cut queries, keys and values that are one matrix, by key-value heads; the module then counts its own."""
     width = head_dim(attention)
     count = next((count for count in KEY_VALUE_COUNTS if count in attention.__dict__), "num_heads")
-    config: Any = attention.config
+    config: Any = getattr(attention, "config", None)
     heads = int(getattr(attention, count, 0) or config.num_attention_heads)
     head_ranges = cut.even(name, heads)
     if style == "grouped":
