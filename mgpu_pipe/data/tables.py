@@ -373,10 +373,10 @@ def _list_of_classes(value: object, column: str, origin: str) -> tuple[str, str]
     if not isinstance(names, list):
         names = [names]
     try:
-        labels = {label_of({column: name}, column, origin) for name in names}
+        classes = {label_of({column: name}, column, origin) for name in names}
     except DataError as error:
         return "", fault_of(error, origin)
-    return json.dumps(sorted(labels), ensure_ascii=False), ""
+    return json.dumps(sorted(classes), ensure_ascii=False), ""
 
 
 def _shortened(name: str) -> str:

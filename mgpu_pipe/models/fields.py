@@ -65,7 +65,7 @@ CAUSAL = "is_causal"
 LABELS = ("id2label", "label2id")
 """Lists of a classifier's classes; an override replaces the whole list."""
 PROBLEM = "problem_type"
-"""Kind of a classifier's labels: one class of a sample, or several."""
+"""Kind of a classifier: one class a sample, or several."""
 ALPHABET = {
     "AutoModelForCTC": ("vocab_size", "pad_token_id"),
     "AutoModelForSpeechSeq2Seq": (

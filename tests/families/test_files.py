@@ -14,7 +14,7 @@ from mgpu_pipe.architectures.families import FAMILIES
 from mgpu_pipe.architectures.family import Family, Stages
 from mgpu_pipe.architectures.find import family_of, stages_of
 
-FRAME = {"__init__", "config_source", "families", "family", "find", "library_plans", "pictures"}
+FRAME = {"__init__", "config_source", "families", "family", "find", "library_plans", "pictures", "patch_grids"}
 FOLDER = Path(mgpu_pipe.architectures.__file__).parent
 FILES = sorted({*FAMILIES, *(path.stem for path in FOLDER.glob("*.py") if path.stem not in FRAME)})
 

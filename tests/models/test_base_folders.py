@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -29,6 +30,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.inference.open import load_run, open_model
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.models.weights.folder import ModelFolderError
+from mgpu_pipe.models.weights.pretrained import load_pretrained
 from tests.inference.support import VOCABULARY, write_tokenizer
 
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -57,10 +59,11 @@ def test_tied_weights_without_a_head_generate(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("the quick")
 
 
-def test_untied_weights_without_a_head_lack_it(tmp_path: Path) -> None:
+def test_untied_weights_without_a_head_make_vectors_and_continue_nothing(tmp_path: Path) -> None:
     folder = stored(LlamaModel(LlamaConfig(vocab_size=64, **SIZES)), tmp_path / "llama")
+    assert type(load_run(folder).model) is LlamaModel
     with pytest.raises(ModelFolderError, match=r"missing: lm_head\.weight"):
-        load_run(folder)
+        load_pretrained(ModelConfig(path=str(folder)), torch.device("cpu"), model_class="AutoModelForCausalLM")
 
 
 def test_a_family_that_is_trained_without_a_head_has_none(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def model_class(source: ModelConfig) -> str | None:
     )
     known |= dict.fromkeys(seeing, "AutoModelForImageTextToText")
     known |= {"wav2vec2": "AutoModelForCTC", "whisper": "AutoModelForSpeechSeq2Seq"}
+    known["audio-spectrogram-transformer"] = "AutoModelForAudioClassification"
     return known.get(str(source.type))
 
 

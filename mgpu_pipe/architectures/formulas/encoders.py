@@ -44,10 +44,10 @@ def count_encoder(fields: Fields, model_class: str) -> int | None:
     parts = encoder_parameters(fields)
     if parts is None or not fields.get("tie_word_embeddings", True):
         return None
-    labels = fields.get("num_labels")
+    classes = fields.get("num_labels")
     heads = {BASE: parts.pooler, MASKED: parts.masked}
-    if isinstance(labels, int):
-        heads[CLASSIFIER] = parts.classifier + _linear(int(fields["hidden_size"]), labels)
+    if isinstance(classes, int):
+        heads[CLASSIFIER] = parts.classifier + _linear(int(fields["hidden_size"]), classes)
     head = heads.get(model_class)
     return None if head is None else parts.embedding + sum(parts.layers) + head
 

@@ -303,7 +303,7 @@ class Pipeline:
             cache = caches_of_stages(cached["past_key_values"], list(self.views))[view.index]
             inputs = {**cached, "past_key_values": cache}
             output = self._in_stage(batch, view.last, 1.0, lambda: view(received, inputs))
-            lengthen_missing(cache, view.layers, batch["input_ids"])
+            lengthen_missing(cache, view.layers, self._boundary_shape(batch)[:2], self._device)
         return output[:, -keep:].float().contiguous() if view.last else self._sent(output, spec.rows(batch))
 
     def _forward_all(

@@ -43,9 +43,10 @@ def caches_of_stages(cache: Any, stages: Sequence[int]) -> Mapping[int, Any]:
     return of_stages
 
 
-def lengthen_missing(cache: Any, layers: range, input_ids: torch.Tensor) -> None:
-    """Add the tokens of ``input_ids``, (rows, tokens), to the entries of layers that the stage does not hold."""
-    nothing = torch.zeros(input_ids.shape[0], 1, input_ids.shape[1], 1, device=input_ids.device)
+def lengthen_missing(cache: Any, layers: range, shape: tuple[int, ...], device: torch.device) -> None:
+    """Add tokens, of ``shape`` (rows, tokens), to the entries of layers that the stage does not hold."""
+    rows, tokens = shape
+    nothing = torch.zeros(rows, 1, tokens, 1, device=device)
     for index in range(len(cache.layers)):
         if index not in layers:
             cache.update(nothing, nothing, index)
