@@ -1,8 +1,9 @@
-"""Patches of pictures in sizes of their own, whose tokens have positions along one axis (Pixtral, Gemma 4)."""
+"""Patches of pictures in native size, whose tokens have positions along one axis (Pixtral, Gemma 4)."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ IMAGE_OPEN, IMAGE_CLOSE = "<|image>", "<image|>"
 
 
 @dataclass(frozen=True)
-class PatchGrid:
+class PatchGrid(ABC):
     """Patches of a picture, row by row.
 
     Attributes:
@@ -40,13 +41,13 @@ class PatchGrid:
         """Number of values of a patch."""
         return self.channels * self.patch**2
 
+    @abstractmethod
     def places(self, height: int, width: int) -> tuple[int, int]:
         """Vectors down and across of a picture in pixels."""
-        raise NotImplementedError
 
+    @abstractmethod
     def text(self, place: str, down: int, across: int) -> str:
         """Text of a picture of ``down`` by ``across`` vectors, with the token ``place`` for each."""
-        raise NotImplementedError
 
 
 class RowGrid(PatchGrid):

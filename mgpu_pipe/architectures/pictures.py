@@ -21,7 +21,7 @@ SEE_PARTS = ("smolvlm", "idefics3")
 SEE_TILES = ("internvl",)
 """Families that see as many tiles of one size as fit a picture's shape, and after them the whole picture."""
 SEE_ROWS, SEE_POOLED = ("mistral3",), ("gemma4",)
-"""Families that see pictures in sizes of their own, and whose tokens have positions along one axis: with a token after
+"""Families that see pictures in native size, and whose tokens have positions along one axis: with a token after
 each row of places, and with patches averaged for each place."""
 PACK_ROWS = ("llava", *SEE_VIDEOS, *SEE_PARTS, *SEE_TILES, *SEE_ROWS)
 """Families whose rows may hold several conversations: those with only causal attention."""

@@ -1,4 +1,4 @@
-"""Arguments of models of pictures in sizes of their own whose tokens have positions along one axis."""
+"""Arguments of models that take pictures in native size, whose tokens have positions along one axis."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _mpnet(fields: Fields) -> EncoderParameters:
 
 
 def _electra(fields: Fields) -> EncoderParameters:
-    """Its embeddings have a width of their own."""
+    """ELECTRA, whose embeddings may be narrower than its layers."""
     width, layers, words = _sizes(fields)
     narrow = int(fields["embedding_size"])
     tables = words + int(fields["max_position_embeddings"]) + int(fields["type_vocab_size"])

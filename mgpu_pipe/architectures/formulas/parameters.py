@@ -79,7 +79,7 @@ def dense_parameters(fields: Mapping[str, Any]) -> int:
 
 
 def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The first whole number among these fields; 0 if there is none."""
+    """The first whole number among these fields, else 0."""
     return next((value for name in names if isinstance(value := fields.get(name), int)), 0)
 
 

@@ -25,7 +25,7 @@ WIDTH, HOP, FREQUENCIES = 400, 160, 257
 LOWEST, PREEMPHASIS, FLOOR = 20, 0.97, 1.192092955078125e-07
 """Lowest frequency in Hz; Kaldi's pre-emphasis; least energy of a band (the epsilon of float32)."""
 MEAN, DEVIATION = -4.2677393, 4.5689974
-"""Of AudioSet's filter banks, ASTFeatureExtractor's defaults."""
+"""Mean and standard deviation of AudioSet's filter banks, the defaults of ASTFeatureExtractor."""
 
 
 def reads_filter_banks(model: ModelConfig) -> bool:

@@ -40,7 +40,7 @@ class AugmentConfig:
     erase_shape: list[float] = field(default_factory=lambda: [0.3, 3.3])
     """Least and most height over width of what is erased, drawn evenly by logarithm."""
     erase_with: Literal["mean", "noise"] = "mean"
-    """What fills it: the mean colour (0 after normalisation), or normal noise for each value (timm's pixel mode)."""
+    """Content of the erased area: the mean colour (0 after normalisation), or normal noise (timm's pixel mode)."""
 
     @property
     def has_jitter(self) -> bool:

@@ -1,4 +1,4 @@
-"""Pictures in sizes of their own as patches whose tokens have positions along one axis (Pixtral, Gemma 4)."""
+"""Pictures in native size as patches whose tokens have positions along one axis (Pixtral, Gemma 4)."""
 
 from __future__ import annotations
 

@@ -247,11 +247,11 @@ class TextGroups:
         )
 
 
-class TaughtGroups(TextGroups):
-    """Queries with documents that a teacher scored.
+class GroupsWithScores(TextGroups):
+    """Groups of texts with scores.
 
     Args:
-        scores: of all texts of the token store, (texts,); those of queries mean nothing.
+        scores: of texts or of samples, as the subclass says.
     """
 
     def __init__(
@@ -266,6 +266,10 @@ class TaughtGroups(TextGroups):
         super().__init__(store, texts, prepared, documents, reopen)
         self._scores = scores
 
+
+class TaughtGroups(GroupsWithScores):
+    """Queries with documents that a teacher scored; scores of all texts of the token store, those of queries unused."""
+
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """The batch of :class:`TextGroups`, and ``scores``, float32 (rows, texts - 1), 0 for a text that a sample does
         not have."""
@@ -274,27 +278,11 @@ class TaughtGroups(TextGroups):
         return {**super().batch(indices, numbers), "scores": torch.from_numpy(np.ascontiguousarray(scores))}
 
 
-class ScoredGroups(TextGroups):
-    """Pairs of sentences with scores.
-
-    Args:
-        scores: of the samples, (samples,).
-    """
-
-    def __init__(
-        self,
-        store: TokenStore,
-        texts: Texts,
-        prepared: PreparedTextGroups,
-        documents: NDArray[np.int64],
-        reopen: Callable[[], SampleSet],
-        scores: NDArray[np.float64],
-    ) -> None:
-        super().__init__(store, texts, prepared, documents, reopen)
-        self._scores = scores.astype(np.float32)
+class ScoredGroups(GroupsWithScores):
+    """Pairs of sentences with a score for each sample."""
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``lengths`` of the texts, and ``scores``, float32 (rows,)."""
         batch = super().batch(indices, numbers)
         del batch["text_numbers"]
-        return {**batch, "scores": torch.from_numpy(self._scores[indices])}
+        return {**batch, "scores": torch.from_numpy(self._scores[indices].astype(np.float32))}
