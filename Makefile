@@ -54,12 +54,12 @@ bench: $(BENCHMARKS)
 	$(BIN)/python -m benchmarks
 
 bench-gpu: $(BENCHMARKS)
-	$(BIN)/python -m benchmarks.gpu_step
-	$(BIN)/python -m benchmarks.one_rank
-	$(BIN)/python -m benchmarks.loss_head
+	$(BIN)/python -m benchmarks.gpu.gpu_step
+	$(BIN)/python -m benchmarks.gpu.one_rank
+	$(BIN)/python -m benchmarks.speed.loss_head
 
 demos: $(DEVELOPMENT)
-	$(BIN)/python -m benchmarks.demos
+	$(BIN)/python -m benchmarks.accuracy.demos
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -3,43 +3,22 @@
 import subprocess
 import sys
 
-NAMES = (
-    "startup",
-    "wrong_commands",
-    "runs_listing",
-    "pages",
-    "sweep_store",
-    "sweep_search",
-    "slurm",
-    "step_overhead",
-    "step_time",
-    "packed_rows",
-    "long_text_memory",
-    "loss_head",
-    "data_pipeline",
-    "image_audio_loading",
-    "data_parallel_bytes",
-    "data_parallel_time",
-    "axes_bytes",
-    "axes_memory",
-    "axes_time",
-    "context_memory",
-    "context_time",
-    "expert_bytes",
-    "pipeline_bubble",
-    "deepspeed_time",
-    "zero_bytes",
-    "contrastive_loss",
-    "building_memory",
-    "trainer_time",
-    "fine_tuning_time",
-    "fine_tuning_memory",
-    "checkpoint_save",
-    "thread_waits",
-    "plan_accuracy",
-    "plan_cpu",
-)
+NAMES = {
+    "commands": ("startup", "wrong_commands", "runs_listing", "pages", "sweep_store", "slurm"),
+    "speed": (
+        *("step_overhead", "step_time", "packed_rows", "loss_head", "data_pipeline", "image_audio_loading"),
+        *("data_parallel_time", "axes_time", "context_time", "pipeline_bubble", "deepspeed_time", "trainer_time"),
+        *("fine_tuning_time", "checkpoint_save", "thread_waits"),
+    ),
+    "memory": (
+        *("long_text_memory", "axes_memory", "context_memory", "contrastive_loss", "building_memory"),
+        "fine_tuning_memory",
+    ),
+    "traffic": ("data_parallel_bytes", "axes_bytes", "expert_bytes", "zero_bytes"),
+    "accuracy": ("sweep_search", "plan_accuracy", "plan_cpu"),
+}
 
-for name in NAMES:
-    print(f"== {name}", flush=True)
-    subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
+for folder, names in NAMES.items():
+    for name in names:
+        print(f"== {folder}.{name}", flush=True)
+        subprocess.run([sys.executable, "-m", f"benchmarks.{folder}.{name}"], check=True)

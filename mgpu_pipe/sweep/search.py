@@ -67,8 +67,8 @@ STARTUP_TRIALS = 10
 """Random trials before a sampler learns."""
 TPE_STARTUP_TRIALS = 5
 """Random trials before TPE learns: of the 20 trials of a default sweep, ten would be half. Over 400 seeds of
-:mod:`benchmarks.sweep_search` its regret is 0.84 of random draws' after 12 trials (0.96 with ten), 0.66 after 20 (0.70)
-and 0.54 after 30 (0.56)."""
+:mod:`benchmarks.accuracy.sweep_search` its regret is 0.84 of random draws' after 12 trials (0.96 with ten), 0.66 after
+20 (0.70) and 0.54 after 30 (0.56)."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 The number depends on the cores that this process may use, never on the load: the same command computes the same bits
 on a busy and an idle machine. On a busy machine threads must not wait by spinning: a spinning thread occupies the core
-that its siblings need; measured by ``benchmarks/thread_waits.py``.
+that its siblings need; measured by ``benchmarks/speed/thread_waits.py``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import image_audio_loading
+from benchmarks.speed import image_audio_loading
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.loader import evaluation_step_batches, train_step_batches
 from mgpu_pipe.data.order import GlobalOrder

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
-from benchmarks.cuda_audit import TABLE
-from benchmarks.one_rank import NAMES
+from benchmarks.gpu.cuda_audit import TABLE
+from benchmarks.gpu.one_rank import NAMES
 from tests.gpu.conftest import sampled
 from tests.support.command import REPOSITORY
 from tests.support.tables import TOLD
@@ -25,7 +25,7 @@ OTHERS = [name for name in NAMES if name not in CHOSEN]
 @pytest.mark.slow
 @pytest.mark.parametrize("names", sampled([CHOSEN, OTHERS]), ids=["chosen", "others"])
 def test_one_rank_of_many(names: list[str]) -> None:
-    command = [sys.executable, "-m", "benchmarks.one_rank", *names]
+    command = [sys.executable, "-m", "benchmarks.gpu.one_rank", *names]
     done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, check=True, text=True)
     audited = {row["case"]: row for row in json.loads(TABLE.read_text())["rows"]}
     rows = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}

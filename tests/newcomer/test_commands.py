@@ -1,6 +1,6 @@
 """A newcomer's wrong commands: one line that says what to type instead, exit code 2, and nothing is left behind.
 
-How long they take is measured by ``python -m benchmarks.wrong_commands``.
+How long they take is measured by ``python -m benchmarks.commands.wrong_commands``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import contrastive_loss
+from benchmarks.memory import contrastive_loss
 from mgpu_pipe.architectures.formulas.traffic import exchanged
 from mgpu_pipe.architectures.pictures import READ_WHOLE
 from mgpu_pipe.checks.preflight import preflight

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.pipeline_bubble import theoretical_bubble
+from benchmarks.speed.pipeline_bubble import theoretical_bubble
 from mgpu_pipe.parallel.pipeline.work_order import (
     SCHEDULES,
     Action,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import axes_memory, data_parallel_bytes, zero_bytes
-from benchmarks.axes_memory import activation_share, norm_bytes
+from benchmarks.memory import axes_memory
+from benchmarks.memory.axes_memory import activation_share, norm_bytes
+from benchmarks.traffic import data_parallel_bytes, zero_bytes
 from mgpu_pipe.architectures.formulas.kept_memory import optimizer_bytes, state_bytes
 from mgpu_pipe.config.group_keys import OptimizerConfig
 from mgpu_pipe.optim.moving_average import WeightAverage

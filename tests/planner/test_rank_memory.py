@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.cuda_step import CASES
-from benchmarks.gpu_step import BASE, OURS
+from benchmarks.accuracy.plan_memory import LAYOUTS, compared
+from benchmarks.gpu.cuda_step import CASES
+from benchmarks.gpu.gpu_step import BASE, OURS
+from benchmarks.gpu.one_rank import one_rank, overrides_of
 from benchmarks.new_process import call_in_new_process
-from benchmarks.one_rank import one_rank, overrides_of
-from benchmarks.plan_memory import LAYOUTS, compared
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.parallel.pipeline.work_order import micro_batches_fit, most_in_flight, stages_by_rank, streams
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank

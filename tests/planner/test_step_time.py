@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from benchmarks.gpu_step import BASE, OURS
-from benchmarks.plan_accuracy import cases, committed, predict_held_out, regret
-from benchmarks.published_runs import fit, fold_of, read_runs, rows_of_this_project
+from benchmarks.accuracy.plan_accuracy import cases, committed, predict_held_out, regret
+from benchmarks.accuracy.published_runs import fit, fold_of, read_runs, rows_of_this_project
+from benchmarks.gpu.gpu_step import BASE, OURS
 from benchmarks.support import RESULTS
 from mgpu_pipe.architectures.formulas.flops import Shape, training_flops_per_token
 from mgpu_pipe.checks.run_hardware import predicted_seconds

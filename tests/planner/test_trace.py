@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.cuda_step import CASES
+from benchmarks.gpu.cuda_step import CASES
+from benchmarks.gpu.one_rank import overrides_of
 from benchmarks.new_process import call_in_new_process
-from benchmarks.one_rank import overrides_of
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_OK

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import axes_bytes, expert_bytes
-from benchmarks.traffic import expert_traffic
+from benchmarks.traffic import axes_bytes, expert_bytes
+from benchmarks.traffic.closed_forms import expert_traffic
 from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.models.fields import resolved_fields

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.disturbances import Disturbances
+from benchmarks.robustness.disturbances import Disturbances
 
 pytestmark = pytest.mark.slow
 
 
 def test_nothing_is_lost_or_different_or_left(tmp_path: Path) -> None:
-    """Raises what it finds; ``python -m benchmarks.disturbances --count 200`` is the long form."""
+    """Raises what it finds; ``python -m benchmarks.robustness.disturbances --count 200`` is the long form."""
     disturbances = Disturbances(tmp_path, seed=2, real=0.0)
     disturbances.go(5)
     assert sum(disturbances.tally.by_phase.values()) == 5

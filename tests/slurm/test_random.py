@@ -1,4 +1,4 @@
-"""Random disturbances of a sweep on a real cluster; benchmarks/slurm_disturbances.py says what is looked at."""
+"""Random disturbances of a sweep on a real cluster, as benchmarks.robustness.slurm_disturbances describes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.slurm_disturbances import KINDS, Disturbances
+from benchmarks.robustness.slurm_disturbances import KINDS, Disturbances
 from tests.support.slurm_cluster import Cluster
 
 

@@ -1,6 +1,6 @@
 """The committed table of waits, communicators, operators and collectives of a step on a GPU, counted again.
 
-A change that moves a number explains itself: ``python -m benchmarks.cuda_audit`` writes the table anew.
+A change that moves a number explains itself: ``python -m benchmarks.gpu.cuda_audit`` writes the table anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cuda_audit import TABLE, versions
+from benchmarks.gpu.cuda_audit import TABLE, versions
 from tests.support.command import REPOSITORY
 
 RECORDED = json.loads(TABLE.read_text())
@@ -25,7 +25,7 @@ from mgpu_pipe.training.tracing.pretended_cuda import load
 
 load()
 import torch
-from benchmarks.device_watch import Events, watching
+from benchmarks.gpu.device_watch import Events, watching
 
 events = Events()
 with watching(events, {}):
@@ -63,7 +63,7 @@ def compare(names: list[str]) -> None:
     if versions() != RECORDED["versions"]:
         pytest.skip(f"the table was counted with {RECORDED['versions']}")
     recorded = {row["case"]: row for row in RECORDED["rows"]}
-    for row in python("-m", "benchmarks.cuda_audit", *names):
+    for row in python("-m", "benchmarks.gpu.cuda_audit", *names):
         assert row == recorded[row["case"]], f"{row['case']} differs from {TABLE.name}: write it anew and say why"
 
 

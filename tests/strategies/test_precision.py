@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.collectives import Counted, _Mode
+from benchmarks.traffic.collectives import Counted, _Mode
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.step_gradients import MicroBatchStop
 from tests.support.plain_training import assembled, norm_of, plain

@@ -7,9 +7,9 @@ import statistics
 
 import pytest
 
+from benchmarks.accuracy.sweep_search import FIRST, SAMPLED, SEEDS, asha, curves, loss, regret
 from benchmarks.support import RESULTS
-from benchmarks.sweep_curves import STEPS, grid
-from benchmarks.sweep_search import FIRST, SAMPLED, SEEDS, asha, curves, loss, regret
+from scripts.sweep_curves import STEPS, grid
 
 FIGURES = {row["what"]: row for row in json.loads((RESULTS / "sweep_search-cpu.json").read_text())["rows"]}
 

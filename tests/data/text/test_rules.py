@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.demos import overlap
+from benchmarks.accuracy.demos import overlap
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text import rules as made

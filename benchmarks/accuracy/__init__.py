@@ -1,0 +1,1 @@
+"""How good predictions, searches and trained models are."""

@@ -1,0 +1,1 @@
+"""How long commands take: their starts, listings, pages and refusals."""

@@ -1,0 +1,1 @@
+"""How much memory training and building take, over a closed form or a peer."""

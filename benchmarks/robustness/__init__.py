@@ -1,0 +1,1 @@
+"""Runs under random disturbances: every run finishes with the same metrics."""
