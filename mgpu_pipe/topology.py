@@ -12,7 +12,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.group_keys import StrategyConfig
-from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.config.resolve import world_size
+from mgpu_pipe.config.schema import DataConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,6 +84,11 @@ class ParallelDims:
             raise ConfigError("trainer.devices", world_size, fix, reason)
         ep = cls._resolve_ep(strategy, sizes)
         return cls(**sizes, ep=ep)
+
+    @classmethod
+    def from_config(cls, trainer: TrainerConfig, strategy: StrategyConfig) -> ParallelDims:
+        """Sizes of ``strategy`` in the world that ``trainer`` starts; raises as :meth:`resolve`."""
+        return cls.resolve(strategy, world_size(trainer, strategy))
 
     @staticmethod
     def _resolve_ep(strategy: StrategyConfig, sizes: dict[str, int]) -> int:

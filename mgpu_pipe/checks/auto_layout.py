@@ -23,7 +23,7 @@ def with_planned_strategy(config: RunConfig) -> tuple[RunConfig, list[Notice]]:
     Raises:
         ConfigError: no layout fits, or the planner does not know the model, the objective or the hardware.
     """
-    trainer = replace(config.trainer, devices=devices_per_node(config))
+    trainer = replace(config.trainer, devices=devices_per_node(config.trainer, config.strategy))
     plan = replace(config.plan, gpus=[], rows=TRIED, rank_by="speed", hardware=config.plan.hardware[:1])
     try:
         plans, _ = plan_layouts(replace(config, trainer=trainer, plan=plan))

@@ -12,7 +12,6 @@ from mgpu_pipe.config.data_sources import find_source, samples_of
 from mgpu_pipe.config.group_keys import ALL_LINEAR
 from mgpu_pipe.config.hub import hub_name, is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.model_field import model_vocab_size, resolve_packing
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, existing_file, json_file, token_texts
@@ -335,7 +334,7 @@ def check_built(config: RunConfig) -> None:
             from mgpu_pipe.models.model_parts import tower_names
             from mgpu_pipe.parallel.tensor.cut import check_blocks
 
-            dims = ParallelDims.resolve(config.strategy, world_size(config))
+            dims = ParallelDims.from_config(config.trainer, config.strategy)
             towers = tower_names(model, config.strategy.parts.whole).values()
             check_blocks(model, dims.tp, cuts_experts=dims.ep == 1, whole=list(towers))
         if config.peft.init_from is not None:

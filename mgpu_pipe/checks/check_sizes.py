@@ -62,7 +62,7 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
     errors: list[BadInputError] = _strategy_errors(config)
     if not errors:
         try:
-            dims = ParallelDims.resolve(config.strategy, world_size(config))
+            dims = ParallelDims.from_config(config.trainer, config.strategy)
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
             errors += [*_router_errors(config.model, config.objective), *_reduction_errors(config, dims, plan)]
             errors += part_errors(config, dims, model_fields(config.model))
@@ -79,7 +79,7 @@ def update_errors(config: RunConfig) -> list[ConfigError]:
     if _strategy_errors(config):
         return []
     try:
-        dims = ParallelDims.resolve(config.strategy, world_size(config))
+        dims = ParallelDims.from_config(config.trainer, config.strategy)
         BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     except ConfigError:
         return []
@@ -87,7 +87,7 @@ def update_errors(config: RunConfig) -> list[ConfigError]:
 
 
 def _strategy_errors(config: RunConfig) -> list[BadInputError]:
-    strategy, world = config.strategy, world_size(config)
+    strategy, world = config.strategy, world_size(config.trainer, config.strategy)
     errors: list[BadInputError] = []
     if strategy.engine == ENGINE:
         return [*deepspeed_errors(config), *offload_errors(config)]
@@ -111,7 +111,7 @@ def _router_errors(model: ModelConfig, objective: ObjectiveConfig) -> list[BadIn
 def _reduction_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[ConfigError]:
     """Errors of ``precision.reduce=bf16`` where it would round more than the sent gradients."""
     one_micro_batch = f"data.micro_batch_size={plan.samples_per_process}"
-    key, computes = "precision.reduce", resolve_precision(config)
+    key, computes = "precision.reduce", resolve_precision(config.precision, config.trainer)
     if config.precision.reduce == "fp32":
         return []
     if computes in ("fp32", "fp16"):

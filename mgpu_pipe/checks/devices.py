@@ -79,7 +79,7 @@ def emulated_type(config: RunConfig) -> str | None:
     """The run's 16-bit type on a CPU without units for it; None if the CPU has units or the type is another."""
     if device_type(config.trainer) != "cpu":
         return None
-    short = resolve_precision(config).removesuffix("_true")
+    short = resolve_precision(config.precision, config.trainer).removesuffix("_true")
     units: dict[str, Callable[[], bool]] = {"bf16": cpu_is_fast_at_bf16, "fp16": cpu_is_fast_at_fp16}
     return short if short in units and not units[short]() else None
 
@@ -168,7 +168,7 @@ def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Conf
 
 def _interface_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
     kind = device_type(config.trainer)
-    if (not joined and world_size(config) == 1) or configured_interfaces(kind) != []:
+    if (not joined and world_size(config.trainer, config.strategy) == 1) or configured_interfaces(kind) != []:
         return []
     variable, there = INTERFACES[kind], ", ".join(name for _, name in socket.if_nameindex())
     reason = "it means none of this machine's network interfaces"
@@ -182,7 +182,7 @@ def _age_errors(config: RunConfig) -> list[ConfigError]:
         return []
     has = f"a GPU of compute capability 8.0 or higher, and this one has {capability[0]}.{capability[1]}"
     errors = []
-    if resolve_precision(config) in ("bf16", "bf16_true"):
+    if resolve_precision(config.precision, config.trainer) in ("bf16", "bf16_true"):
         errors.append(ConfigError("precision.name", config.precision.name, "use fp16 or fp32", f"bf16 needs {has}"))
     attention = config.model.attn_implementation
     if attention == "flash_attention_2":

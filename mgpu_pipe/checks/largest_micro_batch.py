@@ -8,7 +8,6 @@ from mgpu_pipe.checks.check_sizes import size_errors
 from mgpu_pipe.checks.memory_limits import likely_fits
 from mgpu_pipe.checks.notices import Notice
 from mgpu_pipe.checks.start import joined
-from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -51,7 +50,7 @@ def micro_batch_sizes(config: RunConfig, elsewhere: bool = False) -> list[int]:
     Raises:
         ConfigError: there are none, by the error of the smallest.
     """
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     share = BatchPlan.resolve(with_micro_batch(config, 1).data, dims.data_parallel_size, dims.pp).samples_per_process
     unchecked = replace(config, trainer=replace(config.trainer, memory_check="off"))
     divisors = [size for size in range(1, share + 1) if share % size == 0]
@@ -68,6 +67,6 @@ def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
 
 
 def _auto(config: RunConfig) -> int:
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     data = replace(config.data, micro_batch_size="auto")
     return BatchPlan.resolve(data, dims.data_parallel_size, dims.pp).micro_batch_size

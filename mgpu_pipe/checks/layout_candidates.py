@@ -203,7 +203,7 @@ def _sharded(config: RunConfig, fields: Mapping[str, Any], layouts: Work, shardi
     alone = _alone(config, sharding)
     state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
     if sharding != MESH:
-        where = place_of_state(alone.strategy, resolve_precision(alone))
+        where = place_of_state(alone.strategy, resolve_precision(alone.precision, alone.trainer))
         casts = layouts.cast_bytes if sharding.zero == 0 else 0.0
         layouts = replace(layouts, zero=float(sharding.zero or 3), cast_bytes=casts, **where)
     estimate = zero_bytes if sharding.zero else layout_bytes

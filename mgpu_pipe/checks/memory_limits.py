@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mgpu_pipe.checks.optimizer import ADAMW_BF16
-from mgpu_pipe.config.resolve import device_type, world_size
+from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import check_model_config
@@ -76,7 +76,7 @@ def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
     plan, share, machine = compared
     if elsewhere and machine.gpus is None and config.trainer.accelerator != "cpu":
         return []
-    processes = world_size(config) // max(1, config.trainer.num_nodes)
+    processes = devices_per_node(config.trainer, config.strategy)
     if machine.gpus is not None and plan.host * processes > machine.host:
         reason = f"{processes} ranks of a node keep {gib(plan.host * processes)} in its memory of {gib(machine.host)}"
         fix = "use more nodes (trainer.num_nodes), optimizer=adamw_bf16 or peft=lora"
@@ -134,7 +134,7 @@ def predicted(config: RunConfig) -> MemoryPlan | None:
 
 
 def _share(config: RunConfig, machine: Machine) -> int:
-    processes = world_size(config) // max(1, config.trainer.num_nodes)
+    processes = devices_per_node(config.trainer, config.strategy)
     if machine.gpus is None:
         return machine.sizes[0] // processes
     return machine.sizes[min(processes, len(machine.sizes)) - 1]  # CUDA counts the fastest GPUs first
@@ -167,7 +167,7 @@ def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
     yield lighter[-1:] if len(lighter) > 3 else []
     if shards is not None:
         yield [[*shards, *light] for light in lighter]
-    dims = ParallelDims.resolve(strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, strategy)
     several = dims.world_size > 1 and not dims.uses_model_axes
     if on_gpus and several and strategy.offload == "none" and strategy.engine == "mesh":
         yield [[*(shards or []), "strategy.offload=cpu", *light] for light in lighter]
@@ -190,7 +190,7 @@ def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
 
 def _sharding(config: RunConfig) -> list[str] | None:
     """Overrides that shard over all processes; None if that is not possible, or so already."""
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     if dims.world_size == 1:
         return None
     if config.strategy.engine == "deepspeed":
@@ -204,7 +204,7 @@ def _sharding(config: RunConfig) -> list[str] | None:
 
 
 def _smaller_micro_batches(config: RunConfig) -> list[int]:
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     return [size for size in range(plan.micro_batch_size - 1, 0, -1) if plan.samples_per_process % size == 0]
 
@@ -218,7 +218,7 @@ def _likely_with(config: RunConfig, words: list[str], machine: Machine) -> int |
         return None
     if plan is None or plan.high > _share(changed, machine):
         return None
-    if plan.host * (world_size(changed) // max(1, changed.trainer.num_nodes)) > machine.host:
+    if plan.host * devices_per_node(changed.trainer, changed.strategy) > machine.host:
         return None
     return plan.likely
 

@@ -291,7 +291,7 @@ def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
     if strategy.sequence_parallel and dims.tp == 1:
         reason = "it splits activations over the tensor-parallel ranks"
         errors.append(ConfigError("strategy.sequence_parallel", True, "give strategy.tp, or use false", reason))
-    schedule, precision = strategy.pipeline.schedule, resolve_precision(config)
+    schedule, precision = strategy.pipeline.schedule, resolve_precision(config.precision, config.trainer)
     if dims.pp > 1 and SCHEDULES[schedule].splits_backward and precision == "fp8":
         fix = "use 1f1b or interleaved_1f1b, or precision=bf16"
         reason = "it splits the backward pass, which float8 products do not go with"

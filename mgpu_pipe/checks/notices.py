@@ -12,8 +12,8 @@ from mgpu_pipe.checks.start import joined
 from mgpu_pipe.config.data_sources import find_source, unread_keys
 from mgpu_pipe.config.group_keys import PeftConfig, SchedulerConfig
 from mgpu_pipe.config.plugins import ENGINES
-from mgpu_pipe.config.resolve import resolve_precision, uses_tf32, world_size
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.resolve import resolve_precision, uses_tf32
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import noise_fields
@@ -31,7 +31,7 @@ def unused_options(config: RunConfig) -> list[tuple[str, str]]:
         *_data(config.data),
         *_schedule(config.scheduler),
         *_checkpoint(config),
-        *_precision(config),
+        *_precision(config.precision, config.trainer),
         *_peft(config.peft),
     ]
     if config.optimizer.ema.evaluate and config.optimizer.ema.decay is None:
@@ -53,7 +53,7 @@ def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"strategy.{key}", "strategy.engine=mesh does not use DeepSpeed"
     if strategy.fsdp != default.fsdp and not (mesh and dims.dp_shard * dims.cp > 1):
         yield "strategy.fsdp", f"strategy={strategy.name} does not shard by FSDP2 here"
-    plain = dims.dp_replicate == dims.world_size > 1 and resolve_precision(config) == "fp32"
+    plain = dims.dp_replicate == dims.world_size > 1 and resolve_precision(config.precision, config.trainer) == "fp32"
     if strategy.bucket_mib != default.bucket_mib and mesh and not plain:
         yield "strategy.bucket_mib", "only replicas in fp32 sum gradients in buckets of a size to choose"
     for key in ("schedule", "stages_per_rank") if dims.pp == 1 else ():
@@ -70,7 +70,7 @@ def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _sizes(config: RunConfig) -> ParallelDims:
     """The sizes of the axes; if they do not fit the world, ``auto`` counts as used."""
     try:
-        return ParallelDims.resolve(config.strategy, world_size(config))
+        return ParallelDims.from_config(config.trainer, config.strategy)
     except ConfigError:
         sizes = {axis: getattr(config.strategy, axis) for axis in SIZES}
         return ParallelDims(**{axis: 2 if size == "auto" else size for axis, size in sizes.items()})
@@ -95,14 +95,14 @@ def _schedule(scheduler: SchedulerConfig) -> Iterator[tuple[str, str]]:
         yield "scheduler.min_lr_ratio", "scheduler=constant stays at the peak"
 
 
-def _precision(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.precision.fp8_recipe != DEFAULT.precision.fp8_recipe and config.precision.name != "fp8":
-        yield "precision.fp8_recipe", f"the run computes in {resolve_precision(config)}; only precision=fp8 reads it"
-    if not config.precision.tf32 or uses_tf32(config):
+def _precision(precision: PrecisionConfig, trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
+    computes = resolve_precision(precision, trainer)
+    if precision.fp8_recipe != DEFAULT.precision.fp8_recipe and precision.name != "fp8":
+        yield "precision.fp8_recipe", f"the run computes in {computes}; only precision=fp8 reads it"
+    if not precision.tf32 or uses_tf32(precision, trainer):
         return
-    precision = resolve_precision(config)
-    if precision != "fp32":
-        yield "precision.tf32", f"the run computes in {precision}; TF32 works with precision=fp32 only"
+    if computes != "fp32":
+        yield "precision.tf32", f"the run computes in {computes}; TF32 works with precision=fp32 only"
     else:
         yield "precision.tf32", "TF32 is a mode of CUDA GPUs of compute capability 8.0 and higher"
 
@@ -172,7 +172,7 @@ def notices(config: RunConfig) -> list[Notice]:
         text = "does nothing here: whoever started this world restarts it"
         notices.append(Notice("launch.max_restarts", text))
     if config.trainer.num_nodes > 1 and config.strategy.engine == "mesh":
-        dims = ParallelDims.resolve(config.strategy, world_size(config))
+        dims = ParallelDims.from_config(config.trainer, config.strategy)
         devices = dims.world_size // config.trainer.num_nodes
         notices += [Notice(key, text) for key, text in across_nodes(dims, devices)]
     notices += [

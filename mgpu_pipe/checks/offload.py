@@ -14,7 +14,7 @@ from mgpu_pipe.architectures.formulas.kept_memory import FP32, optimizer_bytes, 
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.devices import compiler, missing_compiler, missing_headers
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.resolve import device_type, world_size
+from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import resolved_fields
@@ -75,7 +75,7 @@ def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
     needed, free = offloaded_bytes(config), shutil.disk_usage(path).free
     if needed is not None and needed > free:
         reason = (
-            f"the optimizer state of {world_size(config) // config.trainer.num_nodes} processes takes "
+            f"the optimizer state of {devices_per_node(config.trainer, config.strategy)} processes takes "
             f"{needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
         )
         yield ConfigError(key, folder, "give a larger disk, or use strategy.offload=cpu", reason)

@@ -164,7 +164,7 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
     candidates = find_candidates(config, profile, gpus)
     hardware = computing_hardware(candidates.config, profile)
     if profile.accelerator == CPU:  # processes of this machine share its memory
-        each = host_memory() / GIB / devices_per_node(candidates.config)
+        each = host_memory() / GIB / devices_per_node(candidates.config.trainer, candidates.config.strategy)
         profile = replace(profile, memory_gib=each)
     fits_host = _fits_host(candidates, profile)
     fits = fits_host & (candidates.sizes <= (1 + BULK_ERROR) * profile.memory_bytes)
@@ -253,7 +253,7 @@ def _memory(config: RunConfig) -> MemoryPlan | None:
 
 
 def _fits_host(candidates: Candidates, profile: HardwareProfile) -> NDArray[np.bool_]:
-    processes = devices_per_node(candidates.config)
+    processes = devices_per_node(candidates.config.trainer, candidates.config.strategy)
     return np.asarray(candidates.host * processes <= profile.host_memory_gib * GIB)
 
 

@@ -25,7 +25,7 @@ from mgpu_pipe.checks.start import cache_errors, check_start, joined, run_folder
 from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
-from mgpu_pipe.config.resolve import device_type, world_size
+from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
 from mgpu_pipe.system.hardware import usable_gpus
@@ -161,7 +161,7 @@ def _check_plug_ins(config: RunConfig) -> None:
         from mgpu_pipe.training.trainer import objective_class
 
         axes = ("pp", "cp") if issubclass(objective_class(objective), FeatureGatherer) else ()
-        refused = refused_axes_errors(config.objective, ParallelDims.resolve(config.strategy, world_size(config)), axes)
+        refused = refused_axes_errors(config.objective, ParallelDims.from_config(config.trainer, config.strategy), axes)
         if refused:
             raise refused[0]
     if engine not in ENGINES:

@@ -42,8 +42,9 @@ def computing_hardware(config: RunConfig, profile: HardwareProfile) -> Hardware:
     Raises:
         ConfigError: the hardware does not compute in this precision, or not as far as the profile says.
     """
-    computing = profile.hardware_for(resolve_precision(config), uses_tf32(config))
-    return replace(computing, gpus_per_node=float(devices_per_node(config)))
+    precision = resolve_precision(config.precision, config.trainer)
+    computing = profile.hardware_for(precision, uses_tf32(config.precision, config.trainer))
+    return replace(computing, gpus_per_node=float(devices_per_node(config.trainer, config.strategy)))
 
 
 def predicted_seconds(config: RunConfig) -> tuple[float, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mgpu_pipe.checks.check_sizes import size_errors
 from mgpu_pipe.checks.plan_layouts import PlannedRun, placed_on_one
-from mgpu_pipe.config.resolve import resolve_precision, world_size
+from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
@@ -36,7 +36,7 @@ class TracedLayout:
     @property
     def ranks(self) -> list[int]:
         """Ranks to trace: the first of the pipeline's first and last stages, and of the one that needs most memory."""
-        dims = ParallelDims.resolve(self.config.strategy, world_size(self.config))
+        dims = ParallelDims.from_config(self.config.trainer, self.config.strategy)
         stages = {0, dims.pp - 1, 0 if self.plain is None else self.plain.rank}
         firsts: dict[int, int] = {}
         for rank in range(dims.world_size):
@@ -53,7 +53,7 @@ def typed_layout(config: RunConfig) -> TracedLayout:
     """
     refuse_untraceable(config)
     placed, words = placed_on_one(config)
-    ParallelDims.resolve(placed.strategy, world_size(placed))
+    ParallelDims.from_config(placed.trainer, placed.strategy)
     unchecked = replace(placed, trainer=replace(placed.trainer, memory_check="off"))
     errors = size_errors(unchecked, elsewhere=True)
     if errors:
@@ -77,7 +77,7 @@ def refuse_untraceable(config: RunConfig) -> None:
     for key, values in (("plan.gpus", config.plan.gpus), ("plan.hardware", config.plan.hardware)):
         if len(values) > 1:
             raise ConfigError(key, list(values), "give one of them", "--trace runs one layout")
-    strategy, precision = config.strategy, resolve_precision(config)
+    strategy, precision = config.strategy, resolve_precision(config.precision, config.trainer)
     refused: list[tuple[str, Any, bool, str]] = [
         ("objective.name", config.objective.name, config.objective.name != OBJECTIVE, f"use objective={OBJECTIVE}"),
         ("strategy.engine", strategy.engine, strategy.engine != ENGINE, "use a strategy such as fsdp or megatron"),

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.find_model import ModelSource, config_of
@@ -46,7 +45,7 @@ def refuse_whole_weights(source: ModelSource, config: RunConfig, weights: str, f
         BadInputError: ``config`` cuts the model, and the average or another folder's weights are wanted, or the
             folder's model is not of the kind that it cuts.
     """
-    if not ParallelDims.resolve(config.strategy, world_size(config)).cuts_the_model:
+    if not ParallelDims.from_config(config.trainer, config.strategy).cuts_the_model:
         return
     config_of(source, config)
     for option, is_given in ((f"--weights={weights}", weights == "ema"), (f"--frozen-weights={frozen}", frozen)):

@@ -119,7 +119,7 @@ def _training_rows(
         ("objective", config.objective.name),
         ("steps", f"{stored.step} of {config.data.global_batch_size} samples{size}"),
         ("optimizer", f"{config.optimizer._target_.rpartition('.')[2]}, learning rate {config.optimizer.lr}"),
-        ("strategy", f"{config.strategy.name}{spread}, {resolve_precision(config)}"),
+        ("strategy", f"{config.strategy.name}{spread}, {resolve_precision(config.precision, config.trainer)}"),
         ("hardware", _hardware(paths)),
     ]
     measured = summary.get("metrics")

@@ -38,7 +38,7 @@ def run_job(settings: JobSettings, source: ModelSource, config: RunConfig) -> in
     refuse_other_machines(config)
     with folder.locked():
         folder.begin(settings.identity(source))
-        if world_size(config) == 1:
+        if world_size(config.trainer, config.strategy) == 1:
             compute_share(settings, settings.device)
             return EXIT_OK
         stopped = f"stopped; the same command resumes from {folder.root}"

@@ -36,7 +36,7 @@ def write_engine_settings(paths: RunPaths, config: RunConfig, world: int | None 
     """
     if config.strategy.engine != ENGINE:
         return
-    dims = ParallelDims.resolve(config.strategy, world or world_size(config))
+    dims = ParallelDims.resolve(config.strategy, world or world_size(config.trainer, config.strategy))
     settings = deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp))
     paths.deepspeed.write_text(json.dumps(written(settings), indent=2) + "\n", encoding="utf-8")
 

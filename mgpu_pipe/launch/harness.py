@@ -36,7 +36,7 @@ def measure(settings: HarnessSettings, config: RunConfig, device: str) -> tuple[
     if joined:
         return EXIT_OK, _measure_joined(settings, config, joined)
     refuse_other_machines(config)
-    if world_size(config) == 1:
+    if world_size(config.trainer, config.strategy) == 1:
         return EXIT_OK, measure_whole(settings, device)
     folder = Path(tempfile.mkdtemp(prefix="mgpu-pipe-harness-"))  # no TemporaryDirectory: a fork would remove it, too
     try:

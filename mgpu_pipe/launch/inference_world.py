@@ -43,7 +43,7 @@ def run_processes(module: str, folder: Path, settings: str, config: RunConfig, i
         settings: text that the processes read from :data:`SETTINGS` in ``folder``.
         if_stopped: what to print where a signal stopped them.
     """
-    paths, processes = RunPaths(folder), world_size(config)
+    paths, processes = RunPaths(folder), world_size(config.trainer, config.strategy)
     freeze(config, paths.config)
     replace_file(folder / SETTINGS, settings)
     with live_descriptor() as live, SignalInbox() as inbox:

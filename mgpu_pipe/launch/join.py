@@ -177,7 +177,7 @@ def _plan_on_rank_zero(
 
 def is_node(joined: Mapping[str, str], config: RunConfig) -> bool:
     """Whether this process is an srun task per node with several workers to start; False under torchrun."""
-    return joined.get("LOCAL_WORLD_SIZE") == "1" and devices_per_node(config) > 1
+    return joined.get("LOCAL_WORLD_SIZE") == "1" and devices_per_node(config.trainer, config.strategy) > 1
 
 
 def refuse_alone(config: RunConfig, exit_code: int) -> None:
@@ -185,7 +185,7 @@ def refuse_alone(config: RunConfig, exit_code: int) -> None:
     joined = existing_world(os.environ)
     os.environ.update(joined)
     world = World.from_environment(joined)
-    each = devices_per_node(config) if is_node(joined, config) else 1
+    each = devices_per_node(config.trainer, config.strategy) if is_node(joined, config) else 1
     _broadcast_and_exit(rendezvous(config.launch), {"exit_code": exit_code}, range(each, world.world_size * each, each))
 
 

@@ -91,7 +91,7 @@ def _run(
     Workers of a sweep are forked later, from a server with the imports.
     """
     launched = time.time()
-    paths, world = folder.paths, world_size(config)
+    paths, world = folder.paths, world_size(config.trainer, config.strategy)
     threads = choose_threads(config.launch.threads_per_worker, world)
     step = resume_step(config.checkpoint, paths)
     first = record.next_attempt(paths)
@@ -157,7 +157,7 @@ def _plan(config: RunConfig, paths: RunPaths, threads: int, live: int, lock: Run
     environment = {**worker_environment(threads), **run_environment(config)}
     return WorkerPlan(
         argv=python_module(WORKER, str(paths.root)),
-        world_size=world_size(config),
+        world_size=world_size(config.trainer, config.strategy),
         paths=paths,
         environment=environment,
         live_fd=live,

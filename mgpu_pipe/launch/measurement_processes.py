@@ -47,7 +47,7 @@ def measure_hardware(config: RunConfig) -> Measurements:
     if config.trainer.num_nodes > 1 or existing_world(os.environ):
         fix = "calibrate on one of them; write network_gb_s, what a node sends, into the profile"
         raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, fix, "one node's processes are measured")
-    return Measurements(**_measure_here(config, world_size(config), HARDWARE))
+    return Measurements(**_measure_here(config, world_size(config.trainer, config.strategy), HARDWARE))
 
 
 def measure_links(config: RunConfig) -> list[Link]:
@@ -61,7 +61,7 @@ def measure_links(config: RunConfig) -> list[Link]:
         MeasurementError: see there.
     """
     joined = existing_world(os.environ)
-    world = int(joined["WORLD_SIZE"]) if joined else world_size(config)
+    world = int(joined["WORLD_SIZE"]) if joined else world_size(config.trainer, config.strategy)
     if joined:
         from mgpu_pipe.launch.join import is_node
 

@@ -118,7 +118,7 @@ def _try(file: Path) -> int:
     allow_own_classes()
     config = load(file)
     if device_type(config.trainer) == "cpu":
-        share = host_memory() // devices_per_node(config)
+        share = host_memory() // devices_per_node(config.trainer, config.strategy)
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limits = [size for size in (share, soft) if size != resource.RLIM_INFINITY]
         resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))

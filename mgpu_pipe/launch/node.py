@@ -62,7 +62,8 @@ def node_faults(config: RunConfig, folder: Path, node: str) -> list[str]:
         RunFolderError: the run's folder is full, which is no fault of the node.
     """
     faults = []
-    wanted = devices_per_node(config) if device_type(config.trainer) == "cuda" and not _has_own_gpu() else 0
+    needs_gpus = device_type(config.trainer) == "cuda" and not _has_own_gpu()
+    wanted = devices_per_node(config.trainer, config.strategy) if needs_gpus else 0
     if usable_gpus() < wanted:
         faults.append(f"{usable_gpus()} of {wanted} GPUs can be used")
     job_memory = os.environ.get("SLURM_MEM_PER_NODE", "")
@@ -123,7 +124,7 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
     Raises:
         BadInputError: the configuration does not fit the nodes or differs between them, or the run cannot start.
     """
-    started, devices = time.monotonic(), devices_per_node(config)
+    started, devices = time.monotonic(), devices_per_node(config.trainer, config.strategy)
     os.environ.update(joined)
     node = World.from_environment(joined)
     world = replace(

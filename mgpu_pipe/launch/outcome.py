@@ -134,7 +134,7 @@ def exit_code(outcome: Outcome, command_line: CommandLine) -> int:
 
 def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> None:
     """Write the summary of a run whose workers could not."""
-    world = world_size(config)
+    world = world_size(config.trainer, config.strategy)
     steps = read_metrics(paths.metrics).get("step", [])
     saved = newest_valid(paths.checkpoints, "fallback", "size")
     failure = outcome.failure

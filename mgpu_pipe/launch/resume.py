@@ -99,7 +99,7 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step:
     errors = errors or _data_errors(config, before, prepared, step, state)
     if errors:
         raise ConfigErrors(errors)
-    precision = resolve_precision(config)
+    precision = resolve_precision(config.precision, config.trainer)
     changes = [
         difference
         for difference in differences(config, before, [Identity.NOTICE, Identity.RECORDED])

@@ -38,9 +38,9 @@ def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) ->
         fix = "give a folder that all nodes see; a restart resumes in it"
         raise ConfigError("run.dir", None, fix, "every process is started by this very line")
     words = [*without(command_line.alone, *REPLACED_KEYS, "trainer.devices", "run.dir", "checkpoint.resume")]
-    words += [f"trainer.devices={devices_per_node(config)}", f"run.dir={hydra_quoted(config.run.dir)}"]
+    nodes, here = config.trainer.num_nodes, devices_per_node(config.trainer, config.strategy)
+    words += [f"trainer.devices={here}", f"run.dir={hydra_quoted(config.run.dir)}"]
     run = shlex.join([*words, "checkpoint.resume=auto"])
-    nodes, here = config.trainer.num_nodes, devices_per_node(config)
     print_line("# on every node, where MASTER_ADDR is the first one's name or address:")
     print_line(
         f"torchrun --nnodes={nodes} --nproc_per_node={here} --rdzv_backend=c10d "

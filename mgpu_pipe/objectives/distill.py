@@ -126,7 +126,7 @@ class Teacher:
             model, fill = _model_of_run(source, config)
         model.config.use_cache = False
         fix_rotary_length(model, config.data.seq_len)
-        cast_parameters(model, TEACHER_DTYPES.get(resolve_precision(config), torch.float32))
+        cast_parameters(model, TEACHER_DTYPES.get(resolve_precision(config.precision, config.trainer), torch.float32))
         model.requires_grad_(False)
         return model, fill
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from mgpu_pipe.config.identity import FREE
-from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import model_types
@@ -70,7 +69,7 @@ class ReferencedConfig(SampledTextConfig):
             reason = "it is the model without its adapters, which must be all that is trained, and begin at nothing"
             return [ConfigError(key, "live", f"{fix}, or peft=lora without train_also and init_from", reason)]
         with suppress(ConfigError):  # another check refuses sizes that do not fit
-            if ParallelDims.resolve(config.strategy, world_size(config)).pp > 1:
+            if ParallelDims.from_config(config.trainer, config.strategy).pp > 1:
                 return [ConfigError(key, "live", fix, "a pipeline's step has one forward pass")]
         return []
 

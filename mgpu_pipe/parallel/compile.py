@@ -20,7 +20,7 @@ from mgpu_pipe.system.compat.torch_private import compiled
 
 def compiles(config: RunConfig, device: torch.device, parameters: int) -> bool:
     """Whether ``model.compile`` compiles a model with this many parameters on ``device``."""
-    wanted = prefers_compiled(config, device.type, parameters)
+    wanted = prefers_compiled(config.model, config.strategy, config.precision, device.type, parameters)
     return wanted and (config.model.compile is True or (gpu_kernels_compile() and not splits_backward(config.strategy)))
 
 

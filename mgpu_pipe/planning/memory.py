@@ -22,7 +22,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
 )
 from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision, world_size
+from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activation_bytes import Activations
@@ -104,7 +104,7 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
         ConfigError: a world or a batch that its strategy does not allow.
     """
     fields = resolved_fields(config.model)
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     known = all(isinstance(fields.get(name), int) for name in NEEDED)
     decodes = description(config.objective.name).model_class in DECODERS
@@ -170,15 +170,15 @@ def activations_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelD
     Args:
         fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
     """
-    precision, on_gpu = resolve_precision(config), device_type(config.trainer) == "cuda"
+    precision, device = resolve_precision(config.precision, config.trainer), device_type(config.trainer)
     item = FP32 if precision == "fp32" else HALF
     chunk, shard = getattr(config.objective, "loss_chunk_tokens", "auto"), -(-fields["vocab_size"] // dims.tp)
-    rows = chunk_rows(chunk, shard, MANY, item if on_gpu else None)
+    rows = chunk_rows(chunk, shard, MANY, item if device == "cuda" else None)
     mode = config.strategy.activation_checkpointing
     return Activations(
         item=item,
-        compiled=float(prefers_compiled(config, device_type(config.trainer), _parameters(fields))),
-        copies=float(not on_gpu),
+        compiled=float(prefers_compiled(config.model, config.strategy, config.precision, device, _parameters(fields))),
+        copies=float(device == "cpu"),
         frozen_norms=float(config.peft.name != "none"),
         recompute=float(mode != "none"),
         products=float(mode == "selective"),
@@ -197,7 +197,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     Args:
         fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
     """
-    strategy, precision, peft = config.strategy, resolve_precision(config), config.peft
+    strategy, precision, peft = config.strategy, resolve_precision(config.precision, config.trainer), config.peft
     layers = [layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"])]
     block = sum(layers) / max(1, len(layers))
     shape, final_norm = Shape.from_fields(fields), final_norm_parameters(fields)
@@ -238,7 +238,7 @@ def _mesh_storage(config: RunConfig, dims: ParallelDims, copy: float) -> dict[st
     Args:
         copy: bytes of a weight in the compute type next to the weight.
     """
-    is_half = resolve_precision(config) == "bf16_true"
+    is_half = resolve_precision(config.precision, config.trainer) == "bf16_true"
     whole = dims.pp > 1 or dims.dp_shard * dims.cp == 1
     # Whole gradients are summed up in the type of their reduction.
     reduces_half = config.precision.reduce == "bf16" or (is_half and not whole)
@@ -260,7 +260,7 @@ def _zero_storage(config: RunConfig, item: float) -> dict[str, float]:
     Args:
         item: bytes of a number in the compute type.
     """
-    precision, stage = resolve_precision(config), sharded_stage(config.strategy)
+    precision, stage = resolve_precision(config.precision, config.trainer), sharded_stage(config.strategy)
     weight, master = (FP32, 0) if precision == "fp32" else (HALF, FP32)
     return {
         "weight": weight,

@@ -10,7 +10,7 @@ from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
 from mgpu_pipe.architectures.formulas.parameters import experts_of, experts_per_token, sizes_of
 from mgpu_pipe.config.group_keys import StrategyConfig
-from mgpu_pipe.config.resolve import resolve_precision, world_size
+from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.memory_terms import SCHEDULES
@@ -42,7 +42,7 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         raise ConfigError("model.type", config.model.type or fields.get("model_type"), fix, reason)
     shape, sizes, experts = Shape.from_fields(fields), sizes_of(fields), experts_of(fields)
     inner = fields.get(sizes.expert_width if experts else sizes.inner)
-    precision, tokens = resolve_precision(config), config.data.tokens()
+    precision, tokens = resolve_precision(config.precision, config.trainer), config.data.tokens()
     adapts = config.peft.name != "none"
     entry = 4.0 if precision == "fp32" else 2.0
     return Work(
@@ -79,7 +79,7 @@ def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
     Raises:
         ConfigError: see :func:`model_work`, or a world or a batch that the strategy does not allow.
     """
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     mode = config.strategy.activation_checkpointing
     return replace(
@@ -89,7 +89,7 @@ def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         rows=float(plan.micro_batch_size),
         micro_batches=float(plan.num_micro_batches),
         zero=float(sharded_stage(config.strategy)),
-        **place_of_state(config.strategy, resolve_precision(config)),
+        **place_of_state(config.strategy, resolve_precision(config.precision, config.trainer)),
         sequence_parallel=float(config.strategy.sequence_parallel),
         ulysses=float(config.strategy.context.method == "ulysses"),
         recompute_products=float(mode == "full"),

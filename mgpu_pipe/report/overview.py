@@ -139,7 +139,8 @@ def goodput_line(config: RunConfig) -> str | None:
     plan, minutes = config.plan, config.checkpoint.every_n_minutes
     if plan.failure_hours is None:
         return None
-    failures = Failures.of_gpus(plan.failure_hours, world_size(config), plan.save_stall_s, plan.restart_s)
+    gpus = world_size(config.trainer, config.strategy)
+    failures = Failures.of_gpus(plan.failure_hours, gpus, plan.save_stall_s, plan.restart_s)
     best = best_interval(failures)
     text = (
         f"one every {numbers.duration(failures.between)}; {useful_share(best, failures):.1%} of the time is useful "
@@ -194,7 +195,7 @@ def summary(
 
 
 def _sizes(config: RunConfig, world: int | None) -> tuple[ParallelDims, BatchPlan]:
-    dims = ParallelDims.resolve(config.strategy, world or world_size(config))
+    dims = ParallelDims.resolve(config.strategy, world or world_size(config.trainer, config.strategy))
     return dims, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
 
 
@@ -358,9 +359,9 @@ def _group_settings(group: ParameterGroup) -> str:
 
 
 def _precision(config: RunConfig) -> str:
-    chosen = resolve_precision(config)
+    chosen = resolve_precision(config.precision, config.trainer)
     text = f"{chosen} (auto)" if config.precision.name == "auto" else chosen
-    return f"{text}, matrix products in TF32" if uses_tf32(config) else text
+    return f"{text}, matrix products in TF32" if uses_tf32(config.precision, config.trainer) else text
 
 
 def _checkpoint(checkpoint: CheckpointConfig) -> str:

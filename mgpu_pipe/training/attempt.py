@@ -91,7 +91,7 @@ class Attempt:
             dims=dims,
             plan=BatchPlan.resolve(complete.data, dims.data_parallel_size, dims.pp),
             device=_device(complete.trainer),
-            precision=resolve_precision(complete),
+            precision=resolve_precision(complete.precision, complete.trainer),
             rank=dist.get_rank(),
             world_size=world_size,
             reader=reader,

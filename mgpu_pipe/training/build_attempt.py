@@ -83,7 +83,7 @@ def build_model(attempt: Attempt) -> tuple[Attempt, BuiltModel]:
     if config.model.flash_attention == "fa3":
         use_flash_attention_3()
     if device.type == "cuda":
-        set_tf32(model, uses_tf32(config))
+        set_tf32(model, uses_tf32(config.precision, config.trainer))
     settings = model_settings(model.config)
     if attempt.reader is not None:
         require_model_settings(attempt.reader.state.get("model_config"), settings, attempt.reader.folder)

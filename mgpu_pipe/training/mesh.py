@@ -274,7 +274,7 @@ def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
         chosen = strategy.pipeline
         plan = PipelinePlan.make(chosen.schedule, dims.pp, costs, chosen.layers or None, chosen.stages_per_rank)
     return ParallelOptions(
-        precision=resolve_precision(config),
+        precision=resolve_precision(config.precision, config.trainer),
         fp8_recipe=config.precision.fp8_recipe,
         bucket_mib=strategy.bucket_mib,
         sharding=ShardingOptions(

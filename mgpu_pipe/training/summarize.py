@@ -89,7 +89,7 @@ def _how_it_ran(attempt: Attempt, built: BuiltModel) -> dict[str, Any]:
         "objective": config.objective.name,
         "precision": attempt.precision,
         **({"parity": STATISTICAL} if uses_dropout(built.model) else {}),
-        "tf32": uses_tf32(config),
+        "tf32": uses_tf32(config.precision, config.trainer),
         "kernels": config.model.kernels,
     }
 

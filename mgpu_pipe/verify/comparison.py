@@ -85,7 +85,7 @@ def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, 
     objective = objective_class(config.objective.name).from_config(
         config,
         model,
-        optimizer_factory(config.optimizer, model, resolve_precision(config)),
+        optimizer_factory(config.optimizer, model, resolve_precision(config.precision, config.trainer)),
         build_schedule(config.scheduler, config.scheduler.total_steps or 1),
     )
     return strategy, objective

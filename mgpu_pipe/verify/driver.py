@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, print_line, print_text
 from mgpu_pipe.import_path import python_module
@@ -47,7 +46,7 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
     Raises:
         BadInputError: the configuration cannot be verified as it is.
     """
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     small = shrink(config, dims)
     prepare_extensions(small.config)
     compiled = run_environment(small.config)

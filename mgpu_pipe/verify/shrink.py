@@ -97,7 +97,7 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         optimizer=_small_optimizer(config.optimizer, steps, int(resolved_fields(model).get("num_hidden_layers") or 1)),
         scheduler=_small_schedule(config.scheduler, steps),
         strategy=_sizes_filled_in(config.strategy, dims),
-        precision=replace(config.precision, name=resolve_precision(config)),
+        precision=replace(config.precision, name=resolve_precision(config.precision, config.trainer)),
         checkpoint=CheckpointConfig(save_last=False),
         trainer=_on_cpu_processes(config.trainer, dims.world_size, steps),
         eval=EvalConfig(),

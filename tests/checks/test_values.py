@@ -194,11 +194,10 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
 
 def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus):
     gpus(4)
-    config, _ = compose(["strategy=ddp"])
-    assert (resolve.device_type(config.trainer), resolve.world_size(config)) == ("cuda", 4)
-    assert resolve.world_size(compose(["strategy=single"])[0]) == 1
-    assert resolve.world_size(compose([CPU, "strategy=ddp"])[0]) == 1
-    assert resolve.world_size(compose(["strategy=ddp", "trainer.num_nodes=2"])[0]) == 8
+    for words, world in ((["ddp"], 4), (["single"], 1), (["ddp", CPU], 1), (["ddp", "trainer.num_nodes=2"], 8)):
+        config, _ = compose([f"strategy={words[0]}", *words[1:]])
+        assert resolve.device_type(config.trainer) == ("cpu" if CPU in words else "cuda")
+        assert resolve.world_size(config.trainer, config.strategy) == world
     assert compose(["experiment=quickstart"])[0].trainer.devices == 4
     assert compose(["experiment=quickstart", CPU])[0].trainer.devices == 2
     gpus(4, torch_built_for_cuda=False)
@@ -252,15 +251,17 @@ def bf16_units(monkeypatch: pytest.MonkeyPatch):
 def test_precision_auto_is_the_default_and_bf16_on_gpus_that_have_it_alone(
     gpus, bf16_units, monkeypatch: pytest.MonkeyPatch
 ):
+    def computes(*words: str) -> str:
+        config, _ = compose(list(words))
+        return resolve.resolve_precision(config.precision, config.trainer)
+
     for units in (True, False):
         bf16_units(units)
-        assert resolve.resolve_precision(compose([CPU])[0]) == "fp32"
-        assert resolve.resolve_precision(compose([CPU, "precision=bf16"])[0]) == "bf16"
+        assert (computes(CPU), computes(CPU, "precision=bf16")) == ("fp32", "bf16")
     gpus(1)
     for capability, name in (((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp32")):
         monkeypatch.setattr(resolve, "gpu_capability", lambda capability=capability: capability)
-        assert resolve.resolve_precision(compose([])[0]) == name
-        assert resolve.resolve_precision(compose(["precision=fp32"])[0]) == "fp32"
+        assert (computes(), computes("precision=fp32")) == (name, "fp32")
 
 
 def test_the_quickstart_asks_for_bf16_where_a_cpu_has_units_for_it(gpus, bf16_units):
@@ -295,7 +296,7 @@ def test_a_reduction_in_bf16_that_no_process_takes_part_in_is_told():
 def test_accelerator_gpu_means_cuda(gpus):
     gpus(2)
     config, _ = compose(["trainer.accelerator=gpu", "strategy=ddp"])
-    assert (resolve.device_type(config.trainer), resolve.world_size(config)) == ("cuda", 2)
+    assert (resolve.device_type(config.trainer), resolve.world_size(config.trainer, config.strategy)) == ("cuda", 2)
     preflight(config)
     gpus(0)
     with pytest.raises(ConfigErrors, match=r"trainer\.accelerator=gpu: torch can use no GPU here"):
@@ -312,9 +313,10 @@ def test_tf32_is_used_where_it_has_an_effect_and_told_where_it_has_none(
     gpus(1)
     monkeypatch.setattr(resolve, "gpu_capability", lambda: capability)
     config, _ = compose(["precision.tf32=true", f"precision={precision}"])
-    assert resolve.uses_tf32(config) is used
+    assert resolve.uses_tf32(config.precision, config.trainer) is used
     assert [key for key, _ in unused_options(config)] == ([] if used else ["precision.tf32"])
-    assert not resolve.uses_tf32(compose([f"precision={precision}"])[0])
+    plain, _ = compose([f"precision={precision}"])
+    assert not resolve.uses_tf32(plain.precision, plain.trainer)
     (notice,) = preflight(compose([CPU, "precision.tf32=true"])[0])
     assert notice.text.startswith("does nothing here: TF32 is a mode of CUDA GPUs")
 

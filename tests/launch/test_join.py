@@ -141,9 +141,9 @@ def test_sizes_of_a_joined_world_are_its_environments_not_the_visible_gpus(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(resolve, "usable_gpus", lambda: 2 if own else 1)
     trainer = TrainerConfig(accelerator="cuda", num_nodes=world // here)
-    config = RunConfig(strategy=StrategyConfig(name="tp", tp="auto"), trainer=trainer)
+    strategy = StrategyConfig(name="tp", tp="auto")
     assert joined_processes() == (None if own else (world, here))
-    assert (resolve.world_size(config), resolve.devices_per_node(config)) == (world, here)
+    assert (resolve.world_size(trainer, strategy), resolve.devices_per_node(trainer, strategy)) == (world, here)
 
 
 def world_of(world_size: int, local_world_size: int) -> World:

@@ -20,7 +20,6 @@ from mgpu_pipe.checks.plan_layouts import _fits_host, plan_layouts
 from mgpu_pipe.checks.preflight import preflight_errors
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -68,7 +67,7 @@ def test_every_plan_passes_the_checks_and_is_what_its_overrides_compose(words: l
     for plan in plans:
         config = composed(*kept, *plan.overrides)
         assert not preflight_errors(config, elsewhere=True)
-        dims = ParallelDims.resolve(config.strategy, world_size(config))
+        dims = ParallelDims.from_config(config.trainer, config.strategy)
         assert dims == ParallelDims.resolve(plan.config.strategy, plan.gpus)
         assert BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp).micro_batch_size == (
             plan.layout.micro_batch_size
@@ -281,7 +280,7 @@ def test_overrides_replace_what_an_experiment_sets_of_the_strategy(capsys: pytes
     for plan, same in zip(plans, expected, strict=True):
         config = composed(*words, *plan["overrides"])
         assert config.strategy.pipeline == same.config.strategy.pipeline
-        dims = ParallelDims.resolve(config.strategy, world_size(config))
+        dims = ParallelDims.from_config(config.trainer, config.strategy)
         assert dims == ParallelDims.resolve(same.config.strategy, same.gpus)
         memory = memory_by_rank(config)
         assert memory is not None and memory.likely == plan["memory_bytes"]["likely"]

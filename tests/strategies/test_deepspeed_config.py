@@ -12,7 +12,6 @@ import pytest
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.launch.deepspeed_build import write_engine_settings
 from mgpu_pipe.report.overview import overview
@@ -28,7 +27,7 @@ RAW = "strategy.deepspeed_config."
 def settings(*overrides: str) -> dict[str, object]:
     config, _ = compose([*BASE, *overrides])
     preflight(config)
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     return deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size))
 
 

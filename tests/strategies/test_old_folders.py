@@ -60,7 +60,7 @@ def verified_from_folder(config: RunConfig) -> list[Worst]:
             config, dims, CPU, materialise=fill, dropout_seed=None, stop_requested=lambda: False
         )
         schedule = build_schedule(config.scheduler, config.scheduler.total_steps or 1)
-        factory = optimizer_factory(config.optimizer, model, resolve_precision(config))
+        factory = optimizer_factory(config.optimizer, model, resolve_precision(config.precision, config.trainer))
         return strategy, objective_class(config.objective.name).from_config(config, model, factory, schedule)
 
     def read(model: Any, seed: int, device: Any) -> Any:

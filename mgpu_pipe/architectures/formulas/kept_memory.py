@@ -135,7 +135,7 @@ def savings(config: RunConfig, dims: ParallelDims, plan: BatchPlan, parts: Mappi
         options.append(Saving("optimizer=adamw_bf16", parts["optimizer"] // 2))
     if config.model.path is not None and config.peft.name == "none":
         options.append(Saving("peft=lora", parts["gradients"] + parts["optimizer"]))
-    if resolve_precision(config) == "fp32":
+    if resolve_precision(config.precision, config.trainer) == "fp32":
         options.append(Saving("precision=bf16", activations // 2))
     return options
 

@@ -123,11 +123,10 @@ def _amounts(
 
 def _balance(config: RunConfig, prepared: Prepared, samples: SampleSet) -> list[tuple[str, str]]:
     """Load imbalance of the processes in the first steps, with and without balancing by cost."""
-    from mgpu_pipe.config.resolve import world_size
     from mgpu_pipe.data.balance import STEPS, describe_imbalance, imbalances
     from mgpu_pipe.topology import BatchPlan, ParallelDims
 
-    dims = ParallelDims.resolve(config.strategy, world_size(config))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     ratios = imbalances(samples, prepared.order(config, len(samples)), plan)
     if ratios is None:

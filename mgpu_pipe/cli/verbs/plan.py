@@ -143,7 +143,7 @@ def _trace(composition: Composition, layout: TracedLayout, typed: Sequence[str],
     words, kind = [*composition.flags, *typed, *layout.words], resolved_fields(layout.config.model)["model_type"]
     if not as_json:
         print_line(f"traced on fake tensors: {shlex.join([*typed, *layout.words])}", flush=True)
-    traces = trace_ranks(layout.ranks, world_size(layout.config), words, str(kind))
+    traces = trace_ranks(layout.ranks, world_size(layout.config.trainer, layout.config.strategy), words, str(kind))
     if as_json:
         formulas = (
             None if layout.plain is None else {"tensors": layout.plain.allocated, "terms": dict(layout.plain.terms)}

@@ -139,7 +139,7 @@ def batch_script(config: RunConfig, folder: Path, name: str, submitted: Sequence
 
 def _sbatch_options(config: RunConfig, launch: SlurmConfig, folder: Path, name: str, array: int) -> list[str]:
     """Options of sbatch, with quotes around spaces."""
-    devices = devices_per_node(config)
+    devices = devices_per_node(config.trainer, config.strategy)
     tasks = 1 if launch.tasks == "node" else devices
     cpus = None if launch.cpus is None else launch.cpus * devices // tasks
     gpus = gpus_per_node(config, launch)
@@ -173,14 +173,14 @@ def gpus_per_node(config: RunConfig, launch: SlurmConfig) -> int:
     """GPUs per node that the job requests."""
     if launch.gpus != "auto":
         return launch.gpus
-    return devices_per_node(config) if config.trainer.accelerator in ("cuda", "gpu") else 0
+    return devices_per_node(config.trainer, config.strategy) if config.trainer.accelerator in ("cuda", "gpu") else 0
 
 
 def _step_options(config: RunConfig, launch: SlurmConfig, folder: Path) -> list[str]:
     """Options of srun, which ignores the script's cpus-per-task since SLURM 22.05."""
     options = ["--kill-on-bad-exit=1"]
     if launch.cpus is not None:
-        devices = devices_per_node(config)
+        devices = devices_per_node(config.trainer, config.strategy)
         options.append(f"--cpus-per-task={launch.cpus * (devices if launch.tasks == 'node' else 1)}")
     if launch.container and launch.container_by == "pyxis":
         options += [f"--container-image={launch.container}", "--container-workdir=" + str(Path.cwd())]

@@ -170,7 +170,7 @@ def deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     return generate(
         plan,
         stage=config.strategy.deepspeed.stage,
-        precision=resolve_precision(config),
+        precision=resolve_precision(config.precision, config.trainer),
         reduce=config.precision.reduce,
         bucket_mib=config.strategy.bucket_mib,
         offload=config.strategy.offload,

@@ -105,7 +105,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def run_options(cls, config: RunConfig, dims: ParallelDims) -> dict[str, Any]:
         return {
             "settings": deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)),
-            "precision": resolve_precision(config),
+            "precision": resolve_precision(config.precision, config.trainer),
             "seed": config.seed,
             "activation_checkpointing": config.strategy.activation_checkpointing,
             "compile_model": config.model.compile is True,
