@@ -57,7 +57,7 @@ def main() -> None:
             raise SystemExit(child.returncode)
     header, *lines = TABLE.read_text(encoding="utf-8").splitlines()
     places = {point: at for at, point in enumerate(grid())}
-    lines.sort(key=lambda line: places[point_of(line)])
+    lines.sort(key=lambda line: places[point_of(line)])  # type: ignore[index]
     TABLE.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
     print(f"{len(lines)} runs: {TABLE}")
 

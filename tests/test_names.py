@@ -75,7 +75,7 @@ def refused(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
 )
 def test_every_command_takes_no_name_for_a_stack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file.txt").write_text("x")
     for odd in (LONG, HALF, INSIDE_A_FILE):
@@ -88,7 +88,7 @@ def test_every_command_takes_no_name_for_a_stack(
 )
 def test_control_characters_of_a_name_reach_no_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-):
+) -> None:
     """Names that files may have: a command may take one, and where it refuses it, it does so in a line."""
     monkeypatch.chdir(tmp_path)
     launches_by(monkeypatch, lambda config, asked: Result("finished", 0, tmp_path))
@@ -104,7 +104,7 @@ def test_control_characters_of_a_name_reach_no_terminal(
 @pytest.mark.parametrize("source", ROWS)
 def test_what_stands_in_the_column_of_files_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], source: str
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     words, row = ROWS[source]
     for odd in (*ODD, "a cat on a mat " * 40, "iVBORw0KGgo" * 5000):
@@ -115,14 +115,14 @@ def test_what_stands_in_the_column_of_files_is_a_line(
 
 def test_a_zero_byte_in_a_configuration_is_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("conf/experiment").mkdir(parents=True)
     Path("conf/experiment/mine.yaml").write_text('# @package _global_\nmodel:\n  path: "a\\0b"\n')
     assert "model.path='a\\x00b': holds a zero byte" in refused(["check", "experiment=mine", *RUN], capsys)
 
 
-def test_asking_never_raises(tmp_path: Path):
+def test_asking_never_raises(tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("x")
     assert exists(tmp_path) and is_folder(tmp_path) and is_file(tmp_path / "file.txt")
     for odd in ODD:

@@ -1,6 +1,7 @@
 """Oracles: arithmetic, and brute force over all ranks."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 
-def test_auto_takes_what_remains_of_the_world():
+def test_auto_takes_what_remains_of_the_world() -> None:
     dims = ParallelDims.resolve(StrategyConfig(name="x", dp_replicate="auto", tp=2), 8)
     assert (dims.dp_replicate, dims.tp, dims.world_size) == (4, 2, 8)
     assert dims.describe() == "dp_replicate=4 x tp=2"
@@ -27,7 +28,7 @@ def test_auto_takes_what_remains_of_the_world():
         (StrategyConfig(dp_shard=4, tp=2, ep=1), 8, []),
     ],
 )
-def test_sizes_that_cannot_work_are_refused_with_the_fix(strategy, world, words):
+def test_impossible_sizes_are_refused_with_the_fix(strategy: StrategyConfig, world: int, words: list[str]) -> None:
     if not words:
         assert ParallelDims.resolve(strategy, world).ep == 1
         return
@@ -36,7 +37,7 @@ def test_sizes_that_cannot_work_are_refused_with_the_fix(strategy, world, words)
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_coordinates_run_like_the_nested_loops_of_the_mesh():
+def test_coordinates_run_like_the_nested_loops_of_the_mesh() -> None:
     dims = ParallelDims(pp=2, dp_replicate=2, dp_shard=3, cp=1, tp=2)
     loops = product(*(range(getattr(dims, axis)) for axis in AXES))
     for rank, at in enumerate(loops):
@@ -54,7 +55,7 @@ def test_coordinates_run_like_the_nested_loops_of_the_mesh():
         (7, 1, "auto", (7, 1)),
     ],
 )
-def test_micro_batches_are_derived(total, world, micro, expected):
+def test_micro_batches_are_derived(total: int, world: int, micro: Any, expected: tuple[int, int]) -> None:
     plan = BatchPlan.resolve(DataConfig(global_batch_size=total, micro_batch_size=micro), world)
     assert (plan.micro_batch_size, plan.num_micro_batches) == expected
     assert plan.micro_batch_size * plan.num_micro_batches * world == total
@@ -70,7 +71,7 @@ def test_micro_batches_are_derived(total, world, micro, expected):
         (24, 2, 0, ["data.micro_batch_size=0"]),
     ],
 )
-def test_batches_that_do_not_divide_are_refused_with_the_nearest_that_do(total, world, micro, words):
+def test_batches_that_do_not_divide_name_the_nearest_that_do(total: int, world: int, micro: int, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         BatchPlan.resolve(DataConfig(global_batch_size=total, micro_batch_size=micro), world)
     assert all(word in str(refused.value) for word in words), refused.value

@@ -26,6 +26,7 @@ from benchmarks.support import finish
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.data import files
+from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.sources.demo.stdlib_pairs import function_rows
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.runs.metrics_file import read_metrics
@@ -47,7 +48,7 @@ def held_out_pairs() -> list[tuple[str, str]]:
     pairs, hashes = [], []
     for path in files.stdlib_files():
         module = document_hash(Path(os.path.relpath(path, library)).as_posix())
-        for row, _, _ in function_rows(data, path, None):
+        for row, _, _ in function_rows(data, path, Fingerprint(0, ())):
             pairs.append(tuple(json.loads(row)))
             hashes.append(module)
     chosen = held_out(np.array(hashes, np.uint64), data.validation_fraction)

@@ -104,7 +104,7 @@ def asha(seed: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    found = {kind: [regret(kind, seed) for seed in range(SEEDS)] for kind in ("random", "tpe")}  # type: ignore[arg-type]
+    found = {kind: [regret(kind, seed) for seed in range(SEEDS)] for kind in ("random", "tpe")}
     mean = {kind: statistics.mean(regrets) for kind, regrets in found.items()}
     shares, excesses = zip(*(asha(seed) for seed in range(FIRST)), strict=True)
     first = {kind: statistics.mean(regrets[:FIRST]) for kind, regrets in found.items()}

@@ -47,7 +47,7 @@ def measure(method: str, tokens: int) -> dict[str, float]:
     }
     model: Any = materialise(build_meta(ModelConfig(name="long", type="llama", config=config)), 1, "cpu")
     if method != "none":
-        apply_context_parallel(model, dist.group.WORLD, method, packed_text())
+        apply_context_parallel(model, dist.group.WORLD, method, packed_text())  # type: ignore[arg-type]
     objective = CausalLMObjective(model, None, lambda step: 1.0, "auto")
     ids = torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None]}

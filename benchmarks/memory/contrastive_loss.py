@@ -148,7 +148,7 @@ def measure(file: str | None, samples: int, width: int) -> dict[str, list[float]
         file: open_clip's ``loss.py``; it is left out without one.
     """
     warnings.filterwarnings("ignore", category=FutureWarning)  # open_clip's way to gather, by torch
-    collectives._AllGather = _GatherGradients
+    collectives._AllGather = _GatherGradients  # type: ignore[misc]
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(1)
     rows = slice(rank * samples // size, (rank + 1) * samples // size)

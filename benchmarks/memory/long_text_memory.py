@@ -52,7 +52,7 @@ print(prepare(run).num_tokens)
 def write_texts(folder: Path, size: int) -> str:
     """A text file and a row of JSON of about ``size`` bytes each; returns some of the text."""
     texts = [path.read_text(encoding="utf-8") for path in stdlib_files()]
-    written, text = 0, []
+    written, text = 0, list[str]()
     while written < size:
         one = texts[len(text) % len(texts)]
         text.append(one)
@@ -67,7 +67,7 @@ def write_tokenizers(folder: Path, text: str) -> None:
     """A byte-level tokenizer, and one whose only word is the whole text."""
     train_bpe([text], 8192, _made(folder / "byte-level"))
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])  # type: ignore[assignment]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(
         vocab_size=8192, special_tokens=["</s>"], max_token_length=12, limit_alphabet=500, show_progress=False
     )

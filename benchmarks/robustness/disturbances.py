@@ -414,7 +414,7 @@ def disturb_objectives(place: Path, seed: int, real: float, count: int) -> Tally
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--real", type=float, default=0.1, help="share of attempts that are not forked")

@@ -178,7 +178,7 @@ def tensor_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
             logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / loss_denominator
             loss.backward()
-        return loss.detach().full_tensor()
+        return loss.detach().full_tensor()  # type: ignore[attr-defined]
 
     return forward_backward
 
@@ -201,7 +201,9 @@ def pipeline_parallel(model: Any) -> Callable[[dict[str, Any], int], Any]:
             self.layers = torch.nn.ModuleList(base.layers[rank * half : (rank + 1) * half])
             self.rotary = base.rotary_emb
             self.embedding = base.embed_tokens if rank == 0 else None
-            self.norm, self.head = (base.norm, head) if rank == WORLD - 1 else (None, None)
+            last = rank == WORLD - 1
+            self.norm: Any = base.norm if last else None
+            self.head: Any = head if last else None
 
         def forward(self, hidden: Any, position_ids: Any) -> Any:
             hidden = hidden if self.embedding is None else self.embedding(hidden)

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def stall(folder: str, nbytes: int) -> dict[str, float]:
     stalls, copies = [], []
     for step in range(1, REPEATS + 2):
         copies.append(seconds(lambda: target.copy_(source)))
-        stalls.append(seconds(lambda step=step: saver.save(held, step, {})))
+        stalls.append(seconds(partial(saver.save, held, step, {})))
         saver.let_finish()
     saver.finish(0)
     return {"first": stalls[0], "later": statistics.median(stalls[1:]), "copy": statistics.median(copies[1:])}
@@ -158,9 +159,7 @@ def write(folder: str, nbytes: int) -> dict[str, float]:
         theirs.append(seconds(lambda: write_plainly(root / f"plain-{rank}", plain)))
         os.unlink(root / f"plain-{rank}")
         before = reset_peak()
-        ours.append(
-            seconds(lambda step=step: save(root / "checkpoints", step, model, optimizer, {}, root / "config.yaml"))
-        )
+        ours.append(seconds(partial(save, root / "checkpoints", step, model, optimizer, {}, root / "config.yaml")))
         extra.append(peak() - before)
         if rank == 0:
             files.remove_folder(root / "checkpoints" / f"step-{step:08d}")

@@ -116,7 +116,7 @@ def blocks(tokens: int) -> dict[str, list[float]]:
     models: dict[str, Any] = {}
     for name in ("ours", "by hand"):
         models[name] = materialise(build_meta(ModelConfig(name="m", type="llama", config=dict(MODEL))), 1, "cpu")
-    apply_context_parallel(models["ours"], dist.group.WORLD, "ring", packed_text())
+    apply_context_parallel(models["ours"], dist.group.WORLD, "ring", packed_text())  # type: ignore[arg-type]
     models["by hand"].config._attn_implementation = "ring_by_hand"
     optimizers = {name: torch.optim.AdamW(model.parameters(), fused=True) for name, model in models.items()}
     chunk, rank = tokens // (2 * WORLD), dist.get_rank()

@@ -53,7 +53,7 @@ def deepspeed_block(config: RunConfig, prepared: PreparedData) -> list[float]:
     settings = {**deepspeed_config(config, plan), "gradient_clipping": config.trainer.gradient_clip_val}
     model = materialise(build_meta(config.model), config.seed, "cpu")
     build = optimizer_factory(config.optimizer, model)
-    module = LossModule(CausalLMObjective(model, build, lambda step: 1.0, config.objective.loss_chunk_tokens))
+    module = LossModule(CausalLMObjective(model, build, lambda step: 1.0, "auto"))
     engine, *_ = deepspeed.initialize(model=module, optimizer=build(model), config=settings)
     seconds: list[float] = []
     step_batches = train_step_batches(config, prepared, plan, dist.get_rank(), start_sample=0, max_steps=STEPS)

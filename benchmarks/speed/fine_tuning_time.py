@@ -48,7 +48,7 @@ def two_passes(model: Any, batch: Mapping[str, torch.Tensor]) -> list[Callable[[
     """The plain loss of the chosen conversations and of the rejected ones, each in rows of its own."""
     starts = (batch["position_ids"] == 0).int()
     document = starts.cumsum(1)
-    passes = []
+    passes: list[Callable[[], torch.Tensor]] = []
     for side in (1, 2):
         rows = [document[row] == side for row in range(len(document))]
         length = max(int(row.sum()) for row in rows)

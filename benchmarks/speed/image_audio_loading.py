@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.decode_audio import resampled
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.prepare_data import prepare
@@ -87,7 +89,7 @@ class Work:
 def picture_reader(config: RunConfig) -> tuple[Read, Collate]:
     from PIL import Image
 
-    pixels = Pixels.from_config(config.data, config.model)
+    pixels = Pixels.from_config(cast(ImageConfig, config.data), config.model)
 
     def read(path: Path) -> Any:
         with Image.open(path) as image:
@@ -99,7 +101,7 @@ def picture_reader(config: RunConfig) -> tuple[Read, Collate]:
 def sound_reader(config: RunConfig) -> tuple[Read, Collate]:
     import soundfile
 
-    sound = Sound.from_config(config.data, config.model)
+    sound = Sound.from_config(cast(AudioConfig, config.data), config.model)
     extract, window = None, LogMel.from_model(config.model, sound.rate)
     if window is not None:
         from transformers import WhisperFeatureExtractor

@@ -57,7 +57,7 @@ class _Inputs(torch.autograd.Function):
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.sleeps.work()
         return gradient.clone(), None
 
@@ -71,7 +71,7 @@ class _Weights(torch.autograd.Function):
         return weight.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ctx.sleeps.work()
         return gradient, None
 

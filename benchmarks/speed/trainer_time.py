@@ -33,7 +33,7 @@ def trainer_block(config: Any, prepared: Any, strategy: str) -> list[float]:
             self.marks.append(time.perf_counter())
 
     clock = Clock()
-    fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    fsdp: Any = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder,

@@ -34,7 +34,7 @@ def whole_bytes(case: Case) -> int:
         return 0
     fields = resolved_fields(compose([f"model={MODEL}"])[0].model)
     matrices = 7 * RANK * fields["hidden_size"] * LAYERS // case.pp  # q k v o gate up down
-    return case.world * all_reduced(4 * matrices // (case.cp * case.dp_shard), case.tp)
+    return round(case.world * all_reduced(4 * matrices // (case.cp * case.dp_shard), case.tp))
 
 
 def summed(by_rank: tuple[dict[str, Any], ...]) -> tuple[Counter[str], Counter[str]]:

@@ -61,7 +61,7 @@ class _Mode(TorchDispatchMode):
         elif operation == "scatter_" and _root(args) != torch.distributed.get_rank():
             share = 0
         self._counted.calls[name] += 1
-        self._counted.sent[name] += share
+        self._counted.sent[name] += share  # type: ignore[assignment]
 
 
 def _root(args: tuple[Any, ...]) -> int:

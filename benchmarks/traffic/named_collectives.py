@@ -72,7 +72,7 @@ class _NamedMode(_Mode):
         else:
             raise RuntimeError(f"{operation}, called for {name}: no closed form knows what it sends")
         self._counted.calls[name] += 1
-        self._counted.sent[name] += share
+        self._counted.sent[name] += share  # type: ignore[assignment]
 
 
 class NamedCounter(CollectiveCounter):

@@ -106,7 +106,7 @@ class Recorder:
                 self.kill_before = None
                 raise Killed
             place = str(path.relative_to(self.watched))
-            facts = {"at": time.monotonic_ns(), "process": self._process, "epoch": self.epoch}
+            facts: Any = {"at": time.monotonic_ns(), "process": self._process, "epoch": self.epoch}
             self.operations.append(Operation(kind, place, **facts, **more))
 
     def _path(self, path: Any, dir_fd: int | None) -> Path | None:
@@ -122,7 +122,7 @@ class Recorder:
         place = self._path(path, dir_fd)
         descriptor: int
         if place is None:
-            return self._originals["open"](path, flags, mode, dir_fd=dir_fd)  # type: ignore[no-any-return]
+            return self._originals["open"](path, flags, mode, dir_fd=dir_fd)
         if flags & (os.O_WRONLY | os.O_RDWR):
             assert flags & os.O_CREAT and flags & os.O_EXCL, f"{place}: an existing file is written to"
             handle = (self._process, len(self.operations))
@@ -136,7 +136,7 @@ class Recorder:
 
     def _write(self, descriptor: int, data: Any) -> int:
         if descriptor not in self._handles:
-            return self._originals["write"](descriptor, data)  # type: ignore[no-any-return]
+            return self._originals["write"](descriptor, data)
         self._add("write", self._names[descriptor], data=bytes(data), handle=self._handles[descriptor])
         written: int = self._originals["write"](descriptor, data)
         assert written == memoryview(data).nbytes

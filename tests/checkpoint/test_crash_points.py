@@ -217,6 +217,11 @@ def test_a_save_beside_training_and_its_retention(run: Path, told: Any) -> None:
     told("save beside training", replay)
 
 
+def _steps_left(old: set[int], returned: int) -> Callable[[int], set[int | None]]:
+    """What may be loaded after ``count`` operations: step 3 is sure once its save returned."""
+    return lambda count: {3} if count >= returned else {*old, 3}
+
+
 @pytest.mark.parametrize(
     ("step", "stride"),
     [
@@ -250,9 +255,7 @@ def test_a_save_after_one_that_was_killed_at_any_of_its_operations(
             prune(run / "checkpoints", 1)
         old = {1, 2} if killed else {2}
         assert between in old
-        replay.judge(
-            recorder.operations, lambda count, done=returned, old=old: {3} if count >= done else {*old, 3}, since=first
-        )
+        replay.judge(recorder.operations, _steps_left(old, returned), since=first)
         kill_before += 4 * stride if kill_before < 16 else stride  # every instant of the commit, some of the writing
     told(f"killed save of step {step}, then a save", replay)
 
@@ -267,7 +270,7 @@ def _record_in_processes(run: Path) -> list[Operation]:
             recorder.epoch += 1
             return replies
 
-        exchange.exchange_json = counted  # type: ignore[assignment]
+        exchange.exchange_json = counted
         save_seed(run, 20, 2)
     return recorder.operations
 

@@ -64,7 +64,7 @@ def test_a_truncated_file_is_found_without_reading_it(keep: int, folder: Path) -
     os.truncate(folder / MODEL, keep if keep >= 0 else size - 1)
     for verify in ("full", "size"):
         with pytest.raises(CheckpointError, match=f"{MODEL}: has .* bytes, the manifest says {size}"):
-            CheckpointReader(folder, verify)  # type: ignore[arg-type]
+            CheckpointReader(folder, verify)
     with pytest.raises(CheckpointError, match=MODEL):
         _read(folder, "off")
 

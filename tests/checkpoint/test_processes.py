@@ -91,7 +91,7 @@ def test_a_missing_file_of_a_rank_is_named_whatever_is_checked(tmp_path: Path) -
     (folder / "model-00001.safetensors").unlink()
     for verify in ("full", "size"):
         with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: the file is missing"):
-            CheckpointReader(folder, verify)  # type: ignore[arg-type]
+            CheckpointReader(folder, verify)
     with pytest.raises(CheckpointError, match=r"model-00001\.safetensors: the file is missing"):
         CheckpointReader(folder, "off").read(empty_like(cut_shards(model_tensors(5), CUTS["whole"])), "model")
     assert newest_valid(tmp_path / "checkpoints") is None
@@ -125,7 +125,7 @@ def _fail_on_rank_1(root: Path, spoil: str) -> tuple[str, str, int]:
 
 def _full_disk() -> Callable[[], None]:
     create = files.create
-    files.create = lambda path: os.open("/dev/full", os.O_WRONLY)  # type: ignore[assignment]
+    files.create = lambda path: os.open("/dev/full", os.O_WRONLY)
 
     def undo() -> None:
         files.create = create
@@ -147,7 +147,7 @@ def _defect() -> Callable[[], None]:
     def fail(descriptor: int, data: files.Buffer) -> None:
         raise ZeroDivisionError("a defect")
 
-    files.write = fail  # type: ignore[assignment]
+    files.write = fail
 
     def undo() -> None:
         files.write = write

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: 4.0}
 
 
 def save_step(
-    run: Path, step: int, cut: str = "whole", seed: int = 0, lr: float = 0.1, **changed: torch.Tensor
+    run: Path, step: int, cut: str = "whole", seed: int = 0, lr: float = 0.1, changed: Mapping[str, torch.Tensor] = {}
 ) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -127,7 +128,7 @@ def test_equal_content_of_other_cuts_compares_as_equal(tmp_path: Path, capsys: p
 def test_compare_finds_the_changed_element_and_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changed = model_tensors(0)["embed.weight"].clone()
     changed[2000, 500] += 0.5
-    a, b = save_step(tmp_path / "a", 5), save_step(tmp_path / "b", 5, lr=0.2, **{"embed.weight": changed})
+    a, b = save_step(tmp_path / "a", 5), save_step(tmp_path / "b", 5, lr=0.2, changed={"embed.weight": changed})
     text = said(capsys, "compare", str(tmp_path / "a"), str(b), code=1)
     assert "embed.weight" in text and "5.0e-01" in text and "norm.weight" not in text
     assert "optimizer.lr" in text and "0.2" in text and "strategy.name" not in text
@@ -144,12 +145,12 @@ def test_compare_lists_what_is_on_one_side_alone_and_values_that_are_no_numbers(
 ) -> None:
     monkeypatch.setattr("mgpu_pipe.checkpoint.save.all_finite", lambda data, dtype: True)
     bad = torch.full((33,), float("nan"))
-    a = save_step(tmp_path / "a", 5, **{"norm.weight": bad, "extra": torch.ones(2), "shape": torch.ones(2)})
-    b = save_step(tmp_path / "b", 5, **{"shape": torch.ones(3)})
+    a = save_step(tmp_path / "a", 5, changed={"norm.weight": bad, "extra": torch.ones(2), "shape": torch.ones(2)})
+    b = save_step(tmp_path / "b", 5, changed={"shape": torch.ones(3)})
     found = compare_tensors(a, b, ("model",))
     assert [(one.name, one.relative) for one in found.differing] == [("norm.weight", float("inf"))]
     assert found.unlike == ["extra is only in the first", "shape has the shapes [2] and [3]"]
-    assert compare_tensors(a, save_step(tmp_path / "c", 6, **{"norm.weight": bad})).differing == []
+    assert compare_tensors(a, save_step(tmp_path / "c", 6, changed={"norm.weight": bad})).differing == []
 
 
 def test_prune_shows_first_and_deletes_only_when_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

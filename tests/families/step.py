@@ -207,9 +207,7 @@ def error(found: tuple[float, Mapping[str, torch.Tensor]], expected: Mapping[str
     """The largest error over its bound (mgpu_pipe.verify.certificate), and of what; infinite where a gradient lacks."""
     loss, gradients = found
     want: Tensors = expected["gradients"]
-    lacking = sorted(
-        name for name in want.keys() ^ gradients.keys() if bool((want.get(name, gradients.get(name)) != 0).any())
-    )
+    lacking = sorted(name for name in want.keys() ^ gradients.keys() if bool((want | dict(gradients))[name].any()))
     if lacking:
         return float("inf"), f"{lacking[0]} in one alone"
     total = sum(float(g.double().square().sum()) for g in want.values()) ** 0.5

@@ -63,14 +63,15 @@ def attended(
     """Output and gradients of packed attention, and those expected."""
     torch.manual_seed(0)
     rows, tokens = positions().shape
-    whole = [draw(rows, heads, tokens, size, dtype=dtype).requires_grad_() for heads in (6, 2, 2)]
-    out = documents_alone(*whole, causal, window)
+    whole: Any = [draw(rows, heads, tokens, size, dtype=dtype).requires_grad_() for heads in (6, 2, 2)]
+    out = documents_alone(whole[0], whole[1], whole[2], causal, window)
     pull = draw(*out.shape, dtype=dtype)
     expected = [out, *torch.autograd.grad(out, whole, pull)]
     given = [states.detach().to(device, dtype).requires_grad_() for states in whole]
     module = SimpleNamespace(is_causal=causal, num_key_value_groups=3)
     starts = packed_attention.document_starts(positions()).to(device)
-    found, _ = packed_attention._attention(module, *given, starts, sliding_window=window)  # type: ignore[arg-type]
+    query, key, value = given
+    found, _ = packed_attention._attention(module, query, key, value, starts, sliding_window=window)  # type: ignore[arg-type]
     gradients = torch.autograd.grad(found, given, pull.transpose(1, 2).to(device, dtype))
     return [found.transpose(1, 2), *gradients], expected
 
@@ -133,7 +134,10 @@ def test_the_loss_over_chunks_of_logits_is_the_whole_one(
     monkeypatch.setattr(softmax, "FUSED_FROM", 1 if fused else 1 << 60)
     torch.manual_seed(0)
     tokens, width, vocabulary = 300, 64, 1000
-    whole = [draw(tokens, width, dtype=dtype).requires_grad_(), draw(vocabulary, width, dtype=dtype).requires_grad_()]
+    whole: Any = [
+        draw(tokens, width, dtype=dtype).requires_grad_(),
+        draw(vocabulary, width, dtype=dtype).requires_grad_(),
+    ]
     labels = torch.randint(vocabulary, (tokens,))
     labels[::7] = IGNORE_INDEX
     loss = F.cross_entropy(whole[0] @ whole[1].t() / 8, labels, reduction="sum")
@@ -153,8 +157,8 @@ def test_blocks_of_context_parallelism_are_that_attention(device: torch.device, 
         dtype = torch.float32
     torch.manual_seed(0)
     rows, tokens = positions().shape
-    whole = [draw(rows, heads, tokens, 64, dtype=dtype).requires_grad_() for heads in (6, 2, 2)]
-    out = documents_alone(*whole, True, None)
+    whole: Any = [draw(rows, heads, tokens, 64, dtype=dtype).requires_grad_() for heads in (6, 2, 2)]
+    out = documents_alone(whole[0], whole[1], whole[2], True, None)
     pull = draw(*out.shape, dtype=dtype)
     expected = torch.autograd.grad(out, whole, pull)
     query, key, value, grad_out = (states.detach().to(device, dtype) for states in (*whole, pull))

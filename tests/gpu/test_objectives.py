@@ -68,7 +68,15 @@ def test_tuning_a_folder_in_fp32_is_that_of_one_cpu_process(name: str, programs:
     base = programs.on_gpu(*SHORT, *TEXT, "run.name=base")
     folder = programs.folder / "model"
     (mgpu if programs.dry else mgpu_anew)(programs.cache, programs.folder, "export", str(base), "--out", str(folder))
-    chosen = (*SHORT, *TEXT, "model=hf", f"model.path={folder}", "peft.r=4", f"peft={name}", "optimizer.lr=3e-3")
+    chosen: tuple[str, ...] = (
+        *SHORT,
+        *TEXT,
+        "model=hf",
+        f"model.path={folder}",
+        "peft.r=4",
+        f"peft={name}",
+        "optimizer.lr=3e-3",
+    )
     if name == "distill":
         chosen = (*SHORT, *TEXT, "objective=distill", f"objective.teacher={folder}", "objective.teacher_weight=0.7")
     for strategy in ("single", "fsdp", "zero2", "zero3"):

@@ -71,8 +71,8 @@ def test_the_fast_kernels_err_as_the_plain_ones_do(device: torch.device) -> None
     assert use_packed_attention(fast)
     samples = batch(int(config.config["vocab_size"]), device)
     wanted_loss, wanted = step(copy.deepcopy(plain), samples, 0)
-    plain_loss, of_plain = step(plain.to(torch.bfloat16), samples, 0)
-    fast_loss, of_fast = step(fast.to(torch.bfloat16), samples, "auto")
+    plain_loss, of_plain = step(plain.bfloat16(), samples, 0)
+    fast_loss, of_fast = step(fast.bfloat16(), samples, "auto")
     assert abs(fast_loss / wanted_loss - 1) < 1e-3
     assert abs(fast_loss / plain_loss - 1) < 1e-3
     by_plain, by_fast = errors(of_plain, wanted), errors(of_fast, wanted)

@@ -128,7 +128,7 @@ def attempt(arguments: Sequence[str], cwd: Path, cache: Path, forbidden: Path) -
 
 
 def refused_early(
-    tricks: Mapping[str, tuple[Callable[[Path, Path], None], Sequence[str], int | None]],
+    tricks: Mapping[str, tuple[Callable[[Path, Path], object], Sequence[str], int | None]],
     late: Collection[str],
     made: Path,
     place: Path,

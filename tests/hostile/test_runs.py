@@ -35,7 +35,7 @@ CHECK, EXPORT = ("checkpoints", "check", "RUN", "--full"), ("export", "RUN", "--
 PRUNE = ("checkpoints", "prune", "RUN", "--keep-last", "1", "--yes")
 RESUME = ("model=llama_tiny", "data=synthetic", "trainer.max_steps=1", "logger=none", "checkpoint.resume=RUN")
 INIT = ("model=llama_tiny", "data=synthetic", "trainer.max_steps=1", "logger=none", "checkpoint.init_from=RUN")
-Trick = Callable[[Path, Path], None]
+Trick = Callable[[Path, Path], object]
 
 
 def sealed(run: Path) -> None:
@@ -106,7 +106,11 @@ def large(name: str) -> Trick:
 
 
 def text(name: str, content: str) -> Trick:
-    return lambda run, out: (run / name).write_text(content) and None
+    return lambda run, out: (run / name).write_text(content)
+
+
+def in_turn(*tricks: Trick) -> Trick:
+    return lambda run, out: [trick(run, out) for trick in tricks]
 
 
 def moved(name: str) -> Trick:
@@ -135,7 +139,7 @@ def manifest(change: Callable[[dict[str, Any]], None]) -> Trick:
 
 
 def _first(value: dict[str, Any]) -> dict[str, Any]:
-    return next(iter(value["tensors"]["model"].values()))  # type: ignore[no-any-return]
+    return next(iter(value["tensors"]["model"].values()))
 
 
 def _many_boxes(value: dict[str, Any]) -> None:
@@ -237,11 +241,7 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "workers": (configured(data__tokenize_workers=1 << 20, **SYNTHETIC), EVAL, None),
     "state_pipe": (pipe(f"{STEP}/state.json"), GENERATE, 2),
     "state_link": (link(f"{STEP}/state.json"), CHECK, 1),
-    "state_nested": (
-        lambda run, out: ((run / STEP / "state.json").write_text('{"x":' * 90_000) and None, sealed(run))[1],
-        LIST,
-        1,
-    ),
+    "state_nested": (in_turn(text(f"{STEP}/state.json", '{"x":' * 90_000), lambda run, out: sealed(run)), LIST, 1),
     "state_text": (state(precision=MARKUP, topology={MARKUP: 2}), LIST, 0),
     "manifest_pipe": (pipe(f"{STEP}/manifest.json"), LIST, 1),
     "manifest_link": (link(f"{STEP}/manifest.json"), GENERATE, 2),
@@ -276,7 +276,7 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "step_link_init": (moved(STEP), INIT, 2),
     "checkpoints_link": (moved("checkpoints"), LIST, 2),
     "checkpoints_link_export": (moved("checkpoints"), EXPORT, 2),
-    "step_number": (lambda run, out: (run / STEP).rename(run / "checkpoints" / f"step-{'9' * 60}") and None, LIST, 1),
+    "step_number": (lambda run, out: (run / STEP).rename(run / "checkpoints" / f"step-{'9' * 60}"), LIST, 1),
     "tokenizer_link": (link("tokenizer/tokenizer.json"), EXPORT, 2),
     "vocabulary_link": (link("tokenizer/vocab.txt", "secret.txt"), EXPORT, 2),
     "tokenizer_pipe": (pipe("tokenizer/tokenizer.json"), GENERATE, 2),
@@ -293,11 +293,7 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "metrics_large": (large("metrics.csv"), REPORT, 0),
     "metrics_link": (link("metrics.csv", "secret.txt"), REPORT, 0),
     "overrides_zero": (lambda run, out: replaced_by_link(run / "overrides.txt", "/dev/zero"), REPORT, 0),
-    "error_pipe": (
-        lambda run, out: ((run / "logs").mkdir(), replaced_by_pipe(run / "logs/rank-0.error.json"))[1],
-        REPORT,
-        0,
-    ),
+    "error_pipe": (in_turn(lambda run, out: (run / "logs").mkdir(), pipe("logs/rank-0.error.json")), REPORT, 0),
     "report_link": (link("report.html", "secret.txt"), REPORT, 0),
     "markup": (
         both(
@@ -314,7 +310,7 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
     "lock_link": (link(".lock", "secret.txt"), PRUNE, 2),
     "lock_pipe": (pipe(".lock"), PRUNE, 2),
     "pickle": (text("pytorch_model.bin", "cos\nsystem\n(S'true'\ntR."), GENERATE, 0),
-    "code": (lambda run, out: (run / "sitecustomize.py").write_text(code(out)) and None, EXPORT, 0),
+    "code": (lambda run, out: (run / "sitecustomize.py").write_text(code(out)), EXPORT, 0),
 }
 
 

@@ -165,9 +165,9 @@ def test_rank_zero_alone_asks_and_every_node_fetches(place: Place) -> None:
         more = ["strategy=ddp", "trainer.devices=1", "trainer.num_nodes=2"]
         command = [sys.executable, "-m", "mgpu_pipe", *words, *more]
         ranks.append(subprocess.Popen(command, cwd=place.root, env=asked, stdout=-1, stderr=-1, text=True))
-    for rank in ranks:
-        out, said = rank.communicate(timeout=300)
-        assert rank.returncode == 0, (out[-1500:], said[-3000:])
+    for process in ranks:
+        out, said = process.communicate(timeout=300)
+        assert process.returncode == 0, (out[-1500:], said[-3000:])
     assert rows(place.root / "joined")[-2]["step"] == "2"
     asked_for = [one for one in place.hub.requests if "/tiny" in one]
     assert asked_for.count("GET /api/models/acme/tiny") == 1, asked_for

@@ -20,7 +20,7 @@ def results(layer: nn.LayerNorm, values: torch.Tensor, gradient: torch.Tensor) -
     out.backward(gradient)
     assert layer.weight.grad is not None and given.grad is not None
     found = [out.detach(), given.grad, layer.weight.grad]
-    return found if layer.bias is None else [*found, layer.bias.grad]  # type: ignore[list-item, redundant-expr]
+    return found if layer.bias is None else [*found, layer.bias.grad]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])

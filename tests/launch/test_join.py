@@ -174,7 +174,7 @@ class Node:
     """One rank, alone on its node, in a thread: what it made of the data, or its error."""
 
     def __init__(self, rank: int, config: RunConfig, paths: RunPaths, store: HashStore) -> None:
-        self.made: PreparedData | None = None
+        self.made: Any = None
         self.error: BaseException | None = None
 
         def prepare_here() -> None:

@@ -28,7 +28,8 @@ CLAIM = Claim("1-0-0", "n1", 0, link_check.CHECK)
 def strangers(port: int) -> Iterator[None]:
     """Connections that keep silent, send slowly, too much, or what a task of another node would, over and over."""
     end = threading.Event()
-    claims = [json.dumps(claim).encode() for claim in (["1-0-0", "n2", True], ["1-0-0", "n1", 0, "check"], {}, 7)]
+    claimed: list[object] = [["1-0-0", "n2", True], ["1-0-0", "n1", 0, "check"], {}, 7]
+    claims = [json.dumps(claim).encode() for claim in claimed]
     lines = [b"", b"x", *(claim + b"\n" for claim in claims), b"[" * 900 + b"\n", b"\n\n\n", bytes(1 << 20)]
 
     def disturb() -> None:
@@ -91,7 +92,9 @@ def test_lines_of_another_connection_do_not_count() -> None:
     with gate() as (opened, port), ThreadPoolExecutor(1) as pool, socket.create_connection(("127.0.0.1", port)) as task:
         sent: list[bytes] = []
         recording = type(
-            "Recording", (socket.socket,), {"sendall": lambda self, data: (sent.append(data), self.send(data))}
+            "Recording",
+            (socket.socket,),
+            {"sendall": lambda self, data: (sent.append(data), self.send(data))},  # type: ignore[func-returns-value]
         )
         joining = pool.submit(join, recording(fileno=task.detach()), KEY, CLAIM)
         joined = admitted(opened, 5)

@@ -26,7 +26,7 @@ def test_lines_are_kept_whole_however_the_text_is_cut() -> None:
 def test_the_launcher_gets_all_of_it_and_may_go_away() -> None:
     read_fd, write_fd = os.pipe()
     log = io.StringIO()
-    stream = LiveStream(log, write_fd)  # type: ignore[arg-type]
+    stream = LiveStream(log, write_fd)
     stream.write("\x1b[1mone\x1b[0m\n")
     assert os.read(read_fd, 100) == b"\x1b[1mone\x1b[0m\n"
     os.close(read_fd)

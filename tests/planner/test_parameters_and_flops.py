@@ -84,7 +84,7 @@ def test_other_families_are_not_guessed() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
 def test_a_layer_has_the_parameters_that_are_counted(family: str) -> None:
     model = tiny_model(family)
-    built = build_meta(model)
+    built: Any = build_meta(model)
     blocks = built.transformer.h if family == "gpt2" else built.model.layers
     for number, block in enumerate(blocks):
         assert layer_parameters(resolved_fields(model), number).total == sum(p.numel() for p in block.parameters())
@@ -139,11 +139,11 @@ def test_frozen_parameters_and_windows_cost_less() -> None:
         tokens = sum(min(at + 1, window) for at in range(4096))
         assert windowed(4096, window) / 2 == pytest.approx(tokens / 4096, abs=0.51)
     assert windowed(32, 40) == 32
-    window = {"sliding_window": 8}
-    assert mean_context(32, window) == windowed(32, 8) and mean_context(32, {}) == 32
-    assert mean_context(32, {**window, "use_sliding_window": False}) == 32
+    sliding = {"sliding_window": 8}
+    assert mean_context(32, sliding) == windowed(32, 8) and mean_context(32, {}) == 32
+    assert mean_context(32, {**sliding, "use_sliding_window": False}) == 32
     kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
-    assert mean_context(32, {**window, "layer_types": kinds}) == (windowed(32, 8) + 3 * 32) / 4
+    assert mean_context(32, {**sliding, "layer_types": kinds}) == (windowed(32, 8) + 3 * 32) / 4
     mistral = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     fewer = training_flops_per_token(build_meta(tiny_model("qwen3", use_sliding_window=True, **mistral)).config, length)
     full = training_flops_per_token(build_meta(tiny_model("qwen3")).config, length)

@@ -31,7 +31,7 @@ def test_a_step_on_these_axes_sends_what_was_counted(axes: str) -> None:
     for stage in range(case.pp):
         for name, (number, size) in axes_bytes.closed_form(case, stage, fields).items():
             calls[name] += number * case.world // case.pp
-            sent[name] += size * case.world // case.pp
+            sent[name] += int(size * case.world // case.pp)
     rows = {row["collective"]: row for row in counted("axes_bytes") if row["axes"] == axes}
     assert dict(calls) == {name: row["calls"] for name, row in rows.items()}
     assert dict(sent) == {name: row["sent bytes"] for name, row in rows.items()}

@@ -109,8 +109,8 @@ def test_the_slow_rank_and_the_key_that_would_help() -> None:
     told = findings(StepTimes(3, 6, starved, []), config, ParallelDims(tp=2), plan)
     assert slowest(starved) == (0, "data", pytest.approx(0.6)) and "data.num_workers=" in told[1] + told[-1]
     alone = [rank_times(0.5, 0.0, host=0.5)]
-    (told,) = findings(StepTimes(3, 6, alone, []), config, ParallelDims(), plan)
-    assert told.startswith("warning: 50% of a step is neither compute") and told.endswith("_batch_end (500 ms)")
+    (line,) = findings(StepTimes(3, 6, alone, []), config, ParallelDims(), plan)
+    assert line.startswith("warning: 50% of a step is neither compute") and line.endswith("_batch_end (500 ms)")
     for axis, sizes, key in (
         ("dp_shard", {"dp_shard": 2}, "data.micro_batch_size=8"),
         ("dp_replicate", {"dp_replicate": 2}, "data.global_batch_size=128"),
@@ -144,6 +144,7 @@ def test_a_summary_of_another_hand_is_read_whole_or_not_at_all() -> None:
     assert drawn is not None and [part["width"] for part in drawn["rows"][0]["stretches"]] == [750, 0, 0, 0, 250, 0]
     assert sum(part["width"] for part in drawn["rows"][0]["stretches"]) == WIDTH
     assert drawn["table"]["rows"][-1][2] == "75%"
+    broken: Any
     for broken in (None, [], {}, {**values, "ranks": []}, {**values, "ranks": [{"own": 3}]}, {**values, "first": None}):
         assert bars(broken) is None
     nan = {**rank_times(0.75, 0.25).as_dict(), "step_s": float("nan")}
@@ -178,6 +179,7 @@ def test_memory_of_another_hand_is_read_whole_or_not_at_all() -> None:
     assert drawn["used"] == "100.0,60.0 400.0,0.0 1000.0,60.0" and drawn["held"].endswith("1000.0,0.0")
     of_cpu = memory_line({**values, "device": "cpu"})
     assert of_cpu is not None and not of_cpu["held"] and of_cpu["table"]["names"][-1] == "rest"
+    broken: Any
     for broken in ({"line": []}, {"line": [[0, 1, 2, "<b>"]]}, {"ranks": []}, {"ranks": [{"used": used}]}):
         assert memory_line({**values, **broken}) is None
     assert memory_line(None) is None

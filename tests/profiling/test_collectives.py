@@ -80,12 +80,12 @@ def other_clock() -> dict[str, float]:
     """Rank 1 is on another machine, whose clock is ahead by a thousand seconds."""
     rank = dist.get_rank()
     profiler = StepProfiler(ParallelDims(dp_replicate=2), torch.device("cpu"), 1, 1, 0, None)
-    module = sys.modules[StepProfiler.__module__]
+    module: Any = sys.modules[StepProfiler.__module__]
     ahead = 1000.0 * rank
     module.boot_id = lambda: f"boot {rank}"
     module.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
     profiler.start("run_training_batch")
-    watch = sys.modules[CollectiveWatch.__module__]
+    watch: Any = sys.modules[CollectiveWatch.__module__]
     watch.time = module.time
     if rank == 0:
         time.sleep(LATE_S)

@@ -28,13 +28,13 @@ def links_of_four() -> list[Link]:
     """What rank 1 sends rank 3 takes its time."""
     send: Any = dist.send
 
-    def slowed(tensor: torch.Tensor, dst: int) -> None:
+    def slowed(tensor: torch.Tensor, dst: Any, *_: Any) -> None:
         if {dist.get_rank(), dst} == SLOW_PAIR:
             time.sleep(tensor.nbytes / RATE)
         send(tensor, dst)
 
     measuring.MESSAGE["cpu"] = measuring.MIB
-    measuring.dist.send = slowed  # type: ignore[attr-defined]
+    measuring.dist.send = slowed  # type: ignore[assignment]
     return measure_links(torch.device("cpu"))
 
 

@@ -98,7 +98,7 @@ def test_the_ends_are_those_of_rank_0_and_of_the_rank_that_failed(make_run: Make
     assert "End of rank-2.log" in words and "rank 2 line 999" in words and "rank 1 line 999" not in words
 
 
-def test_of_a_long_log_the_last_whole_lines_are_read(make_run: MakeRun, monkeypatch) -> None:
+def test_of_a_long_log_the_last_whole_lines_are_read(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs_module, "READ_BYTES", 25)
     run = make_run(steps=60)
     run.rank_log(0).write_text("warning a\nwarning b\nwarning c\nend\n")

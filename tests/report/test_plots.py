@@ -28,7 +28,7 @@ def test_what_was_not_measured_is_not_drawn() -> None:
 
 
 def test_a_legend_is_there_where_there_is_something_to_tell_apart() -> None:
-    line = [(1, 1.0)]
+    line = [(1.0, 1.0)]
     one, two = Curve("a", line, 0, keys=("a",), legend="a"), Curve("b", line, 1, "dots", ("b", "c"), legend="b = c")
     assert chart("t", [one])["legend"] == []
     assert [key["text"] for key in chart("t", [two])["legend"]] == ["b = c"]

@@ -35,9 +35,9 @@ def test_a_short_series_is_drawn_whole() -> None:
 
 
 def test_smoothing_keeps_a_level_and_a_slope_and_damps_noise() -> None:
-    level = [(step, 3.0) for step in range(1, 501)]
+    level = [(float(step), 3.0) for step in range(1, 501)]
     assert all(math.isclose(value, 3.0) for _, value in smoothed(level))
-    slope = [(step, 0.5 * step) for step in range(1, 501)]
+    slope = [(float(step), 0.5 * step) for step in range(1, 501)]
     # the window is centred, so a slope is not shifted; only where it ends is it lopsided
     assert all(math.isclose(value, 0.5 * step) for step, value in smoothed(slope)[:480])
     even = [value for _, value in smoothed(noise(5000))]

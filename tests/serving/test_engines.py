@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Runs of families by name."""
     folder = tmp_path_factory.mktemp("engines")
     texts = write_texts(folder / "texts", 12)
@@ -80,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(folder / "small", "llama", texts, folder / "cache", num_hidden_layers=1)
         write_run(folder / "short", "llama", texts, folder / "cache", max_position_embeddings=16)
         write_run(folder / "wide", "llama", texts, folder / "cache", vocab_size=400)
-        yield folder  # type: ignore[misc]
+        yield folder
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str], dict[str, str]]:

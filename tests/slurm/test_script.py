@@ -359,7 +359,7 @@ def test_the_script_queues_the_job_again_without_bad_nodes(tmp_path: Path, refus
     (tmp_path / "bad_nodes.txt").write_text("n1 no memory\nn2 no disk\n")
     exclude = f"n7,$(touch {tmp_path}/ran)`touch {tmp_path}/ran`\";'x"
     config = configured("launch.exclude=n7")
-    config.launch.exclude = exclude
+    config.launch.exclude = exclude  # type: ignore[attr-defined]
     slurm.write_script(config, tmp_path, [])
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run([tmp_path / slurm.SCRIPT], capture_output=True, text=True, env=environment)

@@ -59,7 +59,7 @@ CELLS = [cell for cell in product(STRATEGIES, KINDS, MODELS) if exists(*cell)]
 
 
 def case_of(strategy: str, kind: str, model: str) -> Case:
-    pipeline = {"micro_batches": 2} if STRATEGIES[strategy].pp > 1 else {}
+    pipeline: Any = {"micro_batches": 2} if STRATEGIES[strategy].pp > 1 else {}
     options = {"sequence_parallel": True} if strategy.endswith("sequence") else {}
     zero: Any = {"zero_stage": 3} if strategy == "zero3" else {}
     return replace(plain_case(kind, model), options=options, **pipeline, **zero)

@@ -60,9 +60,9 @@ def strategy_of(engine: str, precision: str) -> EngineStrategy:
     offload, _, path = offload.partition(":")
     settings = generate(
         BatchPlan(8, world, 2),
-        stage=int(stage),
+        stage=int(stage),  # type: ignore[arg-type]
         bucket_mib=0.01,
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
         offload=offload or "none",
         offload_path=path or None,
     )

@@ -45,7 +45,7 @@ THREE_AXES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 }
 ENCODER_MODELS = {
-    name: ModelConfig(name=name, type=name, config=config)
+    name: ModelConfig(name=name, type=name, config=dict[str, Any](config))  # type: ignore[call-overload]
     for name, config in {
         "clip": {"projection_dim": 16, "text_config": {**TOWER, **TEXT}, "vision_config": {**TOWER, **PICTURE}},
         "siglip": {"text_config": {**TOWER, **TEXT}, "vision_config": {**TOWER, **PICTURE}},

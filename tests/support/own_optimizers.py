@@ -19,7 +19,7 @@ class Own(torch.optim.Optimizer):
         return [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group, parameter in self.parameters():
             update = self.update(self.state[parameter], parameter.grad)
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
@@ -40,7 +40,7 @@ class Counting(Own):
         return torch.tanh(state["momentum"])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group, parameter in self.parameters():
             parameter.data = parameter.data - group["lr"] * self.update(self.state[parameter], parameter.grad)
 
@@ -61,7 +61,7 @@ class ByNorm(Own):
     """A tensor's update has the norm 1."""
 
     def update(self, state: dict[str, Any], gradient: Any) -> torch.Tensor:
-        return gradient / gradient.norm()  # type: ignore[no-any-return]
+        return gradient / gradient.norm()
 
 
 class Clipping(Own):
@@ -69,14 +69,14 @@ class Clipping(Own):
 
     def update(self, state: dict[str, Any], gradient: Any) -> torch.Tensor:
         norms = [p.grad.norm() for _, p in self.parameters() if p.grad is not None]
-        return gradient / torch.stack(norms).norm()  # type: ignore[no-any-return]
+        return gradient / torch.stack(norms).norm()
 
 
 class Noisy(Own):
     """Langevin dynamics."""
 
     def update(self, state: dict[str, Any], gradient: Any) -> torch.Tensor:
-        return gradient + torch.randn_like(gradient)  # type: ignore[no-any-return]
+        return gradient + torch.randn_like(gradient)
 
 
 class Remembering(Own):
@@ -87,7 +87,7 @@ class Remembering(Own):
 
     def update(self, state: dict[str, Any], gradient: Any) -> torch.Tensor:
         self.steps += 1
-        return gradient / self.steps  # type: ignore[no-any-return]
+        return gradient / self.steps
 
 
 class Listing(Own):
@@ -108,4 +108,4 @@ class Early(Own):
 
     def update(self, state: dict[str, Any], gradient: Any) -> torch.Tensor:
         state["sum"] += gradient.square()
-        return gradient / (state["sum"].sqrt() + 1e-8)  # type: ignore[no-any-return]
+        return gradient / (state["sum"].sqrt() + 1e-8)

@@ -33,7 +33,7 @@ class PairOfOptimizers(torch.optim.Optimizer):
         self.views = [(p, i) for p in matrices for i in (range(len(p)) if p.dim() == 3 else [None])]
         flat = [p if i is None else p.detach()[i] for p, i in self.views]
         others = [p for p in model.parameters() if id(p) not in chosen]
-        groups = [
+        groups: Any = [
             {"params": [p for p in others if p.dim() >= 2]},
             {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
         ]
@@ -83,7 +83,7 @@ def plain(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         for at in range(0, case.samples, size):
             part = {name: value[at : at + size] for name, value in batch.items()}
             if case.branches:
-                decoder_blocks(model)[0].sample = 0 if case.together else int(part["input_ids"].sum())
+                decoder_blocks(model)[0].sample = 0 if case.together else int(part["input_ids"].sum())  # type: ignore[assignment]
             cast = {n: p.to(dtype) if p.is_floating_point() else p for n, p in model.named_parameters()}
             learned = LEARNED.get(case.model)
             forward = functools.partial(_called, model, cast)

@@ -168,7 +168,8 @@ def forked_verb(command: Sequence[str], *, check: bool, stdout: IO[str]) -> None
 
 def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str, error: str) -> None:
     os.chdir(cwd)
-    _take_over(*(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)), environment)
+    streams = [os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)]
+    _take_over(streams[0], streams[1], environment)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
     from mgpu_pipe import __main__
     from mgpu_pipe.inference import export_folder as export
@@ -202,7 +203,7 @@ class ForkedProgram:
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode  # type: ignore[no-any-return]
+        return self._process.exitcode
 
     def poll(self) -> int | None:
         return self.returncode

@@ -16,7 +16,7 @@ AXES_CELLS: dict[tuple[str, str], str] = {}
 """(topology, model) -> the same."""
 TOLD: list[str] = []
 """What other tests counted, a line each."""
-TABLES = {"cells": CELLS, "transfer_cells": TRANSFER_CELLS, "axes_cells": AXES_CELLS}
+TABLES: dict[str, dict[Any, str]] = {"cells": CELLS, "transfer_cells": TRANSFER_CELLS, "axes_cells": AXES_CELLS}
 
 
 def pytest_sessionfinish(session: Any) -> None:

@@ -140,13 +140,13 @@ def step_batch_of(case: Case, step: int, rank: int, world: int) -> StepBatch:
 
 
 @functools.lru_cache(maxsize=None)
-def branched(cls: type) -> type:
+def branched(cls: Any) -> Any:
     """A subclass of a model whose first block has a branch that some samples take, and one that none takes."""
 
-    class Branched(cls):  # type: ignore[misc]
+    class Branched(cls):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            block = decoder_blocks(self)[0]
+            block: Any = decoder_blocks(self)[0]
             width = config.hidden_size
             block.never = torch.nn.Linear(width, width)
             block.sometimes = torch.nn.Linear(width, width)
@@ -184,10 +184,10 @@ def model_config(case: Case) -> ModelConfig:
 def built(case: Case) -> Any:
     """The case's model on the meta device."""
     learned = LEARNED.get(case.model)
-    model = build_meta(model_config(case), learned.model_class if learned else None)
+    model: Any = build_meta(model_config(case), learned.model_class if learned else None)
     if case.branches:
         with torch.device("meta"):
-            model = branched(type(model))(model.config).train()
+            model = branched(type(model))(model.config).train()  # type: ignore[arg-type]
     freeze_parameters(model, case.freeze)
     add_adapters(model, case.peft)
     return model
@@ -218,7 +218,7 @@ class BranchObjective(CausalLMObjective):
     """Tells the branched block which sample is at hand."""
 
     def micro_batch_loss(self, batch: Any) -> torch.Tensor:
-        decoder_blocks(self.model)[0].sample = int(batch["input_ids"].sum())
+        decoder_blocks(self.model)[0].sample = int(batch["input_ids"].sum())  # type: ignore[assignment]
         return super().micro_batch_loss(batch)
 
 
@@ -226,7 +226,7 @@ class TogetherObjective(CausalLMObjective):
     """Has every sample take the branch."""
 
     def micro_batch_loss(self, batch: Any) -> torch.Tensor:
-        decoder_blocks(self.model)[0].sample = 0
+        decoder_blocks(self.model)[0].sample = 0  # type: ignore[assignment]
         return super().micro_batch_loss(batch)
 
 

@@ -44,7 +44,7 @@ def runs_without_a_stack(capsys: pytest.CaptureFixture[str], *words: str) -> str
 @pytest.mark.parametrize("kind", ["point", "asked"])
 def test_no_store_is_a_stack_and_the_others_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     root = Path("outputs")
     folder = create(root, "odd", asked(), [[["seed=1"]]]).folder
@@ -62,7 +62,7 @@ def test_no_store_is_a_stack_and_the_others_are_listed(
             runs_without_a_stack(capsys, "report", "odd")
 
 
-def test_a_workers_variable_that_is_none_is_a_line(monkeypatch: pytest.MonkeyPatch):
+def test_a_workers_variable_that_is_none_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(parallel.WORKER, "abc")
     with pytest.raises(Exception, match=f"{parallel.WORKER}=abc: is set by a sweep for its workers alone; unset it"):
         parallel.chosen_points()
