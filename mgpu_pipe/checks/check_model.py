@@ -134,7 +134,9 @@ def check_model(config: RunConfig) -> None:
     try:
         check_model_config(model, objective.model_class)
     except ModelClassError as error:
-        raise ConfigError(error.key, error.value, model_fix(config, error.fix), error.reason) from error
+        raise ConfigError(
+            error.key, error.value, model_fix(config.model, config.data, config.objective, error.fix), error.reason
+        ) from error
     check_activations(model)
     check_ranges(model)
     check_reached(model)
@@ -240,7 +242,7 @@ def check_attention(config: RunConfig) -> None:
         reason = f"objective.name={objective.name} does not train the {model_type} family"
         raise ConfigError(key, value, f"use one of the families {', '.join(objective.families)}", reason)
     if config.model.bidirectional:
-        check_bidirectional(config, str(model_type))
+        check_bidirectional(config.objective, str(model_type))
     refused = config.objective.model_errors(fields)
     if refused:
         raise refused[0]
@@ -273,10 +275,10 @@ def check_attention(config: RunConfig) -> None:
         raise ConfigError("model.attn_implementation", config.model.attn_implementation, fix, reason)
 
 
-def check_bidirectional(config: RunConfig, model_type: str) -> None:
+def check_bidirectional(objective: ObjectiveConfig, model_type: str) -> None:
     """Raise if ``model.bidirectional`` is not for the objective or the family."""
-    if not isinstance(config.objective, VectorConfig):
-        reason = f"objective.name={config.objective.name} makes no vectors of texts"
+    if not isinstance(objective, VectorConfig):
+        reason = f"objective.name={objective.name} makes no vectors of texts"
         raise ConfigError("model.bidirectional", True, "leave it out, or use objective=text_embedding", reason)
     if not family_of(model_type).bidirectional:
         fix = f"leave it out, or use a model of {', '.join(families_with(lambda family: family.bidirectional))}"
@@ -343,17 +345,17 @@ def check_built(config: RunConfig) -> None:
             check_peft_folder(config.peft, model, adapters_alone=True)
 
 
-def sequence_errors(config: RunConfig) -> list[BadInputError]:
-    fields = model_fields(config.model)
+def sequence_errors(model: ModelConfig, data: DataConfig) -> list[BadInputError]:
+    fields = model_fields(model)
     limit, padding = fields.get("max_position_embeddings"), fields.get("pad_token_id", 1)
     text = fields.get("text_config")
     kinds = (fields.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
     if isinstance(limit, int):
         limit = usable_positions(limit, padding if isinstance(padding, int) else None, *kinds)
-    if isinstance(limit, int) and config.data.seq_len > limit:
-        field = "n_positions" if config.model.type == "gpt2" else "max_position_embeddings"
+    if isinstance(limit, int) and data.seq_len > limit:
+        field = "n_positions" if model.type == "gpt2" else "max_position_embeddings"
         field = f"text_config.{field}" if isinstance(text, Mapping) else field
         fix = f"use at most {limit}, or raise model.config.{field}"
-        reason = f"model {config.model.name} has {limit} positions"
-        return [ConfigError("data.seq_len", config.data.seq_len, fix, reason)]
+        reason = f"model {model.name} has {limit} positions"
+        return [ConfigError("data.seq_len", data.seq_len, fix, reason)]
     return []

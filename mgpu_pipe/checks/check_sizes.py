@@ -16,7 +16,7 @@ from mgpu_pipe.checks.tower_strategies import part_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import resolve_precision, world_size
-from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.config.synonyms import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -64,7 +64,10 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
         try:
             dims = ParallelDims.from_config(config.trainer, config.strategy)
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-            errors += [*_router_errors(config.model, config.objective), *_reduction_errors(config, dims, plan)]
+            errors += [
+                *_router_errors(config.model, config.objective),
+                *_reduction_errors(config.precision, config.strategy, config.trainer, dims, plan),
+            ]
             errors += part_errors(config, dims, model_fields(config.model))
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
@@ -83,21 +86,24 @@ def update_errors(config: RunConfig) -> list[ConfigError]:
         BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     except ConfigError:
         return []
-    return optimizer_errors(config, dims)
+    return optimizer_errors(config.optimizer, config.strategy, config.trainer, dims)
 
 
 def _strategy_errors(config: RunConfig) -> list[BadInputError]:
-    strategy, world = config.strategy, world_size(config.trainer, config.strategy)
-    errors: list[BadInputError] = []
-    if strategy.engine == ENGINE:
+    if config.strategy.engine == ENGINE:
         return [*deepspeed_errors(config), *offload_errors(config)]
+    return _mesh_errors(config.trainer, config.strategy)
+
+
+def _mesh_errors(trainer: TrainerConfig, strategy: StrategyConfig) -> list[BadInputError]:
+    errors = list[BadInputError]()
     if strategy.engine not in ENGINES and strategy.engine not in (others := registered(STRATEGY_GROUP)):
         fix = f"use {' or '.join((*ENGINES, *others))}; or install the package that brings it"
         errors.append(ConfigError("strategy.engine", strategy.engine, fix, "no such engine"))
-    if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 and world != 1 and not errors:
-        key, value = ("trainer.num_nodes", config.trainer.num_nodes)
-        if config.trainer.devices != 1 and config.trainer.devices != "auto":
-            key, value = "trainer.devices", config.trainer.devices
+    elif strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 != world_size(trainer, strategy):
+        key, value = "trainer.num_nodes", trainer.num_nodes
+        if trainer.devices != 1 and trainer.devices != "auto":
+            key, value = "trainer.devices", trainer.devices
         errors.append(ConfigError(key, value, "use 1, or strategy=ddp", "strategy=single is one process"))
     return errors
 
@@ -108,16 +114,18 @@ def _router_errors(model: ModelConfig, objective: ObjectiveConfig) -> list[BadIn
     return list(router_loss_errors(str(model_type), coefficient)) if model_type and coefficient else []
 
 
-def _reduction_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[ConfigError]:
+def _reduction_errors(
+    precision: PrecisionConfig, strategy: StrategyConfig, trainer: TrainerConfig, dims: ParallelDims, plan: BatchPlan
+) -> list[ConfigError]:
     """Errors of ``precision.reduce=bf16`` where it would round more than the sent gradients."""
     one_micro_batch = f"data.micro_batch_size={plan.samples_per_process}"
-    key, computes = "precision.reduce", resolve_precision(config.precision, config.trainer)
-    if config.precision.reduce == "fp32":
+    key, computes = "precision.reduce", resolve_precision(precision, trainer)
+    if precision.reduce == "fp32":
         return []
     if computes in ("fp32", "fp16"):
         return [ConfigError(key, "bf16", "use fp32, or precision=bf16", f"the run computes in {computes}")]
     holder = "pipeline stages" if dims.pp > 1 else "replicas"
-    if (dims.pp > 1 or dims.dp_replicate > 1) and config.strategy.engine == "mesh" and plan.num_micro_batches > 1:
+    if (dims.pp > 1 or dims.dp_replicate > 1) and strategy.engine == "mesh" and plan.num_micro_batches > 1:
         fix = "use fp32, or strategy=fsdp" + (f", or {one_micro_batch}" if dims.pp == 1 else "")
         reason = f"{holder} would sum up {plan.num_micro_batches} micro-batches in bf16 too"
         return [ConfigError(key, "bf16", fix, reason)]

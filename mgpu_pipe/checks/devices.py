@@ -14,7 +14,7 @@ from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.interfaces import INTERFACES, configured_interfaces
 from mgpu_pipe.config.resolve import AMPERE, device_type, resolve_precision, world_size
-from mgpu_pipe.config.schema import ModelConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.kernels.layers import obstacle
 from mgpu_pipe.parallel.pipeline.work_order import splits_backward
@@ -67,32 +67,33 @@ COMPILERS = ("g++", "c++", "clang++")
 
 def numerics_errors(config: RunConfig) -> list[BadInputError]:
     """Errors of precision, kernels, offload and compilation that this machine or the mesh engine cannot do."""
-    kernel_errors = (*_fp8_errors(config), *_flash_errors(config.model), *_liger_errors(config))
     return [
-        *kernel_errors,
+        *_fp8_errors(config.model, config.precision, config.trainer),
+        *_flash_errors(config.model),
+        *_liger_errors(config),
         *_offload_errors(config.strategy, config.trainer),
         *_compile_errors(config.model, config.trainer),
     ]
 
 
-def emulated_type(config: RunConfig) -> str | None:
+def emulated_type(precision: PrecisionConfig, trainer: TrainerConfig) -> str | None:
     """The run's 16-bit type on a CPU without units for it; None if the CPU has units or the type is another."""
-    if device_type(config.trainer) != "cpu":
+    if device_type(trainer) != "cpu":
         return None
-    short = resolve_precision(config.precision, config.trainer).removesuffix("_true")
+    short = resolve_precision(precision, trainer).removesuffix("_true")
     units: dict[str, Callable[[], bool]] = {"bf16": cpu_is_fast_at_bf16, "fp16": cpu_is_fast_at_fp16}
     return short if short in units and not units[short]() else None
 
 
-def _fp8_errors(config: RunConfig) -> list[BadInputError]:
-    if config.precision.name != "fp8":
+def _fp8_errors(model: ModelConfig, precision: PrecisionConfig, trainer: TrainerConfig) -> list[BadInputError]:
+    if precision.name != "fp8":
         return []
-    capability = gpu_capability() if device_type(config.trainer) == "cuda" else None
+    capability = gpu_capability() if device_type(trainer) == "cuda" else None
     if capability is None or capability < FP8_CAPABILITY:
         has = "this machine has no GPU" if capability is None else f"this one has {capability[0]}.{capability[1]}"
         reason = f"float8 needs a GPU of compute capability 8.9 or higher, and {has}"
         return [ConfigError("precision.name", "fp8", "use precision=bf16", reason)]
-    if config.model.compile is False:
+    if model.compile is False:
         reason = "float8 products are slower than bf16's where their scaling is not compiled"
         return [ConfigError("model.compile", False, "use auto or true, or precision=bf16", reason)]
     if PathFinder.find_spec("torchao") is None:
@@ -150,7 +151,7 @@ def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Conf
     """
     if config.launch.type != "local" and not joined:
         return []  # a job's nodes check their devices
-    interfaces = [] if elsewhere else _interface_errors(config, joined)
+    interfaces = [] if elsewhere else _interface_errors(config.strategy, config.trainer, joined)
     if device_type(config.trainer) == "cpu":
         return interfaces
     trainer, gpus = config.trainer, usable_gpus()
@@ -163,28 +164,28 @@ def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Conf
     if not joined and trainer.devices != "auto" and trainer.devices > gpus:
         fix = f"use at most {gpus}, or trainer.accelerator=cpu"
         return [ConfigError("trainer.devices", trainer.devices, fix, f"this machine has {gpus} GPUs to use")]
-    return [*interfaces, *_age_errors(config)]
+    return [*interfaces, *_age_errors(config.model, config.precision, config.trainer)]
 
 
-def _interface_errors(config: RunConfig, joined: bool) -> list[ConfigError]:
-    kind = device_type(config.trainer)
-    if (not joined and world_size(config.trainer, config.strategy) == 1) or configured_interfaces(kind) != []:
+def _interface_errors(strategy: StrategyConfig, trainer: TrainerConfig, joined: bool) -> list[ConfigError]:
+    kind = device_type(trainer)
+    if (not joined and world_size(trainer, strategy) == 1) or configured_interfaces(kind) != []:
         return []
     variable, there = INTERFACES[kind], ", ".join(name for _, name in socket.if_nameindex())
     reason = "it means none of this machine's network interfaces"
     return [ConfigError(variable, os.environ[variable], f"use one of {there}, or unset it", reason)]
 
 
-def _age_errors(config: RunConfig) -> list[ConfigError]:
+def _age_errors(model: ModelConfig, precision: PrecisionConfig, trainer: TrainerConfig) -> list[ConfigError]:
     """Errors of types and kernels that need a newer GPU, except float8."""
     capability = gpu_capability()
     if capability is None or capability >= AMPERE:
         return []
     has = f"a GPU of compute capability 8.0 or higher, and this one has {capability[0]}.{capability[1]}"
     errors = []
-    if resolve_precision(config.precision, config.trainer) in ("bf16", "bf16_true"):
-        errors.append(ConfigError("precision.name", config.precision.name, "use fp16 or fp32", f"bf16 needs {has}"))
-    attention = config.model.attn_implementation
+    if resolve_precision(precision, trainer) in ("bf16", "bf16_true"):
+        errors.append(ConfigError("precision.name", precision.name, "use fp16 or fp32", f"bf16 needs {has}"))
+    attention = model.attn_implementation
     if attention == "flash_attention_2":
         errors.append(ConfigError("model.attn_implementation", attention, "use auto", f"flash-attn needs {has}"))
     return errors

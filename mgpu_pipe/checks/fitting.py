@@ -9,7 +9,7 @@ from functools import partial
 from mgpu_pipe.config.data_sources import all_sources, samples_of
 from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.objective import Description, description, descriptions
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 from mgpu_pipe.models.fields import HEADLESS, given_fields, model_types
 from mgpu_pipe.system.conf_folders import conf_dir
@@ -65,18 +65,18 @@ DEFAULT_SAMPLES = "packed_text"
 """Samples of the default data. Who has them chose the objective and not the data."""
 
 
-def sample_errors(config: RunConfig) -> list[ConfigError]:
+def sample_errors(data: DataConfig, objective: ObjectiveConfig) -> list[ConfigError]:
     """An error if the objective does not train on this kind of data; never for a plug-in's data."""
-    source, objective = config.data.source, description(config.objective.name)
+    source, trained = data.source, description(objective.name)
     samples = samples_of(source)
-    if samples in ("", objective.samples):
+    if samples in ("", trained.samples):
         return []
     others = [f"objective={other.name}" for other in descriptions() if other.samples == samples != DEFAULT_SAMPLES]
-    reason = f"objective.name={config.objective.name} trains on {objective.samples.replace('_', ' ')}"
-    return [ConfigError("data.source", source, f"use {_join_options(*others, *fitting_data(objective))}", reason)]
+    reason = f"objective.name={objective.name} trains on {trained.samples.replace('_', ' ')}"
+    return [ConfigError("data.source", source, f"use {_join_options(*others, *fitting_data(trained))}", reason)]
 
 
-def model_fix(config: RunConfig, fix: str) -> str:
+def model_fix(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, fix: str) -> str:
     """The fix for a model that the objective cannot train: shipped models and data, or other objectives.
 
     Args:
@@ -84,12 +84,12 @@ def model_fix(config: RunConfig, fix: str) -> str:
     """
     if fix.endswith("?"):
         return fix
-    objective = description(config.objective.name)
-    models = fitting_models(objective)
+    trained = description(objective.name)
+    models = fitting_models(trained)
     fix = f"{fix} ({_join_options(*models)})" if models else fix
-    if sample_errors(config):
-        fix = f"{fix} with {_join_options(*fitting_data(objective))}"
-    others = fitting_objectives(str(given_fields(config.model).get("model_type", config.model.type)))
+    if sample_errors(data, objective):
+        fix = f"{fix} with {_join_options(*fitting_data(trained))}"
+    others = fitting_objectives(str(given_fields(model).get("model_type", model.type)))
     return f"{fix}, or {others}" if others else fix
 
 

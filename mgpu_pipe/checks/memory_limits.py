@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from mgpu_pipe.checks.optimizer import ADAMW_BF16
+from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.config.resolve import device_type, devices_per_node
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.planning.hardware_profile import load_profile
@@ -39,7 +41,7 @@ class Machine:
     gpus: int | None
 
 
-def machine_of(config: RunConfig, elsewhere: bool) -> Machine | None:
+def machine_of(trainer: TrainerConfig, launch: LaunchConfig, plan: PlanConfig, elsewhere: bool) -> Machine | None:
     """The machine that a run starts on; None if its memory is not known.
 
     Args:
@@ -48,17 +50,17 @@ def machine_of(config: RunConfig, elsewhere: bool) -> Machine | None:
     Raises:
         ConfigError: no such hardware.
     """
-    here = config.launch.type == "local" and not (elsewhere and config.plan.hardware)
-    if device_type(config.trainer) == "cpu":
-        checked = here or config.trainer.accelerator == "cpu"
-        local = config.launch.type == "local" and checked
+    here = launch.type == "local" and not (elsewhere and plan.hardware)
+    if device_type(trainer) == "cpu":
+        checked = here or trainer.accelerator == "cpu"
+        local = launch.type == "local" and checked
         return Machine((host_memory(),), host_memory(), "this machine", None) if local else None
     gpus = sorted((total for _, total in used_memory().values()) if here else (), reverse=True)
     if gpus:
         return Machine(tuple(gpus), host_memory(), "its GPU", len(gpus))
-    if not config.plan.hardware:
+    if not plan.hardware:
         return None
-    profile = load_profile(config.plan.hardware[0])
+    profile = load_profile(plan.hardware[0])
     host = int(profile.host_memory_gib * GIB)
     return Machine((profile.memory_bytes,), host, f"a GPU of plan.hardware={profile.name}", int(profile.gpus_per_node))
 
@@ -115,11 +117,11 @@ def _needs(plan: MemoryPlan) -> str:
 
 def _compare(config: RunConfig, elsewhere: bool) -> tuple[MemoryPlan, int, Machine] | None:
     """The prediction, and the bytes of the machine for one rank; None if either is not known."""
-    machine = machine_of(config, elsewhere)
+    machine = machine_of(config.trainer, config.launch, config.plan, elsewhere)
     plan = predicted(config) if machine is not None else None
     if machine is None or plan is None:
         return None
-    return plan, _share(config, machine), machine
+    return plan, _share(config.trainer, config.strategy, machine), machine
 
 
 def predicted(config: RunConfig) -> MemoryPlan | None:
@@ -133,8 +135,8 @@ def predicted(config: RunConfig) -> MemoryPlan | None:
         return None
 
 
-def _share(config: RunConfig, machine: Machine) -> int:
-    processes = devices_per_node(config.trainer, config.strategy)
+def _share(trainer: TrainerConfig, strategy: StrategyConfig, machine: Machine) -> int:
+    processes = devices_per_node(trainer, strategy)
     if machine.gpus is None:
         return machine.sizes[0] // processes
     return machine.sizes[min(processes, len(machine.sizes)) - 1]  # CUDA counts the fastest GPUs first
@@ -158,10 +160,13 @@ def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
     strategy, on_gpus = config.strategy, machine.gpus is not None
     recompute = [f"strategy.activation_checkpointing={mode}" for mode in ("selective", "full")]
     recompute = recompute[("none", "selective", "full").index(strategy.activation_checkpointing) :]
-    smaller = [[f"data.micro_batch_size={size}"] for size in _smaller_micro_batches(config)]
+    smaller = [
+        [f"data.micro_batch_size={size}"]
+        for size in _smaller_micro_batches(config.data, config.trainer, config.strategy)
+    ]
     lighter: list[list[str]] = [[], *([word] for word in recompute), *smaller[-1:]]
     lighter += [[recompute[-1], *smaller[-1]]] if recompute and smaller else []
-    shards = _sharding(config)
+    shards = _sharding(config.trainer, config.strategy)
     yield [[word] for word in recompute]
     yield smaller
     yield lighter[-1:] if len(lighter) > 3 else []
@@ -188,24 +193,24 @@ def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
         yield [[*chosen, f"peft={name}", *light] for name in names for chosen in chosen_shards for light in lighter]
 
 
-def _sharding(config: RunConfig) -> list[str] | None:
+def _sharding(trainer: TrainerConfig, strategy: StrategyConfig) -> list[str] | None:
     """Overrides that shard over all processes; None if that is not possible, or so already."""
-    dims = ParallelDims.from_config(config.trainer, config.strategy)
+    dims = ParallelDims.from_config(trainer, strategy)
     if dims.world_size == 1:
         return None
-    if config.strategy.engine == "deepspeed":
-        return ["strategy=zero3"] if config.strategy.deepspeed.stage < 3 else None
+    if strategy.engine == "deepspeed":
+        return ["strategy=zero3"] if strategy.deepspeed.stage < 3 else None
     if dims.dp_replicate == 1:
         return None
     if dims.uses_model_axes:
         return ["strategy.dp_replicate=1", f"strategy.dp_shard={dims.dp_replicate * dims.dp_shard}"]
     # A typed size overrides a preset.
-    return ["strategy=fsdp", *(["strategy.dp_replicate=1"] if config.strategy.dp_replicate != "auto" else [])]
+    return ["strategy=fsdp", *(["strategy.dp_replicate=1"] if strategy.dp_replicate != "auto" else [])]
 
 
-def _smaller_micro_batches(config: RunConfig) -> list[int]:
-    dims = ParallelDims.from_config(config.trainer, config.strategy)
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+def _smaller_micro_batches(data: DataConfig, trainer: TrainerConfig, strategy: StrategyConfig) -> list[int]:
+    dims = ParallelDims.from_config(trainer, strategy)
+    plan = BatchPlan.resolve(data, dims.data_parallel_size, dims.pp)
     return [size for size in range(plan.micro_batch_size - 1, 0, -1) if plan.samples_per_process % size == 0]
 
 
@@ -216,7 +221,7 @@ def _likely_with(config: RunConfig, words: list[str], machine: Machine) -> int |
         plan = memory_by_rank(changed)
     except BadInputError:
         return None
-    if plan is None or plan.high > _share(changed, machine):
+    if plan is None or plan.high > _share(changed.trainer, changed.strategy, machine):
         return None
     if plan.host * devices_per_node(changed.trainer, changed.strategy) > machine.host:
         return None

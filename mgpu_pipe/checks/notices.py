@@ -10,10 +10,10 @@ from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model_axes import across_nodes
 from mgpu_pipe.checks.start import joined
 from mgpu_pipe.config.data_sources import find_source, unread_keys
-from mgpu_pipe.config.group_keys import PeftConfig, SchedulerConfig
+from mgpu_pipe.config.group_keys import PeftConfig, SchedulerConfig, StrategyConfig
 from mgpu_pipe.config.plugins import ENGINES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import noise_fields
@@ -30,7 +30,7 @@ def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     unused = [
         *_data(config.data),
         *_schedule(config.scheduler),
-        *_checkpoint(config),
+        *_checkpoint(config.model, config.peft, config.checkpoint),
         *_precision(config.precision, config.trainer),
         *_peft(config.peft),
     ]
@@ -39,13 +39,14 @@ def unused_options(config: RunConfig) -> list[tuple[str, str]]:
     if config.run.dir is not None and config.run.root != DEFAULT.run.root:
         unused.append(("run.root", "run.dir names the folder"))
     if config.strategy.engine in ENGINES:  # a plug-in's engine may read any key
-        unused += _strategy(config)
+        unused += _strategy(config.model, config.strategy, config.precision, config.trainer)
     return unused
 
 
-def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:
-    strategy, default = config.strategy, DEFAULT.strategy
-    dims, mesh = _sizes(config), config.strategy.engine == MESH
+def _strategy(
+    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig
+) -> Iterator[tuple[str, str]]:
+    default, dims, mesh = DEFAULT.strategy, _sizes(trainer, strategy), strategy.engine == MESH
     if strategy.offload_path is not None and strategy.offload != "nvme":
         yield "strategy.offload_path", "strategy.offload=nvme alone writes to it"
     for key in ("deepspeed", "deepspeed_config") if mesh else ():
@@ -53,26 +54,26 @@ def _strategy(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"strategy.{key}", "strategy.engine=mesh does not use DeepSpeed"
     if strategy.fsdp != default.fsdp and not (mesh and dims.dp_shard * dims.cp > 1):
         yield "strategy.fsdp", f"strategy={strategy.name} does not shard by FSDP2 here"
-    plain = dims.dp_replicate == dims.world_size > 1 and resolve_precision(config.precision, config.trainer) == "fp32"
+    plain = dims.dp_replicate == dims.world_size > 1 and resolve_precision(precision, trainer) == "fp32"
     if strategy.bucket_mib != default.bucket_mib and mesh and not plain:
         yield "strategy.bucket_mib", "only replicas in fp32 sum gradients in buckets of a size to choose"
     for key in ("schedule", "stages_per_rank") if dims.pp == 1 else ():
         if getattr(strategy.pipeline, key) != getattr(default.pipeline, key):
             yield f"strategy.pipeline.{key}", "strategy.pp=1 is no pipeline"
-    if config.precision.reduce != "fp32" and dims.data_parallel_size * dims.cp == 1:
+    if precision.reduce != "fp32" and dims.data_parallel_size * dims.cp == 1:
         yield "precision.reduce", "no data-parallel processes send one another gradients"
     if dims.cp == 1 and strategy.context != default.context:
         yield "strategy.context.method", "strategy.cp=1 keeps sequences whole"
-    if dims.cp > 1 and config.model.attn_implementation != "auto":
+    if dims.cp > 1 and model.attn_implementation != "auto":
         yield "model.attn_implementation", "context parallelism uses its own attention"
 
 
-def _sizes(config: RunConfig) -> ParallelDims:
+def _sizes(trainer: TrainerConfig, strategy: StrategyConfig) -> ParallelDims:
     """The sizes of the axes; if they do not fit the world, ``auto`` counts as used."""
     try:
-        return ParallelDims.from_config(config.trainer, config.strategy)
+        return ParallelDims.from_config(trainer, strategy)
     except ConfigError:
-        sizes = {axis: getattr(config.strategy, axis) for axis in SIZES}
+        sizes = {axis: getattr(strategy, axis) for axis in SIZES}
         return ParallelDims(**{axis: 2 if size == "auto" else size for axis, size in sizes.items()})
 
 
@@ -114,15 +115,15 @@ def _peft(peft: PeftConfig) -> Iterator[tuple[str, str]]:
                 yield f"peft.{field.name}", "peft=none has no adapters; use peft=lora"
 
 
-def _checkpoint(config: RunConfig) -> Iterator[tuple[str, str]]:
-    checkpoint, default = config.checkpoint, DEFAULT.checkpoint
+def _checkpoint(model: ModelConfig, peft: PeftConfig, checkpoint: CheckpointConfig) -> Iterator[tuple[str, str]]:
+    default = DEFAULT.checkpoint
     for key in ("when_busy", "on_save_error"):
         if not checkpoint.saves_on_the_way() and getattr(checkpoint, key) != getattr(default, key):
             yield f"checkpoint.{key}", "without checkpoint.every_n_steps the run saves at its end only"
     if checkpoint.frozen_weights == "leave_out":
-        if not config.model.freeze and config.peft.name == "none":
+        if not model.freeze and peft.name == "none":
             yield "checkpoint.frozen_weights", "model.freeze=[] freezes no weights"
-        elif config.model.path is None and checkpoint.init_from is None:
+        elif model.path is None and checkpoint.init_from is None:
             yield "checkpoint.frozen_weights", "the weights come from no folder that a checkpoint could name"
     if not checkpoint.keep_best and checkpoint.best_metric != default.best_metric:
         yield "checkpoint.best_metric", "checkpoint.keep_best=0 keeps none for being best"
@@ -161,7 +162,7 @@ def notices(config: RunConfig) -> list[Notice]:
         failing = "pipelines that split the backward pass, and experts in four bits, fail"
         notices.append(Notice("torch", f"{old} is older than {oldest}: {failing}; install torch>={oldest}"))
     notices += [Notice(key, text) for key, text in device_notices(config.trainer)]
-    if emulated := emulated_type(config):
+    if emulated := emulated_type(config.precision, config.trainer):
         text = f"this CPU emulates {emulated}: correct, and several times slower than fp32"
         notices.append(Notice("precision.name", text))
     if not config.checkpoint.save_last and not config.checkpoint.saves_on_the_way():

@@ -15,7 +15,7 @@ from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.devices import compiler, missing_compiler, missing_headers
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, devices_per_node
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, OptimizerConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.system.child_process import bound
@@ -46,17 +46,18 @@ def _has_cuda_headers() -> bool:
     return bool(named or shutil.which("nvcc") or is_folder(Path("/usr/local/cuda")))
 
 
-def offloaded_bytes(config: RunConfig) -> int | None:
+def offloaded_bytes(
+    model: ModelConfig, objective: ObjectiveConfig, optimizer: OptimizerConfig, nodes: int
+) -> int | None:
     """Bytes on disk of all ranks of one node; None if the model's size is unknown without torch.
 
     Each parameter has an fp32 master weight, an fp32 gradient and the optimizer's state.
     """
-    fields = {**resolved_fields(config.model), **config.objective.model_fields()}
-    count = count_parameters(fields, description(config.objective.name).model_class)
+    fields = {**resolved_fields(model), **objective.model_fields()}
+    count = count_parameters(fields, description(objective.name).model_class)
     if count is None:
         return None
-    nodes = max(1, config.trainer.num_nodes)
-    return state_bytes(FP32 * count.total, count.total, nodes, optimizer=optimizer_bytes(config.optimizer)).total
+    return state_bytes(FP32 * count.total, count.total, nodes, optimizer=optimizer_bytes(optimizer)).total
 
 
 def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
@@ -72,7 +73,8 @@ def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
     if not _writable(path):
         yield ConfigError(key, folder, "give a folder that can be written", "it cannot be written")
         return
-    needed, free = offloaded_bytes(config), shutil.disk_usage(path).free
+    needed = offloaded_bytes(config.model, config.objective, config.optimizer, max(1, config.trainer.num_nodes))
+    free = shutil.disk_usage(path).free
     if needed is not None and needed > free:
         reason = (
             f"the optimizer state of {devices_per_node(config.trainer, config.strategy)} processes takes "

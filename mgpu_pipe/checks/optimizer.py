@@ -16,7 +16,7 @@ from typing import Any
 
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import OptimizerConfig, RunConfig
+from mgpu_pipe.config.schema import OptimizerConfig, TrainerConfig
 from mgpu_pipe.config.targets.source_class import NoSuchName, NotAClass, Unknown, find_class
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.import_path import python_module
@@ -101,25 +101,26 @@ ADAMW = "use optimizer=adamw without optimizer._target_ and optimizer.options"
 Findings = Mapping[str, Any]
 
 
-def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
+def optimizer_errors(
+    optimizer: OptimizerConfig, strategy: StrategyConfig, trainer: TrainerConfig, dims: ParallelDims
+) -> list[ConfigError]:
     """Errors of ``optimizer`` on this topology, whose sizes must be valid."""
-    optimizer = config.optimizer
-    if optimizer.ema.decay is not None and config.strategy.offload == "nvme":
+    if optimizer.ema.decay is not None and strategy.offload == "nvme":
         fix = "use strategy=zero3_cpu, or leave it out"
         reason = "strategy.offload=nvme has a weight in memory during its own update only"
         return [ConfigError("optimizer.ema.decay", optimizer.ema.decay, fix, reason)]
     guard = optimizer.spike_guard
-    if guard.factor is not None and guard.action == "skip" and config.strategy.offload == "nvme":
+    if guard.factor is not None and guard.action == "skip" and strategy.offload == "nvme":
         reason = "strategy.offload=nvme was never tried with an update left out"
         return [ConfigError("optimizer.spike_guard.action", "skip", "use stop, or strategy=zero3_cpu", reason)]
     target, name = optimizer._target_, torch_optimizer_name(optimizer._target_)
     if name == "Muon":
         reason = "it takes matrices alone, and a model has other parameters"
         return [ConfigError(KEY, target, "use optimizer=muon, which gives the others to AdamW", reason)]
-    if target == MUON and config.strategy.engine == ENGINE:
+    if target == MUON and strategy.engine == ENGINE:
         reason = "ZeRO updates flat pieces of the weights, and Muon needs whole matrices"
         return [ConfigError(KEY, target, f"use strategy=fsdp, or {ADAMW}", reason)]
-    if target == ADAMW_BF16 and config.strategy.offload == "nvme":
+    if target == ADAMW_BF16 and strategy.offload == "nvme":
         reason = "DeepSpeed swaps state in fp32 alone to the disk"
         return [ConfigError(KEY, target, f"use strategy=zero3_cpu, or {ADAMW}", reason)]
     if name is not None or target in (MUON, ADAMW_BF16):
@@ -138,16 +139,16 @@ def optimizer_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]
             "lr": optimizer.lr,
             "weight_decay": optimizer.weight_decay,
             "options": optimizer.options,
-            "cuda": device_type(config.trainer) == "cuda",
+            "cuda": device_type(trainer) == "cuda",
         }
         findings = _probe(json.dumps(request))
     if findings.get("refusal") is not None:
-        return [_refusal(config.optimizer, findings)]
+        return [_refusal(optimizer, findings)]
     if target == MUON:  # Muon gathers sharded matrices
         return []
     return [
-        *_scope_errors(config.optimizer, config.strategy, dims, str(findings["scope"])),
-        *_zero_errors(config.optimizer, config.strategy, name, findings),
+        *_scope_errors(optimizer, strategy, dims, str(findings["scope"])),
+        *_zero_errors(optimizer, strategy, name, findings),
     ]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from mgpu_pipe.architectures.config_source import ConfigClass, config_class, modeling_source
 from mgpu_pipe.architectures.family import PARTS, parts_in
-from mgpu_pipe.config.group_keys import ALL_LINEAR
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.group_keys import ALL_LINEAR, PeftConfig
+from mgpu_pipe.config.schema import ModelConfig, OptimizerConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import given_fields, part_type
@@ -37,20 +37,20 @@ NOT_PARTS = ("quantization_config", "generation_config", "per_layer_config")
 """Fields of nested configurations that are no parts of a model."""
 
 
-def name_errors(config: RunConfig) -> list[BadInputError]:
+def name_errors(model: ModelConfig, optimizer: OptimizerConfig, peft: PeftConfig) -> list[BadInputError]:
     """An error for each pattern with a name that is not in the model's source.
 
     Returns no errors if a part's source is not in its usual place.
     """
-    fields = given_fields(config.model)
-    known = config_class(str(fields.get("model_type", config.model.type)))
+    fields = given_fields(model)
+    known = config_class(str(fields.get("model_type", model.type)))
     parts, possible = parts_in(fields), PARTS if known is None or _names_of_parts(known) else ()
     patterns = [
         (key, pattern)
-        for key, pattern in _patterns(config)
+        for key, pattern in _patterns(model, optimizer, peft)
         if pattern not in (parts if key in (TARGETS, TRAINED) else possible)
     ]
-    sources = _source(config.model) if patterns else None
+    sources = _source(model) if patterns else None
     if sources is None:
         return []
     family_source, source = "\n".join(text for text, _ in sources), "\n".join(text for pair in sources for text in pair)
@@ -96,18 +96,18 @@ def _is_torch_name(fragment: str) -> bool:
     return any(fragment in name for name in TORCH_NAMES)
 
 
-def _patterns(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _patterns(model: ModelConfig, optimizer: OptimizerConfig, peft: PeftConfig) -> Iterator[tuple[str, str]]:
     """Every pattern of names in the configuration, with its key."""
-    for pattern in config.model.freeze:
+    for pattern in model.freeze:
         yield "model.freeze", pattern
-    for name, group in config.optimizer.groups.items():
+    for name, group in optimizer.groups.items():
         for pattern in group.parameters:
             yield f"optimizer.groups.{name}.parameters", pattern
-    if config.peft.name != "none":
-        for pattern in config.peft.targets:
+    if peft.name != "none":
+        for pattern in peft.targets:
             if pattern not in (ALL_LINEAR, EXPERTS):
                 yield TARGETS, pattern
-        for pattern in config.peft.train_also:
+        for pattern in peft.train_also:
             yield TRAINED, pattern
 
 

@@ -17,7 +17,7 @@ from mgpu_pipe.checks.run_hardware import CPU, computing_hardware, hardware_here
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.config.resolve import devices_per_node
-from mgpu_pipe.config.schema import RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.hardware_profile import GIB, HardwareProfile, load_profile
 from mgpu_pipe.planning.layout_search import Layout
@@ -102,7 +102,9 @@ def plan_layouts(config: RunConfig) -> tuple[list[PlannedRun], Losers]:
     """
     plans, losers = list[PlannedRun](), Losers()
     worlds = [
-        (profile, gpus) for profile in _profiles(config) for gpus in _worlds(config.trainer, config.plan, profile)
+        (profile, gpus)
+        for profile in _profiles(config.trainer, config.launch, config.plan)
+        for gpus in _worlds(config.trainer, config.plan, profile)
     ]
     each = replace(config, plan=replace(config.plan, rows=max(1, config.plan.rows // len(worlds))))
     for profile, gpus in worlds:
@@ -120,12 +122,12 @@ def plan_layouts(config: RunConfig) -> tuple[list[PlannedRun], Losers]:
     return sorted(plans, key=orders[config.plan.rank_by]), losers
 
 
-def _profiles(config: RunConfig) -> list[HardwareProfile]:
-    chosen = list(config.plan.hardware) or [hardware_here(config)]
-    profiles = [load_profile(name, config.plan.network) for name in chosen]
-    if config.plan.rank_by == "cost":
+def _profiles(trainer: TrainerConfig, launch: LaunchConfig, plan: PlanConfig) -> list[HardwareProfile]:
+    chosen = list(plan.hardware) or [hardware_here(trainer, launch)]
+    profiles = [load_profile(name, plan.network) for name in chosen]
+    if plan.rank_by == "cost":
         for profile in profiles:
-            if _price(config.plan, profile) is None:
+            if _price(plan, profile) is None:
                 fix = "give plan.price, dollars a GPU and hour, or dollars_per_hour in a profile of yours"
                 raise ConfigError("plan.rank_by", "cost", fix, f"{profile.name} has no price")
     return profiles
@@ -151,7 +153,7 @@ def placed_on_one(config: RunConfig) -> tuple[RunConfig, list[str]]:
     Raises:
         ConfigError: no such hardware, or the GPUs fill no whole number of nodes.
     """
-    profile = _profiles(config)[0]
+    profile = _profiles(config.trainer, config.launch, config.plan)[0]
     return on_processes(config, profile, _worlds(config.trainer, config.plan, profile)[0])
 
 
@@ -162,7 +164,9 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
         ConfigError: no layout fits.
     """
     candidates = find_candidates(config, profile, gpus)
-    hardware = computing_hardware(candidates.config, profile)
+    hardware = computing_hardware(
+        candidates.config.precision, candidates.config.trainer, candidates.config.strategy, profile
+    )
     if profile.accelerator == CPU:  # processes of this machine share its memory
         each = host_memory() / GIB / devices_per_node(candidates.config.trainer, candidates.config.strategy)
         profile = replace(profile, memory_gib=each)

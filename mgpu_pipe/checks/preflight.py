@@ -26,12 +26,12 @@ from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig, StrategyConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
 from mgpu_pipe.system.hardware import usable_gpus
 from mgpu_pipe.topology import ParallelDims
 
-FindErrors = Callable[[RunConfig], Iterable[BadInputError]]
+FindErrors = Callable[[], Iterable[BadInputError]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Check:
     """A check with its prerequisites.
 
     Attributes:
-        find_errors: returns the errors of a configuration.
+        find_errors: returns the errors of the sections that it reads.
         sections: sections of the configuration that must have no errors.
         composed: whether the other sections must be composed without errors too; a wrong key holds its default.
         ranges: whether every number must be in its range.
@@ -53,33 +53,33 @@ class Check:
     last: bool = False
 
 
-def checks(alone: Sequence[str] = (), elsewhere: bool = False) -> list[Check]:
-    """All checks in order.
+def checks(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = False) -> list[Check]:
+    """All checks of ``config`` in order, each with the sections that it reads.
 
     Args:
         alone: the words that start this run, for the commands in errors.
         elsewhere: nothing is started here; the run may be for another machine with GPUs.
     """
     return [
-        Check(value_errors, composed=False),
-        Check(_return_errors(check_model), ("model",), composed=False),
-        Check(_return_errors(_check_data), ("data",), composed=False),
-        Check(lambda config: relation_errors(config, joined(), elsewhere)),
-        Check(sample_errors, ("model",)),
-        Check(numerics_errors),
-        Check(peft_errors, ("peft", "objective", "strategy")),
-        Check(lambda config: run_folder_errors(config.run, config.checkpoint, alone)),
-        Check(cache_errors, ("data",)),
-        Check(_return_errors(check_start), ("checkpoint",)),
-        Check(lambda config: size_errors(config, elsewhere), ranges=True),
-        Check(sequence_errors, ("model", "data"), ranges=True),
-        Check(update_errors, ("optimizer",), ranges=True),
-        Check(_return_errors(check_attention), ("model", "data")),
-        Check(task_errors, ranges=True),
-        Check(name_errors, ("model", "peft", "objective")),
-        Check(_return_errors(check_tokenizer_size), last=True),
-        Check(_return_errors(_check_plug_ins), last=True),
-        Check(_return_errors(check_built), last=True),
+        Check(lambda: value_errors(config), composed=False),
+        Check(_raised(lambda: check_model(config)), ("model",), composed=False),
+        Check(_raised(lambda: _check_data(config)), ("data",), composed=False),
+        Check(lambda: relation_errors(config, joined(), elsewhere)),
+        Check(lambda: sample_errors(config.data, config.objective), ("model",)),
+        Check(lambda: numerics_errors(config)),
+        Check(lambda: peft_errors(config), ("peft", "objective", "strategy")),
+        Check(lambda: run_folder_errors(config.run, config.checkpoint, alone)),
+        Check(lambda: cache_errors(config.data), ("data",)),
+        Check(_raised(lambda: check_start(config.checkpoint)), ("checkpoint",)),
+        Check(lambda: size_errors(config, elsewhere), ranges=True),
+        Check(lambda: sequence_errors(config.model, config.data), ("model", "data"), ranges=True),
+        Check(lambda: update_errors(config), ("optimizer",), ranges=True),
+        Check(_raised(lambda: check_attention(config)), ("model", "data")),
+        Check(lambda: task_errors(config), ranges=True),
+        Check(lambda: name_errors(config.model, config.optimizer, config.peft), ("model", "peft", "objective")),
+        Check(_raised(lambda: check_tokenizer_size(config)), last=True),
+        Check(_raised(lambda: _check_plug_ins(config.objective, config.strategy, config.trainer)), last=True),
+        Check(_raised(lambda: check_built(config)), last=True),
     ]
 
 
@@ -116,19 +116,19 @@ def preflight_errors(
     """
     errors = list(known)
     misread = {section_of(error) for error in known}
-    for check in checks(alone, elsewhere):
+    for check in checks(config, alone, elsewhere):
         sections = misread if not check.composed else {section_of(error) for error in errors}
         if sections.intersection(check.sections) or (check.composed and known) or (check.last and errors):
             continue
         if check.ranges and range_errors(config):
             continue
-        errors += [error for error in check.find_errors(config) if section_of(error) not in misread]
+        errors += [error for error in check.find_errors() if section_of(error) not in misread]
     return _first_of_each_key(errors)
 
 
-def _return_errors(check: Callable[[RunConfig], None]) -> FindErrors:
+def _raised(check: Callable[[], None]) -> FindErrors:
     """Turns a check that raises into one that returns its errors."""
-    return lambda config: raised_by(partial(check, config))
+    return partial(raised_by, check)
 
 
 def _first_of_each_key(errors: list[BadInputError]) -> list[BadInputError]:
@@ -146,25 +146,24 @@ def _first_of_each_key(errors: list[BadInputError]) -> list[BadInputError]:
 def _check_data(config: RunConfig) -> None:
     from mgpu_pipe.data.data_source import check_sources
 
-    if sample_errors(config):  # data of another kind has its own error
+    if sample_errors(config.data, config.objective):  # data of another kind has its own error
         return
     source = find_source(config.data.source)
     if source is None or not source.reads_files or config.data.paths:
         check_sources(config)
 
 
-def _check_plug_ins(config: RunConfig) -> None:
+def _check_plug_ins(objective: ObjectiveConfig, strategy: StrategyConfig, trainer: TrainerConfig) -> None:
     """Refuse plug-in classes of a wrong kind, and axes that a plug-in's objective cannot use."""
-    objective, engine = config.objective.name, config.strategy.engine
-    if objective not in OBJECTIVES:
+    if objective.name not in OBJECTIVES:
         from mgpu_pipe.objectives.protocols import FeatureGatherer
         from mgpu_pipe.training.trainer import objective_class
 
-        axes = ("pp", "cp") if issubclass(objective_class(objective), FeatureGatherer) else ()
-        refused = refused_axes_errors(config.objective, ParallelDims.from_config(config.trainer, config.strategy), axes)
+        axes = ("pp", "cp") if issubclass(objective_class(objective.name), FeatureGatherer) else ()
+        refused = refused_axes_errors(objective, ParallelDims.from_config(trainer, strategy), axes)
         if refused:
             raise refused[0]
-    if engine not in ENGINES:
+    if strategy.engine not in ENGINES:
         from mgpu_pipe.training.trainer import strategy_class
 
-        strategy_class(engine)
+        strategy_class(strategy.engine)

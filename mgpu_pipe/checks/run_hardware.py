@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mgpu_pipe.checks.check_model import model_fields
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import device_type, devices_per_node, resolve_precision, uses_tf32
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import LaunchConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile, profile_names, profile_of_gpu
 from mgpu_pipe.planning.model_work import run_work
@@ -17,15 +18,15 @@ from mgpu_pipe.system.hardware import gpu_name
 CPU = "cpu"
 
 
-def hardware_here(config: RunConfig) -> str:
+def hardware_here(trainer: TrainerConfig, launch: LaunchConfig) -> str:
     """The profile of this machine's processes or GPUs.
 
     Raises:
         ConfigError: the run is for GPUs, and this machine has none, or ones without a profile; or a job takes what its
             nodes have, which a machine without GPUs does not show.
     """
-    is_of_nodes = config.trainer.accelerator == "auto" and config.launch.type != "local"
-    if device_type(config.trainer) == CPU and not is_of_nodes:
+    is_of_nodes = trainer.accelerator == "auto" and launch.type != "local"
+    if device_type(trainer) == CPU and not is_of_nodes:
         return CPU
     name = gpu_name()
     profile = None if name is None else profile_of_gpu(name)
@@ -36,15 +37,17 @@ def hardware_here(config: RunConfig) -> str:
     return profile
 
 
-def computing_hardware(config: RunConfig, profile: HardwareProfile) -> Hardware:
+def computing_hardware(
+    precision: PrecisionConfig, trainer: TrainerConfig, strategy: StrategyConfig, profile: HardwareProfile
+) -> Hardware:
     """Figures for the run's precision and the GPUs that it uses of a node.
 
     Raises:
         ConfigError: the hardware does not compute in this precision, or not as far as the profile says.
     """
-    precision = resolve_precision(config.precision, config.trainer)
-    computing = profile.hardware_for(precision, uses_tf32(config.precision, config.trainer))
-    return replace(computing, gpus_per_node=float(devices_per_node(config.trainer, config.strategy)))
+    computes = resolve_precision(precision, trainer)
+    computing = profile.hardware_for(computes, uses_tf32(precision, trainer))
+    return replace(computing, gpus_per_node=float(devices_per_node(trainer, strategy)))
 
 
 def predicted_seconds(config: RunConfig) -> tuple[float, str]:
@@ -53,8 +56,10 @@ def predicted_seconds(config: RunConfig) -> tuple[float, str]:
     Raises:
         ConfigError: the model's shapes are unknown, the hardware has no profile, or the sizes do not fit.
     """
-    profile = load_profile(next(iter(config.plan.hardware), None) or hardware_here(config), config.plan.network)
+    name = next(iter(config.plan.hardware), None) or hardware_here(config.trainer, config.launch)
+    profile = load_profile(name, config.plan.network)
     work = run_work(config, model_fields(config.model))
     if config.strategy.pp != 1:  # gathers weights and reduces gradients once a step
         work = replace(work, zero=min(work.zero, 1.0))
-    return float(step_time(work, computing_hardware(config, profile), profile.fitted).total), profile.name
+    hardware = computing_hardware(config.precision, config.trainer, config.strategy, profile)
+    return float(step_time(work, hardware, profile.fitted).total), profile.name

@@ -8,7 +8,7 @@ from typing import Any
 from mgpu_pipe.checks.lightning_needs import CALLBACKS, callback_errors, logger_errors
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import OBJECTIVES
-from mgpu_pipe.config.schema import ObjectiveConfig, OptimizerConfig, RunConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, OptimizerConfig, TrainerConfig
 from mgpu_pipe.config.suggest import choose_from, nearest
 from mgpu_pipe.config.targets.build_target import TARGET, check_target
 from mgpu_pipe.config.targets.source_class import NoSuchName, NotAClass, Unknown, find_class, inherited_names, signature
@@ -25,12 +25,14 @@ OPTIMIZER_PROVIDES = ("params", "lr", "weight_decay", "fused")
 LOGGER_PROVIDES = ("save_dir",)
 
 
-def slot_errors(config: RunConfig) -> list[ConfigError]:
+def slot_errors(
+    optimizer: OptimizerConfig, objective: ObjectiveConfig, logger: dict[str, Any], callbacks: dict[str, Any]
+) -> list[ConfigError]:
     """Errors of the leaves of ``config``; builds and calls nothing."""
-    errors = _optimizer_errors(config.optimizer)
+    errors = _optimizer_errors(optimizer)
     for section, leaves, base, provided in (
-        ("logger", config.logger, LOGGER_BASE, LOGGER_PROVIDES),
-        ("callbacks", config.callbacks, CALLBACK_BASE, ()),
+        ("logger", logger, LOGGER_BASE, LOGGER_PROVIDES),
+        ("callbacks", callbacks, CALLBACK_BASE, ()),
     ):
         for name, leaf in leaves.items():
             key = f"{section}.{name}"
@@ -45,8 +47,8 @@ def slot_errors(config: RunConfig) -> list[ConfigError]:
                 continue
             errors += check_target(leaf, base, key, provided) or [
                 *logger_errors(leaf, key),
-                *callback_errors(leaf, key, bool(config.logger)),
-                *_metric_errors(config.objective, leaf, key),
+                *callback_errors(leaf, key, bool(logger)),
+                *_metric_errors(objective, leaf, key),
             ]
     return errors
 
@@ -70,12 +72,12 @@ def _metric_errors(objective: ObjectiveConfig, leaf: Mapping[str, Any], key: str
         yield ConfigError(f"{key}.mode", mode, choose_from(str(mode), MODES))
 
 
-def early_stopping_errors(config: RunConfig) -> Iterator[ConfigError]:
+def early_stopping_errors(trainer: TrainerConfig, callbacks: dict[str, Any]) -> Iterator[ConfigError]:
     """An error of early stopping in a run whose only evaluation is at its end."""
-    every, last = config.trainer.val_every_n_steps, config.trainer.max_steps
+    every, last = trainer.val_every_n_steps, trainer.max_steps
     if every is not None and (last is None or every < last):
         return
-    for name, leaf in config.callbacks.items():
+    for name, leaf in callbacks.items():
         if isinstance(leaf, Mapping) and EARLY_STOPPING in inherited_names(str(leaf.get(TARGET)), CALLBACKS):
             fix = f"set e.g. trainer.val_every_n_steps={max(1, (last or 100) // 10)}, or leave callbacks.{name} out"
             reason = f"callbacks.{name} reads evaluations, and none runs before the end"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths, cache_folder
-from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions
+from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, RunConfig, RunOptions
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 from mgpu_pipe.system.joined_world import joined_processes
 from mgpu_pipe.system.local_files import exists, expand_home, is_folder, name_problem, shortened
@@ -29,17 +29,16 @@ def base_run_errors(config: RunConfig) -> list[ConfigError]:
     return []
 
 
-def check_start(config: RunConfig) -> None:
+def check_start(checkpoint: CheckpointConfig) -> None:
     """Check that the run starts from a checkpoint whose files have the recorded sizes."""
-    start = config.checkpoint
-    for key, source in (("checkpoint.resume", start.resume), ("checkpoint.init_from", start.init_from)):
+    for key, source in (("checkpoint.resume", checkpoint.resume), ("checkpoint.init_from", checkpoint.init_from)):
         if source in (None, "none", "auto") or not exists(expand_home(source)):
             continue  # value_errors reports what does not exist
-        if key == "checkpoint.init_from" and (start.resume == "auto" or _is_model_folder(expand_home(source))):
+        if key == "checkpoint.init_from" and (checkpoint.resume == "auto" or _is_model_folder(expand_home(source))):
             continue  # a resumed run does not need it, and a model folder has no step
         from mgpu_pipe.checkpoint.selection import resolve_source
 
-        resolve_source(source, start.on_corruption, "size", key)
+        resolve_source(source, checkpoint.on_corruption, "size", key)
 
 
 def _is_model_folder(folder: Path) -> bool:
@@ -73,9 +72,9 @@ def run_folder_errors(run: RunOptions, checkpoint: CheckpointConfig, alone: Sequ
     return raised_by(lambda: refuse_contents(paths, checkpoint.resume == "auto", alone))
 
 
-def cache_errors(config: RunConfig) -> list[BadInputError]:
+def cache_errors(data: DataConfig) -> list[BadInputError]:
     """Errors of a cache folder that neither exists nor can be made."""
-    folder = cache_folder(config.data.cache_dir)
+    folder = cache_folder(data.cache_dir)
     if problem := name_problem(folder):
         return [ConfigError("data.cache_dir", shortened(folder), "shorten it, or set MGPU_PIPE_CACHE", problem)]
     if problem := _writing_problem(folder.absolute()):

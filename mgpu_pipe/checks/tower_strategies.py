@@ -8,7 +8,7 @@ from typing import Any
 
 from mgpu_pipe.architectures.family import CONFIGS
 from mgpu_pipe.architectures.find import families_with, family_of
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.topology import ParallelDims
 
@@ -21,7 +21,7 @@ def part_errors(config: RunConfig, dims: ParallelDims, fields: Mapping[str, Any]
     """
     errors = []
     for part in config.strategy.parts.whole if fields else ():
-        reasons = _reasons(config, dims, part, str(fields.get("model_type")), fields.get(CONFIGS[part]))
+        reasons = _reasons(config.data, dims, part, str(fields.get("model_type")), fields.get(CONFIGS[part]))
         if reason := next(iter(reasons), ""):
             errors.append(ConfigError(f"strategy.parts.{part}", "whole", "leave it out", reason))
     recompute, towers = config.strategy.parts.activation_checkpointing, [CONFIGS["vision"], CONFIGS["audio"]]
@@ -34,11 +34,11 @@ def part_errors(config: RunConfig, dims: ParallelDims, fields: Mapping[str, Any]
     return errors
 
 
-def _reasons(config: RunConfig, dims: ParallelDims, part: str, model_type: str, tower: object) -> list[str]:
+def _reasons(data: DataConfig, dims: ParallelDims, part: str, model_type: str, tower: object) -> list[str]:
     """Reasons why this part cannot stay whole, or would not be cut."""
     families = families_with(lambda family: part in family.tower_outputs)
     has_families = f"these keep one whole: {', '.join(families)}" if families else "no family keeps one whole"
-    cached = getattr(config.data, "cache_features", False)
+    cached = getattr(data, "cache_features", False)
     candidates = [
         (f"the {model_type} family has no {part} tower; {has_families}", not isinstance(tower, Mapping)),
         (

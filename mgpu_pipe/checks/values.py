@@ -14,10 +14,19 @@ from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.checks.start import base_run_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.data_sources import file_sources, find_source, samples_of
-from mgpu_pipe.config.eval_tasks import ranked
+from mgpu_pipe.config.eval_tasks import EvalConfig, ranked
 from mgpu_pipe.config.group_keys import SchedulerConfig
 from mgpu_pipe.config.hub import hub_name
-from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    LaunchConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RunConfig,
+    RunOptions,
+    TrainerConfig,
+)
 from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.config.synonyms import VALUES
@@ -34,9 +43,11 @@ def value_errors(config: RunConfig) -> list[BadInputError]:
     return [
         *empty_texts(config),
         *range_errors(config),
-        *_name_errors(config),
-        *slot_errors(config),
-        *_path_errors(config),
+        *_name_errors(config.data, config.objective, config.launch),
+        *_metric_errors(config.checkpoint, config.objective, config.eval),
+        *_run_errors(config.run),
+        *slot_errors(config.optimizer, config.objective, config.logger, config.callbacks),
+        *_path_errors(config.model, config.data, config.checkpoint),
         *_model_choice(config.model),
         *_attention_errors(config.model),
         *_missing_paths(config.data),
@@ -56,21 +67,14 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
         *device_errors(config, joined, elsewhere),
         *_length_errors(config.trainer),
         *_schedule_errors(config.scheduler, config.trainer),
-        *_held_out_errors(config),
+        *_held_out_errors(config.data, config.trainer, config.checkpoint),
         *_sample_errors(config.objective, config.trainer),
         *config.objective.run_errors(config),
         *base_run_errors(config),
-        *early_stopping_errors(config),
+        *early_stopping_errors(config.trainer, config.callbacks),
         *_start_errors(config.checkpoint),
         *_profile_errors(config.trainer),
     ]
-
-
-def _get(config: RunConfig, key: str) -> object:
-    value: object = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 def empty_texts(config: RunConfig) -> list[ConfigError]:
@@ -97,31 +101,34 @@ def _empty_text_fix(key: str) -> str:
     return "give a folder, or leave it out" if key in ("run.root", "run.dir") else "give a value, or leave it out"
 
 
-def _name_errors(config: RunConfig) -> list[ConfigError]:
-    """Errors of unknown names of data sources, objectives, launchers and metrics, and of run names and tags."""
-    errors = []
-    names = ((DATA, config.data.source), (OBJECTIVE, config.objective.name), (LAUNCH, config.launch.type))
-    for section, value in names:
+def _name_errors(data: DataConfig, objective: ObjectiveConfig, launch: LaunchConfig) -> Iterator[ConfigError]:
+    """Errors of unknown names of data sources, objectives and launchers."""
+    for section, value in ((DATA, data.source), (OBJECTIVE, objective.name), (LAUNCH, launch.type)):
         if value not in section.built_in and value not in (others := plugins.registered(section.code)):
             fix = f"{choose_from(value, [*section.built_in, *others])}; or install the package that brings it"
-            errors.append(ConfigError(section.chooser, value, fix))
-    metric = config.checkpoint.best_metric
-    measured = ranked(config.objective, config.eval)
+            yield ConfigError(section.chooser, value, fix)
+
+
+def _metric_errors(
+    checkpoint: CheckpointConfig, objective: ObjectiveConfig, evaluation: EvalConfig
+) -> Iterator[ConfigError]:
+    metric, measured = checkpoint.best_metric, ranked(objective, evaluation)
     if metric not in measured:
-        errors.append(ConfigError("checkpoint.best_metric", metric, choose_from(metric, measured), "no such metric"))
-    name = config.run.name
-    if name in (".", "..") or "/" in name or name != name.strip():
-        errors.append(ConfigError("run.name", f'"{name}"', "use a plain name: it becomes a folder"))
-    for tag in config.run.tags:
+        yield ConfigError("checkpoint.best_metric", metric, choose_from(metric, measured), "no such metric")
+
+
+def _run_errors(run: RunOptions) -> Iterator[ConfigError]:
+    """Errors of a run's name and tags."""
+    if run.name in (".", "..") or "/" in run.name or run.name != run.name.strip():
+        yield ConfigError("run.name", f'"{run.name}"', "use a plain name: it becomes a folder")
+    for tag in run.tags:
         if tag and re.fullmatch(TAG, tag) is None:
-            errors.append(ConfigError("run.tags", f'"{tag}"', "use words of letters, digits and .:+-, at most 32 long"))
-    return errors
+            yield ConfigError("run.tags", f'"{tag}"', "use words of letters, digits and .:+-, at most 32 long")
 
 
-def _path_errors(config: RunConfig) -> list[ConfigError]:
+def _path_errors(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> list[ConfigError]:
     errors = []
-    for key in ("model.path", "checkpoint.init_from"):
-        value = _get(config, key)
+    for key, value in (("model.path", model.path), ("checkpoint.init_from", checkpoint.init_from)):
         if key == "model.path" and isinstance(value, str) and hub_name(value):
             continue  # the look-up of its commit has checked it
         if isinstance(value, str) and not exists(expand_home(value)):
@@ -132,11 +139,11 @@ def _path_errors(config: RunConfig) -> list[ConfigError]:
         elif isinstance(value, str) and _is_foreign(expand_home(value)):
             fix = f"make a folder of it by mgpu-pipe import --from {value} --out <folder> model=..."
             errors.append(ConfigError(key, value, fix, "is another program's checkpoint"))
-    tokenizer = config.data.tokenizer
+    tokenizer = data.tokenizer
     if tokenizer != "auto" and not hub_name(tokenizer) and not exists(expand_home(tokenizer)):
         fix = "give a tokenizer folder, a tokenizer.json or a name on the Hub (<org>/<name>), or auto"
         errors.append(ConfigError("data.tokenizer", tokenizer, fix, "no such file or folder"))
-    resume = config.checkpoint.resume
+    resume = checkpoint.resume
     if resume not in ("none", "auto") and not exists(expand_home(resume)):
         meant = VALUES["checkpoint.resume"].get(resume.lower())
         fix = choose_from(resume, ["none", "auto"]) + ", or give a run or step folder"
@@ -216,12 +223,10 @@ def _balance_errors(data: DataConfig) -> list[ConfigError]:
 
 
 def _start_errors(checkpoint: CheckpointConfig) -> list[ConfigError]:
-    start = checkpoint
-    if start.init_from is None or start.resume in ("none", "auto"):
+    if checkpoint.init_from is None or checkpoint.resume in ("none", "auto"):
         return []
-    fix = "leave one of them out"
-    reason = f"checkpoint.resume={start.resume} brings its weights"
-    return [ConfigError("checkpoint.init_from", start.init_from, fix, reason)]
+    reason = f"checkpoint.resume={checkpoint.resume} brings its weights"
+    return [ConfigError("checkpoint.init_from", checkpoint.init_from, "leave one of them out", reason)]
 
 
 def _sample_errors(objective: ObjectiveConfig, trainer: TrainerConfig) -> list[ConfigError]:
@@ -232,16 +237,16 @@ def _sample_errors(objective: ObjectiveConfig, trainer: TrainerConfig) -> list[C
     return [ConfigError("trainer.sample_every_n_steps", every, fix, "the objective has no prompt to continue")]
 
 
-def _held_out_errors(config: RunConfig) -> list[ConfigError]:
-    data, errors = config.data, []
+def _held_out_errors(data: DataConfig, trainer: TrainerConfig, checkpoint: CheckpointConfig) -> list[ConfigError]:
+    errors = list[ConfigError]()
     held_out = data.validation_fraction > 0 or bool(data.validation_paths)
-    if config.trainer.val_every_n_steps is not None and not held_out:
+    if trainer.val_every_n_steps is not None and not held_out:
         fix, reason = "hold something out (data.validation_fraction), or use null", "no data is held out"
-        errors.append(ConfigError("trainer.val_every_n_steps", config.trainer.val_every_n_steps, fix, reason))
-    if config.checkpoint.keep_best and not held_out and config.checkpoint.best_metric.startswith("val/"):
+        errors.append(ConfigError("trainer.val_every_n_steps", trainer.val_every_n_steps, fix, reason))
+    if checkpoint.keep_best and not held_out and checkpoint.best_metric.startswith("val/"):
         fix = "hold something out (data.validation_fraction), or use 0"
-        reason = f"checkpoint.best_metric={config.checkpoint.best_metric} is never measured"
-        errors.append(ConfigError("checkpoint.keep_best", config.checkpoint.keep_best, fix, reason))
+        reason = f"checkpoint.best_metric={checkpoint.best_metric} is never measured"
+        errors.append(ConfigError("checkpoint.keep_best", checkpoint.keep_best, fix, reason))
     return errors
 
 

@@ -30,7 +30,8 @@ LORA = ("peft=lora", "data=synthetic")
 
 
 def lines(*overrides: str) -> list[str]:
-    return [str(error) for error in name_errors(compose(overrides)[0])]
+    config, _ = compose(overrides)
+    return [str(error) for error in name_errors(config.model, config.optimizer, config.peft)]
 
 
 @pytest.mark.slow
@@ -43,7 +44,7 @@ def test_no_name_of_a_model_is_refused(name: str) -> None:
     config.model.freeze += [f"*{name[3:-3]}*" for name in config.model.freeze]
     config.peft.targets = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     config.peft.targets += [name.rpartition(".")[2] for name in config.peft.targets]
-    assert name_errors(config) == []
+    assert name_errors(config.model, config.optimizer, config.peft) == []
 
 
 @pytest.mark.parametrize(

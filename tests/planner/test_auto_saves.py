@@ -81,11 +81,14 @@ def test_what_cannot_be_planned_is_refused_in_one_line(words: list[str], message
 def test_a_job_is_not_planned_for_the_processors_of_the_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mgpu_pipe.config.resolve.usable_gpus", lambda: 0)
     monkeypatch.setattr("mgpu_pipe.checks.run_hardware.gpu_name", lambda: None)
-    words = ["trainer.accelerator=auto", "trainer.devices=2", "plan.hardware=[]"]
-    assert hardware_here(compose(words)[0]) == "cpu"
-    assert hardware_here(compose([*words, "launch=slurm", "trainer.accelerator=cpu"])[0]) == "cpu"
+
+    def hardware(*words: str) -> str:
+        config, _ = compose(["trainer.accelerator=auto", "trainer.devices=2", "plan.hardware=[]", *words])
+        return hardware_here(config.trainer, config.launch)
+
+    assert (hardware(), hardware("launch=slurm", "trainer.accelerator=cpu")) == ("cpu", "cpu")
     with pytest.raises(ConfigError, match=r"^plan.hardware=\[\]: the kind of GPU is not known; name it: "):
-        hardware_here(compose([*words, "launch=slurm"])[0])
+        hardware("launch=slurm")
 
 
 @pytest.mark.slow

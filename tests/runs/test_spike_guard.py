@@ -61,7 +61,7 @@ def test_a_guard_that_cannot_be_is_refused(override: str, told: str) -> None:
 def test_updates_that_are_on_a_disk_are_not_skipped() -> None:
     disk = ["strategy=zero3_nvme", "strategy.offload_path=/disk", "trainer.devices=2"]
     config = compose(["optimizer.spike_guard.factor=3", *disk])[0]
-    (error,) = optimizer_errors(config, ParallelDims(dp_shard=2))
+    (error,) = optimizer_errors(config.optimizer, config.strategy, config.trainer, ParallelDims(dp_shard=2))
     assert "optimizer.spike_guard.action=skip: strategy.offload=nvme" in str(error)
     config.optimizer.spike_guard.action = "stop"
-    assert not optimizer_errors(config, ParallelDims(dp_shard=2))
+    assert not optimizer_errors(config.optimizer, config.strategy, config.trainer, ParallelDims(dp_shard=2))

@@ -97,5 +97,6 @@ def test_a_decay_that_cannot_be_is_refused(override: str, told: str) -> None:
 
 def test_weights_that_are_on_a_disk_have_no_average() -> None:
     words = ["optimizer.ema.decay=0.9", "strategy=zero3_nvme", "strategy.offload_path=/disk", "trainer.devices=2"]
-    (error,) = optimizer_errors(compose(words)[0], ParallelDims(dp_shard=2))
+    config, _ = compose(words)
+    (error,) = optimizer_errors(config.optimizer, config.strategy, config.trainer, ParallelDims(dp_shard=2))
     assert "optimizer.ema.decay=0.9: strategy.offload=nvme has a weight in memory" in str(error)

@@ -112,7 +112,7 @@ def _measure_held_out(run: LoadedRun, config: RunConfig) -> HeldOutFigures:
 
     data = at_commits(RunConfig(data=config.data)).data
     config = config if data == config.data else replace(config, data=data)
-    errors = sample_errors(config)
+    errors = sample_errors(config.data, config.objective)
     if errors:
         raise errors[0]
     prepared = _prepared(run, config)
