@@ -20,7 +20,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 from mgpu_pipe.models.field_sizes import largest_width, usable_positions
 from mgpu_pipe.models.fields import CAUSAL, ModelClassError, check_model_config, resolved_fields
 from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
-from mgpu_pipe.objectives.text_embedding_keys import VectorConfig
+from mgpu_pipe.objectives.vector_keys import VectorConfig
 from mgpu_pipe.system.local_files import exists, expand_home, is_file, is_folder
 from mgpu_pipe.topology import ParallelDims
 

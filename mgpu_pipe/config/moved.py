@@ -18,6 +18,7 @@ NEW_CLASSES = {old: new for new, old in OLD_CLASSES.items()}
 MODULES = {
     "mgpu_pipe.config.strategy": "mgpu_pipe.config.group_keys",
     "mgpu_pipe.data.batch_spec": "mgpu_pipe.data.step_batch",
+    "mgpu_pipe.objectives.text_config": "mgpu_pipe.objectives.text_keys",
     "mgpu_pipe.strategies": "mgpu_pipe.training",
     "mgpu_pipe.strategies.base": "mgpu_pipe.training.strategy",
     "mgpu_pipe.strategies.deepspeed": "mgpu_pipe.training.deepspeed.deepspeed_strategy",

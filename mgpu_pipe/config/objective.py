@@ -1,6 +1,6 @@
 """Description of an objective for code without torch: its keys, its metrics and the kind of model that it trains.
 
-Each objective has a module ``<name>_keys`` with a :data:`DESCRIPTION`, which imports no torch. An installed package
+The files ``*_keys`` of :mod:`mgpu_pipe.objectives`, which import no torch, have them. An installed package
 registers its description in the entry point group ``mgpu_pipe.objective_keys`` under its objective's name; without
 one, it has the keys and metrics of causal language modelling.
 """
@@ -134,8 +134,8 @@ def description(name: str) -> Description:
             fix = f"register a {Description.__module__}.Description in {group}"
             raise ConfigError("objective.name", name, fix, f"what is registered there is a {type(loaded).__name__}")
         return loaded
-    built_in = name if name in plugins.OBJECTIVES else DEFAULT
-    result: Description = import_module(f"mgpu_pipe.objectives.{built_in}_keys").DESCRIPTION
+    file, _, constant = plugins.OBJECTIVE_FILES.get(name, plugins.OBJECTIVE_FILES[DEFAULT])[0].partition(".")
+    result: Description = getattr(import_module(f"mgpu_pipe.objectives.{file}"), constant)
     return result
 
 

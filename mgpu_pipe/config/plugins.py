@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.moved import accept_old_modules
@@ -24,9 +24,10 @@ STRATEGY_KEYS_GROUP = "mgpu_pipe.strategy_keys"
 LAUNCH_GROUP = "mgpu_pipe.launchers"
 LAUNCH_KEYS_GROUP = "mgpu_pipe.launch_keys"
 
-_KEYS_FILES = (Path(__file__).parents[1] / "objectives").glob("*_keys.py")
-OBJECTIVES = tuple(sorted(path.stem.removesuffix("_keys") for path in _KEYS_FILES if path.stem.isidentifier()))
-"""Names of this project's objectives: each has ``objectives/<name>.py`` and, without torch, ``<name>_keys.py``."""
+OBJECTIVE_FILES: Mapping[str, tuple[str, str]] = import_module("mgpu_pipe.objectives").FILES
+"""Description and class of this project's objectives by name, each as file and attribute."""
+OBJECTIVES = tuple(sorted(OBJECTIVE_FILES))
+"""Names of this project's objectives."""
 ENGINES = ("mesh", "deepspeed")
 LAUNCHERS = ("local", "slurm", "torchrun")
 MAX_MESSAGE = 300

@@ -22,8 +22,7 @@ from mgpu_pipe.data.audio.transcript_tokens import Words
 from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
-from mgpu_pipe.objectives.speech_seq2seq_keys import SpeechSeq2SeqConfig
-from mgpu_pipe.objectives.transcripts import jiwer
+from mgpu_pipe.objectives.speech_keys import SpeechSeq2SeqConfig, jiwer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ from mgpu_pipe.data.text.conversations import SEEN
 from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.objectives.build_pictures import build_picture_inputs
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 
 if TYPE_CHECKING:
     from PIL.Image import Image

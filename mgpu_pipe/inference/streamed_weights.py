@@ -13,7 +13,7 @@ from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.models.speech import spectrogram_shape
-from mgpu_pipe.objectives.build_pictures import build_picture_inputs
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

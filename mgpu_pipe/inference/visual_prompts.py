@@ -20,8 +20,7 @@ from mgpu_pipe.data.images.videos import ONE, ClipFacts, choose_frames, frames_o
 from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualInput
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.objectives.build_pictures import build_picture_inputs
-from mgpu_pipe.objectives.patch_pictures import PatchPictures
+from mgpu_pipe.objectives.patch_pictures import PatchPictures, build_picture_inputs
 from mgpu_pipe.objectives.picture_inputs import NativeSizePictures, Picture, PictureInputs
 from mgpu_pipe.system.local_files import expand_home, is_file, is_folder
 

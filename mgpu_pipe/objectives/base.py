@@ -18,11 +18,11 @@ from mgpu_pipe.data.samples import Prepared, SampleSet
 from mgpu_pipe.data.step_batch import BatchSpec, StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.kernels.packed_attention import document_starts
-from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION
 from mgpu_pipe.objectives.packed_text import STARTS, forward_kwargs, packed_text, random_packed_text, wants_starts
 from mgpu_pipe.objectives.protocols import FeatureGatherer
 from mgpu_pipe.objectives.sample_group import Batch as Batch
 from mgpu_pipe.objectives.sample_group import SampleGroup
+from mgpu_pipe.objectives.text_keys import CAUSAL_LM
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Objective(pl.LightningModule, ABC):
         description: the torch-free description: keys, metrics, families, refused axes.
     """
 
-    description: ClassVar[Description] = DESCRIPTION
+    description: ClassVar[Description] = CAUSAL_LM
     num_sums: ClassVar[int] = 1
     """Length of :meth:`evaluation_sums`."""
 

@@ -13,10 +13,10 @@ from typing_extensions import Self
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, StepBatch
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
-from mgpu_pipe.objectives.causal_lm_keys import CausalLMConfig
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.losses.router_balance import RouterLoss
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
+from mgpu_pipe.objectives.text_keys import CausalLMConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -122,6 +122,3 @@ def balance_losses(routed: Sequence[torch.Tensor], labels: torch.Tensor, top_k: 
                 chosen = F.one_hot(probabilities.topk(top_k).indices, experts).sum(1).float()
                 total = total + experts * (chosen.mean(0) * probabilities.mean(0)).sum() / len(routed)
     return total
-
-
-OBJECTIVE = CausalLMObjective

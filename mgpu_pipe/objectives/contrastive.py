@@ -15,13 +15,12 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
-from mgpu_pipe.objectives.class_sums import ClassSums
-from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION, DIRECTIONS, RANKS, ContrastiveConfig
+from mgpu_pipe.objectives.class_sums import ClassPrompts, ClassSums, class_vectors
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
-from mgpu_pipe.objectives.losses.softmax_pairing import softmax_pairing
+from mgpu_pipe.objectives.losses.vectors import softmax_pairing
+from mgpu_pipe.objectives.picture_keys import CONTRASTIVE, DIRECTIONS, RANKS, ContrastiveConfig
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures, caches_features
-from mgpu_pipe.objectives.zero_shot import ClassPrompts, class_vectors
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         cache_features: ``data.cache_features``.
     """
 
-    description = DESCRIPTION
+    description = CONTRASTIVE
     num_sums = 3 + len(DIRECTIONS) * len(RANKS)
 
     def __init__(
@@ -315,6 +314,3 @@ def _sigmoid_strangers(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     losses = F.softplus(logits).sum(1)
     logits.sigmoid_()
     return losses
-
-
-OBJECTIVE = ContrastiveObjective

@@ -16,9 +16,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
-from mgpu_pipe.objectives.ctc_keys import DESCRIPTION
-from mgpu_pipe.objectives.transcripts import count_errors, transcribe
-from mgpu_pipe.objectives.wave_inputs import VERIFY_MAX_FRAMES, WaveInputs, hide_spans
+from mgpu_pipe.objectives.sound_inputs import VERIFY_MAX_FRAMES, WaveInputs, hide_spans
+from mgpu_pipe.objectives.speech_keys import CTC, count_errors, transcribe
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 class CTCObjective(Objective):
     """Negative log-likelihood of transcripts under a Hugging Face model ``...ForCTC``, a mean over characters."""
 
-    description = DESCRIPTION
+    description = CTC
     num_sums = 5
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
@@ -118,6 +117,3 @@ class CTCObjective(Objective):
             counts = (torch.tensor(len(shares)), torch.tensor(len(labels)))
             losses.append(F.ctc_loss(shares, labels, *counts, blank=self._blank, reduction="sum"))
         return Reference(torch.stack(losses).sum())
-
-
-OBJECTIVE = CTCObjective

@@ -37,7 +37,7 @@ from mgpu_pipe.models.weights.pretrained import restore_buffers
 from mgpu_pipe.models.weights.slices import FolderWeights
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.causal_lm import CausalLMObjective
-from mgpu_pipe.objectives.distill_keys import DESCRIPTION, DRAWN, KEY, DistillConfig, is_run
+from mgpu_pipe.objectives.distill_keys import DISTILL, DRAWN, KEY, DistillConfig, is_run
 from mgpu_pipe.objectives.losses.divergence import Teaching, linear_distillation, token_divergences
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import forward_kwargs
@@ -120,7 +120,7 @@ class Teacher:
             fill = partial(_draw, seed=config.seed + 1)
         elif is_file(source / "config.json"):
             folder = ModelConfig(path=str(source), attn_implementation=config.model.attn_implementation)
-            model = build_meta(folder, DESCRIPTION.model_class)
+            model = build_meta(folder, DISTILL.model_class)
             fill = FolderWeights(folder)
         else:
             model, fill = _model_of_run(source, config)
@@ -199,7 +199,7 @@ def _model_of_run(step: Path, config: RunConfig) -> tuple[PreTrainedModel, Fill]
         raise ConfigError(KEY, step, fix, "the run trained adapters")
     recorded = recorded_model(reader.state.get("model_config"), step)
     recorded = replace(recorded, attn_implementation=config.model.attn_implementation)
-    model = build_meta(recorded, DESCRIPTION.model_class)
+    model = build_meta(recorded, DISTILL.model_class)
     reader.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
 
     def fill(model: PreTrainedModel, device: torch.device) -> None:
@@ -217,7 +217,7 @@ class DistillObjective(Objective):
         keys: ``objective.*``.
     """
 
-    description = DESCRIPTION
+    description = DISTILL
     num_sums = 3
     sampling_batch = CausalLMObjective.sampling_batch
     row_losses = CausalLMObjective.row_losses
@@ -307,6 +307,3 @@ class _Divergences(torch.autograd.Function):
 
 def _kl(target: torch.Tensor, approximation: torch.Tensor) -> torch.Tensor:
     return (target * (target.log() - approximation.log())).sum()
-
-
-OBJECTIVE = DistillObjective

@@ -17,9 +17,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import CheckpointError, ConfigError, ModelFolderError
 from mgpu_pipe.models.weights.folder import read_config_json
-from mgpu_pipe.objectives.causal_lm_keys import DESCRIPTION as CAUSAL
-from mgpu_pipe.objectives.causal_lm_keys import LOSS, perplexity
-from mgpu_pipe.objectives.text_config import SampledTextConfig
+from mgpu_pipe.objectives.text_keys import CAUSAL_LM as CAUSAL
+from mgpu_pipe.objectives.text_keys import LOSS, SampledTextConfig, perplexity
 from mgpu_pipe.system.local_files import expand_home, is_file, is_folder
 
 DRAWN = "drawn"
@@ -101,7 +100,7 @@ def _fields(teacher: str) -> Mapping[str, Any]:
     return recorded if isinstance(recorded, Mapping) else {}
 
 
-def measured(sums: Sequence[float]) -> dict[str, float]:
+def measure_distill(sums: Sequence[float]) -> dict[str, float]:
     """Metrics from the sums of losses, cross-entropies, divergences, and the number of tokens.
 
     The labels' loss is what a run without a teacher measures.
@@ -109,10 +108,10 @@ def measured(sums: Sequence[float]) -> dict[str, float]:
     return {**perplexity([sums[1], sums[-1]]), "val/divergence": sums[2] / sums[-1]}
 
 
-DESCRIPTION = Description(
+DISTILL = Description(
     name="distill",
     keys=DistillConfig,
     metrics=(LOSS, CAUSAL.headline, Metric("val/divergence", "held-out divergence", "nats a token")),
-    measured=measured,
+    measured=measure_distill,
     refused_axes=("cp",),
 )

@@ -15,11 +15,10 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.adapters.lora import without_adapters
-from mgpu_pipe.objectives.answers import NOTHING, plain_answer
+from mgpu_pipe.objectives.answers import NOTHING, ReferencedAnswers, plain_answer
 from mgpu_pipe.objectives.base import Batch, Forward, Reference
-from mgpu_pipe.objectives.dpo_keys import DESCRIPTION, DPOConfig
+from mgpu_pipe.objectives.preference_keys import DPO, DPOConfig
 from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, PairObjective, documents_of_pairs, random_answers
-from mgpu_pipe.objectives.reference_answers import ReferencedAnswers
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 class DPOObjective(ReferencedAnswers, PairObjective):
     """Preference of chosen over rejected answers under a Hugging Face causal language model."""
 
-    description = DESCRIPTION
+    description = DPO
     keys: DPOConfig
     number = "pair"
     num_sums = 8
@@ -125,6 +124,3 @@ def preference_losses(
     if keys.label_smoothing:
         losses = losses - F.logsigmoid(-keys.beta * margin) * keys.label_smoothing
     return losses, rewards
-
-
-OBJECTIVE = DPOObjective

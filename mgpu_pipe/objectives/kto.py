@@ -17,11 +17,10 @@ import torch
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field, StepBatch
 from mgpu_pipe.data.text.unpaired_tensors import UNRELATED
 from mgpu_pipe.models.adapters.lora import without_adapters
-from mgpu_pipe.objectives.answers import NOTHING, plain_answer
+from mgpu_pipe.objectives.answers import NOTHING, ReferencedAnswers, plain_answer
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, StepStrategy
-from mgpu_pipe.objectives.kto_keys import DESCRIPTION, KTOConfig
 from mgpu_pipe.objectives.packed_text import STARTS, packed_text
-from mgpu_pipe.objectives.reference_answers import ReferencedAnswers
+from mgpu_pipe.objectives.preference_keys import KTO, KTOConfig
 from mgpu_pipe.parallel.context.attention import DOCUMENTS
 from mgpu_pipe.parallel.random_streams import step_seed
 
@@ -35,7 +34,7 @@ OWN_ANSWER, UNRELATED_ANSWER = 0, 1
 class KTOObjective(ReferencedAnswers):
     """Losses of desirable and undesirable answers under a Hugging Face causal language model, a mean over answers."""
 
-    description = DESCRIPTION
+    description = KTO
     keys: KTOConfig
     number = "sample"
     num_sums = 6
@@ -211,6 +210,3 @@ def _random_rows(generator: torch.Generator, ids: torch.Tensor) -> Batch:
         positions[row] = torch.arange(seq_len)
         positions[row, length:] -= length
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
-
-
-OBJECTIVE = KTOObjective

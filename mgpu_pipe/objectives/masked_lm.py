@@ -28,8 +28,8 @@ from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.kernels.packed_attention import takes_document_starts
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
-from mgpu_pipe.objectives.masked_lm_keys import DESCRIPTION, MaskedLMConfig
 from mgpu_pipe.objectives.packed_text import block_diagonal_mask, is_first_document, random_packed_text, starts_of
+from mgpu_pipe.objectives.text_keys import MASKED_LM, MaskedLMConfig
 from mgpu_pipe.parallel.random_streams import step_seed
 from mgpu_pipe.system.compat.transformers_private import attention_of
 
@@ -107,7 +107,7 @@ class MaskedLMObjective(Objective):
         keys: ``objective.*``.
     """
 
-    description = DESCRIPTION
+    description = MASKED_LM
     num_sums = 2
 
     def __init__(
@@ -187,6 +187,3 @@ class MaskedLMObjective(Objective):
                     logits = forward(**inputs).logits[0].float()
                     losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="sum"))
         return Reference(torch.stack(losses).sum())
-
-
-OBJECTIVE = MaskedLMObjective

@@ -11,8 +11,19 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
+from mgpu_pipe.architectures.pictures import READ_PICTURES_WHOLE, READ_QUESTIONS_WHOLE, SEE_PARTS, SEE_POOLED, SEE_ROWS
 from mgpu_pipe.data.step_batch import Field
-from mgpu_pipe.objectives.picture_inputs import MOST_PLACES, Batch, Picture, PictureInputs
+from mgpu_pipe.objectives.picture_inputs import (
+    MOST_PLACES,
+    Batch,
+    FixedSizePictures,
+    NativeSizePictures,
+    Picture,
+    PictureInputs,
+    PrefixPictures,
+    TiledPictures,
+    WholePictures,
+)
 
 
 class PatchPictures(PictureInputs):
@@ -148,3 +159,21 @@ class PooledPictures(PatchPictures):
             for values, padding in ((list(pictures), 0.0), (positions, -1.0))
         )
         return dict(zip(("pixel_values", "image_position_ids"), padded, strict=True))
+
+
+_KINDS: dict[str, type[PictureInputs]] = {
+    **dict.fromkeys(SEE_PARTS, TiledPictures),
+    **dict.fromkeys(READ_QUESTIONS_WHOLE, PrefixPictures),
+    **dict.fromkeys(READ_PICTURES_WHOLE, WholePictures),
+    **dict.fromkeys(SEE_ROWS, RowPictures),
+    **dict.fromkeys(SEE_POOLED, PooledPictures),
+}
+
+
+def build_picture_inputs(config: Any, packed: bool = False) -> PictureInputs:
+    """The picture inputs of the model with ``config``, with conversation positions if rows are packed."""
+    if hasattr(config.vision_config, "spatial_merge_size"):
+        return NativeSizePictures(config, packed)
+    kind: Any = _KINDS.get(config.model_type, FixedSizePictures)
+    inputs: PictureInputs = kind(config, packed)
+    return inputs

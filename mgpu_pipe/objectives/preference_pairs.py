@@ -10,14 +10,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
-from mgpu_pipe.objectives.answers import NOTHING, AnswerObjective
-from mgpu_pipe.objectives.base import Batch
+from mgpu_pipe.objectives.answers import NOTHING, AnswerObjective, plain_answer
+from mgpu_pipe.objectives.base import Batch, Forward, Reference
 from mgpu_pipe.objectives.packed_text import packed_text
+from mgpu_pipe.objectives.preference_keys import CPO, ORPO, SIMPO, CPOConfig, ORPOConfig, SimPOConfig
 from mgpu_pipe.parallel.random_streams import step_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 CHOSEN, REJECTED = 0, 1
 """Columns of tensors with a value per answer."""
@@ -115,3 +122,73 @@ def documents_of_pairs(batch: Batch) -> Iterator[tuple[int, list[slice]]]:
         if int(batch["pair"][row]) != NOTHING:
             first, second = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()[:2]
             yield row, [slice(first, second), slice(second, second + int(batch["rejected"][row].sum()))]
+
+
+class CPOObjective(ReferenceFreePairs):
+    """Preference by whole answers' log-probabilities, and cross-entropy of chosen answers, under a Hugging Face causal
+    language model."""
+
+    description = CPO
+    keys: CPOConfig
+
+    def pair_values(self, means: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rewards = self.keys.beta * means * tokens
+        margins, smoothing = rewards[:, CHOSEN] - rewards[:, REJECTED], self.keys.label_smoothing
+        losses = -F.logsigmoid(margins) * (1 - smoothing) - F.logsigmoid(-margins) * smoothing
+        return losses - self.keys.chosen_weight * means[:, CHOSEN], margins
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One answer at a time."""
+        losses, smoothing = [], self.keys.label_smoothing
+        for row, documents in documents_of_pairs(batch):
+            (chosen, tokens), (rejected, _) = (plain_answer(forward, batch, row, document) for document in documents)
+            wins = torch.sigmoid(self.keys.beta * (chosen.double() - rejected.double()))
+            preference = -(1 - smoothing) * wins.log() - smoothing * (1 - wins).log()
+            losses.append(preference - self.keys.chosen_weight * chosen.double() / tokens)
+        return Reference(torch.stack(losses).sum())
+
+
+LEAST = 1e-12
+"""Least distance of a mean log-probability from 0, where the odds are infinite."""
+
+
+class ORPOObjective(ReferenceFreePairs):
+    """Cross-entropy of chosen answers, and the odds ratio of both, under a Hugging Face causal language model."""
+
+    description = ORPO
+    keys: ORPOConfig
+
+    def pair_values(self, means: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_odds = means - torch.log(-torch.expm1(means.clamp_max(-LEAST)))
+        ratio = log_odds[:, CHOSEN] - log_odds[:, REJECTED]
+        return self.keys.odds_weight * -F.logsigmoid(ratio) - means[:, CHOSEN], ratio
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One answer at a time, from the odds of its mean token."""
+        losses = []
+        for row, documents in documents_of_pairs(batch):
+            answers = [plain_answer(forward, batch, row, document) for document in documents]
+            chosen, rejected = ((value.double() / tokens).exp() for value, tokens in answers)
+            odds_ratio = chosen / (1 - chosen) / (rejected / (1 - rejected))
+            losses.append(-chosen.log() - self.keys.odds_weight * (odds_ratio / (1 + odds_ratio)).log())
+        return Reference(torch.stack(losses).sum())
+
+
+class SimPOObjective(ReferenceFreePairs):
+    """Margin of the answers' mean log-probabilities, under a Hugging Face causal language model."""
+
+    description = SIMPO
+    keys: SimPOConfig
+
+    def pair_values(self, means: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rewards = self.keys.beta * (means[:, CHOSEN] - means[:, REJECTED])
+        return -F.logsigmoid(rewards - self.keys.margin), rewards
+
+    def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
+        """One answer at a time."""
+        losses = []
+        for row, documents in documents_of_pairs(batch):
+            answers = [plain_answer(forward, batch, row, document) for document in documents]
+            chosen, rejected = (value.double() / tokens for value, tokens in answers)
+            losses.append((1 + (self.keys.margin - self.keys.beta * (chosen - rejected)).exp()).log())
+        return Reference(torch.stack(losses).sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from mgpu_pipe.config.plugins import OBJECTIVE_GROUP, OBJECTIVES, load
+from mgpu_pipe.config.plugins import OBJECTIVE_FILES, OBJECTIVE_GROUP, load
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.protocols import PROTOCOLS
@@ -18,8 +18,9 @@ def objective_class(name: str) -> type[Objective]:
         ConfigError: no such name, or the registered object is no complete subclass of ``Objective``, or it defines
             only a part of a protocol.
     """
-    if name in OBJECTIVES:
-        built_in: type[Objective] = import_module(f"mgpu_pipe.objectives.{name}").OBJECTIVE
+    if name in OBJECTIVE_FILES:
+        file, _, class_name = OBJECTIVE_FILES[name][1].partition(".")
+        built_in: type[Objective] = getattr(import_module(f"mgpu_pipe.objectives.{file}"), class_name)
         return built_in
     loaded: type[Objective] = load_subclass("objective.name", name, OBJECTIVE_GROUP, Objective)
     for protocol in PROTOCOLS:

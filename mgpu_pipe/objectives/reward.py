@@ -23,8 +23,8 @@ from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.data.text.row_tensors import PreferenceSamples
 from mgpu_pipe.objectives.answers import NOTHING
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.preference_keys import REWARD, RewardConfig
 from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED
-from mgpu_pipe.objectives.reward_keys import DESCRIPTION, RewardConfig
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class RewardObjective(Objective):
         keys: ``objective.*``.
     """
 
-    description = DESCRIPTION
+    description = REWARD
     num_sums = 4
 
     def __init__(
@@ -143,6 +143,3 @@ class RewardObjective(Objective):
                 centered = self._center_weight * (chosen + rejected) ** 2
                 losses.append((1 + (rejected - chosen + margin).exp()).log() + centered)
         return Reference(torch.stack(losses).sum())
-
-
-OBJECTIVE = RewardObjective

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.class_keys import SEQUENCE_CLASSIFICATION
 from mgpu_pipe.objectives.class_sums import ClassSums
-from mgpu_pipe.objectives.sequence_classification_keys import DESCRIPTION
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SHORTEST = 2
 class SequenceClassificationObjective(Objective):
     """Cross-entropy of classes under a Hugging Face model ``...ForSequenceClassification``, a mean over samples."""
 
-    description = DESCRIPTION
+    description = SEQUENCE_CLASSIFICATION
     num_sums = 3
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
@@ -107,6 +107,3 @@ class SequenceClassificationObjective(Objective):
 def token_types(config: Any, token_type_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """``token_type_ids`` as an argument, if the model with this configuration has embeddings of them."""
     return {"token_type_ids": token_type_ids} if getattr(config, "type_vocab_size", 0) > 1 else {}
-
-
-OBJECTIVE = SequenceClassificationObjective

@@ -22,12 +22,12 @@ from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.kernels.packed_attention import takes_document_starts
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
-from mgpu_pipe.objectives.build_pictures import build_picture_inputs
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import starts_of
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from mgpu_pipe.objectives.picture_inputs import Picture
+from mgpu_pipe.objectives.picture_keys import VISION_LANGUAGE, VisionLanguageConfig
 from mgpu_pipe.objectives.tower_features import LlavaFeatures, PictureObjective, caches_features
-from mgpu_pipe.objectives.vision_language_keys import DESCRIPTION, VisionLanguageConfig
 from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class VisionLanguageObjective(PictureObjective):
         packed: whether a row may hold several conversations.
     """
 
-    description = DESCRIPTION
+    description = VISION_LANGUAGE
     num_sums = 3
 
     def __init__(
@@ -203,6 +203,3 @@ class VisionLanguageObjective(PictureObjective):
                 logits = forward(**kind.single_row(ids[:end], pictures, int(valid.min()) + 1)).logits[0].float()
                 losses.append(F.cross_entropy(logits, labels[:end], ignore_index=IGNORE_INDEX, reduction="sum"))
         return Reference(torch.stack(losses).sum())
-
-
-OBJECTIVE = VisionLanguageObjective

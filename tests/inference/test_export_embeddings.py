@@ -17,7 +17,7 @@ from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
 from mgpu_pipe.inference.streamed_weights import compute_logits, probe
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective
-from mgpu_pipe.objectives.text_embedding_keys import Pooling, TextEmbeddingConfig
+from mgpu_pipe.objectives.vector_keys import Pooling, TextEmbeddingConfig
 from tests.support.command import mgpu, run_folder
 from tests.support.embedding_pairs import write_pairs
 

@@ -24,7 +24,7 @@ from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
-from mgpu_pipe.objectives.contrastive_keys import measured
+from mgpu_pipe.objectives.picture_keys import measure_contrastive
 from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.training.strategy import EngineStrategy
 from mgpu_pipe.verify.certificate import Worst, worst_of
@@ -221,7 +221,7 @@ def test_another_caption_of_the_same_picture_is_right() -> None:
     scores = (seen @ texts.T).numpy()
     captions = [min(np.flatnonzero(owner[np.argsort(-row)] == at)) for at, row in enumerate(scores)]
     pictures = [int(np.flatnonzero(np.argsort(-row) == owner[at])[0]) for at, row in enumerate(scores.T)]
-    metrics = measured([0.0, *sums[1:].tolist(), float(len(owner))])
+    metrics = measure_contrastive([0.0, *sums[1:].tolist(), float(len(owner))])
     for rank in (1, 5, 10):
         assert metrics[f"val/image_to_text_recall@{rank}"] == pytest.approx(np.mean(np.array(captions) < rank))
         assert metrics[f"val/text_to_image_recall@{rank}"] == pytest.approx(np.mean(np.array(pictures) < rank))

@@ -23,9 +23,8 @@ from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.ctc import CTCObjective
-from mgpu_pipe.objectives.transcripts import count_errors, transcribe
-from mgpu_pipe.objectives.wave_encoders import FAMILIES
-from mgpu_pipe.objectives.wave_inputs import SpecAugment
+from mgpu_pipe.objectives.sound_inputs import SpecAugment
+from mgpu_pipe.objectives.speech_keys import WAVE_FAMILIES, count_errors, transcribe
 from tests.support import small_runs
 from tests.support.command import mgpu
 from tests.support.needs import need_speech
@@ -51,7 +50,7 @@ def made(family: str, **fields: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("norm", ["group", "layer"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WAVE_FAMILIES)
 def test_loss_and_gradients_are_those_of_recordings_alone(family: str, norm: str) -> None:
     layered = {"feat_extract_norm": norm, "do_stable_layer_norm": norm == "layer"}
     objective, plain = CTCObjective(made(family, **layered), None, lambda step: 1.0), made(family, **layered)

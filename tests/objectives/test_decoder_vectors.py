@@ -16,8 +16,8 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
-from mgpu_pipe.objectives.text_embedding_keys import DECODERS
 from mgpu_pipe.objectives.text_vectors import pool, present_rows
+from mgpu_pipe.objectives.vector_keys import DECODERS
 from tests.models.tiny import tiny_model
 from tests.objectives.test_text_encoders import LENGTHS, texts_of
 from tests.support.command import mgpu, run_folder

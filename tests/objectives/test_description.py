@@ -151,7 +151,7 @@ def test_descriptions_need_no_torch() -> None:
 
 @pytest.mark.slow
 def test_other_rooms_name_no_objective() -> None:
-    """A new objective is its own two files and its option: what others ask, its description answers."""
+    """A new objective stands in its own room and its option alone: what others ask, its description answers."""
     others = [file for file in PACKAGE.rglob("*.py") if file.parent.name not in ("objectives", "losses")]
     names = {*plugins.OBJECTIVES} - {"causal_lm"}
     named = [

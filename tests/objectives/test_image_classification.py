@@ -19,8 +19,8 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
+from mgpu_pipe.objectives.class_keys import IMAGE_FAMILIES
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
-from mgpu_pipe.objectives.image_classification_keys import FAMILIES
 from mgpu_pipe.report.compare_runs import PNG, encoded_of
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink import shrink
@@ -65,7 +65,7 @@ def made(family: str) -> ImageClassificationObjective:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one == "vit" else pytest.mark.exhaustive) for one in FAMILIES]
+    "family", [pytest.param(one, marks=() if one == "vit" else pytest.mark.exhaustive) for one in IMAGE_FAMILIES]
 )
 def test_a_batch_is_its_samples_alone_and_the_metrics_are_counts(family: str) -> None:
     """In every family that the objective lets pass, in training mode."""
@@ -86,7 +86,7 @@ def test_a_batch_is_its_samples_alone_and_the_metrics_are_counts(family: str) ->
     assert right == int((logits.argmax(-1) == batch["labels"][:-1]).sum()) and among == 5  # of three classes
 
 
-@pytest.mark.parametrize("family", one_in(4, FAMILIES))
+@pytest.mark.parametrize("family", one_in(4, IMAGE_FAMILIES))
 def test_verify_makes_a_small_run_of_every_family(family: str) -> None:
     given = ("objective=image_classification", "data=digits", "model=hf", "model.path=null", f"model.type={family}")
     small = shrink(compose([*given, "strategy=fsdp", "trainer.devices=2"])[0], ParallelDims(dp_shard=2))

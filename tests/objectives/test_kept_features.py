@@ -16,8 +16,8 @@ from mgpu_pipe.checks.check_model import check_built
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.contrastive_keys import DESCRIPTION
-from mgpu_pipe.objectives.image_classification_keys import FAMILIES
+from mgpu_pipe.objectives.class_keys import IMAGE_FAMILIES
+from mgpu_pipe.objectives.picture_keys import CONTRASTIVE
 from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, PooledFeatures
 from tests.objectives import test_contrastive, test_image_classification
@@ -95,10 +95,10 @@ def objective_of(kind: str, family: str) -> tuple[PictureObjective, Callable[[An
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        *(pytest.param("vit", one, marks=() if one == "vit" else pytest.mark.exhaustive) for one in FAMILIES),
+        *(pytest.param("vit", one, marks=() if one == "vit" else pytest.mark.exhaustive) for one in IMAGE_FAMILIES),
         *(
             pytest.param("clip", one, marks=() if one == "clip" else pytest.mark.exhaustive)
-            for one in DESCRIPTION.families
+            for one in CONTRASTIVE.families
         ),
     ],
 )

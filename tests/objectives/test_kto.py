@@ -22,7 +22,7 @@ from mgpu_pipe.data.text.unpaired_rows import unpaired_of
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.kto import KTOObjective
-from mgpu_pipe.objectives.kto_keys import KTOConfig
+from mgpu_pipe.objectives.preference_keys import KTOConfig
 from tests.models.tiny import tiny_model
 from tests.support import small_runs
 

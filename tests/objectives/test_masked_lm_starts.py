@@ -11,7 +11,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
-from mgpu_pipe.objectives.masked_lm_keys import MaskedLMConfig
+from mgpu_pipe.objectives.text_keys import MaskedLMConfig
 
 SMALL = {
     "hidden_size": 32,

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.samples import SampleSet, random_of
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
-from mgpu_pipe.objectives.image_classification_keys import ImageClassificationConfig
-from mgpu_pipe.objectives.mixed_pictures import MIX_SEED, MixedSamples, cut_box
+from mgpu_pipe.objectives.class_keys import ImageClassificationConfig
+from mgpu_pipe.objectives.image_classification import MIX_SEED, ImageClassificationObjective, MixedSamples, cut_box
 
 CLASSES, SIDE = 3, 16
 

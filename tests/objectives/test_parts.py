@@ -25,7 +25,7 @@ from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
-from mgpu_pipe.objectives.build_pictures import build_picture_inputs
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from mgpu_pipe.objectives.picture_inputs import NOT_ZERO
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
 from tests.objectives.test_vision_language import CLASS

@@ -23,7 +23,7 @@ from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.objectives.build_pictures import build_picture_inputs
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import SIZES, write_chats

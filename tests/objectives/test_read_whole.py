@@ -19,7 +19,7 @@ from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.build_pictures import build_picture_inputs
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import folder_of_classes, said

@@ -12,12 +12,8 @@ import torch
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.cpo import CPOObjective
-from mgpu_pipe.objectives.cpo_keys import CPOConfig
-from mgpu_pipe.objectives.orpo import ORPOObjective
-from mgpu_pipe.objectives.orpo_keys import ORPOConfig
-from mgpu_pipe.objectives.simpo import SimPOObjective
-from mgpu_pipe.objectives.simpo_keys import SimPOConfig
+from mgpu_pipe.objectives.preference_keys import CPOConfig, ORPOConfig, SimPOConfig
+from mgpu_pipe.objectives.preference_pairs import CPOObjective, ORPOObjective, SimPOObjective
 from tests.models.tiny import tiny_model
 from tests.objectives.test_dpo import PAIRS, file_of
 from tests.support import small_runs

@@ -21,13 +21,13 @@ from mgpu_pipe.data.text.pair_template import adapt_to_pairs
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.objectives.reranker import RerankerObjective, ranking_sums
-from mgpu_pipe.objectives.reranker_keys import Loss, RerankerConfig, measured
+from mgpu_pipe.objectives.vector_keys import RerankerConfig, RerankerLoss, measure_ranking
 from tests.data.text.test_pair_template import configured, rows_of, samples_of
 from tests.support.command import mgpu, run_folder
 from tests.support.pair_tokenizers import write_tokenizer
 
 REASON = "sentence-transformers is the oracle of rerankers: pip install sentence-transformers"
-LOSSES: tuple[Loss, ...] = ("binary", "listwise", "margin")
+LOSSES: tuple[RerankerLoss, ...] = ("binary", "listwise", "margin")
 SIZES: dict[str, Any] = {
     "vocab_size": 44,
     "hidden_size": 16,
@@ -51,7 +51,7 @@ def bert(seed: int = 0, dtype: torch.dtype = torch.float32) -> BertForSequenceCl
     return whole
 
 
-def objective_of(model: Any, loss: Loss) -> RerankerObjective:
+def objective_of(model: Any, loss: RerankerLoss) -> RerankerObjective:
     return RerankerObjective(model, None, lambda _: 1.0, RerankerConfig(loss=loss))
 
 
@@ -68,7 +68,7 @@ def mean_loss(objective: RerankerObjective, batches: list[dict[str, torch.Tensor
     return torch.stack(losses).sum().detach()
 
 
-def published_loss(whole: Any, loss: Loss, rows: list[Any]) -> torch.Tensor:
+def published_loss(whole: Any, loss: RerankerLoss, rows: list[Any]) -> torch.Tensor:
     """Loss of sentence-transformers over ``rows``; in float64 the binary one is torch's, as theirs is in float32."""
     from sentence_transformers.cross_encoder import losses
 
@@ -95,7 +95,9 @@ def published_loss(whole: Any, loss: Loss, rows: list[Any]) -> torch.Tensor:
     ("loss", "dtype"),
     [*((loss, torch.float32) for loss in LOSSES), ("binary", torch.float64), ("listwise", torch.float64)],
 )
-def test_loss_and_gradients_are_those_of_sentence_transformers(tmp_path: Path, loss: Loss, dtype: torch.dtype) -> None:
+def test_loss_and_gradients_are_those_of_sentence_transformers(
+    tmp_path: Path, loss: RerankerLoss, dtype: torch.dtype
+) -> None:
     """RankNetLoss computes in float32 alone. Most rows are longer than the model is to read."""
     library = pytest.importorskip("sentence_transformers", reason=REASON)
     rows, model = rows_of(9), bert(dtype=dtype)
@@ -121,7 +123,7 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(tmp_path: Path, l
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_loss_is_the_plain_formula_however_it_is_cut(loss: Loss) -> None:
+def test_the_loss_is_the_plain_formula_however_it_is_cut(loss: RerankerLoss) -> None:
     """The last sample counts nothing, and a process without data changes nothing."""
     model = bert()
     objective = objective_of(model, loss)
@@ -158,7 +160,7 @@ def test_metrics_are_those_of_sentence_transformers() -> None:
     evaluator.store_metrics_in_model_card_data = lambda *_: None
     expected = evaluator(Known())
     sums = ranking_sums(scores.masked_fill(~there, -torch.inf), there.long())
-    found = measured([0.0, *sums.tolist(), 1])
+    found = measure_ranking([0.0, *sums.tolist(), 1])
     for name in ("mrr@10", "ndcg@10"):
         assert found[f"val/{name}"] == pytest.approx(expected[name], rel=1e-9)
     first = [float(scores[row, 0]) > float(scores[row, 1 : 1 + count].max()) for row, count in enumerate(counts)]
@@ -221,7 +223,7 @@ def metrics_of(out: str) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "kind", "seq_len"), [("binary", "plain", 7), ("listwise", "bert", 8)])
 def test_a_run_ranks_and_its_export_gives_the_same_scores(
-    tmp_path: Path, cache: Path, loss: Loss, kind: str, seq_len: int
+    tmp_path: Path, cache: Path, loss: RerankerLoss, kind: str, seq_len: int
 ) -> None:
     library = pytest.importorskip("sentence_transformers", reason=REASON)
     from sentence_transformers.cross_encoder.evaluation import CrossEncoderRerankingEvaluator
@@ -251,7 +253,7 @@ def test_a_run_ranks_and_its_export_gives_the_same_scores(
     assert found[0]["mrr@10"] == pytest.approx(expected["mrr@10"], abs=1e-6)
 
 
-def check_scores(config: RunConfig, whole: Any, loss: Loss, file: Path) -> None:
+def check_scores(config: RunConfig, whole: Any, loss: RerankerLoss, file: Path) -> None:
     """``whole`` gives the scores of the objective with its weights."""
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     prepared, samples = samples_of(config)

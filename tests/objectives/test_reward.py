@@ -17,8 +17,8 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.objectives.preference_keys import REWARD, RewardConfig
 from mgpu_pipe.objectives.reward import RewardObjective, SeparateConversations
-from mgpu_pipe.objectives.reward_keys import DESCRIPTION, RewardConfig
 from tests.models.tiny import tiny_model
 from tests.objectives.test_dpo import PAIRS, file_of
 from tests.support import small_runs
@@ -40,7 +40,7 @@ run = partial(small_runs.run, small_data)
 def made(**keys: Any) -> RewardObjective:
     tiny = tiny_model("llama")
     shape = ModelConfig(type=tiny.type, config={**tiny.config, "num_labels": 1, "pad_token_id": 0})
-    model = materialise(build_meta(shape, DESCRIPTION.model_class), 2, "cpu")
+    model = materialise(build_meta(shape, REWARD.model_class), 2, "cpu")
     return RewardObjective(model, None, lambda step: 1.0, RewardConfig(**keys))
 
 

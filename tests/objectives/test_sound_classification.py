@@ -21,9 +21,8 @@ from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
-from mgpu_pipe.objectives.sound_classification import SoundClassificationObjective
-from mgpu_pipe.objectives.sound_tagging import SoundTaggingObjective
-from mgpu_pipe.objectives.wave_encoders import FAMILIES
+from mgpu_pipe.objectives.sound_classification import SoundClassificationObjective, SoundTaggingObjective
+from mgpu_pipe.objectives.speech_keys import WAVE_FAMILIES
 from tests.objectives.test_ctc import FIELDS
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
@@ -101,7 +100,7 @@ def check_alone(objective: SoundClassificationObjective, plain: torch.nn.Module)
 
 
 @pytest.mark.parametrize("norm", ["group", "layer"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WAVE_FAMILIES)
 def test_loss_and_gradients_are_those_of_recordings_alone(family: str, norm: str) -> None:
     layered = {"feat_extract_norm": norm, "do_stable_layer_norm": norm == "layer"}
     objective = SoundClassificationObjective(made(family, **layered), None, lambda step: 1.0, 0.1)

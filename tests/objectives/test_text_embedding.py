@@ -10,10 +10,9 @@ import torch
 from transformers import BertConfig, BertModel
 
 from mgpu_pipe.objectives.sample_group import SingleProcess
-from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective
-from mgpu_pipe.objectives.text_embedding_keys import METRICS, TextEmbeddingConfig, measured
-from mgpu_pipe.objectives.text_search import search_sums
+from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective, search_sums
 from mgpu_pipe.objectives.text_vectors import TextVectorObjective
+from mgpu_pipe.objectives.vector_keys import SEARCH_METRICS, TextEmbeddingConfig, measure_search
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -240,7 +239,7 @@ def test_missing_texts_are_not_encoded() -> None:
 def test_metrics_are_those_of_sentence_transformers(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Some queries have two texts to find, some texts are found by two queries; blocks of scores change nothing."""
     evaluation = pytest.importorskip("sentence_transformers.sentence_transformer.evaluation", reason=REASON)
-    monkeypatch.setattr("mgpu_pipe.objectives.text_search.SCORES_AT_ONCE", block)
+    monkeypatch.setattr("mgpu_pipe.objectives.text_embedding.SCORES_AT_ONCE", block)
     generator = torch.Generator().manual_seed(3)
     samples, width = 60, 4
     numbers = torch.stack([torch.arange(samples) % 50 + 1, torch.arange(samples) % 55 + 100, torch.zeros(samples)], 1)
@@ -287,8 +286,8 @@ def test_metrics_are_those_of_sentence_transformers(monkeypatch: pytest.MonkeyPa
         scores["mrr@k"][10],
         scores["ndcg@k"][10],
     )
-    found = measured([0.0, *sums.tolist(), 60])
-    assert [found[f"val/{name}"] for name in METRICS] == pytest.approx(list(expected), abs=1e-9)
+    found = measure_search([0.0, *sums.tolist(), 60])
+    assert [found[f"val/{name}"] for name in SEARCH_METRICS] == pytest.approx(list(expected), abs=1e-9)
 
 
 @pytest.mark.parametrize(

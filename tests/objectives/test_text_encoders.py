@@ -16,9 +16,8 @@ from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
-from mgpu_pipe.objectives.masked_lm_keys import MaskedLMConfig
 from mgpu_pipe.objectives.packed_text import is_first_document
-from mgpu_pipe.objectives.text_embedding_keys import ENCODERS
+from mgpu_pipe.objectives.text_keys import ENCODERS, MaskedLMConfig
 from mgpu_pipe.objectives.text_vectors import pool, present_rows
 from tests.models.tiny import tiny_model
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import BertModel
 
-from mgpu_pipe.objectives.losses.ranked_pairs import cosent, ranks, shares_of_correlation
+from mgpu_pipe.objectives.losses.vectors import cosent, ranks, shares_of_correlation
 from mgpu_pipe.objectives.sample_group import SingleProcess
-from mgpu_pipe.objectives.text_similarity import TextSimilarityObjective
-from mgpu_pipe.objectives.text_similarity_keys import TextSimilarityConfig, measured
+from mgpu_pipe.objectives.text_vectors import TextSimilarityObjective
+from mgpu_pipe.objectives.vector_keys import TextSimilarityConfig, measure_similarity
 from tests.objectives.test_text_embedding import (  # published is a fixture
     REASON,
     SAMPLES,
@@ -151,7 +151,7 @@ def test_correlations_are_those_of_sentence_transformers() -> None:
     encoder: Any = type("Encoder", (), {"similarity_fn_name": "cosine", "model_card_data": None})()
     oracle.store_metrics_in_model_card_data = lambda *_: None
     expected = oracle(encoder)
-    found = measured([0.0, *sums[1:].tolist(), 60])
+    found = measure_similarity([0.0, *sums[1:].tolist(), 60])
     for name in ("spearman", "pearson"):
         assert found[f"val/{name}"] == pytest.approx(expected[f"{name}_cosine"], abs=1e-6)
 

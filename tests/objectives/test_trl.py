@@ -12,11 +12,8 @@ import torch
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.cpo import CPOObjective
-from mgpu_pipe.objectives.cpo_keys import CPOConfig
-from mgpu_pipe.objectives.preference_pairs import documents_of_pairs
-from mgpu_pipe.objectives.simpo import SimPOObjective
-from mgpu_pipe.objectives.simpo_keys import SimPOConfig
+from mgpu_pipe.objectives.preference_keys import CPOConfig, SimPOConfig
+from mgpu_pipe.objectives.preference_pairs import CPOObjective, SimPOObjective, documents_of_pairs
 from tests.models.tiny import tiny_model
 from tests.objectives.test_kto import made, measured
 from tests.objectives.test_reward import made as made_reward

@@ -36,7 +36,7 @@ from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError, printable
 from mgpu_pipe.inference.generation import encode
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.objectives.build_pictures import build_picture_inputs
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder

@@ -14,7 +14,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.inference.open import load_run
-from mgpu_pipe.objectives.zero_shot import class_vectors
+from mgpu_pipe.objectives.class_sums import class_vectors
 from tests.support import small_runs
 from tests.support.pictures import folder_of_classes
 

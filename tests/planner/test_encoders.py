@@ -12,7 +12,7 @@ from mgpu_pipe.architectures.formulas.parameters import count_parameters, layer_
 from mgpu_pipe.models.active_parameters import training_flops_per_token
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.objectives.text_embedding_keys import ENCODERS
+from mgpu_pipe.objectives.text_keys import ENCODERS
 from tests.models.tiny import tiny_model
 from tests.objectives.test_text_encoders import MORE, encoder_config
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.objectives.dpo import DPOObjective
-from mgpu_pipe.objectives.dpo_keys import DPOConfig
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
-from mgpu_pipe.objectives.masked_lm_keys import MaskedLMConfig
+from mgpu_pipe.objectives.preference_keys import DPOConfig
 from mgpu_pipe.objectives.seq2seq import Seq2SeqObjective
 from mgpu_pipe.objectives.sequence_classification import SequenceClassificationObjective
+from mgpu_pipe.objectives.text_keys import MaskedLMConfig
 from tests.support.tiny import SEQ_LEN, VOCABULARY, global_batch
 
 Batch = dict[str, torch.Tensor]

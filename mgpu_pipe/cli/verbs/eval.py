@@ -103,11 +103,11 @@ def _measure_held_out(run: LoadedRun, config: RunConfig) -> HeldOutFigures:
     from mgpu_pipe.data.loader import evaluation_step_batches
     from mgpu_pipe.inference.evaluate import evaluate_step_batches
     from mgpu_pipe.models.rotary import fix_rotary_length
+    from mgpu_pipe.objectives.class_sums import ClassPrompts
     from mgpu_pipe.objectives.contrastive import ContrastiveObjective
     from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
     from mgpu_pipe.objectives.protocols import WeightMeasurer
     from mgpu_pipe.objectives.registry import objective_class
-    from mgpu_pipe.objectives.zero_shot import ClassPrompts
     from mgpu_pipe.topology import BatchPlan
 
     data = at_commits(RunConfig(data=config.data)).data

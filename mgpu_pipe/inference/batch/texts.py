@@ -17,7 +17,7 @@ from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.weights.sentence_modules import SentenceModules, read_sentence_modules
-from mgpu_pipe.objectives.text_embedding_keys import FAMILIES, VectorConfig, vector_width
+from mgpu_pipe.objectives.vector_keys import FAMILIES, VectorConfig, vector_width
 from mgpu_pipe.system.local_files import is_file
 
 LINES = ".txt"

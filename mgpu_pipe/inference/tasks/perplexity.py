@@ -10,7 +10,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.inference.tasks import TaskResult
-from mgpu_pipe.objectives.causal_lm_keys import perplexity
+from mgpu_pipe.objectives.text_keys import perplexity
 
 if TYPE_CHECKING:
     from mgpu_pipe.inference.tasks.judge import Judge

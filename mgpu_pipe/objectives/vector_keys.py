@@ -1,4 +1,4 @@
-"""Keys and metrics of text embeddings."""
+"""Keys and metrics of text embeddings, the similarity of sentences, and rerankers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any, Literal
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.text_keys import ENCODERS, OneOutputConfig
 
 Pooling = Literal["mean", "cls", "last_token"]
-Loss = Literal["in_batch", "margin_mse", "kl"]
-ENCODERS = (
-    *("bert", "camembert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta"),
-)
+EmbeddingLoss = Literal["in_batch", "margin_mse", "kl"]
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 FAMILIES = (*ENCODERS, *DECODERS)
 """Tested families."""
@@ -83,7 +81,7 @@ class VectorConfig(ObjectiveConfig):
 class TextEmbeddingConfig(VectorConfig):
     name: str = "text_embedding"
     """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
-    loss: Loss = "in_batch"
+    loss: EmbeddingLoss = "in_batch"
     """in_batch: each query finds its positive among all texts of the step. margin_mse: the positive's lead over each
     negative becomes the teacher's (mean squared error). kl: the distribution over a query's own documents becomes the
     teacher's (Kullback-Leibler divergence). The teacher's scores are data.scores_column."""
@@ -124,7 +122,7 @@ def vector_width(fields: Mapping[str, Any]) -> int:
     return int(fields.get("hidden_size") or fields["dim"])
 
 
-METRICS = {
+SEARCH_METRICS = {
     "recall@1": "recall@1",
     f"recall@{MOST_RANK}": f"recall@{MOST_RANK}",
     f"mrr@{MOST_RANK}": f"mean reciprocal rank@{MOST_RANK}",
@@ -133,23 +131,23 @@ METRICS = {
 """Titles of the metrics of finding, by name."""
 
 
-def measured(sums: Sequence[float]) -> dict[str, float]:
+def measure_search(sums: Sequence[float]) -> dict[str, float]:
     loss, queries, *totals, samples = sums
-    metrics = {f"val/{name}": value / (queries or 1) for name, value in zip(METRICS, totals, strict=True)}
+    metrics = {f"val/{name}": value / (queries or 1) for name, value in zip(SEARCH_METRICS, totals, strict=True)}
     return {"val/loss": loss / samples, **metrics}
 
 
-DESCRIPTION = Description(
+TEXT_EMBEDDING = Description(
     name="text_embedding",
     keys=TextEmbeddingConfig,
     metrics=(
         Metric("val/loss", "held-out loss", "nats a sample"),
         *(
             Metric(f"val/{name}", title, percent="recall" in name, higher_is_better=True, headline=name == "recall@10")
-            for name, title in METRICS.items()
+            for name, title in SEARCH_METRICS.items()
         ),
     ),
-    measured=measured,
+    measured=measure_search,
     counts="samples",
     model_class="AutoModel",
     attention="own",
@@ -157,4 +155,128 @@ DESCRIPTION = Description(
     families=FAMILIES,
     refused_axes=("pp", "cp", "ep"),
     other_names=("embedding", "sentence_transformer"),
+)
+
+
+@dataclass
+class TextSimilarityConfig(VectorConfig):
+    name: str = "text_similarity"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+    loss: Literal["cosent", "cosine"] = "cosent"
+    """cosent brings the pairs of the step into the order of their scores, of any range; cosine makes each pair's cosine
+    its score, from -1 to 1, by the mean squared error."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        errors = super().model_errors(fields)
+        if self.loss == "cosine" and not self.normalize:
+            errors.append(ConfigError("objective.normalize", False, "use true, or objective.loss=cosent", "no cosines"))
+        return errors
+
+
+def measure_similarity(sums: Sequence[float]) -> dict[str, float]:
+    loss, spearman, pearson, samples = sums
+    return {"val/loss": loss / samples, "val/spearman": spearman, "val/pearson": pearson}
+
+
+TEXT_SIMILARITY = Description(
+    name="text_similarity",
+    keys=TextSimilarityConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss"),
+        Metric("val/spearman", "Spearman correlation", higher_is_better=True, headline=True),
+        Metric("val/pearson", "Pearson correlation", higher_is_better=True),
+    ),
+    measured=measure_similarity,
+    counts="samples",
+    model_class="AutoModel",
+    attention="own",
+    samples="scored_pairs",
+    families=FAMILIES,
+    refused_axes=("pp", "cp", "ep"),
+    other_names=("cosent", "sts"),
+)
+
+
+RerankerLoss = Literal["binary", "listwise", "margin"]
+ACTIVATIONS: Mapping[RerankerLoss, str] = {
+    "binary": "torch.nn.modules.activation.Sigmoid",
+    "listwise": "torch.nn.modules.linear.Identity",
+    "margin": "torch.nn.modules.linear.Identity",
+}
+"""By what sentence-transformers makes a score of the model's output."""
+
+
+@dataclass
+class RerankerConfig(OneOutputConfig):
+    name: str = "reranker"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+    loss: RerankerLoss = "binary"
+    """binary: is each document right or wrong (cross-entropy, a mean over documents)? listwise: which of a query's
+    documents is right (softmax over them, a mean over queries)? margin: is the positive above each negative (logistic
+    loss of the difference, a mean over negatives)?"""
+
+    def untrained(self, sizes: Mapping[str, int]) -> list[str]:
+        """The bias of the one output: it adds the same to all scores, on whose differences alone two losses depend."""
+        return [name for name, size in sizes.items() if name.endswith("bias") and size == 1] * (self.loss != "binary")
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        fix = "write the prompt into the texts, or use objective=text_embedding"
+        reason = "no program that loads the exported folder has a prompt for a side of a pair"
+        prompts = {
+            f"data.{kind}_prompt": getattr(config.data, f"{kind}_prompt", None) for kind in ("query", "document")
+        }
+        errors = [ConfigError(key, prompt, fix, reason) for key, prompt in prompts.items() if prompt]
+        column = getattr(config.data, "scores_column", None)
+        if column is not None:
+            fix = "leave it out, or use objective=text_embedding objective.loss=margin_mse"
+            errors.append(ConfigError("data.scores_column", column, fix, "objective=reranker reads no scores"))
+        return errors
+
+    def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
+        """By which sentence-transformers' ``CrossEncoder`` gives the same scores: activation and longest row."""
+        return {
+            "config.json": {"sentence_transformers": {"activation_fn": ACTIVATIONS[self.loss]}},
+            "tokenizer_config.json": {"model_max_length": config.data.seq_len},
+        }
+
+
+RANKING_METRICS = {
+    "accuracy": "positive ranked first",
+    f"mrr@{MOST_RANK}": f"mean reciprocal rank@{MOST_RANK}",
+    f"ndcg@{MOST_RANK}": f"NDCG@{MOST_RANK}",
+}
+"""Titles of the metrics of a query's ranking, by name."""
+
+
+def measure_ranking(sums: Sequence[float]) -> dict[str, float]:
+    """Metrics from the sums of losses, queries with negatives and :data:`RANKING_METRICS`, and the number of terms."""
+    loss, queries, *totals, terms = sums
+    metrics = {f"val/{name}": value / (queries or 1) for name, value in zip(RANKING_METRICS, totals, strict=True)}
+    return {"val/loss": loss / terms, **metrics}
+
+
+RERANKER = Description(
+    name="reranker",
+    keys=RerankerConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats"),
+        *(
+            Metric(
+                f"val/{name}",
+                title,
+                percent=name == "accuracy",
+                higher_is_better=True,
+                headline=name.startswith("ndcg"),
+            )
+            for name, title in RANKING_METRICS.items()
+        ),
+    ),
+    measured=measure_ranking,
+    counts="terms",
+    model_class="AutoModelForSequenceClassification",
+    attention="own",
+    samples="embedding_pairs",
+    joins_texts=True,
+    refused_axes=("pp", "cp"),
+    other_names=("cross_encoder",),
 )

@@ -1,0 +1,186 @@
+"""Keys and metrics of classes: of pictures, texts and recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from typing_extensions import Self
+
+from mgpu_pipe.config.identity import FREE
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.picture_keys import cached_features_errors
+from mgpu_pipe.objectives.speech_keys import WAVE_FAMILIES, WaveEncoderConfig
+from mgpu_pipe.objectives.text_keys import TextHeadConfig, measure_accuracy
+
+CLASS_METRICS = (
+    Metric("val/loss", "held-out loss", "nats a sample"),
+    Metric("val/accuracy", "held-out accuracy", percent=True, higher_is_better=True, headline=True),
+    Metric("val/top5_accuracy", "held-out top-5 accuracy", percent=True, higher_is_better=True),
+)
+
+
+def measure_classes(sums: Sequence[float]) -> dict[str, float]:
+    """Metrics from the sums of :class:`mgpu_pipe.objectives.class_sums.ClassSums` and the number of samples."""
+    loss, right, top5 = (total / sums[-1] for total in sums[:3])
+    return {"val/loss": loss, "val/accuracy": right, "val/top5_accuracy": top5}
+
+
+IMAGE_FAMILIES = (
+    *("beit", "clip", "convnext", "convnextv2", "data2vec-vision", "dinov2", "dinov2_with_registers", "focalnet"),
+    *("hiera", "ijepa", "metaclip_2", "pvt_v2", "siglip", "swin", "swinv2", "vit", "vit_msn"),
+)
+"""Tested families. Their classifiers use no batch statistics and match one process."""
+
+
+@dataclass
+class ImageClassificationConfig(ObjectiveConfig):
+    name: str = "image_classification"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
+    """Share of the label that is spread evenly over all classes while training (Szegedy et al. 2015)."""
+    mixup: float = field(default=0.0, metadata={"at_least": 0})
+    """Each training picture gets a share of another one, and of its label, drawn by seed and sample from the Beta
+    distribution of this number twice (Zhang et al. 2018); 0 mixes none."""
+
+    cutmix: float = field(default=0.0, metadata={"at_least": 0})
+    """In each training picture a rectangle comes from another one, whose label gets the rectangle's share of the area,
+    drawn by seed and sample from the Beta distribution of this number twice (Yun et al. 2019); 0 cuts none."""
+    mix_probability: float = field(default=1.0, metadata={"at_least": 0, "at_most": 1})
+    """Share of the training pictures that mixup and cutmix change."""
+    cutmix_probability: float = field(default=0.5, metadata={"at_least": 0, "at_most": 1})
+    """With mixup and cutmix, the share of the mixed pictures that cutmix changes."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether training pictures are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        return cached_features_errors(config, has_vision_part=False)
+
+
+IMAGE_CLASSIFICATION = Description(
+    name="image_classification",
+    keys=ImageClassificationConfig,
+    metrics=CLASS_METRICS,
+    measured=measure_classes,
+    counts="samples",
+    model_class="AutoModelForImageClassification",
+    attention="own",
+    samples="labelled_images",
+    families=IMAGE_FAMILIES,
+    refused_axes=("pp", "cp", "ep"),
+    other_names=("classification",),
+)
+
+
+@dataclass
+class SequenceClassificationConfig(TextHeadConfig):
+    name: str = "sequence_classification"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    sample_texts: list[str] = field(default_factory=list, metadata=FREE)
+    """Texts whose class is told after training and shown with the result."""
+
+    def shrunk(self, tokens: int) -> Self:
+        return replace(self, sample_texts=[])
+
+    def prompts(self) -> tuple[list[str], int]:
+        return self.sample_texts, 0
+
+
+SEQUENCE_CLASSIFICATION = Description(
+    name="sequence_classification",
+    keys=SequenceClassificationConfig,
+    metrics=CLASS_METRICS[:2],
+    measured=measure_accuracy,
+    counts="samples",
+    model_class="AutoModelForSequenceClassification",
+    attention="own",
+    samples="labelled_text",
+    refused_axes=("pp", "cp"),
+    other_names=("classification",),
+)
+
+
+SOUND_FAMILIES = ("audio-spectrogram-transformer", *WAVE_FAMILIES, "whisper")
+"""Tested families."""
+
+
+@dataclass
+class SoundClassificationConfig(WaveEncoderConfig):
+    name: str = "sound_classification"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
+    """Share of the label that is spread evenly over all classes while training (Szegedy et al. 2015)."""
+
+    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
+        return new_head_errors(config)
+
+
+def new_head_errors(config: RunConfig) -> list[ConfigError]:
+    """Error of adapters beside a classifier that nothing trains."""
+    if config.peft.train_also:
+        return []
+    fix = "name the head's parameters, such as [projector.*,classifier.*] ([classifier.*] of AST)"
+    return [ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained")]
+
+
+SOUND_CLASSIFICATION = Description(
+    name="sound_classification",
+    keys=SoundClassificationConfig,
+    metrics=CLASS_METRICS,
+    measured=measure_classes,
+    counts="samples",
+    model_class="AutoModelForAudioClassification",
+    attention="own",
+    samples="labelled_sounds",
+    families=SOUND_FAMILIES,
+    refused_axes=("pp", "cp", "ep"),
+    other_names=("audio_classification",),
+)
+
+
+@dataclass
+class SoundTaggingConfig(WaveEncoderConfig):
+    name: str = "sound_tagging"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
+        return new_head_errors(config)
+
+    def model_fields(self) -> Mapping[str, Any]:
+        return {"problem_type": "multi_label_classification"}
+
+
+def measure_tags(sums: Sequence[float]) -> dict[str, float]:
+    """Metrics from the sums of losses, recordings whose classes are all right, classes of recordings, right and
+    predicted ones, and the number of recordings; further sums between are of single classes."""
+    loss, exact, classes, right, predicted = sums[:5]
+    f1 = 2 * right / max(classes + predicted, 1)
+    return {"val/loss": loss / sums[-1], "val/f1": f1, "val/exact_match": exact / sums[-1]}
+
+
+SOUND_TAGGING = Description(
+    name="sound_tagging",
+    keys=SoundTaggingConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a class"),
+        Metric("val/f1", "held-out F1", percent=True, higher_is_better=True, headline=True),
+        Metric("val/exact_match", "held-out exact matches", percent=True, higher_is_better=True),
+    ),
+    measured=measure_tags,
+    counts="samples",
+    model_class="AutoModelForAudioClassification",
+    attention="own",
+    samples="tagged_sounds",
+    families=SOUND_FAMILIES,
+    refused_axes=("pp", "cp", "ep"),
+    other_names=("audio_tagging", "multi_label"),
+)

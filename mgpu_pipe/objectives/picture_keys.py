@@ -1,0 +1,192 @@
+"""Keys and metrics of pictures with texts, and the check of cached picture features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgpu_pipe.architectures.pictures import (
+    PACK_ROWS,
+    READ_PICTURES_WHOLE,
+    READ_QUESTIONS_WHOLE,
+    SEE_PARTS,
+    SEE_POOLED,
+    SEE_ROWS,
+    SEE_TILES,
+    SEE_VIDEOS,
+)
+from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.data.images.augment_keys import AugmentConfig
+from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.pixels import vision_field
+from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.objectives.text_keys import TokenLossConfig
+
+CHANGES = {"shift": 0, "turn": 0.0, "flip": False, "random_crop": 1.0}
+"""Data keys that change training pictures, with the value that does not."""
+AUGMENTS = ("crop_area", "brightness", "contrast", "saturation", "hue", "rand_ops", "erase")
+"""Keys below ``data.augment`` that change training pictures unless they have their defaults."""
+MIXES = ("mixup", "cutmix")
+"""Keys of an objective that mix training pictures; 0 mixes none."""
+DROPS = (
+    *("attention_dropout", "attention_probs_dropout_prob", "drop_path_rate", "dropout", "dropout_rate"),
+    *("hidden_dropout", "hidden_dropout_prob"),
+)
+"""Dropout fields of towers."""
+
+
+def cached_features_errors(
+    config: RunConfig, has_vision_part: bool = True, families: Sequence[str] = ()
+) -> list[ConfigError]:
+    """Reasons why ``data.cache_features`` would change the result; none if it is off.
+
+    Args:
+        has_vision_part: whether the tower is the model's vision part, else all but a classifier's last layer.
+        families: families whose features can be cached; empty for all that the objective trains.
+    """
+    data, model, peft = config.data, config.model, config.peft
+    if not (isinstance(data, ImageConfig) and data.cache_features):
+        return []
+    kind = model.type or model_field(model, "model_type")
+    adapter_fix = "peft.targets=[language]" if has_vision_part else "peft=none"
+    adapted = peft.name != "none" and not (has_vision_part and set(peft.targets) <= {"language", "projector"})
+    changed = [f"data.{key}={off}".lower() for key, off in CHANGES.items() if getattr(data, key) != off]
+    usual = {key: getattr(AugmentConfig(), key) for key in AUGMENTS}
+    changed += [f"data.augment.{key}={off}" for key, off in usual.items() if getattr(data.augment, key) != off]
+    changed += [f"objective.{key}=0" for key in MIXES if getattr(config.objective, key, 0)]
+    drops = [f"{key}=0" for key in DROPS if vision_field(model, key)]
+    nested = "vision_config." if has_vision_part else ""
+    candidates = [
+        ("model.freeze=[vision]", "its tower learns", has_vision_part and "vision" not in model.freeze),
+        (adapter_fix, "its tower gets adapters", adapted),
+        ("peft.train_also=[projector]", "its tower learns", peft.name != "none" and "vision" in peft.train_also),
+        (" or ".join(families), f"what the tower of {kind} sees is not kept", families and kind not in families),
+        ("strategy.pp=1", "every process that trains reads them", config.strategy.pp != 1),
+        *((fix, "each step changes its pictures", True) for fix in changed),
+        *((f"model.config.{nested}{fix}", "its tower drops out", True) for fix in drops),
+    ]
+    wrong = ((f"use {fix}, or false", reason) for fix, reason, applies in candidates if applies)
+    return [ConfigError("data.cache_features", True, fix, reason) for fix, reason in wrong]
+
+
+RANKS = (1, 5, 10)
+
+
+DUAL_ENCODER = "vision-text-dual-encoder"
+"""Model type of two towers of any kind (Zhai et al. 2022, "LiT", arXiv:2111.07991)."""
+TRIED_TOWERS = {
+    "vision_config": ("clip_vision_model", "dinov2", "siglip_vision_model", "vit"),
+    "text_config": ("bert", "roberta", "xlm-roberta"),
+}
+"""Tested tower types by part of the model."""
+
+
+@dataclass
+class ContrastiveConfig(ObjectiveConfig):
+    name: str = "contrastive"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    max_scale: float = field(default=100.0, metadata={"at_least": 1})
+    """Similarities are multiplied by a learnt number, of which no more than this counts (Radford et al. 2021)."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        errors = []
+        for part, kinds in TRIED_TOWERS.items() if fields.get("model_type") == DUAL_ENCODER else ():
+            kind = (fields.get(part) or {}).get("model_type")
+            if kind not in kinds:
+                fix = f"use one of {', '.join(kinds)}"
+                errors.append(ConfigError(f"model.config.{part}.model_type", kind, fix, "no other tower was tried"))
+        return errors
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        return cached_features_errors(config)
+
+
+DIRECTIONS = {"image_to_text": "caption for a picture", "text_to_image": "picture for a caption"}
+
+
+def measure_contrastive(sums: Sequence[float]) -> dict[str, float]:
+    loss, pictures, right, *hits, samples = sums
+    metrics = {"val/loss": loss / samples, "val/zero_shot_accuracy": right / samples}
+    recalls = iter(hits)
+    for direction, queries in zip(DIRECTIONS, (round(pictures) or 1, samples), strict=True):
+        metrics |= {f"val/{direction}_recall@{rank}": next(recalls) / queries for rank in RANKS}
+    return metrics
+
+
+CONTRASTIVE = Description(
+    name="contrastive",
+    keys=ContrastiveConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a sample"),
+        Metric("val/zero_shot_accuracy", "zero-shot accuracy", percent=True, higher_is_better=True, headline=True),
+        *(
+            Metric(f"val/{direction}_recall@{rank}", f"{label}, recall@{rank}", percent=True, higher_is_better=True)
+            for direction, label in DIRECTIONS.items()
+            for rank in RANKS
+        ),
+    ),
+    measured=measure_contrastive,
+    counts="samples",
+    model_class="AutoModelForZeroShotImageClassification",
+    attention="own",
+    samples="captioned_images",
+    families=("altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip", DUAL_ENCODER),
+    refused_axes=("pp", "cp", "ep"),
+    other_names=("clip",),
+)
+
+
+FAMILIES_WITH_TOWER = (*SEE_VIDEOS, *SEE_PARTS, *SEE_TILES, *SEE_ROWS, *SEE_POOLED)
+"""Families with their own vision tower."""
+FIXED_SIZE_TOWERS = ("clip_vision_model", "siglip_vision_model")
+"""Types of vision towers whose pictures all take the same number of tokens."""
+
+
+@dataclass
+class VisionLanguageConfig(TokenLossConfig):
+    name: str = "vision_language"
+    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+
+    def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
+        vision = fields.get("vision_config")
+        kind = vision.get("model_type") if isinstance(vision, Mapping) else None
+        if kind in FIXED_SIZE_TOWERS or fields.get("model_type") in FAMILIES_WITH_TOWER:
+            return []
+        fix = f"use one of {', '.join(FIXED_SIZE_TOWERS)}"
+        return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        errors = []
+        kind = config.model.type or model_field(config.model, "model_type")
+        if config.data.packing == "best_fit" and kind not in PACK_ROWS:
+            what = "pictures" if kind in (*READ_PICTURES_WHOLE, *SEE_POOLED) else "questions"
+            reason = f"{kind} reads {what} from both sides, which packed rows do not keep apart"
+            errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
+        return errors + cached_features_errors(config, families=("llava",))
+
+
+def measure_vision_language(sums: Sequence[float]) -> dict[str, float]:
+    """Metrics from the sums of losses, right answers, answers, and the number of tokens."""
+    loss, right, answers, tokens = sums
+    return {"val/loss": loss / tokens, "val/exact_match": right / answers}
+
+
+VISION_LANGUAGE = Description(
+    name="vision_language",
+    keys=VisionLanguageConfig,
+    metrics=(
+        Metric("val/loss", "held-out loss", "nats a token"),
+        Metric("val/exact_match", "held-out exact match", percent=True, higher_is_better=True, headline=True),
+    ),
+    measured=measure_vision_language,
+    counts="tokens",
+    model_class="AutoModelForImageTextToText",
+    attention="own",
+    samples="picture_chats",
+    families=("llava", *FAMILIES_WITH_TOWER, *READ_QUESTIONS_WHOLE, *READ_PICTURES_WHOLE),
+    refused_axes=("cp", "ep"),
+)
