@@ -20,6 +20,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 
@@ -133,7 +134,7 @@ def open_arrays(config: RunConfig, split: Split) -> ArrayData:
     return data
 
 
-def prepare_arrays(config: RunConfig) -> PreparedArrays:
+def prepare_arrays(config: RunConfig, progress: Progress | None = None) -> PreparedArrays:
     """Facts of the data set that ``data.source`` names.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.model_field import model_field
@@ -42,6 +43,12 @@ def class_names(config: RunConfig, there: Collection[str]) -> list[str]:
         reason = f"the data has {len(names)} classes"
         raise ConfigError("model.config.num_labels", wanted, "leave it out", reason)
     return names
+
+
+def class_fields(classes: Sequence[str]) -> dict[str, Any]:
+    """Fields of the model's configuration with the classes."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    return {"id2label": {str(number): name for name, number in numbers.items()}, "label2id": numbers}
 
 
 def class_number(name: str, classes: Sequence[str]) -> int | None:

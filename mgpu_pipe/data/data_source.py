@@ -36,7 +36,7 @@ class DataSource(SourceDeclaration):
 
     Attributes:
         check: preflight check of what the source reads, without tokenising it; raises what is wrong.
-        prepare: prepares the data of a run, or finds it in the cache.
+        prepare: prepares the data of a run, or finds it in the cache; None: as all samples of its kind are.
         open: opens its documents, given the cache folder, a progress callback and the key that names its paths in
             errors; None where its samples are not made of documents.
         labels: yields the class of each training sample, before preparation; None where there is none, or finding it
@@ -44,7 +44,7 @@ class DataSource(SourceDeclaration):
     """
 
     check: Callable[[RunConfig], None] = pass_check
-    prepare: Callable[[RunConfig, Progress | None], Prepared]
+    prepare: Callable[[RunConfig, Progress | None], Prepared] | None = None
     open: Callable[[DataConfig, Path, Progress, str], Source] | None = None
     labels: Callable[[DataConfig], Iterator[str]] | None = None
 

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import arrays
-from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds, PreparedTaggedSounds
+from mgpu_pipe.data.audio import prepare_audio, prepare_labelled
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import shipped_source
-from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
-from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
-from mgpu_pipe.data.images.prepare_images import PreparedImages
-from mgpu_pipe.data.kinds import prepare_packed_text
+from mgpu_pipe.data.images import prepare_captions, prepare_chats, prepare_images
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.text.labels import PreparedLabelled
-from mgpu_pipe.data.text.mixed_samples import PreparedMixture
-from mgpu_pipe.data.text.pairs import PreparedPairs
-from mgpu_pipe.data.text.preferences import PreparedPreferences
-from mgpu_pipe.data.text.prepare_embedding_pairs import PreparedEmbeddingPairs
-from mgpu_pipe.data.text.prepare_scored_pairs import PreparedScoredPairs
-from mgpu_pipe.data.text.prepare_text import PreparedData
-from mgpu_pipe.data.text.unpaired import PreparedUnpaired
+from mgpu_pipe.data.text import labels, mixed_samples, pairs, preferences, prepare_text, scored_groups, unpaired
 
-KINDS: dict[str, type[Prepared]] = {
-    kind.kind: kind
-    for kind in (
-        *(PreparedData, PreparedLabelled, PreparedPairs, PreparedPreferences, PreparedMixture),
-        *(PreparedEmbeddingPairs, PreparedScoredPairs, PreparedUnpaired),
-        *(PreparedImages, PreparedCaptions, PreparedPictureChats, arrays.PreparedArrays),
-        *(PreparedSpeech, PreparedLabelledSounds, PreparedTaggedSounds),
-    )
+Prepare = Callable[[RunConfig, Progress | None], Prepared]
+PREPARE: dict[type[Prepared], Prepare] = {
+    prepare_text.PreparedData: prepare_text.prepare,
+    mixed_samples.PreparedMixture: mixed_samples.prepare_mixture,
+    labels.PreparedLabelled: labels.prepare_labelled,
+    pairs.PreparedPairs: pairs.prepare_pairs,
+    preferences.PreparedPreferences: preferences.prepare_preferences,
+    unpaired.PreparedUnpaired: unpaired.prepare_unpaired,
+    scored_groups.PreparedEmbeddingPairs: scored_groups.prepare_embedding_pairs,
+    scored_groups.PreparedScoredPairs: scored_groups.prepare_scored_pairs,
+    prepare_images.PreparedImages: prepare_images.prepare_images,
+    prepare_captions.PreparedCaptions: prepare_captions.prepare_captions,
+    prepare_chats.PreparedPictureChats: prepare_chats.prepare_picture_chats,
+    prepare_audio.PreparedSpeech: prepare_audio.prepare_speech,
+    prepare_labelled.PreparedLabelledSounds: prepare_labelled.prepare_labelled_sounds,
+    prepare_labelled.PreparedTaggedSounds: prepare_labelled.prepare_tagged_sounds,
+    arrays.PreparedArrays: arrays.prepare_arrays,
 }
+"""Each kind of samples and the function that prepares it."""
+KINDS = {kind.kind: kind for kind in PREPARE}
 
 
 def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
@@ -44,12 +44,13 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     """
     source = shipped_source(config.data.source)
     if source is not None:
-        return source.prepare(config, progress)
-    if arrays.array_class(config.data.source) is not None:
-        return arrays.prepare_arrays(config)
-    return prepare_packed_text(config, progress)
+        prepare_kind = source.prepare or PREPARE[KINDS[source.samples]]
+    else:
+        is_text = arrays.array_class(config.data.source) is None
+        prepare_kind = prepare_text.prepare if is_text else arrays.prepare_arrays
+    return prepare_kind(config, progress)
 
 
 def read_prepared(value: Mapping[str, Any]) -> Prepared:
     """Reads the JSON form of :meth:`Prepared.as_dict`; without a kind, as in earlier versions, it is text."""
-    return KINDS[value.get("kind", PreparedData.kind)].from_dict(value)
+    return KINDS[value.get("kind", prepare_text.PreparedData.kind)].from_dict(value)

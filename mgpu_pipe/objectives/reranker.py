@@ -22,7 +22,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.data.text.pair_template import PairTemplate, kept_tokens, pair_template
-from mgpu_pipe.data.text.row_tensors import TextGroups
+from mgpu_pipe.data.text.text_groups import TextGroups
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.global_batch import at_least_fp32
 from mgpu_pipe.objectives.sequence_classification import token_types
@@ -223,7 +223,7 @@ class QueryDocuments(ChangedSamples):
         query_length, document_length = (length - before - after).tolist()
         first, second = kept_tokens(query_length, document_length, room)
         query, document = (
-            self._texts.tokens[begin : begin + tokens]
+            self._texts.store.tokens[begin : begin + tokens]
             for begin, tokens in zip((start + before).tolist(), (first, second), strict=True)
         )
         ids = np.concatenate([template.before, query, template.between, document, template.after]).astype(np.int64)

@@ -20,7 +20,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet
 from mgpu_pipe.data.step_batch import BatchSpec, Field
-from mgpu_pipe.data.text.row_tensors import PreferenceSamples
+from mgpu_pipe.data.text.preferences import PreferenceSamples
 from mgpu_pipe.objectives.answers import NOTHING
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.preference_keys import REWARD, RewardConfig

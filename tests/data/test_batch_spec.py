@@ -15,7 +15,7 @@ from mgpu_pipe.objectives.packed_text import packed_text
 NAMES = re.compile(r"\b(input_ids|labels|position_ids)\b")
 KNOWING = (
     *("data/audio", "data/images", "data/text", "objectives", "inference"),
-    *("models/weights/pretrained.py", "report/", "data/sources", "data/data_source.py", "data/kinds.py"),
+    *("models/weights/pretrained.py", "report/", "data/sources", "data/data_source.py"),
     "data/majority.py",
     "training/profiling/measure_hardware.py",
 )

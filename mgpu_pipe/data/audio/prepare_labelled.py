@@ -22,7 +22,7 @@ from mgpu_pipe.data.audio.speech_source import speech_source
 from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.classes import class_names, class_number
+from mgpu_pipe.data.classes import class_fields, class_names, class_number
 from mgpu_pipe.data.prepared_splits import majority_accuracy
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.token_store import load_array
@@ -98,10 +98,7 @@ class PreparedLabelledSounds(PreparedSounds):
         return [recordings, minutes, (len(self.classes), "classes"), *left_out]
 
     def model_fields(self) -> dict[str, Any]:
-        return {
-            "id2label": {str(number): name for number, name in enumerate(self.classes)},
-            "label2id": {name: number for number, name in enumerate(self.classes)},
-        }
+        return class_fields(self.classes)
 
 
 @dataclass(frozen=True, kw_only=True)

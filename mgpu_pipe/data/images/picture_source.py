@@ -50,6 +50,7 @@ class PictureChatSource(DataSource):
     """A shipped source of conversations with pictures; ``rules`` is None where files hold them."""
 
     rules: ChatRules | None = None
+    samples: str = "picture_chats"
 
 
 def chat_rules(data: DataConfig) -> ChatRules | None:

@@ -15,7 +15,7 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.classes import class_names, class_number
+from mgpu_pipe.data.classes import class_fields, class_names, class_number
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_files import CLASS_FOLDERS, entries, label_column_of, with_splits
 from mgpu_pipe.data.images.picture_source import layout_of
@@ -69,10 +69,7 @@ class PreparedImages(PreparedSplits):
         return 0.0
 
     def model_fields(self) -> dict[str, Any]:
-        return {
-            "id2label": {str(number): name for number, name in enumerate(self.classes)},
-            "label2id": {name: number for number, name in enumerate(self.classes)},
-        }
+        return class_fields(self.classes)
 
 
 def prepare_images(config: RunConfig, progress: Progress | None = None) -> PreparedImages:

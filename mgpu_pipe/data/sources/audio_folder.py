@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mgpu_pipe.data.audio.speech_keys import LabelledAudioConfig
 from mgpu_pipe.data.audio.speech_source import SpeechSource
-from mgpu_pipe.data.kinds import check_recordings, labels_of_recordings, prepare_labelled_sounds
+from mgpu_pipe.data.checks_of_sources import check_recordings, labels_of_recordings
 
 SOURCE = SpeechSource(
     name="audio_folder",
@@ -13,7 +13,6 @@ SOURCE = SpeechSource(
     keys=LabelledAudioConfig,
     reads=("classes",),
     reads_files=True,
-    check=check_recordings,
-    prepare=prepare_labelled_sounds,
     labels=labels_of_recordings,
+    check=check_recordings,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import SpeechSource
-from mgpu_pipe.data.kinds import check_recordings, prepare_speech
+from mgpu_pipe.data.checks_of_sources import check_recordings
 
 SOURCE = SpeechSource(
     name="audio_list",
@@ -13,5 +13,4 @@ SOURCE = SpeechSource(
     reads=("text_column", "tokenizer", "on_too_long"),
     reads_files=True,
     check=check_recordings,
-    prepare=prepare_speech,
 )

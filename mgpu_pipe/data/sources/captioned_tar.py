@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.data.checks_of_sources import check_pictures
 from mgpu_pipe.data.images.image_keys import CaptionConfig
 from mgpu_pipe.data.images.picture_source import PictureSource
-from mgpu_pipe.data.kinds import check_pictures, prepare_captioned_images
 
 SOURCE = PictureSource(
     name="captioned_tar",
@@ -15,5 +15,4 @@ SOURCE = PictureSource(
     reads=TEXT_KEYS,
     reads_files=True,
     check=check_pictures,
-    prepare=prepare_captioned_images,
 )

@@ -8,7 +8,6 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.data.text.file_check import check_first_row
 from mgpu_pipe.data.text.file_source import ChatFormat, nested_rows, whole_document
@@ -33,5 +32,4 @@ SOURCE = DataSource(
     reads_files=True,
     check=FORMAT.check,
     open=FORMAT.open,
-    prepare=prepare_packed_text,
 )

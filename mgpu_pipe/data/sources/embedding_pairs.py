@@ -8,7 +8,6 @@ from typing import cast
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_embedding_pairs
 from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
 from mgpu_pipe.data.text.embedding_rows import check_pair_row, pair_document, pair_rows
 from mgpu_pipe.data.text.file_check import check_first_row
@@ -38,6 +37,5 @@ SOURCE = DataSource(
     reads=TEXT_KEYS,
     reads_files=True,
     check=FORMAT.check,
-    prepare=prepare_embedding_pairs,
     open=FORMAT.open,
 )

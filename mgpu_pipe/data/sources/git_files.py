@@ -18,7 +18,6 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.sources.text_files import FORMAT, check_text_file
 from mgpu_pipe.data.text.documents import Source
 from mgpu_pipe.data.text.file_check import check_listed
@@ -127,6 +126,4 @@ def open_repositories(data: DataConfig, cache: Path, progress: Progress, key: st
     return FORMAT.open_files(data, paths, cache, progress)
 
 
-SOURCE = DataSource(
-    name="git_files", reads_files=True, check=check_repositories, prepare=prepare_packed_text, open=open_repositories
-)
+SOURCE = DataSource(name="git_files", reads_files=True, check=check_repositories, open=open_repositories)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data.checks_of_sources import check_pictures
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_source import PictureSource
-from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
 from mgpu_pipe.system.local_files import expand_home
 
 
@@ -27,7 +27,6 @@ SOURCE = PictureSource(
     keys=ImageConfig,
     reads=("classes",),
     reads_files=True,
-    check=check_pictures,
-    prepare=prepare_labelled_images,
     labels=labels,
+    check=check_pictures,
 )

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.checks_of_sources import check_pictures
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_source import PictureSource
-from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
 from mgpu_pipe.data.tables import entries_of
 
 
@@ -26,7 +26,6 @@ SOURCE = PictureSource(
     keys=ImageConfig,
     reads=("classes", "label_column"),
     reads_files=True,
-    check=check_pictures,
-    prepare=prepare_labelled_images,
     labels=labels,
+    check=check_pictures,
 )

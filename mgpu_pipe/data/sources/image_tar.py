@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mgpu_pipe.data.checks_of_sources import check_pictures
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_source import PictureSource
-from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
 
 SOURCE = PictureSource(
     name="image_tar",
@@ -14,5 +14,4 @@ SOURCE = PictureSource(
     reads=("classes", "label_column"),
     reads_files=True,
     check=check_pictures,
-    prepare=prepare_labelled_images,
 )

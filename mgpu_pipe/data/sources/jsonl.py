@@ -8,7 +8,6 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.file_check import check_columns, check_first_row
 from mgpu_pipe.data.text.file_source import FileFormat, table_rows, text_of
@@ -31,10 +30,5 @@ FORMAT = FileFormat(
     columns=lambda data: data.text_column,
 )
 SOURCE = DataSource(
-    name="jsonl",
-    reads=(*TEXT_KEYS, "text_column"),
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-    prepare=prepare_packed_text,
+    name="jsonl", reads=(*TEXT_KEYS, "text_column"), reads_files=True, check=FORMAT.check, open=FORMAT.open
 )

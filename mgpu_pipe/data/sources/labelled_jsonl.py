@@ -9,7 +9,6 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_labelled_text
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.file_check import check_first_row, check_paths
 from mgpu_pipe.data.text.label_rows import row_of
@@ -30,6 +29,5 @@ SOURCE = DataSource(
     reads=(*TEXT_KEYS, "text_column", "second_text_column", "label_column", "classes"),
     reads_files=True,
     check=check_labelled,
-    prepare=prepare_labelled_text,
     labels=labels,
 )

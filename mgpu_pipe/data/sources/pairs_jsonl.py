@@ -8,7 +8,6 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_pairs
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.file_check import check_columns, check_first_row
 from mgpu_pipe.data.text.file_source import FileFormat, table_rows, text_of
@@ -44,6 +43,5 @@ SOURCE = DataSource(
     reads=(*TEXT_KEYS, "source_column", "target_column", "target_len"),
     reads_files=True,
     check=FORMAT.check,
-    prepare=prepare_pairs,
     open=FORMAT.open,
 )

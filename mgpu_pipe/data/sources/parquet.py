@@ -9,7 +9,6 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.parquet_rows import check_column, is_parquet, parquet_rows
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, whole_document
 from mgpu_pipe.errors import DataError
@@ -27,10 +26,5 @@ def check_parquet(data: DataConfig, path: Path, whole: bool) -> None:
 
 FORMAT = FileFormat("parquet", read_column, whole_document, check_parquet, columns=lambda data: data.text_column)
 SOURCE = DataSource(
-    name="parquet",
-    reads=(*TEXT_KEYS, "text_column"),
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-    prepare=prepare_packed_text,
+    name="parquet", reads=(*TEXT_KEYS, "text_column"), reads_files=True, check=FORMAT.check, open=FORMAT.open
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_preferences
 from mgpu_pipe.data.text.answer_format import answer_format
 from mgpu_pipe.data.text.preference_rows import preference_of
 
@@ -16,6 +15,5 @@ SOURCE = DataSource(
     reads=(*TEXT_KEYS, "messages_column"),
     reads_files=True,
     check=FORMAT.check,
-    prepare=prepare_preferences,
     open=FORMAT.open,
 )

@@ -8,7 +8,6 @@ from typing import cast
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_scored_pairs
 from mgpu_pipe.data.text.embedding_keys import ScoredPairsConfig
 from mgpu_pipe.data.text.file_check import check_first_row
 from mgpu_pipe.data.text.file_source import FileFormat, table_rows
@@ -36,6 +35,5 @@ SOURCE = DataSource(
     reads=TEXT_KEYS,
     reads_files=True,
     check=FORMAT.check,
-    prepare=prepare_scored_pairs,
     open=FORMAT.open,
 )

@@ -13,7 +13,6 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, whole_document
 from mgpu_pipe.errors import DataError
 
@@ -151,6 +150,5 @@ SOURCE = DataSource(
     keys=SqliteConfig,
     reads_files=True,
     check=FORMAT.check,
-    prepare=prepare_packed_text,
     open=FORMAT.open,
 )

@@ -8,7 +8,6 @@ from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.sources.text_files import FORMAT
 from mgpu_pipe.data.text.documents import Source
 
@@ -21,4 +20,4 @@ def open_library(data: DataConfig, cache: Path, progress: Progress, key: str) ->
     return FORMAT.open_files(data, files.stdlib_files(), cache, progress)
 
 
-SOURCE = DataSource(name="stdlib_text", check=check_library, open=open_library, prepare=prepare_packed_text)
+SOURCE = DataSource(name="stdlib_text", check=check_library, open=open_library)

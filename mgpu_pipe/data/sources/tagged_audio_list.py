@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mgpu_pipe.data.audio.speech_keys import LabelledAudioConfig
 from mgpu_pipe.data.audio.speech_source import SpeechSource
-from mgpu_pipe.data.kinds import check_recordings, prepare_tagged_sounds
+from mgpu_pipe.data.checks_of_sources import check_recordings
 
 SOURCE = SpeechSource(
     name="tagged_audio_list",
@@ -14,5 +14,4 @@ SOURCE = SpeechSource(
     reads=("classes", "label_column"),
     reads_files=True,
     check=check_recordings,
-    prepare=prepare_tagged_sounds,
 )

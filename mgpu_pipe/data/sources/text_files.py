@@ -11,7 +11,6 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.compressed import HEAD, codec_of
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.long_text import LongText, UndecodableError
 from mgpu_pipe.data.text.documents import Text
 from mgpu_pipe.data.text.file_source import FileFormat, whole_document
@@ -58,6 +57,4 @@ def check_text_file(data: DataConfig, path: Path, whole: bool) -> None:
 
 
 FORMAT = FileFormat("text_files", read_texts, whole_document, check_text_file)
-SOURCE = DataSource(
-    name="text_files", reads_files=True, check=FORMAT.check, open=FORMAT.open, prepare=prepare_packed_text
-)
+SOURCE = DataSource(name="text_files", reads_files=True, check=FORMAT.check, open=FORMAT.open)

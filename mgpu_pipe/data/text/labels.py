@@ -10,11 +10,11 @@ decide the held-out split.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, refuse_too_long, rows_of_files, rule_of
+from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, rows_of_files, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.classes import class_names, class_number, in_order
+from mgpu_pipe.data.classes import class_fields, class_names, class_number, in_order
 from mgpu_pipe.data.data_source import validation_source_config
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.model_field import model_field
@@ -36,13 +36,11 @@ from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
 from mgpu_pipe.data.text.label_rows import Row, row_of
 from mgpu_pipe.data.text.notes import Notes, notes_of, report_bad
-from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowEncoder
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples
+from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
 from mgpu_pipe.errors import DataError
-
-if TYPE_CHECKING:
-    from mgpu_pipe.data.text.row_tensors import LabelledSamples
 
 SOURCE = "labelled_jsonl"
 _FORMAT = 1
@@ -50,11 +48,32 @@ _AT_ONCE = 1024
 """Texts encoded at once."""
 
 
+class LabelledSamples(RowSamples):
+    """Labelled texts of one split."""
+
+    def __init__(self, prepared: PreparedLabelled, split: Split, reopen: Any) -> None:
+        super().__init__(prepared, split, reopen)
+        self._second, self._labels = load_array(self.folder / "seconds.npy")[self.documents], prepared.labels(split)
+
+    def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """int64 arrays: ``input_ids`` and ``token_type_ids``, (rows, seq_len); ``lengths`` and ``labels``, (rows,)."""
+        place, lengths = np.arange(self.seq_len), self.length[indices]
+        inside = place < lengths[:, None]
+        return {
+            "input_ids": np.where(inside, self.tokens_at(self.start[indices][:, None] + place), self.padding_token_id),
+            "token_type_ids": (inside & (place >= self._second[indices][:, None])).astype(np.int64),
+            "lengths": lengths,
+            "labels": self._labels[indices],
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedLabelled(PreparedRows):
     """Everything a worker needs to load labelled texts; :func:`prepare_labelled` makes it."""
 
     kind: ClassVar[str] = "labelled_text"
+    what: ClassVar[str] = "texts"
+    samples_class = LabelledSamples
 
     classes: list[str]
     """Class names in the order of their numbers."""
@@ -68,20 +87,15 @@ class PreparedLabelled(PreparedRows):
         numbers = np.array([class_number(name, self.classes) for name in _names(folder)], np.int64)
         return numbers[load_array(folder / "labels.npy")[self.documents(split)]]
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> LabelledSamples:
-        from mgpu_pipe.data.text.row_tensors import LabelledSamples
+    def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
+        return [(limit, load_array(_long(folder) / "needs.npy")) for limit, _ in super().limits(folder)]
 
-        return LabelledSamples(self, split, reopen)
-
-    def long_documents(self, folder: Path) -> NDArray[np.bool_]:
-        long: NDArray[np.bool_] = load_array(_long(folder) / "needs.npy") > self.seq_len
-        return long
+    @property
+    def digest_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return (), ()
 
     def model_fields(self) -> dict[str, Any]:
-        return {
-            "id2label": {str(number): name for number, name in enumerate(self.classes)},
-            "label2id": {name: number for number, name in enumerate(self.classes)},
-        }
+        return class_fields(self.classes)
 
     def amounts(self) -> list[tuple[int, str]]:
         return [(self.num_documents, "texts"), (len(self.classes), "classes"), *self.left_out()]
@@ -98,16 +112,16 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
     with writing_to_cache(cache):
         private_folder(cache)
         report = progress or no_progress
-        source = held_source = _LabelledFiles(config, cache, "data.paths", report)
+        source = held_source = _LabelledFiles(config.data, cache, "data.paths", report)
         tokenizer = resolve_tokenizer(config, [(config, source.as_text())], cache, report)
-        folder = source.encoded(tokenizer)
-        held_folder = folder
+        folder = held_folder = source.encoded(tokenizer)
         if data.validation_paths:
-            held_source = _LabelledFiles(validation_source_config(config), cache, "data.validation_paths", report)
+            held_data = validation_source_config(config).data
+            held_source = _LabelledFiles(held_data, cache, "data.validation_paths", report)
             held_folder = held_source.encoded(tokenizer)
         source.measure(folder, tokenizer)
         held_source.measure(held_folder, tokenizer)
-    padding = model_field(config.model, "pad_token_id")
+    padding, stores = model_field(config.model, "pad_token_id"), {folder, held_folder}
     known = PreparedLabelled(
         folder=folder,
         held_out_folder=held_folder,
@@ -115,36 +129,16 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
         tokenizer_folder=tokenizer.folder,
         padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
         seq_len=data.seq_len,
-        classes=class_names(config, {name for store in (folder, held_folder) for name in _names(store)}),
-        num_documents=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
+        classes=class_names(config, {name for store in stores for name in _names(store)}),
+        num_documents=sum(TokenStore.open(store).num_documents for store in stores),
         on_too_long=rule_of(data),
+        bad_samples=notes_of(map(read_manifest, stores)).bad,
     )
-    if data.on_too_long == "refuse":
-        for each in known.folders:
-            refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "texts"), load_array(_long(each) / "needs.npy"))
-    return _add_figures(known, config.data)
-
-
-def _add_figures(known: PreparedLabelled, data: DataConfig) -> PreparedLabelled:
-    """Adds sample counts, the majority accuracy and digests to ``known``."""
-    train, held_labels = known.labels("train"), known.labels("validation")
-    long = known.count_long()
-    left = f"{long:,} texts are longer than data.seq_len={known.seq_len}, {len(held_labels):,} are held out"
     # Cutting rows was the only rule of earlier versions, so it adds nothing to the identity.
-    ruled = [known.on_too_long] if long and known.on_too_long != "truncate" else []
+    ruled = [known.on_too_long] if known.on_too_long != "truncate" and known.count_long() else []
     identity = (_FORMAT, known.classes, known.seq_len, known.padding_token_id, *ruled)
-    apart = known.is_apart and len(held_labels)
-    return known.with_counts(
-        data,
-        len(train),
-        len(held_labels),
-        f"{left}; lower data.validation_fraction",
-        too_long_samples=long,
-        bad_samples=notes_of(map(read_manifest, known.folders)).bad,
-        majority_accuracy=majority_accuracy(train, held_labels, data),
-        digest=digest_of(known.folder.name, known.fraction, *identity),
-        validation_digest=digest_of(known.held_out_folder.name, *identity) if apart else "",
-    )
+    accuracy = majority_accuracy(known.labels("train"), known.labels("validation"), data)
+    return known.with_samples(data, identity, is_apart=known.is_apart, majority_accuracy=accuracy)
 
 
 def _names(folder: Path) -> list[str]:
@@ -162,8 +156,8 @@ def _long(folder: Path) -> Path:
 class _LabelledFiles:
     """Rows of some files, and their tokens in the cache."""
 
-    def __init__(self, config: RunConfig, cache: Path, key: str, progress: Progress) -> None:
-        self._data, self._cache, self._progress = config.data, cache, progress
+    def __init__(self, data: DataConfig, cache: Path, key: str, progress: Progress) -> None:
+        self._data, self._cache, self._progress = data, cache, progress
         self._paths = files.expand_paths(self._data.paths, key)
         self._unusable = unusable_or_raise(self._paths, self._data.on_bad_sample)
         usable = [path for path in self._paths if path not in self._unusable]

@@ -1,4 +1,4 @@
-"""Prepares pairs of source and target text; each pair is a sample.
+"""Pairs of source and target text; each pair is a sample.
 
 In the token file a pair is a document: source and target, each with the end-of-sequence token at its end; the loss mask
 marks the target's tokens. So pairs share tokenising, caching and the held-out split with all text.
@@ -6,21 +6,63 @@ marks the target's tokens. So pairs share tokenising, caching and the held-out s
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
-from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long, rule_of
-from mgpu_pipe.data.cache import Progress, digest_of, read_manifest
-from mgpu_pipe.data.samples import SampleSet, Split
-from mgpu_pipe.data.text.notes import notes_of
-from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.bad_samples import LengthLimit
+from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.samples import Split
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore
+
+
+class PairSamples(RowSamples):
+    """Pairs of one split, padded to the same lengths.
+
+    A longer text is cut; the end-of-sequence token replaces its last token.
+    """
+
+    def __init__(self, prepared: PreparedPairs, split: Split, reopen: Any) -> None:
+        super().__init__(prepared, split, reopen)
+        self._room = prepared.seq_len, prepared.target_len
+        self._source, self._target = (tokens[self.documents] for tokens in pair_tokens(self.store))
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        """Tokens of the targets, the end-of-sequence tokens included."""
+        return int(np.minimum(self._target[indices], self._room[1]).sum())
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return len(indices) * sum(self._room)
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        sources = np.minimum(self._source[indices], self._room[0])
+        return self.positions(indices) - int(sources.sum()) - self.valid_units(indices, indices)
+
+    def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """int64 arrays in the form of :mod:`mgpu_pipe.objectives.seq2seq`."""
+        start, (source_room, target_room) = self.start[indices], self._room
+        sources, targets = self._source[indices], self._target[indices]
+        return {
+            "input_ids": self._padded(start, sources, source_room, self.padding_token_id),
+            "attention_mask": (np.arange(source_room) < sources[:, None]).astype(np.int64),
+            "labels": self._padded(start + sources, targets, target_room, IGNORE_INDEX),
+        }
+
+    def _padded(
+        self, start: NDArray[np.int64], length: NDArray[np.int64], room: int, padding: int
+    ) -> NDArray[np.int64]:
+        """Pads runs of tokens to rows of ``room`` tokens."""
+        place = np.arange(room)
+        rows = self.tokens_at(start[:, None] + place)
+        rows[place >= length[:, None]] = padding
+        rows[length > room, -1] = self.padding_token_id
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,55 +70,37 @@ class PreparedPairs(PreparedRows):
     """Everything a worker needs to load pairs; :func:`prepare_pairs` makes it. Its rows are padded sources."""
 
     kind: ClassVar[str] = "pairs"
+    what: ClassVar[str] = "pairs"
+    samples_class = PairSamples
 
     target_len: int
     """Tokens of a padded target."""
-    num_pairs: int
+    num_pairs: int = 0
     """Pairs of both splits."""
-    num_tokens: int
+    num_tokens: int = 0
     """Tokens of both splits, end-of-sequence tokens included."""
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
-        from mgpu_pipe.data.text.row_tensors import PairSamples
+    def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
+        sources, targets = pair_tokens(TokenStore.open(folder))
+        limits = LengthLimit("data.seq_len", self.seq_len, "sources"), sources
+        return [limits, (LengthLimit("data.target_len", self.target_len, "targets"), targets)]
 
-        store = TokenStore.open(self.folder_of(split))
-        pairs = pairs_of(store, self.documents(split))
-        return PairSamples(store, pairs, (self.seq_len, self.target_len), self.padding_token_id, reopen)
+    def limit(self) -> str:
+        return f"data.seq_len={self.seq_len} or data.target_len={self.target_len}"
 
-    def long_documents(self, folder: Path) -> NDArray[np.bool_]:
-        store = TokenStore.open(folder)
-        pairs = pairs_of(store, np.arange(store.num_documents))
-        long: NDArray[np.bool_] = (pairs.source_tokens > self.seq_len) | (pairs.target_tokens > self.target_len)
-        return long
-
-    def too_long(self, data: DataConfig) -> str:
-        limit = f"data.seq_len={self.seq_len} or data.target_len={self.target_len}"
-        return describe_too_long(self.too_long_samples, "pairs", self.on_too_long, limit)
+    @property
+    def digest_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return ("pairs",), ("pairs",)
 
     def amounts(self) -> list[tuple[int, str]]:
         return [(self.num_pairs, "pairs"), (self.num_tokens, "tokens"), *self.left_out()]
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Positions of one split's pairs in their token store; every array has shape ``(pairs,)``."""
-
-    start: NDArray[np.int64]
-    source_tokens: NDArray[np.int64]
-    """Tokens of each source, its end included; the target follows it."""
-    target_tokens: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.start)
-
-
-def pairs_of(store: TokenStore, chosen: NDArray[np.int64]) -> Pairs:
-    """Finds the ``chosen`` pairs of ``store``."""
+def pair_tokens(store: TokenStore) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of each pair's source and of its target, ends included, (pairs,) each."""
     assert store.loss_mask is not None
-    start = store.offsets[:-1]
-    targets = np.add.reduceat(store.loss_mask, start, dtype=np.int64)
-    sources = np.diff(store.offsets) - targets
-    return Pairs(start[chosen], sources[chosen], targets[chosen])
+    targets = np.add.reduceat(store.loss_mask, store.offsets[:-1], dtype=np.int64)
+    return store.lengths - targets, targets
 
 
 def prepare_pairs(config: RunConfig, progress: Progress | None = None) -> PreparedPairs:
@@ -86,39 +110,8 @@ def prepare_pairs(config: RunConfig, progress: Progress | None = None) -> Prepar
         ConfigError: see there; or a pair does not fit and ``data.on_too_long=refuse``.
         DataError: see there; or no pair is left.
     """
-    data, rows = config.data, prepare_rows(config, progress)
-    folder, held_folder, fraction = rows.folder, rows.held_out_folder, rows.fraction
-    if data.on_too_long == "refuse":
-        for name in rows.names:
-            _refuse_long(config.data, name)
-    manifests = [manifest for manifest in map(read_manifest, rows.names) if manifest]
-    sizes = (data.seq_len, data.target_tokens())
-    known = PreparedPairs(
-        **vars(rows),
-        seq_len=sizes[0],
-        target_len=sizes[1],
-        num_pairs=sum(manifest["documents"] for manifest in manifests),
-        num_tokens=sum(manifest["tokens"] for manifest in manifests),
-        bad_samples=notes_of(manifests).bad,
-        on_too_long=rule_of(data),
-    )
-    long = known.count_long()
-    train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
-    limits = f"data.seq_len={sizes[0]}, data.target_len={sizes[1]}"
-    identity = (*sizes, *([known.on_too_long] if long else []))
-    return known.with_counts(
-        config.data,
-        train,
-        held_out,
-        f"{long:,} of {known.num_pairs:,} pairs do not fit ({limits}), {held_out:,} are held out",
-        too_long_samples=long,
-        digest=digest_of("pairs", folder.name, fraction, *identity),
-        validation_digest=digest_of("pairs", held_folder.name, *identity) if data.validation_paths else "",
-    )
-
-
-def _refuse_long(data: DataConfig, folder: Path) -> None:
-    store = TokenStore.open(folder)
-    pairs = pairs_of(store, np.arange(store.num_documents))
-    refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "sources"), pairs.source_tokens)
-    refuse_too_long(LengthLimit("data.target_len", data.target_tokens(), "targets"), pairs.target_tokens)
+    known = prepare_rows(PreparedPairs, config, progress, target_len=config.data.target_tokens())
+    pairs, tokens = known.count()
+    rule = [known.on_too_long] if known.count_long() else []
+    known = replace(known, num_pairs=pairs, num_tokens=tokens)
+    return known.with_samples(config.data, (known.seq_len, known.target_len, *rule))

@@ -1,4 +1,4 @@
-"""Prepares preference pairs: two answers to one prompt; each pair is a sample.
+"""Preference pairs: two answers to one prompt; each pair is a sample.
 
 In the token file a pair is a document: the conversation with the chosen answer, then that with the rejected one, each
 with the end-of-sequence token at its end. The loss mask's first bit marks the answers' tokens, its second bit the
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,15 +22,14 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.bad_samples import LengthLimit, refuse_too_long
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
+from mgpu_pipe.data.bad_samples import LengthLimit
+from mgpu_pipe.data.cache import Progress, build_once
 from mgpu_pipe.data.files import FIX
-from mgpu_pipe.data.samples import SampleSet, Split
-from mgpu_pipe.data.text.document_encoder import REJECTED
+from mgpu_pipe.data.samples import Split
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.document_encoder import REJECTED, TRAINED
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.notes import notes_of
-from mgpu_pipe.data.text.prepared_rows import PreparedRows, prepare_rows
-from mgpu_pipe.data.text.row_values import open_values, prepare_values
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples, open_values, prepare_rows, prepare_values
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.errors import DataError
 
@@ -39,47 +38,70 @@ MARGIN, MARGINS = "margin", "margins"
 """Column of a pair's margin; name of the margins beside a token store."""
 
 
+class PreferenceSamples(RowSamples):
+    """Preference pairs of one split.
+
+    Attributes:
+        chosen: tokens of each chosen conversation, (pairs,); the rejected one follows it.
+        margins: by how much the chosen answer of each pair is better, (pairs,); None where no objective reads it.
+    """
+
+    def __init__(self, prepared: PreparedPreferences, split: Split, reopen: Any) -> None:
+        super().__init__(prepared, split, reopen)
+        self.chosen = load_array(_halves(self.folder) / _LENGTHS)[self.documents]
+        self.margins = open_values(self.folder, MARGINS)[self.documents] if prepared.with_margins else None
+
+    def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """int64 arrays in the form of :mod:`mgpu_pipe.objectives.dpo`."""
+        place = np.arange(self.seq_len + 1)
+        chosen, length = self.chosen[indices][:, None], self.length[indices][:, None]
+        positions, inside = self.start[indices][:, None] + place, place < length
+        ids = np.where(inside, self.tokens_at(positions), self.padding_token_id)
+        trained = inside & self.mask_at(positions, TRAINED) & (place != chosen)
+        document_start = np.where(place < chosen, 0, np.where(inside, chosen, length))
+        return {
+            "input_ids": ids[:, :-1],
+            "labels": np.where(trained, ids, IGNORE_INDEX)[:, 1:],
+            "position_ids": (place - document_start)[:, :-1],
+            "rejected": (inside & (place >= chosen)).astype(np.int64)[:, :-1],
+            "pair": indices.copy(),
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedPreferences(PreparedRows):
     """Everything a worker needs to load preference pairs; :func:`prepare_preferences` makes it."""
 
     kind: ClassVar[str] = "preferences"
+    what: ClassVar[str] = "pairs"
+    samples_class = PreferenceSamples
 
-    num_pairs: int
+    num_pairs: int = 0
     """Used pairs of both splits."""
-    num_tokens: int
+    num_tokens: int = 0
     """Tokens of all pairs of both splits."""
-    equal_pairs: int
+    equal_pairs: int = 0
     """Pairs left out because their conversations are equal."""
     with_margins: bool = False
     """Whether the pairs' margins are prepared."""
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
-        from mgpu_pipe.data.text.row_tensors import PreferenceSamples
-
-        store, documents = TokenStore.open(self.folder_of(split)), self.documents(split)
-        chosen = load_array(_halves(self.folder_of(split)) / _LENGTHS)[documents]
-        length = np.diff(store.offsets)[documents]
-        margins = None
-        if self.with_margins:
-            margins = open_values(self.folder_of(split), MARGINS)[documents]
-        return PreferenceSamples(
-            store, store.offsets[documents], chosen, length, self.seq_len, self.padding_token_id, reopen, margins
-        )
+    @classmethod
+    def write_facts(cls, folder: Path) -> None:
+        build_once(_halves(folder), partial(_find_halves, TokenStore.open(folder)))
 
     def documents(self, split: Split) -> NDArray[np.int64]:
         documents = super().documents(split)
-        return documents[~equal_pairs(self.folder_of(split))[documents]]
+        return documents[~are_equal(self.folder_of(split))[documents]]
 
-    def long_documents(self, folder: Path) -> NDArray[np.bool_]:
-        return (TokenStore.open(folder).lengths > self.seq_len) & ~equal_pairs(folder)
+    def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
+        return [(limit, np.where(are_equal(folder), 0, lengths)) for limit, lengths in super().limits(folder)]
 
     def amounts(self) -> list[tuple[int, str]]:
         left = [(self.equal_pairs, "equal pairs left out")] if self.equal_pairs else []
         return [(self.num_pairs, "pairs"), (self.num_tokens, "tokens"), *left, *self.left_out()]
 
 
-def equal_pairs(folder: Path) -> NDArray[np.bool_]:
+def are_equal(folder: Path) -> NDArray[np.bool_]:
     """Which pairs of a token store have equal conversations, (pairs,)."""
     equal: NDArray[np.bool_] = load_array(_halves(folder) / _EQUAL)
     return equal
@@ -91,40 +113,19 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
     Raises:
         ConfigError, DataError: see there; or no pair is left.
     """
-    data, rows = config.data, prepare_rows(config, progress)
-    for folder in rows.names:
-        build_once(_halves(folder), partial(_find_halves, TokenStore.open(folder)))
     with_margins = description(config.objective.name).reads_margins
+    known = prepare_rows(PreparedPreferences, config, progress, with_margins=with_margins)
     if with_margins:
-        prepare_values(config, rows, MARGINS, margins_of, progress)
-    equal = sum(int(equal_pairs(folder).sum()) for folder in rows.names)
-    stores = [TokenStore.open(folder) for folder in rows.names]
-    notes = notes_of(map(read_manifest, rows.names))
-    known = PreparedPreferences(
-        **vars(rows),
-        seq_len=data.seq_len,
-        num_pairs=0,
-        num_tokens=sum(int(store.offsets[-1]) for store in stores),
-        equal_pairs=equal,
-        told=notes.summary(),
-        with_margins=with_margins,
-        bad_samples=notes.bad,
-        digest=digest_of("preferences", rows.folder.name, rows.fraction, data.seq_len),
-        validation_digest=digest_of(rows.held_out_folder.name, data.seq_len) if data.validation_paths else "",
-    )
-    long = known.count_long()
-    if data.on_too_long == "refuse":
-        for store, folder in zip(stores, rows.names, strict=True):
-            limit = LengthLimit("data.seq_len", data.seq_len, "pairs")
-            refuse_too_long(limit, np.where(equal_pairs(folder), 0, store.lengths))
-    train, held_out = (len(known.documents(split)) for split in ("train", "validation"))
-    return known.with_counts(
+        prepare_values(config, known, MARGINS, margins_of, progress)
+    equal = sum(int(are_equal(folder).sum()) for folder in known.folders)
+    pairs, tokens = known.count()
+    return known.with_samples(
         config.data,
-        train,
-        held_out,
-        f"{equal} pairs are equal, {long} longer than data.seq_len={data.seq_len}, {held_out} held out",
-        num_pairs=sum(store.num_documents for store in stores) - equal - long,
-        too_long_samples=long,
+        [known.seq_len],
+        also=f"{equal} pairs are equal, ",
+        num_pairs=pairs - equal - known.count_long(),
+        num_tokens=tokens,
+        equal_pairs=equal,
     )
 
 

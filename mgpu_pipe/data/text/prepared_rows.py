@@ -1,98 +1,49 @@
-"""Prepares text whose samples are rows, each a document of a token store."""
+"""Rows of text, each a document of a token store, and the one way from files to them.
+
+A kind of row is a subclass of :class:`PreparedRows`, which says what it keeps next to a token store and which rows fit,
+and one of :class:`RowSamples`, which says what arrays a row becomes.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.cache import Progress, no_progress, writing_to_cache
+from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.data_source import open_source, validation_source_config
 from mgpu_pipe.data.prepared_splits import PreparedSplits, held_out_share
-from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.text.document_encoder import EncodedBatch, library_threads, token_dtype
-from mgpu_pipe.data.text.heldout_split import document_hash
-from mgpu_pipe.data.text.label_rows import Row
+from mgpu_pipe.data.samples import SampleSet, Split
+from mgpu_pipe.data.text.documents import Document
+from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.prepare_text import tokenise
-from mgpu_pipe.data.text.token_store import TokenStore
-from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
+from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 
+if TYPE_CHECKING:
+    import torch
 
-class RowEncoder:
-    """Encodes texts and pairs as rows of at most ``seq_len`` tokens, each with an end token.
-
-    A tokenizer that separates the texts of a pair ([CLS] a [SEP] b [SEP]) does so; otherwise the end-of-sequence token
-    separates them.
-
-    Raises:
-        ConfigError: ``seq_len`` leaves no room for a text's token.
-    """
-
-    def __init__(self, tokenizer: TokenizerInfo, seq_len: int) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self._eos, self._dtype, self._seq_len = tokenizer.eos_token_id, token_dtype(tokenizer.vocab_size), seq_len
-        self._ends = 0 if self._tokenizer.encode("a").ids[-1:] == [self._eos] else 1
-        self._pairs = self._tokenizer.num_special_tokens_to_add(True) > self._tokenizer.num_special_tokens_to_add(False)
-        least = self._tokenizer.num_special_tokens_to_add(True) + 2 * self._ends + 2
-        if seq_len < least:
-            raise ConfigError("data.seq_len", seq_len, f"use at least {least}", "a row holds its texts and their ends")
-
-    def encode(self, rows: Sequence[Row]) -> tuple[EncodedBatch, list[int]]:
-        """Encodes rows; returns also where each second text begins: at the row's end without one."""
-        encoded = [self._joined(row.texts) if len(row.texts) > 1 and not self._pairs else None for row in rows]
-        self._tokenizer.enable_truncation(self._seq_len - self._ends)
-        alone = (row.texts for row, encoded_row in zip(rows, encoded, strict=True) if encoded_row is None)
-        inputs = [texts if len(texts) > 1 else texts[0] for texts in alone]
-        with library_threads(True):
-            results = iter(self._tokenizer.encode_batch(inputs))
-        self._tokenizer.no_truncation()
-        pairs = [self._own_end(next(results)) if encoded_row is None else encoded_row for encoded_row in encoded]
-        return EncodedBatch(
-            tokens=np.array([token for ids, _ in pairs for token in ids], self._dtype),
-            lengths=np.array([len(ids) for ids, _ in pairs], np.int64),
-            hashes=np.array([document_hash(row.joined) for row in rows], np.uint64),
-            loss_mask=None,
-            size=sum(row.size for row in rows),
-        ), [second for _, second in pairs]
-
-    def lengths(self, rows: Sequence[Row]) -> list[int]:
-        """Tokens that each row's whole texts need."""
-        with library_threads(True):
-            if self._pairs or all(len(row.texts) == 1 for row in rows):
-                inputs = [row.texts if len(row.texts) > 1 else row.texts[0] for row in rows]
-                return [len(encoding.ids) + self._ends for encoding in self._tokenizer.encode_batch(inputs)]
-            texts = [text for row in rows for text in row.texts]
-            tokens = iter([len(encoding.ids) + 1 for encoding in self._tokenizer.encode_batch(texts)])
-        return [sum(next(tokens) for _ in row.texts) for row in rows]
-
-    def _own_end(self, encoding: Any) -> tuple[list[int], int]:
-        ids = [*encoding.ids, self._eos][: len(encoding.ids) + self._ends]
-        kinds = encoding.type_ids
-        return ids, kinds.index(1) if 1 in kinds else len(ids)
-
-    def _joined(self, texts: tuple[str, ...]) -> tuple[list[int], int]:
-        first, second = (self._tokenizer.encode(text).ids for text in texts)
-        room = self._seq_len - 2
-        head = first[: max(room - len(second), room - room // 2)]
-        ids = [*head, self._eos, *second[: room - len(head)], self._eos]
-        return ids, len(head) + 1
+Rows = TypeVar("Rows", bound="PreparedRows")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRows(PreparedSplits):
-    """Everything a worker needs to load rows of text, each a document of a token store; a subclass reads them."""
+    """Everything a worker needs to load rows of text, each a document of a token store; a subclass is a kind of row."""
+
+    what: ClassVar[str]
+    """Name of the rows, in the plural."""
+    auto_rule: ClassVar[str] = "drop"
+    """Rule of ``data.on_too_long=auto``."""
+    samples_class: ClassVar[type[RowSamples]]
 
     tokenizer_folder: Path
     padding_token_id: int
@@ -100,9 +51,21 @@ class PreparedRows(PreparedSplits):
     """Tokens of a padded row."""
     on_too_long: str = "drop"
 
-    @abstractmethod
+    @classmethod
+    def write_facts(cls, folder: Path) -> None:
+        """Writes next to a token store what the kind has to know of its rows."""
+
+    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+        return self.samples_class(self, split, reopen)
+
+    def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
+        """Limits of a row, each with the lengths of a folder's rows, (rows,); 0 for a row that is left out anyway."""
+        return [(LengthLimit("data.seq_len", self.seq_len, self.what), TokenStore.open(folder).lengths)]
+
     def long_documents(self, folder: Path) -> NDArray[np.bool_]:
         """Which documents of a folder do not fit, (documents,)."""
+        long: NDArray[np.bool_] = np.any([lengths > limit.value for limit, lengths in self.limits(folder)], axis=0)
+        return long
 
     def documents(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's used documents in its folder."""
@@ -110,32 +73,125 @@ class PreparedRows(PreparedSplits):
         chosen = self.in_split(split, TokenStore.open(folder).hashes)
         return np.flatnonzero(chosen & ~self.long_documents(folder) if self.on_too_long == "drop" else chosen)
 
+    def count(self) -> tuple[int, int]:
+        """Documents and tokens of both splits."""
+        offsets = [TokenStore.open(folder).offsets for folder in self.folders]
+        return sum(len(each) - 1 for each in offsets), sum(int(each[-1]) for each in offsets)
+
     def count_long(self) -> int:
         """Number of documents of both splits that do not fit."""
         return sum(int(self.long_documents(folder).sum()) for folder in self.folders)
 
+    def limit(self) -> str:
+        """Keys and values of the limits of a row."""
+        return f"data.seq_len={self.seq_len}"
 
-@dataclass(frozen=True)
-class RowFolders:
-    """Folders of a run's rows, as fields of :class:`PreparedRows`."""
+    def too_long(self, data: DataConfig) -> str:
+        return describe_too_long(self.too_long_samples, self.what, self.on_too_long, self.limit())
 
-    folder: Path
-    held_out_folder: Path
-    fraction: float
-    tokenizer_folder: Path
-    padding_token_id: int
+    def with_samples(
+        self, data: DataConfig, identity: Sequence[object], is_apart: bool | None = None, also: str = "", **facts: Any
+    ) -> Self:
+        """Refuses rows that do not fit where this is the rule; adds counts and digests.
+
+        Args:
+            identity: what decides the samples, after the token store.
+            is_apart: whether the held-out rows have a digest; None: where they have files.
+            also: a further reason why there may be nothing to train on.
+
+        Raises:
+            ConfigError: a row does not fit, and the rule is refuse.
+            DataError: there is no training sample.
+        """
+        for limit, lengths in (each for folder in self.folders for each in self.limits(folder)):
+            if data.on_too_long == "refuse":
+                refuse_too_long(limit, lengths)
+        long = self.count_long()
+        train, held_out = (len(self.documents(split)) for split in get_args(Split))
+        is_apart = bool(data.validation_paths) if is_apart is None else is_apart and held_out > 0
+        names, held_names = self.digest_names
+        return self.with_counts(
+            data,
+            train,
+            held_out,
+            f"{also}{long:,} {self.what} are longer than {self.limit()}, {held_out:,} are held out; lower "
+            "data.validation_fraction, or raise the limit",
+            too_long_samples=long,
+            digest=digest_of(*names, self.folder.name, self.fraction, *identity),
+            validation_digest=digest_of(*held_names, self.held_out_folder.name, *identity) if is_apart else "",
+            **facts,
+        )
 
     @property
-    def names(self) -> list[Path]:
-        """Token stores, each once."""
-        return list(dict.fromkeys((self.folder, self.held_out_folder)))
+    def digest_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """First parts of the digests of both splits."""
+        return (self.kind,), ()
 
 
-def prepare_rows(config: RunConfig, progress: Progress | None = None) -> RowFolders:
-    """Prepares the rows of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
+class RowSamples(ABC):
+    """Rows of one split, a :class:`mgpu_pipe.data.samples.SampleSet`; a subclass makes arrays of them.
+
+    Args:
+        reopen: opens the same samples in another process, which maps the files itself; picklable.
+
+    Attributes:
+        store: of the split's folder.
+        documents: of the split, in the store, (rows,).
+        start: position of each row in the token file, (rows,).
+        length: tokens of each row, (rows,).
+    """
+
+    def __init__(self, prepared: PreparedRows, split: Split, reopen: Callable[[], SampleSet]) -> None:
+        self.folder, self._reopen = prepared.folder_of(split), reopen
+        self.store, self.documents = TokenStore.open(self.folder), prepared.documents(split)
+        self.start = self.store.offsets[self.documents]
+        self.length = self.store.offsets[self.documents + 1] - self.start
+        self.seq_len, self.padding_token_id = prepared.seq_len, prepared.padding_token_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reopen, ()
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return len(indices)
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return len(indices) * self.seq_len
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.positions(indices) - int(self.length[indices].sum())
+
+    def tokens_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens at these positions of the token file; those after its end are the last."""
+        return self.store.tokens.take(positions, mode="clip").astype(np.int64)
+
+    def mask_at(self, positions: NDArray[np.int64], bit: int) -> NDArray[np.bool_]:
+        """Whether the loss mask has the bit at these positions of the token file."""
+        assert self.store.loss_mask is not None
+        has_bit: NDArray[np.bool_] = self.store.loss_mask.take(positions, mode="clip") & bit != 0
+        return has_bit
+
+    @abstractmethod
+    def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Arrays of the rows ``indices``, whose first dimension is ``rows``; see :class:`SampleSet`."""
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        import torch
+
+        arrays = self.arrays(indices, numbers)
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
+
+
+def prepare_rows(kind: type[Rows], config: RunConfig, progress: Progress | None = None, **facts: Any) -> Rows:
+    """Tokenises the rows of ``config``, or finds them cached; :meth:`PreparedRows.with_samples` adds the counts.
+
+    Args:
+        facts: fields of the kind.
 
     Raises:
-        ConfigError, DataError: see there.
+        ConfigError, DataError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
     """
     data, cache, report = config.data, cache_folder(config.data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
@@ -146,5 +202,62 @@ def prepare_rows(config: RunConfig, progress: Progress | None = None) -> RowFold
         tokenizer = resolve_tokenizer(config, [(config, source)], cache, report)
         folder = tokenise(config, source, tokenizer, cache, report)
         held_folder = tokenise(held_config, held_source, tokenizer, cache, report) if held_config else folder
-    fraction = held_out_share(data, folder, held_folder)
-    return RowFolders(folder, held_folder, fraction, tokenizer.folder, tokenizer.eos_token_id)
+    folders = list(dict.fromkeys((folder, held_folder)))
+    for store in folders:
+        kind.write_facts(store)
+    notes = notes_of(map(read_manifest, folders))
+    fields: dict[str, Any] = {"padding_token_id": tokenizer.eos_token_id, "told": notes.summary(), **facts}
+    return kind(
+        folder=folder,
+        held_out_folder=held_folder,
+        fraction=held_out_share(data, folder, held_folder),
+        tokenizer_folder=tokenizer.folder,
+        seq_len=data.seq_len,
+        on_too_long=kind.auto_rule if data.on_too_long == "auto" else data.on_too_long,
+        bad_samples=notes.bad,
+        **fields,
+    )
+
+
+def prepare_values(
+    config: RunConfig,
+    known: PreparedRows,
+    name: str,
+    values_of: Callable[[Iterable[Document]], Sequence[float]],
+    progress: Progress | None = None,
+) -> None:
+    """Reads the rows a second time and writes their values, once for each token store; :func:`open_values` reads them.
+
+    Args:
+        name: of the values.
+        values_of: a value for each document, or several one after another.
+
+    Raises:
+        DataError: a row has no value.
+    """
+    cache = cache_folder(config.data.cache_dir).absolute()
+    settings = {known.folder: (config, "data.paths")}
+    if config.data.validation_paths:
+        settings.setdefault(known.held_out_folder, (validation_source_config(config), "data.validation_paths"))
+    for folder, (chosen, key) in settings.items():
+        usable = TokenStore.open(folder).usable
+
+        def build(out: Path, chosen: RunConfig = chosen, key: str = key, usable: Any = usable) -> dict[str, Any]:
+            documents = open_source(chosen, cache, progress or no_progress, key).documents()
+            read = (document for index, document in enumerate(documents) if usable is None or usable[index])
+            values = np.array(values_of(read), np.float64)
+            save_array(out / f"{name}.npy", values)
+            return {"rows": len(values)}
+
+        build_once(_values(folder, name), build)
+
+
+def open_values(folder: Path, name: str) -> NDArray[np.float64]:
+    """The values of a token store's rows, in the order of the rows, (values,)."""
+    values: NDArray[np.float64] = load_array(_values(folder, name) / f"{name}.npy")
+    return values
+
+
+def _values(folder: Path, name: str) -> Path:
+    """Folder next to a token store."""
+    return folder.with_name(f"{folder.name}.{name}")

@@ -14,12 +14,11 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.labels import PreparedLabelled
 from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 from mgpu_pipe.data.text.packing import masked_counts
-from mgpu_pipe.data.text.pairs import PreparedPairs, pairs_of
+from mgpu_pipe.data.text.pairs import PreparedPairs
 from mgpu_pipe.data.text.preferences import PreparedPreferences
-from mgpu_pipe.data.text.prepare_embedding_pairs import PreparedEmbeddingPairs
-from mgpu_pipe.data.text.prepare_scored_pairs import PreparedScoredPairs
 from mgpu_pipe.data.text.prepare_text import PreparedData
 from mgpu_pipe.data.text.prepared_rows import PreparedRows
+from mgpu_pipe.data.text.scored_groups import PreparedEmbeddingPairs, PreparedScoredPairs
 from mgpu_pipe.data.text.token_store import TokenStore
 
 if TYPE_CHECKING:
@@ -43,16 +42,15 @@ class Part:
 def lengths_of(prepared: Prepared) -> tuple[NDArray[np.int64], str] | None:
     """Tokens of each training document, and the documents' name; None for data other than text."""
     if isinstance(prepared, PreparedPairs):
-        pairs = pairs_of(TokenStore.open(prepared.folder), prepared.documents("train"))
-        return pairs.source_tokens + pairs.target_tokens, "pair"
+        return TokenStore.open(prepared.folder).lengths[prepared.documents("train")], "pair"
     if isinstance(prepared, PreparedPreferences):
-        return np.diff(TokenStore.open(prepared.folder).offsets), "pair"
+        return TokenStore.open(prepared.folder).lengths, "pair"
     if isinstance(prepared, PreparedMixture):
-        return np.concatenate([np.diff(TokenStore.open(part.folder).offsets) for part in prepared.parts]), "document"
+        return np.concatenate([TokenStore.open(part.folder).lengths for part in prepared.parts]), "document"
     if prepared.kind == "picture_chats":
         return _with_pictures(prepared)[0], "conversation, pictures included"
     if isinstance(prepared, (PreparedData, PreparedRows)):
-        return np.diff(TokenStore.open(prepared.folder).offsets), "document"
+        return TokenStore.open(prepared.folder).lengths, "document"
     return None
 
 
@@ -66,7 +64,7 @@ def _with_pictures(prepared: Any) -> tuple[NDArray[np.int64], int, int]:
     """Lengths of conversations, the number of their pictures, and the placeholder tokens of these."""
     pictures = len(prepared.visual_index("train").pictures)
     more = prepared.more_tokens("train")  # each picture is one token of the store
-    written = np.diff(TokenStore.open(prepared.folder).offsets)
+    written = TokenStore.open(prepared.folder).lengths
     return written + more, pictures, pictures + int(more.sum())
 
 

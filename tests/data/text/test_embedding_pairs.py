@@ -135,7 +135,7 @@ def test_a_long_text_is_cut_as_the_tokenizers_library_does(tmp_path: Path, speci
             length = int(batch["lengths"][row, at])
             assert batch["input_ids"][row, at, :length].tolist() == tokenizer.encode(text).ids
     assert (prepared.too_long_samples, prepared.on_too_long) == (2, "truncate")
-    with pytest.raises(DataError, match="nothing to train on: 2 of 2 pairs do not fit"):
+    with pytest.raises(DataError, match="nothing to train on: 2 pairs are longer than"):
         prepare(configured(tmp_path, rows, "data.on_too_long=drop"))
     with pytest.raises(ConfigError, match=r"data\.seq_len=16: 3 of 5 texts are longer"):
         prepare(configured(tmp_path, rows, "data.on_too_long=refuse"))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
+from mgpu_pipe.data.checks_of_sources import check_pictures
 from mgpu_pipe.data.images.image_keys import CaptionConfig
 from mgpu_pipe.data.images.picture_source import PictureSource
-from mgpu_pipe.data.kinds import check_pictures, prepare_captioned_images
 
 SOURCE = PictureSource(
     name="captioned_digits",
@@ -14,5 +14,4 @@ SOURCE = PictureSource(
     keys=CaptionConfig,
     reads=TEXT_KEYS,
     check=check_pictures,
-    prepare=prepare_captioned_images,
 )

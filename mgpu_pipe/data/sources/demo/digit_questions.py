@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.checks_of_sources import check_picture_chats
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
-from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
 from mgpu_pipe.errors import check_all
 
 if TYPE_CHECKING:
@@ -40,11 +40,9 @@ def check_digits(config: RunConfig) -> None:
 
 SOURCE = PictureChatSource(
     name="digit_questions",
-    samples="picture_chats",
     documents="chat",
     keys=PictureChatConfig,
     reads=(*TEXT_KEYS, "messages_column"),
     check=check_digits,
-    prepare=prepare_picture_chats,
     rules=ChatRules(ask_about_digits, build_digits),
 )

@@ -6,9 +6,9 @@ import gzip
 from collections.abc import Iterator
 
 from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data.checks_of_sources import check_pictures
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_source import PictureSource
-from mgpu_pipe.data.kinds import check_pictures, prepare_labelled_images
 
 
 def labels(data: DataConfig) -> Iterator[str]:
@@ -24,7 +24,6 @@ SOURCE = PictureSource(
     samples="labelled_images",
     keys=ImageConfig,
     reads=("classes",),
-    check=check_pictures,
-    prepare=prepare_labelled_images,
     labels=labels,
+    check=check_pictures,
 )

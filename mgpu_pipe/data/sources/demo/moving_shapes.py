@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import build_once
+from mgpu_pipe.data.checks_of_sources import check_picture_chats
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
-from mgpu_pipe.data.kinds import check_picture_chats, prepare_picture_chats
 from mgpu_pipe.errors import check_all
 
 if TYPE_CHECKING:
@@ -56,11 +56,9 @@ def check_model(config: RunConfig) -> None:
 
 SOURCE = PictureChatSource(
     name="moving_shapes",
-    samples="picture_chats",
     documents="chat",
     keys=PictureChatConfig,
     reads=(*TEXT_KEYS, "messages_column"),
     check=check_model,
-    prepare=prepare_picture_chats,
     rules=ChatRules(ask_about_shapes, build_frames),
 )

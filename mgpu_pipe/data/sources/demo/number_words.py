@@ -10,7 +10,6 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_pairs
 from mgpu_pipe.data.text.documents import Document, Source
 
 
@@ -31,6 +30,5 @@ SOURCE = DataSource(
     samples="pairs",
     documents="pairs",
     reads=(*TEXT_KEYS, "numbers", "target_len"),
-    prepare=prepare_pairs,
     open=open_numbers,
 )

@@ -8,7 +8,6 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.text.documents import Source
 
 
@@ -18,10 +17,4 @@ def open_rules(data: DataConfig, cache: Path, progress: Progress, key: str) -> S
     return Source(SOURCE.name, rules.IDENTITY[SOURCE.name], 0, lambda: rules.rule_documents(SOURCE.name), "chat")
 
 
-SOURCE = DataSource(
-    name="rule_chat",
-    documents="chat",
-    reads=(*TEXT_KEYS, "messages_column"),
-    open=open_rules,
-    prepare=prepare_packed_text,
-)
+SOURCE = DataSource(name="rule_chat", documents="chat", reads=(*TEXT_KEYS, "messages_column"), open=open_rules)

@@ -7,7 +7,6 @@ from pathlib import Path
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.text.documents import Source
 
 
@@ -17,4 +16,4 @@ def open_rules(data: DataConfig, cache: Path, progress: Progress, key: str) -> S
     return Source(SOURCE.name, rules.IDENTITY[SOURCE.name], 0, lambda: rules.rule_documents(SOURCE.name))
 
 
-SOURCE = DataSource(name="rule_facts", open=open_rules, prepare=prepare_packed_text)
+SOURCE = DataSource(name="rule_facts", open=open_rules)

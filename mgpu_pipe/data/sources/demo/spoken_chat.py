@@ -11,7 +11,6 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS, DocumentKind
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.data.text.documents import Document, Source
 
 
@@ -35,5 +34,4 @@ SOURCE = DataSource(
     documents="chat",
     reads=(*TEXT_KEYS, "messages_column", "numbers"),
     open=partial(open_numbers, "spoken_chat", "chat", 2),
-    prepare=prepare_packed_text,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mgpu_pipe.data.audio.speech_source import SpeechSource
-from mgpu_pipe.data.kinds import prepare_tagged_sounds
 from mgpu_pipe.data.sources.demo.spoken_digits import check_programs, speak_digits
 from mgpu_pipe.data.sources.demo.spoken_single_digits import SpokenLabelsConfig
 
@@ -14,6 +13,5 @@ SOURCE = SpeechSource(
     keys=SpokenLabelsConfig,
     reads=("classes",),
     check=check_programs,
-    prepare=prepare_tagged_sounds,
     speak=speak_digits,
 )

@@ -11,7 +11,7 @@ from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import SpeechSource
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.kinds import check_recordings, prepare_speech
+from mgpu_pipe.data.checks_of_sources import check_recordings
 from mgpu_pipe.errors import check_all
 
 
@@ -67,6 +67,5 @@ SOURCE = SpeechSource(
     keys=SpokenDigitsConfig,
     reads=("tokenizer", "on_too_long"),
     check=check_programs,
-    prepare=prepare_speech,
     speak=speak_digits,
 )

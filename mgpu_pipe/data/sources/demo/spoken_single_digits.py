@@ -9,7 +9,6 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.audio.speech_keys import LabelledAudioConfig
 from mgpu_pipe.data.audio.speech_source import SpeechSource
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.kinds import prepare_labelled_sounds
 from mgpu_pipe.data.sources.demo.spoken_digits import SpokenDigitsConfig, check_programs, spoken_folders
 
 
@@ -29,6 +28,5 @@ SOURCE = SpeechSource(
     keys=SpokenLabelsConfig,
     reads=("classes",),
     check=check_programs,
-    prepare=prepare_labelled_sounds,
     speak=speak_single_digits,
 )

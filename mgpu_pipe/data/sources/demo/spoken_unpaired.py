@@ -6,7 +6,6 @@ from functools import partial
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_unpaired
 from mgpu_pipe.data.sources.demo.spoken_chat import open_numbers
 
 SOURCE = DataSource(
@@ -14,6 +13,5 @@ SOURCE = DataSource(
     samples="unpaired",
     documents="unpaired",
     reads=(*TEXT_KEYS, "messages_column", "numbers"),
-    prepare=prepare_unpaired,
     open=partial(open_numbers, "spoken_unpaired", "unpaired", 2),
 )

@@ -16,7 +16,6 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.kinds import prepare_embedding_pairs
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
 from mgpu_pipe.data.text.embedding_rows import document_of
@@ -86,6 +85,5 @@ SOURCE = DataSource(
     documents="text_groups",
     keys=EmbeddingPairsConfig,
     check=check_library,
-    prepare=prepare_embedding_pairs,
     open=open_library,
 )

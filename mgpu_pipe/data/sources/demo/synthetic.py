@@ -5,7 +5,6 @@ from __future__ import annotations
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.kinds import prepare_packed_text
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 
 
@@ -25,10 +24,4 @@ def check_shape(config: RunConfig) -> None:
         raise ConfigErrors(errors)
 
 
-SOURCE = DataSource(
-    name="synthetic",
-    documents="tokens",
-    reads=(*TEXT_KEYS, "synthetic"),
-    check=check_shape,
-    prepare=prepare_packed_text,
-)
+SOURCE = DataSource(name="synthetic", documents="tokens", reads=(*TEXT_KEYS, "synthetic"), check=check_shape)

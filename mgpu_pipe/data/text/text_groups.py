@@ -1,0 +1,215 @@
+"""Groups of texts: a query, a text to find and texts not to find; or two sentences with a score. Each is a sample.
+
+In the token file a group is a document: its texts one after another, as the tokenizer gives them alone. The loss mask
+marks the first token of each text. A folder next to the token store has the ranges of the texts and a hash of each,
+equal for equal texts. A longer text is cut before its last special tokens, as the tokenizers library does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.bad_samples import LengthLimit
+from mgpu_pipe.data.cache import Progress, build_once
+from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.data.samples import Split
+from mgpu_pipe.data.text.pair_template import pair_template
+from mgpu_pipe.data.text.pieces import special_ends
+from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples, prepare_rows
+from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
+from mgpu_pipe.errors import ConfigError
+
+_FIRST_TEXTS, _STARTS, _HASHES, _LENGTHS = "first_texts.npy", "starts.npy", "hashes.npy", "lengths.npy"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts of the documents of a token store.
+
+    Attributes:
+        first: number of each document's first text, and the number of texts, (documents + 1,).
+        start: position of each text in the token file, (texts,).
+        length: tokens of each text, (texts,).
+        number: above 0, equal for equal texts, (texts,), int64.
+    """
+
+    first: NDArray[np.int64]
+    start: NDArray[np.int64]
+    length: NDArray[np.int64]
+    number: NDArray[np.int64]
+
+    @classmethod
+    def open(cls, folder: Path) -> Texts:
+        """Maps the ranges of a token store's texts into memory."""
+        return cls(*(load_array(_texts(folder) / name) for name in (_FIRST_TEXTS, _STARTS, _LENGTHS, _HASHES)))
+
+    @property
+    def most(self) -> int:
+        """Texts of the document with most."""
+        return int(np.diff(self.first).max())
+
+    def longest_rows(self, more_tokens: int | None) -> NDArray[np.int64]:
+        """Tokens of each document's longest row, (documents,).
+
+        Args:
+            more_tokens: see :class:`PreparedTextGroups`.
+        """
+        queries, lengths = self.first[:-1], self.length
+        if more_tokens is not None:
+            lengths = lengths + np.repeat(lengths[queries], np.diff(self.first)) + more_tokens
+            lengths[queries] = 0  # they are no rows
+        longest: NDArray[np.int64] = np.maximum.reduceat(lengths, queries)
+        return longest
+
+
+class TextGroups(RowSamples):
+    """Groups of texts of one split, each text padded or cut to a row.
+
+    Attributes:
+        prepared: sizes of the rows.
+    """
+
+    def __init__(self, prepared: PreparedTextGroups, split: Split, reopen: Any) -> None:
+        super().__init__(prepared, split, reopen)
+        self.prepared, self._texts = prepared, Texts.open(self.folder)
+        self._first = self._texts.first[self.documents]
+        self._count = self._texts.first[self.documents + 1] - self._first
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return len(indices) * self.prepared.texts * self.seq_len
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return self.positions(indices) - int(np.minimum(self.ranges(indices)[1], self.seq_len).sum())
+
+    def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """int64 arrays: ``input_ids``, (rows, texts, seq_len); ``lengths`` and ``text_numbers``, (rows, texts), 0 for a
+        text that a sample does not have."""
+        (start, length, number), room = self.ranges(indices), self.seq_len
+        place, lengths = np.arange(room), np.minimum(length, room)
+        # The last special tokens of a cut text stay at its end.
+        skipped = np.where(place >= room - self.prepared.last_tokens, np.maximum(length - room, 0)[..., None], 0)
+        ids = self.tokens_at(start[..., None] + place + skipped)
+        return {
+            "input_ids": np.where(place < lengths[..., None], ids, self.padding_token_id),
+            "lengths": lengths,
+            "text_numbers": number,
+        }
+
+    def places(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Whether a sample has each text, and the text's number in the store, (rows, texts); 0 for missing texts."""
+        place = np.arange(self.prepared.texts)
+        there = place < self._count[indices][:, None]
+        return there, np.where(there, self._first[indices][:, None] + place, 0)
+
+    def ranges(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+        """Start, length and number of each text, (rows, texts); length and number are 0 for missing texts."""
+        texts, (there, places) = self._texts, self.places(indices)
+        return texts.start[places], np.where(there, texts.length[places], 0), np.where(there, texts.number[places], 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedTextGroups(PreparedRows):
+    """Everything a worker needs to load groups of texts; :func:`prepare_groups` makes it."""
+
+    what: ClassVar[str] = "pairs"
+    auto_rule: ClassVar[str] = "truncate"
+    samples_class: ClassVar[type[RowSamples]] = TextGroups
+
+    texts: int = 0
+    """Texts of a sample: query, positive, and as many negatives as the row with most has."""
+    last_tokens: int
+    """Special tokens at the end of a text, which a cut leaves there."""
+    num_pairs: int = 0
+    num_texts: int = 0
+    num_tokens: int = 0
+    on_too_long: str = "truncate"
+    more_tokens: int | None = None
+    """Tokens of a row of two texts less those of both alone, for a model that reads a query and a document together;
+    None where each text is a row."""
+
+    @classmethod
+    def write_facts(cls, folder: Path) -> None:
+        build_once(_texts(folder), partial(_find_texts, TokenStore.open(folder)))
+
+    def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
+        limit = LengthLimit("data.seq_len", self.seq_len, "texts" if self.more_tokens is None else "rows")
+        return [(limit, Texts.open(folder).longest_rows(self.more_tokens))]
+
+    def amounts(self) -> list[tuple[int, str]]:
+        return [(self.num_pairs, "pairs"), (self.num_tokens, "tokens"), *self.left_out()]
+
+
+Groups = TypeVar("Groups", bound=PreparedTextGroups)
+
+
+def prepare_groups(kind: type[Groups], config: RunConfig, progress: Progress | None = None) -> Groups:
+    """Prepares the groups of ``config``, or finds them cached.
+
+    Raises:
+        ConfigError, DataError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`; or no group is left.
+    """
+    padding = model_field(config.model, "pad_token_id")
+    own_padding = {"padding_token_id": padding} if isinstance(padding, int) else {}
+    known = prepare_rows(kind, config, progress, last_tokens=0, **own_padding)
+    is_joined, last_tokens = description(config.objective.name).joins_texts, _last_tokens(known.tokenizer_folder)
+    template = pair_template(known.tokenizer_folder) if is_joined else None
+    least = last_tokens + 2 if template is None else template.specials + 2
+    if known.seq_len < least:
+        raise ConfigError("data.seq_len", known.seq_len, f"use at least {least}", "a text has special tokens")
+    every = [Texts.open(folder) for folder in known.folders]
+    pairs, tokens = known.count()
+    known = replace(
+        known,
+        texts=max(texts.most for texts in every),
+        last_tokens=last_tokens,
+        num_pairs=pairs,
+        num_texts=sum(len(texts.start) for texts in every),
+        num_tokens=tokens,
+        more_tokens=None if template is None else template.more_tokens,
+    )
+    rule, joined = [known.on_too_long] if known.count_long() else [], ["joined"] if is_joined else []
+    return known.with_samples(config.data, (known.seq_len, known.padding_token_id, *rule, *joined))
+
+
+def _last_tokens(tokenizer_folder: Path) -> int:
+    """Number of special tokens that the tokenizer adds after a text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    ends = special_ends(tokenizer)
+    return len(ends[1]) if ends else 0
+
+
+def _texts(folder: Path) -> Path:
+    """Folder next to a token store with the ranges of its texts."""
+    return folder.with_name(f"{folder.name}.texts")
+
+
+def _find_texts(store: TokenStore, out: Path) -> dict[str, Any]:
+    """Writes where each text begins, its length, and a hash of its tokens."""
+    assert store.loss_mask is not None
+    start = np.flatnonzero(store.loss_mask)
+    ends = np.append(start[1:], len(store.tokens))
+    content = (store.tokens[first:end].tobytes() for first, end in zip(start, ends, strict=True))
+    hashes = np.fromiter((_number_of(tokens) for tokens in content), np.int64, len(start))
+    save_array(out / _FIRST_TEXTS, np.searchsorted(start, store.offsets))
+    save_array(out / _STARTS, start)
+    save_array(out / _LENGTHS, ends - start)
+    save_array(out / _HASHES, hashes)
+    return {"texts": len(start)}
+
+
+def _number_of(content: bytes) -> int:
+    """63-bit hash above 0."""
+    return max(1, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1)
