@@ -174,7 +174,7 @@ def test_the_programs_help_is_short_and_names_every_verb(capsys: pytest.CaptureF
     assert cli.main(words) == 0
     shown = capsys.readouterr()
     assert shown.err == "" and shown.out.startswith("usage: mgpu-pipe [VERB] [OVERRIDES]\n")
-    assert len(shown.out.splitlines()) <= 33 and max(map(len, shown.out.splitlines())) <= 80
+    assert len(shown.out.splitlines()) <= 34 and max(map(len, shown.out.splitlines())) <= 80
     listed = [line.split()[0] for line in shown.out.split("verbs:\n")[1].split("\n\n")[0].splitlines()]
     assert listed == verb_names()
 

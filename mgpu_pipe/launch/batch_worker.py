@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.inference.batch.settings import AnswerSettings, EncodeSettings, JobSettings
+from mgpu_pipe.inference.batch.settings import AnswerSettings, EncodeSettings, JobSettings, ScoreSettings
 from mgpu_pipe.launch.inference_world import SETTINGS
 from mgpu_pipe.launch.worker import work_with_others
 from mgpu_pipe.system.process_end import exit_now
@@ -84,6 +84,7 @@ def compute_share(settings: JobSettings, device: torch.device | str, rank: int =
     """Open the run and compute the share of this process."""
     from mgpu_pipe.inference.batch.answer import answer_prompts
     from mgpu_pipe.inference.batch.encode import encode_texts
+    from mgpu_pipe.inference.batch.score import score_rows
     from mgpu_pipe.inference.batch.share import Share
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.open import load_run
@@ -94,6 +95,8 @@ def compute_share(settings: JobSettings, device: torch.device | str, rank: int =
     share = Share(rank, processes)
     if isinstance(settings, EncodeSettings):
         encode_texts(settings, run, share)
+    elif isinstance(settings, ScoreSettings):
+        score_rows(settings, run, share)
     elif isinstance(settings, AnswerSettings):
         answer_prompts(settings, run, share)
 

@@ -21,7 +21,7 @@ from typing_extensions import Self
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet
 from mgpu_pipe.data.step_batch import BatchSpec, Field
-from mgpu_pipe.data.text.pair_template import PairTemplate, kept_tokens, pair_template
+from mgpu_pipe.data.text.pair_template import PairTemplate, join_pair, pair_template
 from mgpu_pipe.data.text.text_groups import TextGroups
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.global_batch import at_least_fp32
@@ -217,18 +217,12 @@ class QueryDocuments(ChangedSamples):
 
     def _row(self, start: NDArray[np.int64], length: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
         """Tokens of a query and a document as one row, and where tokens of type 1 begin: at its end without any."""
-        template = self.template
-        before, after = template.alone
-        room = self._texts.prepared.seq_len - template.specials
-        query_length, document_length = (length - before - after).tolist()
-        first, second = kept_tokens(query_length, document_length, room)
+        before, after = self.template.alone
         query, document = (
-            self._texts.store.tokens[begin : begin + tokens]
-            for begin, tokens in zip((start + before).tolist(), (first, second), strict=True)
+            self._texts.store.tokens[begin + before : begin + size - after].astype(np.int64)
+            for begin, size in zip(start.tolist(), length.tolist(), strict=True)
         )
-        ids = np.concatenate([template.before, query, template.between, document, template.after]).astype(np.int64)
-        kind = template.first_kind
-        return ids, len(ids) if kind is None else len(template.before) + first + kind
+        return join_pair(self.template, query, document, self._texts.prepared.seq_len)
 
 
 def loss_terms(there: NDArray[np.bool_], loss: RerankerLoss) -> NDArray[np.bool_]:

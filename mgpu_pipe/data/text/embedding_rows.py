@@ -26,28 +26,33 @@ def pair_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
 
     Rows that cannot be parsed pass unchanged; :func:`pair_document` refuses them.
     """
-    column = cast(EmbeddingPairsConfig, data).positive_column
+    keys = cast(EmbeddingPairsConfig, data)
     for line, origin, size in row_lines(path, expected, nested=True):
-        for number, positive in enumerate(_each_positive(line, origin, column)):
+        for number, positive in enumerate(_each_positive(line, origin, keys)):
             yield positive, origin, 0 if number else size
 
 
-def _each_positive(line: str, origin: str, column: str) -> Iterator[str]:
+def _each_positive(line: str, origin: str, keys: EmbeddingPairsConfig) -> Iterator[str]:
+    """A row for each positive, with its own score and those of the negatives."""
+    column, scored = keys.positive_column, keys.scores_column
     try:
-        row = files.json_row(line, origin, column)
+        row = files.json_row(line, origin, column, *([] if scored is None else [scored]))
     except DataError:
         row = {}
     positives = row.get(column)
     if not isinstance(positives, list) or len(positives) < 2:
         yield line
         return
-    for positive in positives:
+    scores = None if scored is None else row.get(scored)
+    for number, positive in enumerate(positives):
+        if scored is not None and isinstance(scores, list):
+            row = {**row, scored: [*scores[number : number + 1], *scores[len(positives) :]]}
         yield json.dumps({**row, column: [positive]}, ensure_ascii=False)
 
 
 def check_pair_row(data: DataConfig, line: str, origin: str) -> None:
     """Checks a row of a file; raises as :func:`pair_document` does."""
-    for positive in _each_positive(line, origin, cast(EmbeddingPairsConfig, data).positive_column):
+    for positive in _each_positive(line, origin, cast(EmbeddingPairsConfig, data)):
         pair_document(data, positive, origin, 0)
 
 
@@ -67,12 +72,12 @@ def pair_document(data: DataConfig, line: str, origin: str, size: int) -> Docume
     for key, column in zip(("query_column", "positive_column"), columns, strict=False):
         if column not in row:
             raise files.missing_column(origin, f"data.{key}", column, list(row))
-    query, *others = _texts(row[keys.query_column], keys.query_column, origin)
-    positive, *more = _texts(row[keys.positive_column], keys.positive_column, origin)
+    query, *others = texts_of(row[keys.query_column], keys.query_column, origin)
+    positive, *more = texts_of(row[keys.positive_column], keys.positive_column, origin)
     if others or more:
         column = keys.query_column if others else keys.positive_column
         raise DataError(f"{origin}: column '{column}' is a list of lists or of queries; {files.FIX}")
-    negatives = _texts(row.get(keys.negative_column), keys.negative_column, origin, least=0)
+    negatives = texts_of(row.get(keys.negative_column), keys.negative_column, origin, least=0)
     if positive in negatives:
         raise DataError(f"{origin}: a text of column '{keys.negative_column}' is the positive; {files.FIX}")
     document = document_of(keys, query, positive, negatives, origin, size)
@@ -105,7 +110,7 @@ def document_of(
     return Document(json.dumps(texts, ensure_ascii=False), origin, size, key=query)
 
 
-def _texts(value: Any, column: str, origin: str, least: int = 1) -> list[str]:
+def texts_of(value: Any, column: str, origin: str, least: int = 1) -> list[str]:
     """The text of a column, or the texts of its list.
 
     Raises:

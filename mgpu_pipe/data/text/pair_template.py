@@ -8,6 +8,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.text.pieces import special_ends
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, special_tokens
@@ -107,6 +110,21 @@ def _separate_pairs(tokenizer: Tokenizer, end: int) -> None:
     )
     before = tokenizer.post_processor
     tokenizer.post_processor = joining if before is None or any(alone) else processors.Sequence([before, joining])
+
+
+def join_pair(
+    template: PairTemplate, query: NDArray[np.int64], document: NDArray[np.int64], seq_len: int
+) -> tuple[NDArray[np.int64], int]:
+    """The row of two texts, at most ``seq_len`` tokens, and where its tokens of type 1 begin: at its end without any.
+
+    Args:
+        query, document: tokens without special ones.
+    """
+    first, second = kept_tokens(len(query), len(document), seq_len - template.specials)
+    parts = (template.before, query[:first], template.between, document[:second], template.after)
+    ids = np.concatenate(parts).astype(np.int64)
+    kind = template.first_kind
+    return ids, len(ids) if kind is None else len(template.before) + first + kind
 
 
 def kept_tokens(first: int, second: int, room: int) -> tuple[int, int]:

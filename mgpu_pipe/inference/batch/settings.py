@@ -74,7 +74,9 @@ class JobSettings(ABC):
     @staticmethod
     def from_json(text: str) -> JobSettings:
         values = json.loads(text)
-        kinds: dict[str, type[JobSettings]] = {kind.__name__: kind for kind in (AnswerSettings, EncodeSettings)}
+        kinds: dict[str, type[JobSettings]] = {
+            kind.__name__: kind for kind in (AnswerSettings, EncodeSettings, ScoreSettings)
+        }
         kind = kinds[values.pop("kind")]
         for field in fields(kind):
             if "Path" in str(field.type) and values[field.name] is not None:
@@ -133,3 +135,17 @@ class EncodeSettings(JobSettings):
         from mgpu_pipe.inference.batch.vector_folder import VectorFolder
 
         return VectorFolder(self.output, self.size)
+
+
+@dataclass(frozen=True)
+class ScoreSettings(JobSettings):
+    """Settings of a job that scores documents.
+
+    Attributes:
+        rows: of the input.
+    """
+
+    rows: int
+
+    def folder(self) -> LineFolder:
+        return LineFolder(self.output)
