@@ -89,7 +89,7 @@ def measured_steps(world: int) -> tuple[str, list[float]]:
 
 
 def main() -> None:
-    from mgpu_pipe.checks.run_hardware import predicted_seconds
+    from mgpu_pipe.planning.run_hardware import predicted_seconds
 
     rows: list[list[Any]] = []
     regrets = []

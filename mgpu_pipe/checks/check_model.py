@@ -18,7 +18,7 @@ from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, exist
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 from mgpu_pipe.models.field_sizes import largest_width, usable_positions
-from mgpu_pipe.models.fields import CAUSAL, ModelClassError, check_model_config, resolved_fields
+from mgpu_pipe.models.fields import CAUSAL, ModelClassError, check_model_config, model_fields
 from mgpu_pipe.models.weights.folder import check_model_folder, check_vocabulary, check_weights_listed, read_config_json
 from mgpu_pipe.objectives.vector_keys import VectorConfig
 from mgpu_pipe.system.local_files import exists, expand_home, is_file, is_folder
@@ -95,16 +95,6 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
     if attn_implementation in FLASH:
         reason = f"the {model_type} family needs a mask for packed samples, which flash attention does not take"
         raise ConfigError("model.attn_implementation", attn_implementation, "use sdpa, or data.packing=none", reason)
-
-
-def model_fields(model: ModelConfig) -> dict[str, Any]:
-    """The model's configuration fields that are known without torch; empty without a valid model."""
-    if (model.type is None) == (model.path is None):
-        return {}
-    try:
-        return resolved_fields(model)
-    except BadInputError:  # check_model reports it
-        return {}
 
 
 def check_model(config: RunConfig) -> None:

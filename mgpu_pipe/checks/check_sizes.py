@@ -7,18 +7,19 @@ from dataclasses import fields, is_dataclass
 from operator import ge, gt, le, lt
 from typing import Any
 
-from mgpu_pipe.checks.check_model import model_fields
-from mgpu_pipe.checks.memory_limits import memory_errors
+from mgpu_pipe.architectures.family import CONFIGS
+from mgpu_pipe.architectures.find import families_with, family_of
 from mgpu_pipe.checks.model_axes import model_axis_errors, router_loss_errors
 from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
-from mgpu_pipe.checks.tower_strategies import part_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import resolve_precision, world_size
-from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.config.synonyms import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.fields import model_fields
+from mgpu_pipe.planning.memory_limits import memory_errors
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_errors
 
@@ -68,7 +69,7 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
                 *_router_errors(config.model, config.objective),
                 *_reduction_errors(config.precision, config.strategy, config.trainer, dims, plan),
             ]
-            errors += part_errors(config, dims, model_fields(config.model))
+            errors += _part_errors(config.strategy, config.data, dims, model_fields(config.model))
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
             errors += [] if errors else memory_errors(config, elsewhere)
@@ -141,3 +142,44 @@ def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -
 
 def _uses_axis_options(strategy: StrategyConfig) -> bool:
     return bool(strategy.sequence_parallel or strategy.pipeline.layers)
+
+
+def _part_errors(
+    strategy: StrategyConfig, data: DataConfig, dims: ParallelDims, fields: Mapping[str, Any]
+) -> list[ConfigError]:
+    """Errors of ``strategy.parts``, one for each key: towers that stay whole under tensor parallelism, or keep what it
+    recomputes.
+
+    Args:
+        fields: of the model's configuration (:func:`mgpu_pipe.models.fields.resolved_fields`); empty if unknown.
+    """
+    errors = []
+    for part in strategy.parts.whole if fields else ():
+        reasons = _reasons_to_cut(data, dims, part, str(fields.get("model_type")), fields.get(CONFIGS[part]))
+        if reason := next(iter(reasons), ""):
+            errors.append(ConfigError(f"strategy.parts.{part}", "whole", "leave it out", reason))
+    recompute, towers = strategy.parts.activation_checkpointing, [CONFIGS["vision"], CONFIGS["audio"]]
+    if recompute != "same" and fields:
+        key, fix = "strategy.parts.activation_checkpointing", "use same, or strategy.activation_checkpointing"
+        if not any(isinstance(fields.get(tower), Mapping) for tower in towers):
+            errors.append(ConfigError(key, recompute, fix, f"the {fields.get('model_type')} family has no tower"))
+        elif strategy.engine != "mesh":
+            errors.append(ConfigError(key, recompute, fix, "ZeRO recomputes all blocks alike"))
+    return errors
+
+
+def _reasons_to_cut(data: DataConfig, dims: ParallelDims, part: str, model_type: str, tower: object) -> list[str]:
+    """Reasons why this part cannot stay whole, or would not be cut."""
+    families = families_with(lambda family: part in family.tower_outputs)
+    has_families = f"these keep one whole: {', '.join(families)}" if families else "no family keeps one whole"
+    cached = getattr(data, "cache_features", False)
+    candidates = [
+        (f"the {model_type} family has no {part} tower; {has_families}", not isinstance(tower, Mapping)),
+        (
+            f"no {part} tower of the {model_type} family was tried; {has_families}",
+            part not in family_of(model_type).tower_outputs,
+        ),
+        ("strategy.tp=1 cuts no tower", dims.tp == 1),
+        ("data.cache_features=true runs the tower before the first step", part == "vision" and cached),
+    ]
+    return [reason for reason, applies in candidates if applies]

@@ -10,15 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import family_of, stages_of
-from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.check_sizes import update_errors
 from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
 from mgpu_pipe.checks.offload import offload_errors
-from mgpu_pipe.checks.run_hardware import CPU
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.hardware_profile import HardwareProfile
 from mgpu_pipe.planning.layout_search import (
     AllowedSizes,
@@ -34,6 +33,7 @@ from mgpu_pipe.planning.layout_search import (
 )
 from mgpu_pipe.planning.memory import activations_of, memory_by_rank, overheads_of, state_of
 from mgpu_pipe.planning.model_work import model_work, place_of_state
+from mgpu_pipe.planning.run_hardware import CPU
 from mgpu_pipe.planning.step_time import StepTime, step_time
 from mgpu_pipe.planning.work import Hardware, Work
 from mgpu_pipe.topology import ParallelDims

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model_axes import across_nodes
 from mgpu_pipe.checks.start import joined
@@ -16,7 +15,7 @@ from mgpu_pipe.config.resolve import resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.fields import noise_fields
+from mgpu_pipe.models.fields import model_fields, noise_fields
 from mgpu_pipe.system import hardware
 from mgpu_pipe.topology import ParallelDims
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.group_keys import ADAMW_BF16, StrategyConfig
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import OptimizerConfig, TrainerConfig
 from mgpu_pipe.config.targets.source_class import NoSuchName, NotAClass, Unknown, find_class
@@ -89,7 +89,6 @@ def is_number(value: object) -> bool:
 
 
 MUON = "mgpu_pipe.optim.muon.Muon"
-ADAMW_BF16 = "mgpu_pipe.optim.adamw_bf16.AdamWBf16"
 KEY = "optimizer._target_"
 ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """torch's optimizers whose update of an element depends only on that element."""

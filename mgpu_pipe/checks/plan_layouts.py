@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.checks.check_sizes import size_errors, update_errors
 from mgpu_pipe.checks.layout_candidates import Candidates, find_candidates, on_processes, with_layout
-from mgpu_pipe.checks.run_hardware import CPU, computing_hardware, hardware_here
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.config.resolve import devices_per_node
@@ -22,6 +21,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.hardware_profile import GIB, HardwareProfile, load_profile
 from mgpu_pipe.planning.layout_search import Layout
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
+from mgpu_pipe.planning.run_hardware import CPU, computing_hardware, hardware_here
 from mgpu_pipe.planning.work import Hardware
 from mgpu_pipe.system.hardware import host_memory
 

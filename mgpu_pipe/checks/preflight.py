@@ -17,7 +17,6 @@ from mgpu_pipe.checks.check_model import (
 from mgpu_pipe.checks.check_sizes import range_errors, size_errors, update_errors
 from mgpu_pipe.checks.devices import numerics_errors
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
-from mgpu_pipe.checks.memory_limits import memory_notice
 from mgpu_pipe.checks.model_axes import refused_axes_errors
 from mgpu_pipe.checks.notices import Notice, notices
 from mgpu_pipe.checks.parameter_names import name_errors
@@ -28,6 +27,7 @@ from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig, StrategyConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
+from mgpu_pipe.planning.memory_limits import memory_notice
 from mgpu_pipe.system.hardware import usable_gpus
 from mgpu_pipe.topology import ParallelDims
 

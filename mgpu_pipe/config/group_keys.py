@@ -88,6 +88,7 @@ class SchedulerConfig:
         return min(self.warmup_steps, total_steps)
 
 
+ADAMW_BF16 = "mgpu_pipe.optim.adamw_bf16.AdamWBf16"
 ALL_LINEAR = "all-linear"
 
 

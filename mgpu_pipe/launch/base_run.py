@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.selection import resolve_source
-from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors, print_line
 from mgpu_pipe.import_path import python_module
+from mgpu_pipe.models.fields import model_fields
 
 if TYPE_CHECKING:
     from mgpu_pipe.config.hydra.compose import Composition

@@ -253,17 +253,17 @@ def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
     notices: list[Notice] = []
     resumed = resumed_config(config, composition.swept)
     if STRATEGY in keys:
-        from mgpu_pipe.checks.auto_layout import with_planned_strategy
+        from mgpu_pipe.checks.planned_keys import with_planned_strategy
 
         config, notices = with_planned_strategy(config)
     if MICRO_BATCH in keys:
-        from mgpu_pipe.checks.largest_micro_batch import with_predicted_micro_batch
+        from mgpu_pipe.checks.planned_keys import with_predicted_micro_batch
 
         predicted = with_predicted_micro_batch(config, resumed, elsewhere)
         config, composition.measures_micro_batch = predicted[0], predicted[2]
         notices.append(predicted[1])
     if SAVES in keys:
-        from mgpu_pipe.checks.auto_saves import with_planned_saves
+        from mgpu_pipe.checks.planned_keys import with_planned_saves
 
         config, more = with_planned_saves(config, resumed)
         notices += more

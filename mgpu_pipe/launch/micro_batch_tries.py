@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mgpu_pipe.checks.largest_micro_batch import KEY, MAX, micro_batch_sizes, with_micro_batch
+from mgpu_pipe.checks.planned_keys import MAX, MICRO_BATCH, micro_batch_sizes, with_micro_batch
 from mgpu_pipe.config.freeze import freeze, load
 from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import RunConfig
@@ -58,7 +58,8 @@ def largest_micro_batch(config: RunConfig) -> RunConfig:
     index, fitting, failing = sizes.index(int(config.data.micro_batch_size)), -1, len(sizes)
     while fitting + 1 < failing:
         problem = _problem(with_micro_batch(config, sizes[index]))
-        print_line(f"note: {KEY}: {sizes[index]} {'does not fit' if problem else 'fits'}", file=sys.stderr, flush=True)
+        outcome = "does not fit" if problem else "fits"
+        print_line(f"note: {MICRO_BATCH}: {sizes[index]} {outcome}", file=sys.stderr, flush=True)
         if problem:
             failing = index
         else:
@@ -67,8 +68,8 @@ def largest_micro_batch(config: RunConfig) -> RunConfig:
         index = fitting + 1 if fitting >= 0 else failing - 1
         if index < 0:
             fix = "use a strategy that shards, strategy.activation_checkpointing=full, or more processes or memory"
-            raise ConfigError(KEY, MAX, fix, f"not even {sizes[0]} fits: {problem}")
-    print_line(f"note: {KEY}: max is {sizes[fitting]}, measured", file=sys.stderr, flush=True)
+            raise ConfigError(MICRO_BATCH, MAX, fix, f"not even {sizes[0]} fits: {problem}")
+    print_line(f"note: {MICRO_BATCH}: max is {sizes[fitting]}, measured", file=sys.stderr, flush=True)
     return with_micro_batch(config, sizes[fitting])
 
 
@@ -90,14 +91,14 @@ def _problem(config: RunConfig) -> str:
         code = _exit_code(bound(python_module("mgpu_pipe.launch.micro_batch_tries", str(file))), said, inbox)
         error = said.read_text(encoding="utf-8", errors="replace")
     if inbox.stop_requested or code == EXIT_STOPPED:
-        raise MicroBatchStoppedError(f"{KEY}=max: {NOT_BEGUN}")
+        raise MicroBatchStoppedError(f"{MICRO_BATCH}=max: {NOT_BEGUN}")
     if not code:
         return ""
     errors = [line for line in error.splitlines() if line.startswith("error: ")] or [error[-TAIL:]]
     text = " ".join(errors).removeprefix("error: ")
     if OUT_OF_MEMORY in text or KILLED in text:
         return text[:TAIL]
-    raise MicroBatchTryError(f"{KEY}=max: a try of {config.data.micro_batch_size} failed: {text}")
+    raise MicroBatchTryError(f"{MICRO_BATCH}=max: a try of {config.data.micro_batch_size} failed: {text}")
 
 
 def _exit_code(command: Sequence[str], said: Path, inbox: SignalInbox) -> int:

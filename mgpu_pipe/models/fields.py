@@ -206,6 +206,16 @@ def resolved_fields(model: ModelConfig) -> dict[str, Any]:
     return {**resolved, "model_type": _model_type(model)}
 
 
+def model_fields(model: ModelConfig) -> dict[str, Any]:
+    """The model's configuration fields that are known without torch; empty without a valid model."""
+    if (model.type is None) == (model.path is None):
+        return {}
+    try:
+        return resolved_fields(model)
+    except BadInputError:  # check_model reports it
+        return {}
+
+
 def _model_type(model: ModelConfig) -> str:
     if model.path is None:
         return str(model.type)

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
 from mgpu_pipe.architectures.formulas.layer_split import StageContent, layer_costs, stage_contents, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
-from mgpu_pipe.checks.check_model import model_fields
-from mgpu_pipe.checks.memory_limits import gib, predicted
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PartOptions, PeftConfig, StrategyConfig
 from mgpu_pipe.config.hydra.interpolation import written
@@ -20,6 +18,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainerConfig
 from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.parallel.pipeline.work_order import (
     SCHEDULES,
     StagesPerRank,
@@ -31,6 +30,7 @@ from mgpu_pipe.parallel.pipeline.work_order import (
     timeline,
 )
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
+from mgpu_pipe.planning.memory_limits import gib, predicted
 from mgpu_pipe.report import columns as numbers
 from mgpu_pipe.system.conf_folders import OWN
 from mgpu_pipe.topology import BatchPlan, ParallelDims

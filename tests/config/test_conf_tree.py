@@ -6,12 +6,11 @@ import pytest
 import yaml
 
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
-from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.hydra.group_listing import list_groups
-from mgpu_pipe.models.fields import config_fields
+from mgpu_pipe.models.fields import config_fields, model_fields
 from mgpu_pipe.system.conf_folders import conf_dir
 from tests.support.sampling import one_in
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mgpu_pipe.checks.auto_layout import with_planned_strategy
 from mgpu_pipe.checks.plan_layouts import plan_layouts
+from mgpu_pipe.checks.planned_keys import with_planned_strategy
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.errors import ConfigError

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mgpu_pipe.checks.auto_saves import with_planned_saves
 from mgpu_pipe.checks.plan_layouts import plan_layouts
-from mgpu_pipe.checks.run_hardware import hardware_here, predicted_seconds
+from mgpu_pipe.checks.planned_keys import with_planned_saves
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.launch.composed import notices_of
 from mgpu_pipe.planning.goodput import Failures, useful_share
+from mgpu_pipe.planning.run_hardware import hardware_here, predicted_seconds
 from tests.support.command import mgpu
 
 LARGE = [
@@ -80,7 +80,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(words: list[str], message
 
 def test_a_job_is_not_planned_for_the_processors_of_the_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mgpu_pipe.config.resolve.usable_gpus", lambda: 0)
-    monkeypatch.setattr("mgpu_pipe.checks.run_hardware.gpu_name", lambda: None)
+    monkeypatch.setattr("mgpu_pipe.planning.run_hardware.gpu_name", lambda: None)
 
     def hardware(*words: str) -> str:
         config, _ = compose(["trainer.accelerator=auto", "trainer.devices=2", "plan.hardware=[]", *words])

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mgpu_pipe.checks.largest_micro_batch import micro_batch_sizes, with_predicted_micro_batch
-from mgpu_pipe.checks.memory_limits import likely_fits
+from mgpu_pipe.checks.planned_keys import micro_batch_sizes, with_predicted_micro_batch
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import Composition, compose, compose_checked
 from mgpu_pipe.config.run_identity import mathematics_hash
@@ -25,6 +24,7 @@ from mgpu_pipe.errors import EXIT_STOPPED, ConfigError, ConfigErrors
 from mgpu_pipe.launch import micro_batch_tries
 from mgpu_pipe.launch.composed import launched, notices_of
 from mgpu_pipe.launch.outcome import LaunchResult
+from mgpu_pipe.planning.memory_limits import likely_fits
 from tests.support.command import start
 
 LARGE = [

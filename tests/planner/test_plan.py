@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.checks.layout_candidates import find_candidates, with_layout
 from mgpu_pipe.checks.plan_layouts import _fits_host, plan_layouts
 from mgpu_pipe.checks.preflight import preflight_errors
@@ -23,6 +22,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile
 from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, Sharding, enumerate_layouts, layout_at
 from mgpu_pipe.planning.memory import memory_by_rank

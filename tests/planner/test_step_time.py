@@ -13,9 +13,9 @@ from benchmarks.accuracy.published_runs import fit, fold_of, read_runs, rows_of_
 from benchmarks.gpu.gpu_step import BASE, OURS
 from benchmarks.support import RESULTS
 from mgpu_pipe.architectures.formulas.flops import Shape, training_flops_per_token
-from mgpu_pipe.checks.run_hardware import predicted_seconds
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.planning.hardware_profile import load_profile
+from mgpu_pipe.planning.run_hardware import predicted_seconds
 from mgpu_pipe.planning.step_time import StepTime, step_time
 from mgpu_pipe.planning.work import Constants, Hardware, Work, constant_names
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mgpu_pipe.checks.check_model import model_fields
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import device_type, devices_per_node, resolve_precision, uses_tf32
 from mgpu_pipe.config.schema import LaunchConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile, profile_names, profile_of_gpu
 from mgpu_pipe.planning.model_work import run_work
 from mgpu_pipe.planning.step_time import step_time
