@@ -1,7 +1,6 @@
 """Description of a model family: everything that transformers' own description lacks.
 
-A file ``<model_type>.py`` of this package has one ``FAMILY``. A family without a file or entry has the defaults of
-:class:`Family` and transformers' plans.
+A family without an entry in a table has the defaults of :class:`Family` and transformers' plans.
 """
 
 from __future__ import annotations
@@ -96,6 +95,47 @@ class Sizes:
     expert_width: str = ""
 
 
+Role = Literal[
+    "text_encoder",
+    "text_vectors",
+    "text_to_text",
+    "picture_classifier",
+    "two_towers",
+    "picture_tower",
+    "text_tower",
+    "chat_tower",
+    "waveform_encoder",
+    "sound_classifier",
+    "transcriber",
+]
+"""Roles that only tested families have. ``two_towers``: pictures and captions, of which a ``picture_tower`` and a
+``text_tower`` may be of families of their own; ``chat_tower``: the vision tower of a language model."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How the text of a vision-language model contains pictures.
+
+    Attributes:
+        pictures: ``one_size``: pictures of the tower's size; ``parts``: parts of one size and the whole picture after
+            them; ``tiles``: as many tiles of one size as fit the picture's shape, and the whole picture after them;
+            ``grid``: native size, positions along three axes; ``rows``: native size, a token after each row of places;
+            ``pooled``: native size, the average of several patches for each place.
+        videos: time of a video's frames: an ``axis`` of positions, or ``text`` before each frame; empty: no videos.
+        both_ways: what is read bidirectionally: each picture, or pictures and text before an answer (``questions``).
+            Such rows hold one conversation.
+        opener: field of the token before a picture, if the chat template writes it alone and the family's processor
+            adds the places, the token after them and two line breaks around all.
+        cacheable: whether the tower's output can be kept.
+    """
+
+    pictures: Literal["one_size", "parts", "tiles", "grid", "rows", "pooled"] = "one_size"
+    videos: Literal["", "axis", "text"] = ""
+    both_ways: Literal["", "pictures", "questions"] = ""
+    opener: str = ""
+    cacheable: bool = False
+
+
 @dataclass(frozen=True)
 class Family:
     """One family of models. Every entry was tested and matches one process.
@@ -128,6 +168,12 @@ class Family:
         tower_outputs: fields of a tower's output that the rest of the model reads, by part; with them the tower can
             stay whole under tensor parallelism (``strategy.parts``). Of ``hidden_states`` those of the layers in
             ``vision_feature_layer``.
+        roles: roles in which it was tested, of those that need a test.
+        sight: how the model's text contains pictures; None: it is no vision-language model.
+        has_summary: whether a vision tower's first vector is a summary of the picture and not a patch.
+        caption_mask: whether the text tower is bidirectional and needs a mask of each caption.
+        causal_if: boolean of the configuration without which tokens see later ones.
+        classifies: whether its sequence classifier reads only the tokens of a padded row.
     """
 
     packing: Packing = "none"
@@ -152,6 +198,12 @@ class Family:
     reads_weights: Mapping[str, str] = field(default_factory=dict)
     projector: tuple[str, ...] = ()
     tower_outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    roles: tuple[Role, ...] = ()
+    sight: Sight | None = None
+    has_summary: bool = True
+    caption_mask: bool = False
+    causal_if: str = ""
+    classifies: bool = True
 
     @property
     def context(self) -> bool:

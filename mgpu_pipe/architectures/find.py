@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.architectures.families import FAMILIES
-from mgpu_pipe.architectures.family import COLUMNS, Family, Packing, Stages
+from mgpu_pipe.architectures.family import COLUMNS, Family, Packing, Role, Sight, Stages
 from mgpu_pipe.architectures.library_plans import STYLES, library_plan, library_stages
+from mgpu_pipe.architectures.media_families import MEDIA_FAMILIES
+from mgpu_pipe.architectures.text_families import TEXT_FAMILIES
 from mgpu_pipe.errors import ConfigError
 
-FOLDER = Path(__file__).parent
+FAMILIES: Mapping[str, Family] = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
+"""Known families by ``model_type``."""
 UNKNOWN = Family()
 
 
-@lru_cache(maxsize=256)
 def family_of(model_type: str) -> Family:
-    """Family of ``model_type`` from the table or its file; else the defaults."""
-    name = model_type.replace("-", "_")
-    if name in FAMILIES:
-        return FAMILIES[name]
-    if not name.isidentifier() or not (FOLDER / f"{name}.py").is_file():
-        return UNKNOWN
-    return getattr(import_module(f"{__package__}.{name}"), "FAMILY", UNKNOWN)
+    """Family of ``model_type``; the defaults for a family without an entry."""
+    return FAMILIES.get(model_type, UNKNOWN)
 
 
-def families_with(has: Callable[[Family], object]) -> list[str]:
-    """Sorted model types of the known families for which ``has`` is true, for messages."""
-    names = {*FAMILIES, *(path.stem for path in FOLDER.glob("*.py"))}
-    return [name for name in sorted(names) if has(family_of(name))]
+def families_with(has: Callable[[Family], object]) -> tuple[str, ...]:
+    """Sorted model types of the known families for which ``has`` is true."""
+    return tuple(name for name in sorted(FAMILIES) if has(FAMILIES[name]))
+
+
+def families_in_role(role: Role) -> tuple[str, ...]:
+    """Sorted model types of the families that were tested in a role."""
+    return families_with(lambda family: role in family.roles)
+
+
+def sight_of(model_type: str) -> Sight:
+    """How a vision-language model's text contains pictures; pictures of one size for an unknown family."""
+    return family_of(model_type).sight or Sight()
 
 
 def stages_of(model_type: str) -> Stages | None:

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-WITHOUT_SUMMARY = ("siglip_vision_model", "smolvlm_vision", "idefics3_vision")
-"""Towers whose first vector is a patch, not a summary of the picture."""
-READ_WHOLE = ("altclip", "chinese_clip", "vision-text-dual-encoder")
-"""Families with a bidirectional text tower, which needs a mask of each caption."""
-STATE_TIMES = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")
-"""Families whose texts have the frames of a video one by one, each after its time."""
-SEE_VIDEOS = ("qwen2_5_vl", *STATE_TIMES)
-"""Families that support videos."""
-SEE_PARTS = ("smolvlm", "idefics3")
-"""Families that see fixed-size parts of a picture, and next to them the whole picture."""
-SEE_TILES = ("internvl",)
-"""Families that see as many tiles of one size as fit a picture's shape, and after them the whole picture."""
-SEE_ROWS, SEE_POOLED = ("mistral3",), ("gemma4",)
-"""Families that see pictures in native size, and whose tokens have positions along one axis: with a token after
-each row of places, and with patches averaged for each place."""
-PACK_ROWS = ("llava", *SEE_VIDEOS, *SEE_PARTS, *SEE_TILES, *SEE_ROWS)
-"""Families whose rows may hold several conversations: those with only causal attention."""
-READ_QUESTIONS_WHOLE = ("paligemma",)
-"""Families that read pictures and text before an answer bidirectionally."""
-READ_PICTURES_WHOLE = ("gemma3",)
-"""Families that read each picture bidirectionally, and text causally."""
-OPENERS: Mapping[str, tuple[str, str]] = {"gemma3": ("boi_token_index", "eoi_token_index")}
-"""Families whose chat template writes for a picture only the token before it: the fields of the tokens before and after
-a picture. Their processors write two line breaks around both."""
+from mgpu_pipe.architectures.find import family_of
 
 
 def picture_places(tower: str, across: int, field: Callable[[str], Any]) -> int:
@@ -57,7 +34,7 @@ def picture_places(tower: str, across: int, field: Callable[[str], Any]) -> int:
     if ratio and across % merge:
         raise ValueError("downsample_ratio", f"a picture has {across} x {across} patches")
     select = field("vision_feature_select_strategy")
-    return int((across // merge) ** 2 + (tower not in WITHOUT_SUMMARY) - (select == "default"))
+    return int((across // merge) ** 2 + family_of(tower).has_summary - (select == "default"))
 
 
 LONGEST = 200

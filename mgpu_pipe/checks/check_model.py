@@ -24,16 +24,6 @@ from mgpu_pipe.objectives.vector_keys import VectorConfig
 from mgpu_pipe.system.local_files import exists, expand_home, is_file, is_folder
 from mgpu_pipe.topology import ParallelDims
 
-DECIDED_BY: Mapping[str, tuple[str, ...]] = {
-    "is_decoder": (
-        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-        *("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"),
-        *("xlm-roberta-xl", "xmod"),
-    ),
-    "causal": ("xlm",),
-}
-"""Fields that must be true, by family. They are measured, because other classes ignore a field of that name (GPT-NeoX).
-``tests/checks/test_causality.py`` measures every family again."""
 BIDIRECTIONAL = "use_bidirectional_attention"
 OF_IMAGES = "vision"
 """A value of :data:`BIDIRECTIONAL` that concerns only images (Gemma 4)."""
@@ -54,11 +44,11 @@ def check_causality(fields: Mapping[str, Any], objectives: Callable[[str], str] 
     family = family_of(str(model_type))
     if not family.causal:
         raise ConfigError("model.type", model_type, "use a causal model", reason)
-    for name, families in DECIDED_BY.items():
-        if model_type in families and fields.get(name) is not True:
-            others = objectives(str(model_type))
-            fix = f"use {f'{others}, or ' if others else ''}model.config.{name}=true"
-            raise ConfigError(f"model.config.{name}", fields.get(name, False), fix, reason)
+    name = family.causal_if
+    if name and fields.get(name) is not True:
+        others = objectives(str(model_type))
+        fix = f"use {f'{others}, or ' if others else ''}model.config.{name}=true"
+        raise ConfigError(f"model.config.{name}", fields.get(name, False), fix, reason)
     if fields.get(CAUSAL, True) is False:
         fix = f"leave out model.bidirectional, or {CAUSAL} of config.json where its maker trained it on the next token"
         raise ConfigError(f"model.config.{CAUSAL}", False, fix, reason)

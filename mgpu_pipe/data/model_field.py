@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_pipe.architectures.config_source import NO_DEFAULT, config_class
-from mgpu_pipe.architectures.find import document_isolation, family_of
-from mgpu_pipe.architectures.pictures import PACK_ROWS
+from mgpu_pipe.architectures.find import document_isolation, family_of, sight_of
 from mgpu_pipe.config.convert import merged
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.objective import description
@@ -86,7 +85,7 @@ def resolve_packing(config: RunConfig) -> Literal["best_fit", "none"]:
     objective = description(config.objective.name)
     if objective.samples == "picture_chats":
         text = {"model_type": "llama", **(model_field(config.model, "text_config") or {})}
-        apart = kind in PACK_ROWS and document_isolation(text["model_type"], text) in ("positions", "axes")
+        apart = not sight_of(kind).both_ways and document_isolation(text["model_type"], text) in ("positions", "axes")
     elif objective.attention == "bidirectional":
         apart = family_of(kind).token_mask
     else:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mgpu_pipe.architectures.find import family_of, sight_of
 from mgpu_pipe.architectures.patch_grids import PooledGrid
-from mgpu_pipe.architectures.pictures import SEE_VIDEOS, WITHOUT_SUMMARY
 from mgpu_pipe.data.audio.alphabet import wave_extractor
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
@@ -146,7 +146,7 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         return {PREPROCESSOR: _square_settings(pixels, "CLIPImageProcessor")}
     pixels, model = chat_pixels(data, stored.config.model), stored.model.config
     if isinstance(pixels, GridPixels):  # the whole processor needs torchvision and its own tokens
-        videos = {VIDEOS: _video_settings(pixels, data)} if model.model_type in SEE_VIDEOS else {}
+        videos = {VIDEOS: _video_settings(pixels, data)} if sight_of(model.model_type).videos else {}
         return {PREPROCESSOR: _grid_settings(pixels), **videos}
     kind = type(stored.model).__name__.removesuffix("ForConditionalGeneration")
     if isinstance(pixels, PatchPixels):
@@ -168,7 +168,7 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         "patch_size": vision.patch_size,
         "vision_feature_select_strategy": model.vision_feature_select_strategy,
         "image_token": PLACE,
-        "num_additional_image_tokens": int(vision.model_type not in WITHOUT_SUMMARY),
+        "num_additional_image_tokens": int(family_of(vision.model_type).has_summary),
     }
     return {PREPROCESSOR: pictures, PROCESSOR: whole}
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgpu_pipe.architectures.pictures import READ_QUESTIONS_WHOLE, SEE_VIDEOS
+from mgpu_pipe.architectures.find import sight_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.images.decode_image import SUFFIXES, decode
@@ -54,7 +54,7 @@ class PromptVisuals:
             BadInputError: a file is no picture or no video, or the model takes none.
         """
         config = run.model.config
-        if not files and not videos and config.model_type not in READ_QUESTIONS_WHOLE:
+        if not files and not videos and sight_of(config.model_type).both_ways != "questions":
             return None
         first = f"--image={files[0]}" if files else f"--video={videos[0]}" if videos else ""
         if getattr(config, "image_token_id", None) is None:
@@ -68,7 +68,7 @@ class PromptVisuals:
         opener = opener_of(run.tokenizer_folder, config.model_type, lambda name: getattr(config, name, None))
         opened = None if opener is None else (opener, kind.token)
         written = PlaceholderTokens(run.tokenizer_folder, getattr(pixels, "parts", None), opened)
-        if videos and not (isinstance(pixels, GridPixels) and config.model_type in SEE_VIDEOS):
+        if videos and not (isinstance(pixels, GridPixels) and sight_of(config.model_type).videos):
             raise BadInputError(f"--video={videos[0]}: {type(run.model).__name__} sees no videos; leave it out")
         if videos and (kind.video is None or not written.knows(kind.video)):
             raise BadInputError(f"--video={videos[0]}: the model was shown no videos in training; leave it out")

@@ -8,12 +8,13 @@ from typing import Any
 
 from typing_extensions import Self
 
+from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.picture_keys import cached_features_errors
-from mgpu_pipe.objectives.speech_keys import WAVE_FAMILIES, WaveEncoderConfig
+from mgpu_pipe.objectives.speech_keys import WaveEncoderConfig
 from mgpu_pipe.objectives.text_keys import TextHeadConfig, measure_accuracy
 
 CLASS_METRICS = (
@@ -27,13 +28,6 @@ def measure_classes(sums: Sequence[float]) -> dict[str, float]:
     """Metrics from the sums of :class:`mgpu_pipe.objectives.class_sums.ClassSums` and the number of samples."""
     loss, right, top5 = (total / sums[-1] for total in sums[:3])
     return {"val/loss": loss, "val/accuracy": right, "val/top5_accuracy": top5}
-
-
-IMAGE_FAMILIES = (
-    *("beit", "clip", "convnext", "convnextv2", "data2vec-vision", "dinov2", "dinov2_with_registers", "focalnet"),
-    *("hiera", "ijepa", "metaclip_2", "pvt_v2", "siglip", "swin", "swinv2", "vit", "vit_msn"),
-)
-"""Tested families. Their classifiers use no batch statistics and match one process."""
 
 
 @dataclass
@@ -73,7 +67,7 @@ IMAGE_CLASSIFICATION = Description(
     model_class="AutoModelForImageClassification",
     attention="own",
     samples="labelled_images",
-    families=IMAGE_FAMILIES,
+    families=families_in_role("picture_classifier"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("classification",),
 )
@@ -108,10 +102,6 @@ SEQUENCE_CLASSIFICATION = Description(
 )
 
 
-SOUND_FAMILIES = ("audio-spectrogram-transformer", *WAVE_FAMILIES, "whisper")
-"""Tested families."""
-
-
 @dataclass
 class SoundClassificationConfig(WaveEncoderConfig):
     name: str = "sound_classification"
@@ -141,7 +131,7 @@ SOUND_CLASSIFICATION = Description(
     model_class="AutoModelForAudioClassification",
     attention="own",
     samples="labelled_sounds",
-    families=SOUND_FAMILIES,
+    families=families_in_role("sound_classifier"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("audio_classification",),
 )
@@ -180,7 +170,7 @@ SOUND_TAGGING = Description(
     model_class="AutoModelForAudioClassification",
     attention="own",
     samples="tagged_sounds",
-    families=SOUND_FAMILIES,
+    families=families_in_role("sound_classifier"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("audio_tagging", "multi_label"),
 )

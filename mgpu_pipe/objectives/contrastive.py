@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import Self
 
-from mgpu_pipe.architectures.pictures import READ_WHOLE
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
@@ -234,7 +234,7 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """Logits of the whole batch by transformers; bidirectional captions are read one at a time."""
         pixels, ids = batch["pixel_values"], batch["input_ids"]
-        if self._config.model_type in READ_WHOLE:
+        if family_of(self._config.model_type).caption_mask:
             captions = [row[None, : row.tolist().index(self._end) + 1] for row in ids]
             seen = forward(pixel_values=pixels, input_ids=captions[0])
             texts = torch.cat([forward(pixel_values=pixels[:1], input_ids=caption).text_embeds for caption in captions])
@@ -257,7 +257,7 @@ def caption_end_token(config: Any) -> int:
 def two_tower_inputs(batch: Mapping[str, torch.Tensor], config: Any) -> dict[str, Any]:
     """Arguments for pictures and captions of the model with ``config``."""
     inputs = {name: batch[name] for name in ("pixel_values", "input_ids")}
-    if config.model_type not in READ_WHOLE:
+    if not family_of(config.model_type).caption_mask:
         return inputs
     ends = (batch["input_ids"] == caption_end_token(config)).long()
     return {**inputs, "attention_mask": (ends.cumsum(1) - ends == 0).long()}

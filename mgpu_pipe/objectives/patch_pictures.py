@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.architectures.find import sight_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
-from mgpu_pipe.architectures.pictures import READ_PICTURES_WHOLE, READ_QUESTIONS_WHOLE, SEE_PARTS, SEE_POOLED, SEE_ROWS
 from mgpu_pipe.data.step_batch import Field
 from mgpu_pipe.objectives.picture_inputs import (
     MOST_PLACES,
@@ -162,18 +162,18 @@ class PooledPictures(PatchPictures):
 
 
 _KINDS: dict[str, type[PictureInputs]] = {
-    **dict.fromkeys(SEE_PARTS, TiledPictures),
-    **dict.fromkeys(READ_QUESTIONS_WHOLE, PrefixPictures),
-    **dict.fromkeys(READ_PICTURES_WHOLE, WholePictures),
-    **dict.fromkeys(SEE_ROWS, RowPictures),
-    **dict.fromkeys(SEE_POOLED, PooledPictures),
+    "grid": NativeSizePictures,
+    "parts": TiledPictures,
+    "pooled": PooledPictures,
+    "rows": RowPictures,
 }
+_ONE_SIZE: dict[str, type[PictureInputs]] = {"pictures": WholePictures, "questions": PrefixPictures}
+"""Pictures of one size, by what is read bidirectionally."""
 
 
 def build_picture_inputs(config: Any, packed: bool = False) -> PictureInputs:
     """The picture inputs of the model with ``config``, with conversation positions if rows are packed."""
-    if hasattr(config.vision_config, "spatial_merge_size"):
-        return NativeSizePictures(config, packed)
-    kind: Any = _KINDS.get(config.model_type, FixedSizePictures)
+    sight = sight_of(config.model_type)
+    kind: Any = _KINDS.get(sight.pictures) or _ONE_SIZE.get(sight.both_ways, FixedSizePictures)
     inputs: PictureInputs = kind(config, packed)
     return inputs

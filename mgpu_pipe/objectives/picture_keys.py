@@ -6,16 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mgpu_pipe.architectures.pictures import (
-    PACK_ROWS,
-    READ_PICTURES_WHOLE,
-    READ_QUESTIONS_WHOLE,
-    SEE_PARTS,
-    SEE_POOLED,
-    SEE_ROWS,
-    SEE_TILES,
-    SEE_VIDEOS,
-)
+from mgpu_pipe.architectures.find import families_in_role, families_with, sight_of
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.data.images.augment_keys import AugmentConfig
@@ -77,10 +68,7 @@ RANKS = (1, 5, 10)
 
 DUAL_ENCODER = "vision-text-dual-encoder"
 """Model type of two towers of any kind (Zhai et al. 2022, "LiT", arXiv:2111.07991)."""
-TRIED_TOWERS = {
-    "vision_config": ("clip_vision_model", "dinov2", "siglip_vision_model", "vit"),
-    "text_config": ("bert", "roberta", "xlm-roberta"),
-}
+TRIED_TOWERS = {"vision_config": families_in_role("picture_tower"), "text_config": families_in_role("text_tower")}
 """Tested tower types by part of the model."""
 
 
@@ -134,15 +122,13 @@ CONTRASTIVE = Description(
     model_class="AutoModelForZeroShotImageClassification",
     attention="own",
     samples="captioned_images",
-    families=("altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip", DUAL_ENCODER),
+    families=families_in_role("two_towers"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("clip",),
 )
 
 
-FAMILIES_WITH_TOWER = (*SEE_VIDEOS, *SEE_PARTS, *SEE_TILES, *SEE_ROWS, *SEE_POOLED)
-"""Families with their own vision tower."""
-FIXED_SIZE_TOWERS = ("clip_vision_model", "siglip_vision_model")
+FIXED_SIZE_TOWERS = families_in_role("chat_tower")
 """Types of vision towers whose pictures all take the same number of tokens."""
 
 
@@ -154,7 +140,7 @@ class VisionLanguageConfig(TokenLossConfig):
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         vision = fields.get("vision_config")
         kind = vision.get("model_type") if isinstance(vision, Mapping) else None
-        if kind in FIXED_SIZE_TOWERS or fields.get("model_type") in FAMILIES_WITH_TOWER:
+        if kind in FIXED_SIZE_TOWERS or sight_of(str(fields.get("model_type"))).pictures != "one_size":
             return []
         fix = f"use one of {', '.join(FIXED_SIZE_TOWERS)}"
         return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
@@ -162,11 +148,12 @@ class VisionLanguageConfig(TokenLossConfig):
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         errors = []
         kind = config.model.type or model_field(config.model, "model_type")
-        if config.data.packing == "best_fit" and kind not in PACK_ROWS:
-            what = "pictures" if kind in (*READ_PICTURES_WHOLE, *SEE_POOLED) else "questions"
-            reason = f"{kind} reads {what} from both sides, which packed rows do not keep apart"
+        both_ways = sight_of(str(kind)).both_ways
+        if config.data.packing == "best_fit" and both_ways:
+            reason = f"{kind} reads {both_ways} from both sides, which packed rows do not keep apart"
             errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
-        return errors + cached_features_errors(config, families=("llava",))
+        cacheable = families_with(lambda family: family.sight is not None and family.sight.cacheable)
+        return errors + cached_features_errors(config, families=cacheable)
 
 
 def measure_vision_language(sums: Sequence[float]) -> dict[str, float]:
@@ -187,6 +174,6 @@ VISION_LANGUAGE = Description(
     model_class="AutoModelForImageTextToText",
     attention="own",
     samples="picture_chats",
-    families=("llava", *FAMILIES_WITH_TOWER, *READ_QUESTIONS_WHOLE, *READ_PICTURES_WHOLE),
+    families=families_with(lambda family: family.sight is not None),
     refused_axes=("cp", "ep"),
 )

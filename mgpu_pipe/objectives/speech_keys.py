@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.data.audio.alphabet import own_alphabet
@@ -14,8 +15,6 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.text_keys import TokenLossConfig
 from mgpu_pipe.system.import_package import import_package
 
-WAVE_FAMILIES = ("hubert", "unispeech", "unispeech-sat", "wav2vec2", "wavlm")
-"""Tested families. A recording's result does not depend on the lengths of the others in its micro-batch."""
 REFUSED_FIELDS = {
     **dict.fromkeys(
         ("layerdrop", "encoder_layerdrop"), "whole layers would be left out by a random number of each process"
@@ -120,7 +119,7 @@ CTC = Description(
     model_class="AutoModelForCTC",
     attention="own",
     samples="speech",
-    families=WAVE_FAMILIES,
+    families=families_in_role("waveform_encoder"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("asr",),
     alphabet=True,
@@ -171,7 +170,7 @@ SPEECH_SEQ2SEQ = Description(
     model_class="AutoModelForSpeechSeq2Seq",
     attention="encoder_decoder",
     samples="speech",
-    families=("whisper",),
+    families=families_in_role("transcriber"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("asr",),
 )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
+from mgpu_pipe.architectures.find import families_in_role, family_of
 from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
@@ -18,16 +19,6 @@ from mgpu_pipe.data.text.tokenizer_folder import existing_file, made_here, mask_
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_types
 from mgpu_pipe.topology import ParallelDims
-
-ENCODERS = (
-    *("bert", "camembert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta"),
-)
-"""Tested families of encoders."""
-UNFIT = (
-    *("canine", "flaubert", "fnet", "funnel", "layoutlmv2", "layoutlmv3", "lilt", "perceiver", "reformer"),
-    *("xlm", "xlnet"),
-)
-"""Families whose classifiers mix in padding, or read more than tokens."""
 
 
 @dataclass
@@ -94,7 +85,7 @@ class TextHeadConfig(ObjectiveConfig):
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         model_type = str(fields["model_type"])
-        if model_type in UNFIT or fields.get("is_encoder_decoder"):
+        if not family_of(model_type).classifies or fields.get("is_encoder_decoder"):
             reason = "a padded row of tokens is not what its classifier reads"
             return [ConfigError("model.type", model_type, "use an encoder (bert) or a causal model (llama)", reason)]
         if fields["model_type"] in model_types("AutoModelForMaskedLM") or fields.get("pad_token_id") is not None:
@@ -218,7 +209,7 @@ MASKED_LM = Description(
     counts="hidden tokens",
     model_class="AutoModelForMaskedLM",
     attention="bidirectional",
-    families=ENCODERS,
+    families=families_in_role("text_encoder"),
     other_names=("mlm",),
 )
 
@@ -257,6 +248,6 @@ SEQ2SEQ = Description(
     samples="pairs",
     model_class="AutoModelForSeq2SeqLM",
     attention="encoder_decoder",
-    families=("t5",),
+    families=families_in_role("text_to_text"),
     other_names=("summarization", "translation"),
 )

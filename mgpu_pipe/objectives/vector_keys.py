@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mgpu_pipe.architectures.find import families_in_role, family_of
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.text_keys import ENCODERS, OneOutputConfig
+from mgpu_pipe.objectives.text_keys import OneOutputConfig
 
 Pooling = Literal["mean", "cls", "last_token"]
 EmbeddingLoss = Literal["in_batch", "margin_mse", "kl"]
-DECODERS = ("llama", "mistral", "qwen2", "qwen3")
-FAMILIES = (*ENCODERS, *DECODERS)
-"""Tested families."""
 MOST_RANK = 10
 """Rank of the last text that a held-out query may find."""
 
@@ -35,7 +33,7 @@ class VectorConfig(ObjectiveConfig):
     (arXiv:2205.13147); empty: only whole vectors."""
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
-        if self.pooling == "cls" and fields["model_type"] in DECODERS and fields.get("is_causal", True):
+        if self.pooling == "cls" and family_of(fields["model_type"]).bidirectional and fields.get("is_causal", True):
             reason = "the first token of a causal model sees no other"
             return [ConfigError("objective.pooling", "cls", "use last_token, or model.bidirectional=true", reason)]
         width, sizes = vector_width(fields), self.matryoshka_sizes
@@ -152,7 +150,7 @@ TEXT_EMBEDDING = Description(
     model_class="AutoModel",
     attention="own",
     samples="embedding_pairs",
-    families=FAMILIES,
+    families=families_in_role("text_vectors"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("embedding", "sentence_transformer"),
 )
@@ -191,7 +189,7 @@ TEXT_SIMILARITY = Description(
     model_class="AutoModel",
     attention="own",
     samples="scored_pairs",
-    families=FAMILIES,
+    families=families_in_role("text_vectors"),
     refused_axes=("pp", "cp", "ep"),
     other_names=("cosent", "sts"),
 )

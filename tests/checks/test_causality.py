@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 
-from mgpu_pipe.checks.check_model import DECIDED_BY, check_causality
+from mgpu_pipe.architectures.find import families_with, family_of
+from mgpu_pipe.checks.check_model import check_causality
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_types, resolved_fields
@@ -55,9 +55,11 @@ def test_what_the_check_says_is_measured(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted({*chain(*DECIDED_BY.values()), "marian"} - {"reformer"}))
+@pytest.mark.parametrize(
+    "family", [*families_with(lambda family: family.causal_if and family is not family_of("reformer")), "marian"]
+)
 def test_the_field_is_what_decides(family: str) -> None:
-    name = next((name for name, families in DECIDED_BY.items() if family in families), "is_decoder")
+    name = family_of(family).causal_if or "is_decoder"
     for value in (False, True):
         assert refused(family, {name: value}) is measured(family, {name: value})
 

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 from mgpu_pipe.architectures.config_source import NO_DEFAULT, ConfigClass, config_class
-from mgpu_pipe.checks.check_model import DECIDED_BY
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink_model import shrink_model
@@ -91,7 +91,8 @@ def variants(family: str) -> list[Variant]:
     """
     known = config_class(family) or ConfigClass()
     flips = {name: not default for name, default in _booleans(known)}
-    base = {name: True for name, families in DECIDED_BY.items() if family in families}
+    decides = family_of(family).causal_if
+    base = {decides: True} if decides else {}
     flips = {name: value for name, value in flips.items() if name not in base}
     rotary = list(_rotary(known))
     published = [Variant(family, fields, f"published: {name}") for name, fields in PUBLISHED.get(family, {}).items()]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.memory import contrastive_loss
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.traffic import exchanged
-from mgpu_pipe.architectures.pictures import READ_WHOLE
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
@@ -75,7 +75,7 @@ def test_the_loss_sends_its_closed_form_and_holds_less_than_the_naive_one() -> N
 
 def made(family: str, max_scale: float = 100.0) -> ContrastiveObjective:
     parts = {name: {**TOWER, **fields} for name, fields in SIGLIP.items()}
-    if family in READ_WHOLE:
+    if family_of(family).caption_mask:
         parts["text_config"] |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     parts["text_config"]["eos_token_id"] = 5
     model = build_meta(ModelConfig(type=family, config=parts), "AutoModelForZeroShotImageClassification")
@@ -101,7 +101,7 @@ def compared_with_transformers(objective: ContrastiveObjective, batch: dict[str,
     model.zero_grad()
     model._forward_hooks.clear()
     inputs = {name: batch[name] for name in ("pixel_values", "input_ids")}
-    if model.config.model_type in READ_WHOLE:
+    if family_of(model.config.model_type).caption_mask:
         ends = torch.tensor([row.index(5) for row in inputs["input_ids"].tolist()])
         inputs["attention_mask"] = (torch.arange(12) <= ends[:, None]).long()
     whole = 6 * model(**inputs, return_loss=True).loss

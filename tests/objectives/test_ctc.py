@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mgpu_pipe.architectures.family import Frames
+from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
@@ -24,7 +25,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.ctc import CTCObjective
 from mgpu_pipe.objectives.sound_inputs import SpecAugment
-from mgpu_pipe.objectives.speech_keys import WAVE_FAMILIES, count_errors, transcribe
+from mgpu_pipe.objectives.speech_keys import count_errors, transcribe
 from tests.support import small_runs
 from tests.support.command import mgpu
 from tests.support.needs import need_speech
@@ -50,7 +51,7 @@ def made(family: str, **fields: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("norm", ["group", "layer"])
-@pytest.mark.parametrize("family", WAVE_FAMILIES)
+@pytest.mark.parametrize("family", families_in_role("waveform_encoder"))
 def test_loss_and_gradients_are_those_of_recordings_alone(family: str, norm: str) -> None:
     layered = {"feat_extract_norm": norm, "do_stable_layer_norm": norm == "layer"}
     objective, plain = CTCObjective(made(family, **layered), None, lambda step: 1.0), made(family, **layered)

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
+from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
-from mgpu_pipe.objectives.class_keys import IMAGE_FAMILIES
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
 from mgpu_pipe.report.compare_runs import PNG, encoded_of
 from mgpu_pipe.topology import ParallelDims
@@ -29,6 +29,8 @@ from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes
 from tests.support.sampling import one_in
+
+IMAGE_FAMILIES = families_in_role("picture_classifier")
 
 PICTURES = ("objective=image_classification", "data=digits", "model=vit_tiny", "logger=none", "trainer.progress=off")
 VIT = (*PICTURES, "objective.label_smoothing=0.1")

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.checks.check_model import check_built
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.class_keys import IMAGE_FAMILIES
 from mgpu_pipe.objectives.picture_keys import CONTRASTIVE
 from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, PooledFeatures
@@ -24,6 +24,8 @@ from tests.objectives import test_contrastive, test_image_classification
 from tests.objectives.test_tower_features import _once, equal
 from tests.support import small_runs
 from tests.support.processes import run_processes
+
+IMAGE_FAMILIES = families_in_role("picture_classifier")
 
 STILL = ("data.flip=false", "data.shift=0", "data.cache_features=true")
 VIT = (test_image_classification.small_data, ("model.freeze=[vit.*]", *STILL))

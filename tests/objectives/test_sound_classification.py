@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import accuracy_score, f1_score
 
+from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
@@ -22,7 +23,6 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.sound_classification import SoundClassificationObjective, SoundTaggingObjective
-from mgpu_pipe.objectives.speech_keys import WAVE_FAMILIES
 from tests.objectives.test_ctc import FIELDS
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
@@ -100,7 +100,7 @@ def check_alone(objective: SoundClassificationObjective, plain: torch.nn.Module)
 
 
 @pytest.mark.parametrize("norm", ["group", "layer"])
-@pytest.mark.parametrize("family", WAVE_FAMILIES)
+@pytest.mark.parametrize("family", families_in_role("waveform_encoder"))
 def test_loss_and_gradients_are_those_of_recordings_alone(family: str, norm: str) -> None:
     layered = {"feat_extract_norm": norm, "do_stable_layer_norm": norm == "layer"}
     objective = SoundClassificationObjective(made(family, **layered), None, lambda step: 1.0, 0.1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig
@@ -17,7 +18,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
 from mgpu_pipe.objectives.packed_text import is_first_document
-from mgpu_pipe.objectives.text_keys import ENCODERS, MaskedLMConfig
+from mgpu_pipe.objectives.text_keys import MaskedLMConfig
 from mgpu_pipe.objectives.text_vectors import pool, present_rows
 from tests.models.tiny import tiny_model
 
@@ -53,7 +54,7 @@ def texts_of(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(5, 128, (length,), generator=generator) for length in lengths]
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", families_in_role("text_encoder"))
 def test_a_text_has_the_same_vector_alone_and_in_a_batch(family: str) -> None:
     model, texts = tiny_encoder(family, "AutoModel"), texts_of(*LENGTHS)
     ids = torch.ones(len(texts), 1, 40, dtype=torch.int64)
@@ -73,7 +74,7 @@ def test_a_text_has_the_same_vector_alone_and_in_a_batch(family: str) -> None:
         torch.testing.assert_close(found, torch.stack(vectors), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", families_in_role("text_encoder"))
 def test_hidden_tokens_of_packed_texts_are_learned_as_those_of_each_text(family: str) -> None:
     """Loss and every gradient. DeBERTa's rows have one text each."""
     ours, plain = (tiny_encoder(family, "AutoModelForMaskedLM") for _ in range(2))

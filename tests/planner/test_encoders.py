@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.architectures.formulas.parameters import count_parameters, layer_parameters
 from mgpu_pipe.models.active_parameters import training_flops_per_token
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
-from mgpu_pipe.objectives.text_keys import ENCODERS
 from tests.models.tiny import tiny_model
 from tests.objectives.test_text_encoders import MORE, encoder_config
 
 PLAIN_DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c"], "conv_kernel_size": 3, "type_vocab_size": 2}
 MODELS = [
-    *((family, MORE.get(family, {})) for family in ENCODERS),
+    *((family, MORE.get(family, {})) for family in families_in_role("text_encoder")),
     ("deberta-v2", PLAIN_DEBERTA),
     ("deberta-v2", {}),
     ("electra", {"embedding_size": 64}),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from mgpu_pipe.architectures.families import FAMILIES
+from mgpu_pipe.architectures.find import FAMILIES
 from mgpu_pipe.architectures.formulas.parameters import has_exact_sizes, layer_parameters
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from mgpu_pipe.architectures.pictures import READ_QUESTIONS_WHOLE, SEE_VIDEOS
+from mgpu_pipe.architectures.find import families_with, sight_of
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, first_rows
@@ -94,7 +94,7 @@ def check_row(config: RunConfig, row: ChatRow) -> None:
         DataError: several answers.
     """
     kind = config.model.type or model_field(config.model, "model_type")
-    if kind in READ_QUESTIONS_WHOLE:
+    if sight_of(str(kind)).both_ways == "questions":
         messages = json.loads(row.text)[COLUMN]
         answers = sum(message["role"] == "assistant" and is_trained(message) for message in messages)
         if answers > 1:
@@ -109,6 +109,7 @@ def check_row(config: RunConfig, row: ChatRow) -> None:
 def sees_videos(model: ModelConfig, origin: str) -> None:
     """Raises ConfigError where the model takes no videos."""
     kind = model.type or model_field(model, "model_type")
-    if kind not in SEE_VIDEOS:
+    if not sight_of(str(kind)).videos:
+        seeing = families_with(lambda family: family.sight is not None and family.sight.videos)
         reason = f"{origin} has a video, which no model of {kind} is given"
-        raise ConfigError("model.type", kind, f"use one of {', '.join(SEE_VIDEOS)}", reason)
+        raise ConfigError("model.type", kind, f"use one of {', '.join(seeing)}", reason)

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from mgpu_pipe.architectures.find import sight_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid
-from mgpu_pipe.architectures.pictures import LONGEST, SEE_PARTS, SEE_POOLED, SEE_ROWS, SEE_TILES, Grid, Parts, Tiles
+from mgpu_pipe.architectures.pictures import LONGEST, Grid, Parts, Tiles
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.images.decode_image import MODES, size_of
@@ -111,25 +112,26 @@ class GridPixels(Pixels):
 def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
     """Chooses how a run's pictures become arrays; raises like :meth:`Pixels.from_config`,
     :meth:`GridPixels.from_grid`, :meth:`PartPixels.from_parts` and :meth:`TilePixels.from_tiles`."""
-    grid, kind = Grid.from_fields(partial(vision_field, model)), model.type or model_field(model, "model_type")
-    if kind not in (*SEE_PARTS, *SEE_ROWS) and data.max_side != "auto":
+    grid = Grid.from_fields(partial(vision_field, model))
+    kind = sight_of(str(model.type or model_field(model, "model_type"))).pictures
+    if kind not in ("parts", "rows") and data.max_side != "auto":
         reason = "the model does not see pictures in parts"
         raise ConfigError("data.max_side", data.max_side, "leave it out", reason)
-    if kind in SEE_ROWS:
+    if kind == "rows":
         return PatchPixels.from_rows(data, model)
     if grid is not None:
         return GridPixels.from_grid(data, model, grid)
-    if kind in SEE_POOLED:
+    if kind == "pooled":
         return PatchPixels.from_pooled(data, model)
     if preprocessor(model).get("do_pan_and_scan"):
         fix = "set do_pan_and_scan to false in its preprocessor_config.json"
         raise ConfigError("model.path", model.path, fix, "the model would be given crops next to each picture")
-    if kind in SEE_TILES:
+    if kind == "tiles":
         return TilePixels.from_tiles(data, model)
     for name in ("min_pixels", "max_pixels"):
         if getattr(data, name) != "auto":
             raise ConfigError(f"data.{name}", getattr(data, name), "leave it out", "the model's pictures have one size")
-    if kind in SEE_PARTS:
+    if kind == "parts":
         return PartPixels.from_parts(data, model)
     pixels = Pixels.from_config(data, model)
     picture_tokens_of(model, pixels.size)

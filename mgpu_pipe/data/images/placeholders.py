@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.architectures.pictures import OPENERS
+from mgpu_pipe.architectures.find import sight_of
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
@@ -35,7 +35,8 @@ def opener_of(tokenizer: Path, model_type: str, field: Callable[[str], Any]) -> 
     """
     from tokenizers import Tokenizer
 
-    opener = field(OPENERS[model_type][0]) if model_type in OPENERS else None
+    name = sight_of(model_type).opener
+    opener = field(name) if name else None
     if opener is None:
         return None
     read = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.architectures.pictures import READ_WHOLE
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
@@ -229,7 +229,7 @@ def _padding(model: ModelConfig, tokenizer: TokenizerInfo) -> int:
 
 def with_end_of_text(config: RunConfig, token: int) -> RunConfig:
     """``config`` with the end-of-text id in the text tower of a new model, or of a family that needs to be given it."""
-    if config.model.path is not None and model_field(config.model, "model_type") not in READ_WHOLE:
+    if config.model.path is not None and not family_of(str(model_field(config.model, "model_type"))).caption_mask:
         return config
     text = {**config.model.config.get("text_config", {}), "eos_token_id": token}
     return replace(config, model=replace(config.model, config={**config.model.config, "text_config": text}))

@@ -7,20 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from mgpu_pipe.architectures.find import sight_of
 from mgpu_pipe.architectures.patch_grids import IMAGE_BREAK, IMAGE_CLOSE, IMAGE_OPEN, IMAGE_STOP
-from mgpu_pipe.architectures.pictures import (
-    BEGIN,
-    END,
-    IMAGE_BEGIN,
-    IMAGE_END,
-    PLACED,
-    SEE_PARTS,
-    SEE_POOLED,
-    SEE_ROWS,
-    SEE_TILES,
-    SEE_VIDEOS,
-    STATE_TIMES,
-)
+from mgpu_pipe.architectures.pictures import BEGIN, END, IMAGE_BEGIN, IMAGE_END, PLACED
 from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
@@ -51,6 +40,15 @@ SPECIAL: dict[str, tuple[str, ...]] = {
 }
 """Shipped templates and the tokens that each writes around a turn; the run's tokenizer gets these as single tokens."""
 
+OF_PICTURES: dict[str, tuple[str, ...]] = {
+    "parts": PLACED,
+    "tiles": (IMAGE_BEGIN, IMAGE_END),
+    "rows": (IMAGE_BREAK, IMAGE_STOP),
+    "pooled": (IMAGE_OPEN, IMAGE_CLOSE),
+}
+OF_VIDEOS: dict[str, tuple[str, ...]] = {"": (), "axis": (VIDEO,), "text": (VIDEO, BEGIN, END)}
+"""Tokens next to the placeholder of pictures, see :class:`mgpu_pipe.architectures.family.Sight`."""
+
 
 @dataclass(frozen=True)
 class ChosenTemplate:
@@ -71,12 +69,8 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
         return None
     place: tuple[str, ...] = (PLACE,) if samples_of(data.source) == "picture_chats" else ()
     if place:
-        known = {**dict.fromkeys(SEE_VIDEOS, (PLACE, VIDEO)), **dict.fromkeys(SEE_PARTS, (PLACE, *PLACED))}
-        known |= dict.fromkeys(STATE_TIMES, (PLACE, VIDEO, BEGIN, END))
-        known |= dict.fromkeys(SEE_TILES, (PLACE, IMAGE_BEGIN, IMAGE_END))
-        known |= dict.fromkeys(SEE_ROWS, (PLACE, IMAGE_BREAK, IMAGE_STOP))
-        known |= dict.fromkeys(SEE_POOLED, (PLACE, IMAGE_OPEN, IMAGE_CLOSE))
-        place = known.get(str(model.type), place)
+        sight = sight_of(str(model.type))
+        place = (*place, *OF_PICTURES.get(sight.pictures, ()), *OF_VIDEOS[sight.videos])
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
         return ChosenTemplate(path.read_text(encoding="utf-8"), (*SPECIAL[chosen], *place))

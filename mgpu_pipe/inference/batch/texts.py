@@ -17,7 +17,7 @@ from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.weights.sentence_modules import SentenceModules, read_sentence_modules
-from mgpu_pipe.objectives.vector_keys import FAMILIES, VectorConfig, vector_width
+from mgpu_pipe.objectives.vector_keys import TEXT_EMBEDDING, VectorConfig, vector_width
 from mgpu_pipe.system.local_files import is_file
 
 LINES = ".txt"
@@ -114,10 +114,9 @@ def width_of(source: ModelSource) -> int:
     folder = source.folder
     model = ModelConfig(name=folder.name, path=str(folder)) if source.config is None else source.config.model
     fields = resolved_fields(model)
-    if fields["model_type"] not in FAMILIES:
-        raise BadInputError(
-            f"{folder}: objective=text_embedding has no {fields['model_type']}; use {', '.join(FAMILIES)}"
-        )
+    if fields["model_type"] not in TEXT_EMBEDDING.families:
+        known = ", ".join(TEXT_EMBEDDING.families)
+        raise BadInputError(f"{folder}: objective=text_embedding has no {fields['model_type']}; use {known}")
     return vector_width(fields)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mgpu_pipe.architectures.pictures import READ_WHOLE
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.texts import vectors_of
 from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE
@@ -212,7 +212,7 @@ def _unit_vectors(output: Any) -> torch.Tensor:
 def _towers(model: Any) -> list[Graph]:
     config, picture = model.config, torch.zeros(1, *picture_shape(model.config))
     token = torch.zeros(1, 1, dtype=torch.long)
-    axes: Axes = TOKENS if config.model_type in READ_WHOLE else {"input_ids": TOKENS["input_ids"]}
+    axes: Axes = TOKENS if family_of(config.model_type).caption_mask else {"input_ids": TOKENS["input_ids"]}
     bias = getattr(model, "logit_bias", None)
     facts = {"logit_scale": model.logit_scale.exp().item(), "logit_bias": 0.0 if bias is None else bias.item()}
 

@@ -1,0 +1,184 @@
+"""Table of the families of pictures and sound, by ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mgpu_pipe.architectures.family import FC, LINEAR_FC, OUT_PROJ, QKV, QKV_PROJ, Family, Role, Sight
+from mgpu_pipe.architectures.text_families import TEXT_FAMILIES
+
+WAVES: tuple[Role, ...] = ("waveform_encoder", "sound_classifier")
+"""Roles of every tested encoder of waveforms: a recording's result does not depend on the lengths of the
+others in its micro-batch."""
+_OWN: Mapping[str, Family] = {
+    # AltCLIP: a tower like CLIP's for pictures, one like RoBERTa for texts.
+    "altclip": Family(
+        modules={
+            "AltCLIPAttention": OUT_PROJ,
+            "AltCLIPMLP": FC,
+            "AltRobertaSelfAttention": {"query": "column", "key": "column", "value": "column"},
+            "AltRobertaSelfOutput": {"dense": "row"},
+            "AltRobertaIntermediate": {"dense": "column"},
+            "AltRobertaOutput": {"dense": "row"},
+        },
+        roles=("two_towers",),
+        caption_mask=True,
+    ),
+    "audio-spectrogram-transformer": Family(
+        modules={"ASTAttention": {**QKV, "o_proj": "row"}, "ASTMLP": FC}, roles=("sound_classifier",)
+    ),
+    # Chinese CLIP: a tower like CLIP's for pictures, one like BERT for texts.
+    "chinese_clip": Family(
+        modules={
+            "ChineseCLIPVisionAttention": OUT_PROJ,
+            "ChineseCLIPVisionMLP": FC,
+            "ChineseCLIPTextSelfAttention": {"query": "column", "key": "column", "value": "column"},
+            "ChineseCLIPTextSelfOutput": {"dense": "row"},
+            "ChineseCLIPTextIntermediate": {"dense": "column"},
+            "ChineseCLIPTextOutput": {"dense": "row"},
+        },
+        roles=("two_towers",),
+        caption_mask=True,
+    ),
+    "clip": Family(
+        modules={"CLIPAttention": OUT_PROJ, "CLIPMLP": FC},
+        reads_inside=("CLIPTextEmbeddings",),
+        roles=("two_towers", "picture_classifier"),
+    ),
+    "clipseg": Family(
+        modules={"CLIPSegAttention": OUT_PROJ, "CLIPSegMLP": FC},
+        reads_inside=("CLIPSegTextEmbeddings",),
+        roles=("two_towers",),
+    ),
+    # Gemma 4: its tower's layers lie inside of others that clip, which tensor parallelism does not cut right.
+    "gemma4": Family(stages=None, tensor=False, sight=Sight("pooled", both_ways="pictures")),
+    "idefics3": Family(
+        modules={"Idefics3VisionAttention": OUT_PROJ, "Idefics3VisionMLP": FC},
+        width_is_heads=True,
+        tower_outputs={"vision": ("last_hidden_state",)},
+        sight=Sight("parts"),
+    ),
+    "internvl": Family(
+        tensor_if=({"vision_config.use_qk_norm": False},),  # its norms look at all heads together
+        modules={
+            "InternVLVisionAttention": {**QKV, "projection_layer": "row"},
+            "InternVLVisionMLP": FC,
+            "InternVLMultiModalProjector": {"linear_1": "column", "linear_2": "row"},
+        },
+        sight=Sight("tiles"),
+    ),
+    "llava": Family(
+        modules={"LlavaMultiModalProjector": {"linear_1": "column", "linear_2": "row"}},
+        tower_outputs={"vision": ("hidden_states",)},
+        sight=Sight(cacheable=True),
+    ),
+    "metaclip_2": Family(
+        modules={"MetaClip2Attention": OUT_PROJ, "MetaClip2MLP": FC},
+        reads_inside=("MetaClip2TextEmbeddings",),
+        roles=("two_towers", "picture_classifier"),
+    ),
+    "mistral3": Family(
+        modules={
+            "PixtralAttention": {**QKV, "o_proj": "row"},
+            "PixtralMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
+            "Mistral3MultiModalProjector": {"linear_1": "column", "linear_2": "row"},
+        },
+        sight=Sight("rows"),
+    ),
+    # Qwen 2.5 VL.
+    "qwen2_5_vl": Family(
+        modules={
+            "Qwen2_5_VLVisionAttention": {"qkv": "qkv", "proj": "row"},
+            "Qwen2_5_VLMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
+        },
+        width_is_heads=True,
+        projector=("merger",),
+        tower_outputs={"vision": ("pooler_output",)},
+        sight=Sight("grid", videos="axis"),
+    ),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        Family(
+            modules={
+                f"Qwen3_5{kind}Vision{module}": styles
+                for kind in ("", "Moe")
+                for module, styles in (("Attention", QKV_PROJ), ("MLP", LINEAR_FC), ("PatchMerger", LINEAR_FC))
+            },
+            projector=("merger",),
+            sight=Sight("grid", videos="text"),
+        ),
+    ),
+    # Qwen 3 VL.
+    "qwen3_vl": Family(
+        modules={
+            "Qwen3VLTextAttention": {**QKV, "o_proj": "row"},
+            "Qwen3VLTextMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
+            "Qwen3VLVisionAttention": QKV_PROJ,
+            "Qwen3VLVisionMLP": LINEAR_FC,
+            "Qwen3VLVisionPatchMerger": LINEAR_FC,
+        },
+        projector=("merger", "deepstack_merger_list"),
+        tower_outputs={"vision": ("pooler_output", "deepstack_features")},
+        sight=Sight("grid", videos="text"),
+    ),
+    "siglip": Family(
+        modules={"SiglipAttention": OUT_PROJ, "SiglipMLP": FC},
+        reads_inside=("SiglipTextEmbeddings",),
+        roles=("two_towers", "picture_classifier"),
+    ),
+    "smolvlm": Family(
+        modules={"SmolVLMVisionAttention": OUT_PROJ, "SmolVLMVisionMLP": FC},
+        width_is_heads=True,
+        tower_outputs={"vision": ("last_hidden_state",)},
+        sight=Sight("parts"),
+    ),
+    "vit": Family(
+        modules={"ViTAttention": {**QKV, "o_proj": "row"}, "ViTMLP": FC}, roles=("picture_classifier", "picture_tower")
+    ),
+    "wav2vec2": Family(
+        modules={
+            "Wav2Vec2Attention": OUT_PROJ,
+            "Wav2Vec2FeedForward": {"intermediate_dense": "column", "output_dense": "row"},
+        },
+        roles=WAVES,
+    ),
+    "whisper": Family(
+        modules={"WhisperAttention": OUT_PROJ, "WhisperEncoderLayer": FC, "WhisperDecoderLayer": FC},
+        roles=("sound_classifier", "transcriber"),
+    ),
+}
+
+_POOLED: Mapping[str, tuple[str, ...]] = {"vision": ("pooler_output",)}
+_TOWER: tuple[Role, ...] = ("picture_tower", "chat_tower")
+
+MEDIA_FAMILIES: Mapping[str, Family] = {
+    **_OWN,
+    **{name: replace(_OWN[name], tower_outputs=_POOLED) for name in ("clip", "metaclip_2", "siglip")},
+    "clip_text_model": replace(_OWN["clip"], roles=()),
+    "clip_vision_model": replace(_OWN["clip"], roles=_TOWER),
+    "siglip_text_model": replace(_OWN["siglip"], roles=()),
+    "siglip_vision_model": replace(_OWN["siglip"], roles=_TOWER, has_summary=False),
+    **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), Family(has_summary=False)),
+    "gemma3": Family(modules=_OWN["siglip"].modules, sight=Sight(both_ways="pictures", opener="boi_token_index")),
+    "paligemma": Family(
+        modules=_OWN["siglip"].modules,
+        tower_outputs={"vision": ("last_hidden_state",)},
+        sight=Sight(both_ways="questions"),
+    ),
+    # two towers of any kinds, one for pictures and one for texts (Zhai et al. 2022, "LiT", arXiv:2111.07991)
+    "vision-text-dual-encoder": Family(
+        modules={**_OWN["vit"].modules, **_OWN["siglip"].modules, **TEXT_FAMILIES["bert"].modules},
+        roles=("two_towers",),
+        caption_mask=True,
+    ),
+    # their classifiers use no batch statistics
+    **dict.fromkeys(
+        ("beit", "convnext", "convnextv2", "data2vec-vision", "dinov2_with_registers", "focalnet", "hiera", "ijepa")
+        + ("pvt_v2", "swin", "swinv2", "vit_msn"),
+        Family(roles=("picture_classifier",)),
+    ),
+    "dinov2": Family(roles=("picture_classifier", "picture_tower")),
+    **dict.fromkeys(("hubert", "unispeech", "unispeech-sat", "wavlm"), Family(roles=WAVES)),
+}
+"""Families of pictures and sound."""
