@@ -76,7 +76,8 @@ def record(share: int) -> None:
 
     from mgpu_pipe.config.hydra.compose import compose
     from mgpu_pipe.data.prepare_data import prepare
-    from mgpu_pipe.launch.distributed import World, launcher_store, process_group
+    from mgpu_pipe.launch.process_group import process_group
+    from mgpu_pipe.launch.world import World, launcher_store
 
     torch.set_num_threads(1)
     config, _ = compose(BASE)

@@ -121,7 +121,7 @@ def nvme_extension() -> str:
     """Where DeepSpeed's NVMe access is compiled; it stays in the user's cache, since compiling takes minutes."""
     need_nvme()
     config, _ = compose(["strategy=zero3_nvme"])
-    prepare_extensions(config)
+    prepare_extensions(config.strategy, config.trainer, config.data.cache_dir)
     return os.environ.pop(FOLDER)
 
 

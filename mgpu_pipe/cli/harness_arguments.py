@@ -48,7 +48,7 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.inference.harness.harness_settings import HarnessSettings, require_harness
     from mgpu_pipe.inference.harness.measure import stay_offline
     from mgpu_pipe.inference.harness.task_files import check_task_files
-    from mgpu_pipe.launch.harness import measure
+    from mgpu_pipe.launch.harness_job import measure
 
     require_harness()
     source = find_model(find_inputs(arguments))

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TextIO
 
 from mgpu_pipe.config.compile_caches import processor
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.hydra.interpolation import written
 from mgpu_pipe.config.paths import RunPaths, cache_folder, private_folder
-from mgpu_pipe.config.resolve import device_type, world_size
-from mgpu_pipe.config.schema import DataConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.resolve import device_type
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError, print_line
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
@@ -28,15 +29,11 @@ from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_config
 
 
-def write_engine_settings(paths: RunPaths, config: RunConfig, world: int | None = None) -> None:
-    """Write ``deepspeed.json`` for a DeepSpeed run; texts of the environment stay interpolations.
-
-    Args:
-        world: processes of the run; None for the configured number.
-    """
+def write_engine_settings(paths: RunPaths, config: RunConfig, processes: int) -> None:
+    """Write ``deepspeed.json`` for a DeepSpeed run; texts of the environment stay interpolations."""
     if config.strategy.engine != ENGINE:
         return
-    dims = ParallelDims.resolve(config.strategy, world or world_size(config.trainer, config.strategy))
+    dims = ParallelDims.resolve(config.strategy, processes)
     settings = deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp))
     paths.deepspeed.write_text(json.dumps(written(settings), indent=2) + "\n", encoding="utf-8")
 
@@ -46,34 +43,37 @@ READY, LOG = "ready", "build.log"
 COMPILING = "compiling DeepSpeed's NVMe access, once; this takes some minutes"
 
 
-def prepare_extensions(config: RunConfig) -> None:
-    """Compile the extensions that this configuration needs, and set their folder for child processes.
+def prepare_extensions(strategy: StrategyConfig, trainer: TrainerConfig, cache_dir: str | None) -> None:
+    """Compile the extensions that the strategy needs, and set their folder for child processes.
 
     Concurrent processes wait for one of them. Does nothing if no extension is needed.
+
+    Args:
+        cache_dir: ``data.cache_dir``.
 
     Raises:
         ConfigError: the compilation failed; names the log.
     """
-    strategy = config.strategy
     if strategy.engine != ENGINE or strategy.offload != "nvme":
         return
-    folder = extension_folder(config.data, config.trainer)
-    private_folder(cache_folder(config.data.cache_dir))
+    device = device_type(trainer)
+    folder = extension_folder(cache_dir, device)
+    private_folder(cache_folder(cache_dir))
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
         if not (folder / READY).exists():
-            _build(folder, device_type(config.trainer))
+            _build(folder, device)
     os.environ[FOLDER] = str(folder)
 
 
-def extension_folder(data: DataConfig, trainer: TrainerConfig) -> Path:
+def extension_folder(cache_dir: str | None, device: str) -> Path:
     """Folder of extensions for this Python, torch, DeepSpeed and processor type.
 
     The compiler uses every instruction of the processor, and nodes of a cluster share a home folder.
     """
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{device_type(trainer)}-{processor()}"
-    return cache_folder(data.cache_dir) / "extensions" / name
+    name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{device}-{processor()}"
+    return cache_folder(cache_dir) / "extensions" / name
 
 
 def _build(folder: Path, device: str) -> None:

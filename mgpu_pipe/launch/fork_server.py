@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import workers
+from mgpu_pipe.launch.world import ATTEMPT, STORE_FD
 from mgpu_pipe.system.child_process import adopt, die_with_parent
 from mgpu_pipe.system.process_end import LAUNCHER_PID, LIFELINE_FD, bind_forks, exit_now
 
@@ -33,7 +34,7 @@ WORKER_VARIABLES = frozenset(
     (
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
         *("MGPU_TTY", "COLUMNS", "LINES", LAUNCHER_PID, LIFELINE_FD),
-        *(workers.ATTEMPT, workers.ERROR_FD, workers.INHERITED_FDS, workers.LIVE_FD, workers.RESUME, workers.STORE_FD),
+        *(ATTEMPT, STORE_FD, workers.ERROR_FD, workers.INHERITED_FDS, workers.LIVE_FD, workers.RESUME),
     )
 )
 """Variables that differ between workers. ``compat`` updates libraries that read one at import."""

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -23,28 +21,27 @@ from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.hub import without_revisions
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import devices_per_node
-from mgpu_pipe.config.schema import LaunchConfig, RunConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.unplanned import unplanned_keys, with_plan_of
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch import signals as stop
-from mgpu_pipe.launch.deepspeed_build import write_engine_settings
-from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.failure import can_be_retried, follows_a_peers_end
-from mgpu_pipe.launch.gpus import run_environment
 from mgpu_pipe.launch.outcome import LaunchResult
-from mgpu_pipe.launch.preparing import LiveStream, prepare_data
-from mgpu_pipe.launch.resume import announce_resume, restarts_without_progress, resume_step
+from mgpu_pipe.launch.preparing import LiveStream
+from mgpu_pipe.launch.resume import resume_step
+from mgpu_pipe.launch.run_start import AttemptStart, begin_run, prepare_attempt
+from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.supervisor import Outcome
-from mgpu_pipe.launch.workers import is_stopped, open_log, worker_environment
-from mgpu_pipe.runs import history, record, run_folder
-from mgpu_pipe.runs.environment import describe_environment
+from mgpu_pipe.launch.worker import leave_error, prepared_here, train_in
+from mgpu_pipe.launch.workers import is_stopped, open_log
+from mgpu_pipe.launch.world import World, enter, is_node_task, joined_store, wait_for
+from mgpu_pipe.runs import record, run_folder
 from mgpu_pipe.runs.lock import RunLock, boot_id, process_identity
 from mgpu_pipe.runs.resume_command import CommandLine, joined_start
 from mgpu_pipe.runs.run_folder import RunFolder
 from mgpu_pipe.system.child_process import die_with_parent
 from mgpu_pipe.system.joined_world import existing_world
-from mgpu_pipe.system.threads import choose_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -54,8 +51,6 @@ if TYPE_CHECKING:
 OFFER, PREPARED, CONCLUDED, HEARD = "offer", "prepared", "concluded", "heard"
 LEAVING_S = 10.0
 """Seconds that the other ranks have to read the end."""
-POLL_S = 0.02
-"""Seconds between two polls of the store."""
 
 
 def join(joined: Mapping[str, str], config: RunConfig, command_line: CommandLine) -> LaunchResult:
@@ -70,15 +65,11 @@ def join(joined: Mapping[str, str], config: RunConfig, command_line: CommandLine
     started = time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
-    os.environ.update(joined)
-    world = World.from_environment(os.environ)
-    stop.install(second_leaves=True, message=stop.STOPPING if world.rank == 0 else "")
-    check_world(config, world)
-    threads = choose_threads(config.launch.threads_per_worker, world.local_world_size)
-    os.environ.update(worker_environment(threads.per_worker, one_host=world.local_world_size == world.world_size))
-    os.environ.update(run_environment(config))
+    stop.install(second_leaves=True, message=stop.STOPPING if joined["RANK"] == "0" else "")
+    world = enter(joined, config.trainer, config.strategy, config.launch.threads_per_worker)
+    os.environ.update(run_environment(config.trainer, config.data.cache_dir))
     with ExitStack() as resources:
-        store = rendezvous(config.launch)
+        store = joined_store(config.launch.collective_timeout)
         shared, _ = agree(config, world, command_line, store, resources)
         paths = RunPaths(Path(shared.folder))
         if not shared.train:
@@ -105,17 +96,6 @@ def _await_conclusion(store: Store, rank: int) -> None:
         return
 
 
-def check_world(config: RunConfig, world: World) -> None:
-    """Check that the configuration fits the joined world."""
-    nodes = world.world_size // world.local_world_size
-    there = f"the world that was joined has {world.world_size} processes, {world.local_world_size} on this node"
-    devices = config.trainer.devices
-    if devices != world.local_world_size and not (devices == "auto" and config.strategy.name != "single"):
-        raise ConfigError("trainer.devices", devices, f"use {world.local_world_size}, or start as many", there)
-    if config.trainer.num_nodes != nodes:
-        raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, f"use {nodes}", there)
-
-
 @dataclass(frozen=True)
 class SharedPlan:
     """Rank 0's decisions for every rank."""
@@ -126,16 +106,6 @@ class SharedPlan:
     attempt: int
     train: bool
     """False if the run is complete already."""
-
-
-def rendezvous(launch: LaunchConfig) -> Store:
-    """Store of the joined world."""
-    from torch.distributed import PrefixStore
-    from torch.distributed.rendezvous import rendezvous as meet
-
-    store, _, _ = next(meet("env://", timeout=timedelta(seconds=launch.collective_timeout)))
-    # torchrun's store survives a restart of the workers: separate the keys of each start
-    return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def agree(
@@ -175,18 +145,15 @@ def _plan_on_rank_zero(
     return shared, lock
 
 
-def is_node(joined: Mapping[str, str], config: RunConfig) -> bool:
-    """Whether this process is an srun task per node with several workers to start; False under torchrun."""
-    return joined.get("LOCAL_WORLD_SIZE") == "1" and devices_per_node(config.trainer, config.strategy) > 1
-
-
 def refuse_alone(config: RunConfig, exit_code: int) -> None:
     """On rank 0: broadcast an error that only rank 0 looks for, so that the others exit with its code."""
     joined = existing_world(os.environ)
     os.environ.update(joined)
     world = World.from_environment(joined)
-    each = devices_per_node(config.trainer, config.strategy) if is_node(joined, config) else 1
-    _broadcast_and_exit(rendezvous(config.launch), {"exit_code": exit_code}, range(each, world.world_size * each, each))
+    devices = devices_per_node(config.trainer, config.strategy)
+    each = devices if is_node_task(joined, devices) else 1
+    store = joined_store(config.launch.collective_timeout)
+    _broadcast_and_exit(store, {"exit_code": exit_code}, range(each, world.world_size * each, each))
 
 
 def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Sequence[int]) -> None:
@@ -196,34 +163,21 @@ def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Seque
 
 
 def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine, folder: RunFolder) -> SharedPlan:
+    """Begin the run and prepare its attempt on rank 0; returns the plan for every rank."""
     paths, launch, launched = folder.paths, _this_launch(), time.time()
-    folder = run_folder.settle(folder, config.checkpoint, command_line.alone, restart=bool(_restarted_launch()))
-    if run_folder.completed(folder, config.trainer):
-        finish.print_complete(paths)
-        return SharedPlan(str(paths.root), _hash(config), "", record.next_attempt(paths), train=False)
-    folder = record.begin(folder, config, command_line.overrides, command_line.command, launch)
+    begun = begin_run(config, folder, command_line, launch, restart=bool(_restarted_launch()))
     attempt = record.next_attempt(paths)
-    finish.print_note(folder.note)
+    if begun is None:
+        return SharedPlan(str(paths.root), _hash(config), "", attempt, train=False)
     try:
         step = resume_step(config.checkpoint, paths)
-        threads = choose_threads(config.launch.threads_per_worker, world.local_world_size)
-        environment = describe_environment(
-            command_line.command, threads, world.world_size, command_line.local_options, run_environment(config)
-        )
-        environment["launch"] = launch
-        prepared = prepare_data(config)
-        announce_resume(config, prepared, paths, step)
+        variables = run_environment(config.trainer, config.data.cache_dir)
+        prepare_attempt(config, paths, command_line, AttemptStart(attempt, world, step, variables, launched, launch))
     except BadInputError:
-        folder.discard()
+        begun.discard()
         raise
-    with run_folder.writing_to(paths.root):
-        record.record_launch(paths, config, command_line.overrides, environment, prepared)
-        record.keep_attempt_config(paths, attempt)
-        write_engine_settings(paths, config, world.world_size)
-        history.begin(paths, attempt, step, restarts_without_progress(config.launch), launched=launched)
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
-    finish.print_before(config, prepared, environment, world.world_size)
     return SharedPlan(str(paths.root), _hash(config), str(step or ""), attempt, train=True)
 
 
@@ -263,8 +217,6 @@ def _train(
         resources: resources that rank 0 releases (the lock).
         started: start of the command on the monotonic clock.
     """
-    from mgpu_pipe.launch.worker import leave_error, train_in
-
     usual = sys.stderr
     config = load(paths.config)
     peers: dict[int, str] = {}
@@ -321,8 +273,6 @@ def prepare_on_every_node(
     Raises:
         BadInputError: the data of any node cannot be prepared or differs from rank 0's.
     """
-    from mgpu_pipe.launch.worker import prepared_here
-
     status = {"error": "", "process": process_identity(os.getpid())}
     try:
         prepared = prepared_here(config, paths)
@@ -348,20 +298,6 @@ def _hash(config: RunConfig) -> str:
 
 def _again(command_line: CommandLine, paths: RunPaths) -> str:
     return command_line.line(paths.root, start=joined_start())
-
-
-def wait_for(store: Store, keys: Sequence[str], timeout: float = math.inf) -> bool:
-    """Wait until all ``keys`` are in the store, without the store's timeout and open to signals.
-
-    Returns:
-        False after ``timeout`` seconds.
-    """
-    until = time.monotonic() + timeout
-    while not store.check(list(keys)):
-        if time.monotonic() > until:
-            return False
-        time.sleep(POLL_S)
-    return True
 
 
 def _this_launch() -> str:

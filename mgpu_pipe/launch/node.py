@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,22 +25,21 @@ from mgpu_pipe.config.freeze import load
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import LaunchConfig, RunConfig
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RunFolderError, print_line, print_text
+from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RunFolderError, print_line
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import outcome as finish
-from mgpu_pipe.launch.distributed import World
 from mgpu_pipe.launch.failure import Failure
-from mgpu_pipe.launch.gpus import run_environment
-from mgpu_pipe.launch.join import SharedPlan, agree, check_world, prepare_on_every_node, rendezvous, wait_for
+from mgpu_pipe.launch.join import SharedPlan, agree, prepare_on_every_node
 from mgpu_pipe.launch.outcome import LaunchResult
-from mgpu_pipe.launch.signals import STOPPING, SignalInbox, StoppedBeforeTraining
+from mgpu_pipe.launch.run_variables import run_environment
+from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
-from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan, worker_environment
+from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan
+from mgpu_pipe.launch.world import World, check_world, joined_store, wait_for
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine, joined_start
 from mgpu_pipe.system.hardware import available_memory, usable_gpus
 from mgpu_pipe.system.standard_streams import live_descriptor
-from mgpu_pipe.system.threads import choose_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -127,13 +127,11 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
     started, devices = time.monotonic(), devices_per_node(config.trainer, config.strategy)
     os.environ.update(joined)
     node = World.from_environment(joined)
-    world = replace(
-        node, rank=node.rank * devices, local_rank=0, world_size=node.world_size * devices, local_world_size=devices
-    )
-    check_world(config, world)
+    world = node.of_workers(devices)
+    check_world(world, config.trainer, config.strategy)
     try:
         with SignalInbox() as inbox, ExitStack() as resources:
-            store = rendezvous(config.launch)
+            store = joined_store(config.launch.collective_timeout)
             shared, lock = agree(config, world, command_line, store, resources, devices)
             paths = RunPaths(Path(shared.folder))
             if not shared.train:
@@ -145,7 +143,9 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
             outcome = _watch(config, world, store, shared, paths, lock, inbox)
             if node.rank == 0:
                 outcome = _combined_outcome(config.launch, outcome, node.world_size, store)
-                _conclude(config, paths, outcome, started, command_line)
+                finish.print_failure(outcome)
+                again = command_line.line(paths.root, joined_start())
+                finish.conclude(config, paths, outcome, time.monotonic() - started, again)
                 outcome = replace(outcome, exit_code=finish.exit_code(outcome, command_line))
                 store.set(VERDICT, str(outcome.exit_code))
                 wait_for(store, [f"{HEARD}/{other}" for other in range(1, node.world_size)], ANSWER_S)
@@ -167,25 +167,23 @@ def _watch(
     inbox: SignalInbox,
 ) -> Outcome:
     """Start this node's workers, supervise them and publish their outcome to the other tasks."""
-    node = world.rank // world.local_world_size
-    threads = choose_threads(config.launch.threads_per_worker, world.local_world_size)
-    several = world.world_size > world.local_world_size
-    environment = worker_environment(threads.per_worker, one_host=not several)
+    node, variables = world.node, run_environment(config.trainer, config.data.cache_dir)
+    if node:
+        wait_for(store, [PORT])
+        world = replace(world, master_port=int(store.get(PORT)))
     with live_descriptor() as live:
         plan = WorkerPlan(
             argv=python_module(WORKER, str(paths.root)),
-            world_size=world.world_size,
+            world=world,
             paths=paths,
-            environment={**environment, **run_environment(config), RESUME: shared.resume},
+            environment={
+                **world.thread_environment(config.launch.threads_per_worker),
+                **variables,
+                RESUME: shared.resume,
+            },
             live_fd=live,
             inherited_fds=() if lock is None else (lock.fd,),
-            first_rank=world.rank,
-            here=world.local_world_size,
-            address=world.master_addr,
         )
-        if node:
-            wait_for(store, [PORT])
-            plan = replace(plan, port=int(store.get(PORT)))
         group = WorkerGroup(plan, shared.attempt)
         try:
             if not node:
@@ -197,7 +195,7 @@ def _watch(
                 first_attempt=shared.attempt,
                 started=group,
                 lost=_reason_to_end(store, node, lock),
-                on_stop=lambda: _stopping(lock),
+                on_stop=partial(finish.announce_stop, lock),
             )
         finally:
             group.kill()
@@ -238,12 +236,6 @@ def _reason_to_end(store: Store, node: int, lock: RunLock | None) -> Callable[[]
     return reason
 
 
-def _stopping(lock: RunLock | None) -> None:
-    if lock is not None:
-        print_line(STOPPING, file=sys.stderr, flush=True)
-        lock.stopping()
-
-
 def _combined_outcome(launch: LaunchConfig, outcome: Outcome, nodes: int, store: Store) -> Outcome:
     """Outcome of the run over all nodes: the first failure, a stop, or the end."""
     keys = [f"{ENDED}/{node}" for node in range(nodes)]
@@ -266,14 +258,6 @@ def _combined_outcome(launch: LaunchConfig, outcome: Outcome, nodes: int, store:
         return replace(outcome, status="failed", exit_code=result["exit_code"], message=result["message"])
     stopped = next((result for result in results if result["status"] == "stopped"), None)
     return outcome if stopped is None else replace(outcome, status="stopped", exit_code=EXIT_STOPPED)
-
-
-def _conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, started: float, command_line: CommandLine) -> None:
-    if outcome.failure is not None:
-        print_text(outcome.failure.show(), file=sys.stderr, flush=True)
-    if outcome.message:
-        print_line(f"error: {outcome.message}", file=sys.stderr, flush=True)
-    finish.conclude(config, paths, outcome, time.monotonic() - started, command_line.line(paths.root, joined_start()))
 
 
 def _verdict(launch: LaunchConfig, node: World, outcome: Outcome, store: Store) -> int:

@@ -14,7 +14,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainerConfig
-from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_traceback
+from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_text, print_traceback
 from mgpu_pipe.launch import signals as stop
 from mgpu_pipe.report.columns import print_rows
 from mgpu_pipe.report.run_tables import after_table, relative_to_cwd, runs_table
@@ -29,6 +29,7 @@ from mgpu_pipe.topology import ParallelDims
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.launch.supervisor import Outcome
+    from mgpu_pipe.runs.lock import RunLock
     from mgpu_pipe.runs.resume_command import CommandLine
 
 
@@ -83,6 +84,21 @@ def print_note(text: str) -> None:
     """Print a note unless it is empty."""
     if text:
         print_line(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def announce_stop(lock: RunLock | None) -> None:
+    """Print that the run stops, and write it into its lock; None on a node that does not have the lock."""
+    if lock is not None:
+        print_line(stop.STOPPING, file=sys.stderr, flush=True)
+        lock.stopping()
+
+
+def print_failure(outcome: Outcome) -> None:
+    """Print the first failing rank's error, or the launcher's; nothing without one."""
+    if outcome.failure is not None:
+        print_text(outcome.failure.show(), file=sys.stderr, flush=True)
+    if outcome.message:
+        print_line(f"error: {outcome.message}", file=sys.stderr, flush=True)
 
 
 def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float, again: str) -> None:

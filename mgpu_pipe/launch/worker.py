@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.inference.prompt_samples import Sample
-    from mgpu_pipe.launch.distributed import World
+    from mgpu_pipe.launch.world import World
     from mgpu_pipe.training.result import TrainResult
 
 
@@ -50,7 +50,7 @@ def main(folder: Path) -> int:
     stop.install(second_leaves=False)
     _set_up_streams()
     print_logs_safely()
-    from mgpu_pipe.launch.distributed import World, launcher_store
+    from mgpu_pipe.launch.world import World, launcher_store
 
     paths, world = RunPaths(folder), World.from_environment(os.environ)
     try:
@@ -80,7 +80,7 @@ def work_with_others(folder: Path, work: Callable[[RunConfig, World, Store], Non
     """
     lifeline = Lifeline.attach(os.environ)
     from mgpu_pipe.config.freeze import load
-    from mgpu_pipe.launch.distributed import World, launcher_store
+    from mgpu_pipe.launch.world import World, launcher_store
 
     paths, world = RunPaths(folder), World.from_environment(os.environ)
     try:
@@ -130,8 +130,8 @@ def train_in(
 
     from mgpu_pipe.config.resolve import device_type
     from mgpu_pipe.inference.during_training import INFERENCE
-    from mgpu_pipe.launch.distributed import process_group
-    from mgpu_pipe.launch.gpus import keep_traces_in
+    from mgpu_pipe.launch.process_group import process_group
+    from mgpu_pipe.launch.run_variables import keep_traces_in
     from mgpu_pipe.training.loggers import log_samples
     from mgpu_pipe.training.train import train
 
@@ -139,9 +139,9 @@ def train_in(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if device_type(config.trainer) == "cuda":
         keep_traces_in(paths.logs)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    limit_torch_threads()
     live = live_stream() if world.rank == 0 else None
-    with process_group(world, store, device_type(config.trainer), config.launch.collective_timeout):
+    with process_group(world, store, device_type(config.trainer), config.launch.collective_timeout) as device:
         usual, sys.stderr = sys.stderr, live or sys.stderr
         try:
             result = train(
@@ -150,7 +150,6 @@ def train_in(
         finally:
             sys.stderr = usual
         samples = _samples_by_all(config, result, prepared)
-        device = next(result.model.parameters()).device
     if world.rank == 0:
         if result.whole_model:
             result.model = None  # type: ignore[assignment]  # free its memory for the saved model
@@ -163,6 +162,13 @@ def train_in(
             log_samples(result.loggers, result.step, samples)
         _write_summary(world, paths, result, samples, time.monotonic() - started)
     return result
+
+
+def limit_torch_threads() -> None:
+    """Let torch compute on the threads that the launcher chose."""
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
 
 def _write_summary(world: World, paths: RunPaths, result: TrainResult, samples: list[Sample], seconds: float) -> None:

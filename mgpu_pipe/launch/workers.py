@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch.orphan_guard import OrphanGuard
 from mgpu_pipe.launch.signals import WHERE
+from mgpu_pipe.launch.world import ATTEMPT, STORE_FD, World
 from mgpu_pipe.system import process_end as parent_death
 from mgpu_pipe.system.joined_world import LIFELINE_FD
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 WORKER = "mgpu_pipe.launch.worker"
 """Module of a worker."""
-HOST = "127.0.0.1"
-STORE_FD = "MGPU_STORE_FD"
-ATTEMPT = "MGPU_ATTEMPT"
 LIVE_FD = "MGPU_LIVE_FD"
 ERROR_FD = "MGPU_ERROR_FD"
 PIPE_BYTES = 65536
@@ -36,9 +34,6 @@ STACKS_S = 0.3
 RESUME = "MGPU_RESUME"
 """Variable with the step folder to resume from; empty starts afresh."""
 INHERITED_FDS = "MGPU_INHERITED_FDS"
-
-
-LOOPBACK = Path("/sys/class/net/lo")
 
 
 Store = IO[bytes] | socket.socket
@@ -66,38 +61,21 @@ class WorkerPlan:
 
     Attributes:
         argv: the worker's command as a list.
-        world_size: number of workers on all nodes.
+        world: world of the workers, at the place of this node's first worker.
         paths: the run's folder.
         environment: variables on top of the launcher's.
         live_fd: second descriptor for rank 0's standard error; None for none.
         inherited_fds: descriptors that every worker keeps open (the run's lock).
-        first_rank, here: first rank and number of this node's workers; None for all.
-        address: address of rank 0's node, for the store of several nodes.
-        port: port of rank 0, if another node starts it.
         server: server that forks the workers; None starts new programs.
     """
 
     argv: Sequence[str]
-    world_size: int
+    world: World
     paths: RunPaths
     environment: Mapping[str, str] = field(default_factory=dict)
     live_fd: int | None = None
     inherited_fds: tuple[int, ...] = ()
-    first_rank: int = 0
-    here: int | None = None
-    address: str = HOST
-    port: int | None = None
     server: ForkServer | None = None
-
-    @property
-    def ranks(self) -> range:
-        """Ranks that this node starts."""
-        return range(self.first_rank, self.first_rank + (self.here or self.world_size))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this node starts all ranks."""
-        return len(self.ranks) == self.world_size
 
     def with_environment(self, more: Mapping[str, str]) -> WorkerPlan:
         return replace(self, environment={**self.environment, **more})
@@ -115,26 +93,26 @@ class WorkerGroup:
         self._orphan_guard = OrphanGuard()
         parent_death.keep_from_forks(self._orphan_guard.fd)
         plan.paths.logs.mkdir(exist_ok=True)
-        for rank in plan.ranks:
+        for rank in plan.world.node_ranks:
             plan.paths.rank_error(rank).unlink(missing_ok=True)
         with ExitStack() as resources:
-            store = self._store(plan, resources) if plan.port is None else None
-            self.port = plan.port or (store.getsockname()[1] if isinstance(store, socket.socket) else 0)
+            store = None if plan.world.master_port else self._store(plan.world, resources)
+            self.port = plan.world.master_port or (store.getsockname()[1] if isinstance(store, socket.socket) else 0)
             """Port of rank 0; 0 with a file store."""
             try:
-                for rank in plan.ranks:
+                for rank in plan.world.node_ranks:
                     self._start(plan, rank, store if rank == 0 or not self.port else None)
             except BaseException:
                 self.kill()
                 raise
 
-    def _store(self, plan: WorkerPlan, resources: ExitStack) -> Store:
+    def _store(self, world: World, resources: ExitStack) -> Store:
         """Store of the workers: an unnamed file on one machine, which no other process can open; else a socket."""
-        if plan.is_whole:
+        if world.nodes == 1:
             return resources.enter_context(os.fdopen(os.memfd_create("store"), "r+b"))
         store = resources.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
         store.bind(("", 0))
-        store.listen(max(128, plan.world_size))  # from here on no other process can take the port
+        store.listen(max(128, world.world_size))  # from here on no other process can take the port
         return store
 
     def _start(self, plan: WorkerPlan, rank: int, store: Store | None) -> None:
@@ -147,13 +125,7 @@ class WorkerGroup:
         environment = {
             **os.environ,
             **plan.environment,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank - plan.first_rank),
-            "WORLD_SIZE": str(plan.world_size),
-            "LOCAL_WORLD_SIZE": str(len(plan.ranks)),
-            "GROUP_RANK": str(rank // len(plan.ranks)),
-            "MASTER_ADDR": plan.address,
-            "MASTER_PORT": str(self.port),
+            **plan.world.worker_variables(rank, self.port),
             ATTEMPT: str(self.attempt),
             parent_death.LAUNCHER_PID: str(os.getpid()),
             LIFELINE_FD: str(read_fd),
@@ -168,7 +140,7 @@ class WorkerGroup:
             environment[LIVE_FD] = str(plan.live_fd)
             environment.update(_terminal(plan.live_fd))
         try:
-            with open_log(plan.paths.rank_log(rank), rank, plan.world_size, self.attempt) as log:
+            with open_log(plan.paths.rank_log(rank), rank, plan.world.world_size, self.attempt) as log:
                 forked = plan.server and plan.server.start(plan.argv, log.fileno(), environment, passed)
                 self._running[rank] = forked or subprocess.Popen(
                     list(plan.argv),
@@ -286,11 +258,3 @@ def _terminal(fd: int) -> dict[str, str]:
         return {}
     size = os.get_terminal_size(fd)
     return {"MGPU_TTY": "1", "COLUMNS": str(size.columns or 80), "LINES": str(size.lines or 24)}
-
-
-def worker_environment(threads: int, *, one_host: bool = True) -> dict[str, str]:
-    """Variables of all workers of this machine."""
-    environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if one_host and "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK.exists():
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo resolves the host's name, which may fail
-    return environment

@@ -1,34 +1,42 @@
-"""``mgpu-pipe verify <any overrides>``: the parity certificate of a configuration; workers compute."""
+"""``mgpu-pipe verify <any overrides>``: the parity certificate of a configuration; workers compute.
+
+``python -m mgpu_pipe.verify.driver <folder>`` is a worker, which reads the small run's frozen configuration.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import freeze
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, print_line, print_text
-from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.deepspeed_build import prepare_extensions
-from mgpu_pipe.launch.gpus import run_environment
+from mgpu_pipe.launch.process_job import supervise_module
+from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
-from mgpu_pipe.launch.supervisor import Outcome, supervise
-from mgpu_pipe.launch.workers import WorkerPlan, worker_environment
+from mgpu_pipe.launch.supervisor import Outcome
+from mgpu_pipe.launch.worker import limit_torch_threads, work_with_others
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.run_folder import choose_folder
+from mgpu_pipe.system.local_files import replace_file
+from mgpu_pipe.system.process_end import exit_now
 from mgpu_pipe.system.threads import choose_threads
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.verify.certificate import Certificate, Worst, certificate, failures, show
+from mgpu_pipe.verify.certificate import Certificate, Measurement, Worst, certificate, failures, show, worst_of
 from mgpu_pipe.verify.shrink import shrink
-from mgpu_pipe.verify.verify_worker import COMPARISON
 
-WORKER = "mgpu_pipe.verify.verify_worker"
-STOP_TIMEOUT_S = 5.0
-"""Short, because a verification saves nothing."""
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from mgpu_pipe.launch.world import World
+
+MODULE = "mgpu_pipe.verify.driver"
+COMPARISON = "comparison.json"
+"""Rank 0's results, in the folder of the verification."""
 STOPPED = "stopped by a signal before the verification ended; no certificate is written"
 CONFIGURED = "configured.yaml"
 """Certified configuration; ``config.yaml`` is that of the small run, which the workers read."""
@@ -48,8 +56,9 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
     """
     dims = ParallelDims.from_config(config.trainer, config.strategy)
     small = shrink(config, dims)
-    prepare_extensions(small.config)
-    compiled = run_environment(small.config)
+    trainer, cache_dir = small.config.trainer, small.config.data.cache_dir
+    prepare_extensions(small.config.strategy, trainer, cache_dir)
+    variables = run_environment(trainer, cache_dir)
     named = replace(config, run=replace(config.run, name="verify"), checkpoint=CheckpointConfig())
     paths = choose_folder(named).paths
     freeze(small.config, paths.config)
@@ -57,12 +66,15 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
     threads = choose_threads(config.launch.threads_per_worker, dims.world_size)
     environment = describe_environment(["mgpu-pipe", "verify", *overrides], threads, dims.world_size)
     title = f"{config.model.name}, {config.strategy.name}: {dims.describe()}, {small.config.precision.name}"
-    print_line(f"verifying {title}, {small.config.trainer.max_steps} steps on CPU processes", file=sys.stderr)
+    print_line(f"verifying {title}, {trainer.max_steps} steps on CPU processes", file=sys.stderr)
     for line in small.notices():
         print_line(f"note: {line}", file=sys.stderr)
     with SignalInbox() as inbox:
         try:
-            outcome = _run_workers(paths, dims.world_size, threads.per_worker, compiled, inbox)
+            processes, per_worker = dims.world_size, threads.per_worker
+            outcome = supervise_module(
+                MODULE, paths.root, processes=processes, threads=per_worker, inbox=inbox, variables=variables
+            )
         except StoppedBeforeTraining:
             outcome = Outcome("failed", EXIT_FAILURE, 1, message=STOPPED)
         stopped = inbox.stop_requested
@@ -72,16 +84,6 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
     worst = [Worst.from_dict(values) for values in content["worst"]]
     result = certificate(config, overrides, small, dims, worst, content["comparisons"], environment)
     return _conclude(result, paths.root, title)
-
-
-def _run_workers(paths: RunPaths, world: int, threads: int, compiled: Mapping[str, str], inbox: SignalInbox) -> Outcome:
-    plan = WorkerPlan(
-        argv=python_module(WORKER, str(paths.root)),
-        world_size=world,
-        paths=paths,
-        environment={**worker_environment(threads), **compiled},
-    )
-    return supervise(plan, inbox, stop_timeout=STOP_TIMEOUT_S)
 
 
 def _failed(outcome: Outcome, stopped: bool) -> int:
@@ -100,3 +102,29 @@ def _conclude(result: Certificate, folder: Path, title: str) -> int:
     sys.stderr.flush()
     print_line(f"certificate: {path}", flush=True)
     return EXIT_OK if result.passed else EXIT_FAILURE
+
+
+def main(folder: Path) -> None:
+    """Take part in the comparison; rank 0 writes its result into ``folder``."""
+
+    def work(config: RunConfig, world: World, store: Store) -> None:
+        measurements = _measure(config, world, store)
+        if world.rank == 0:
+            worst = [comparison.as_dict() for comparison in worst_of(measurements)]
+            replace_file(folder / COMPARISON, json.dumps({"worst": worst, "comparisons": len(measurements)}))
+
+    work_with_others(folder, work)
+
+
+def _measure(config: RunConfig, world: World, store: Store) -> list[Measurement]:
+    from mgpu_pipe.launch.process_group import process_group
+    from mgpu_pipe.verify.comparison import compare
+
+    limit_torch_threads()
+    with process_group(world, store, "cpu", config.launch.collective_timeout):
+        return compare(config)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    exit_now(0)

@@ -13,7 +13,7 @@ import pytest
 from mgpu_pipe.config.compile_caches import FOLDERS, compile_caches
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.launch.gpus import run_environment
+from mgpu_pipe.launch.run_variables import run_environment
 from tests.support.needs import need_torch_compile
 
 NOBODY = 65534
@@ -69,7 +69,10 @@ def test_a_runs_processes_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name in FOLDERS:
         monkeypatch.delenv(name, raising=False)
     config = RunConfig(data=DataConfig(cache_dir=str(tmp_path / "cache")))
-    assert run_environment(config).items() >= compile_caches(str(tmp_path / "cache"), {}).items()
+    assert (
+        run_environment(config.trainer, config.data.cache_dir).items()
+        >= compile_caches(str(tmp_path / "cache"), {}).items()
+    )
 
 
 COMPILES = """

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.launch.distributed import World, launcher_store, process_group
+from mgpu_pipe.launch.process_group import process_group
+from mgpu_pipe.launch.world import World, launcher_store
 
 RANKS, STEPS, NOBODY = 3, 3, 65534
 SIOCSIFFLAGS, UP_AND_RUNNING = 0x8914, 0x41

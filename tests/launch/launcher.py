@@ -11,6 +11,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.launch.signals import SignalInbox
 from mgpu_pipe.launch.supervisor import supervise
 from mgpu_pipe.launch.workers import WorkerPlan
+from mgpu_pipe.launch.world import World
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 
@@ -19,7 +20,7 @@ def main() -> int:
     folder, behaviour, world_size, options = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
     plan = WorkerPlan(
         argv=[sys.executable, str(STAND_IN), str(folder), behaviour],
-        world_size=world_size,
+        world=World.on_this_machine(world_size),
         paths=RunPaths(folder),
         live_fd=os.dup(2),
     )

@@ -33,7 +33,8 @@ def all_reduce() -> None:
     import torch
     import torch.distributed as dist
 
-    from mgpu_pipe.launch.distributed import World, launcher_store, process_group
+    from mgpu_pipe.launch.process_group import process_group
+    from mgpu_pipe.launch.world import World, launcher_store
 
     world = World.from_environment(os.environ)
     with process_group(world, launcher_store(world, 30), "cpu", 30):

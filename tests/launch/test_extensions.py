@@ -23,21 +23,21 @@ def config(tmp_path: Path) -> RunConfig:
 def test_machines_of_other_processors_keep_their_own(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = extensions.extension_folder(config.data, config.trainer)
+    here = extensions.extension_folder(config.data.cache_dir, "cpu")
     other = tmp_path / "cpuinfo"
     other.write_text("flags\t\t: fpu sse sse2\n")
     monkeypatch.setattr(compile_caches, "CPU_INFORMATION", other)
-    assert extensions.extension_folder(config.data, config.trainer) != here
+    assert extensions.extension_folder(config.data.cache_dir, "cpu") != here
 
 
 def test_what_is_compiled_is_taken_whatever_a_killed_build_left(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = extensions.extension_folder(config.data, config.trainer)
+    folder = extensions.extension_folder(config.data.cache_dir, "cpu")
     (folder / "async_io").mkdir(parents=True)
     (folder / "async_io" / "lock").touch()
     (folder / extensions.READY).touch()
     monkeypatch.setattr(extensions, "_build", lambda *_: pytest.fail("compiled again"))
     monkeypatch.setenv(FOLDER, "")  # what is set below goes again
-    extensions.prepare_extensions(config)
+    extensions.prepare_extensions(config.strategy, config.trainer, config.data.cache_dir)
     assert os.environ[FOLDER] == str(folder)

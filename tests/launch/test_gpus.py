@@ -11,9 +11,8 @@ from torch.distributed import HashStore
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.launch import gpus as variables
-from mgpu_pipe.launch.distributed import _explained_start_errors
-from mgpu_pipe.launch.gpus import Gpu, compare, fault
+from mgpu_pipe.launch import run_variables as variables
+from mgpu_pipe.launch.process_group import Gpu, _explained_start_errors, compare, fault
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.system.threads import Threads
 

@@ -25,10 +25,10 @@ from mgpu_pipe.data.cache import locked
 from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch import join
-from mgpu_pipe.launch.distributed import World
-from mgpu_pipe.launch.join import SharedPlan, _with_its_cause, agree, check_world, prepare_on_every_node
+from mgpu_pipe.launch.join import SharedPlan, _with_its_cause, agree, prepare_on_every_node
 from mgpu_pipe.launch.worker import NODE_LOCK, train_in
 from mgpu_pipe.launch.workers import is_stopped
+from mgpu_pipe.launch.world import World, check_world
 from mgpu_pipe.runs.lock import process_identity
 from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.system.joined_world import existing_world, hosts, joined_processes, tasks_per_node
@@ -162,12 +162,12 @@ def test_a_configuration_for_another_world_is_refused_with_the_fix(
     trainer: TrainerConfig, world: World, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_world(RunConfig(trainer=trainer), world)
+        check_world(world, trainer, StrategyConfig())
 
 
 def test_a_fitting_configuration_passes() -> None:
-    check_world(RunConfig(trainer=TrainerConfig(devices=2, num_nodes=2)), world_of(4, 2))
-    check_world(RunConfig(strategy=StrategyConfig(name="ddp")), world_of(2, 2))
+    check_world(world_of(4, 2), TrainerConfig(devices=2, num_nodes=2), StrategyConfig())
+    check_world(world_of(2, 2), TrainerConfig(), StrategyConfig(name="ddp"))
 
 
 class Node:

@@ -127,7 +127,7 @@ def test_a_small_constant_is_a_number(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_calibrate_replaces_its_own_profile_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mgpu_pipe.launch.measurement_processes.measure_hardware", lambda config: measured())
+    monkeypatch.setattr("mgpu_pipe.launch.measurement.measure_hardware", lambda config: measured())
     file = tmp_path / "mine.yaml"
     words = ["trainer.accelerator=cpu", "--out", str(file)]
     assert calibrate(words) == 0
@@ -141,7 +141,7 @@ def test_calibrate_replaces_its_own_profile_alone(tmp_path: Path, monkeypatch: p
 
 
 def test_a_profile_that_cannot_be_read_again_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mgpu_pipe.launch.measurement_processes.measure_hardware", lambda config: measured())
+    monkeypatch.setattr("mgpu_pipe.launch.measurement.measure_hardware", lambda config: measured())
     monkeypatch.setattr("mgpu_pipe.planning.calibration.fitted", lambda measured: replace(TRUE, launch=-1.0))
     with pytest.raises(ConfigError, match=r"^--out=.*constants.launch=-1.0"):
         calibrate(["trainer.accelerator=cpu", f"--out={tmp_path / 'mine.yaml'}"])

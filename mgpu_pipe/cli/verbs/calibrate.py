@@ -31,7 +31,7 @@ def calibrate(words: list[str]) -> int:
 
     def job(composition: Composition) -> int:
         from mgpu_pipe.checks.check_sizes import range_errors
-        from mgpu_pipe.launch.measurement_processes import measure_hardware
+        from mgpu_pipe.launch.measurement import measure_hardware
         from mgpu_pipe.planning.calibration import profile_text
         from mgpu_pipe.planning.hardware_profile import read_profile
 

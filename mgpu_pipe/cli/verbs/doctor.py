@@ -65,7 +65,7 @@ def doctor(words: list[str]) -> int:
 
     def links(composition: Composition) -> int:
         config = checked(composition)
-        from mgpu_pipe.launch.measurement_processes import measure_links
+        from mgpu_pipe.launch.measurement import measure_links
         from mgpu_pipe.report.measurements import show_links
 
         if table := measure_links(config):

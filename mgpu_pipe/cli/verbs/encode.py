@@ -73,7 +73,7 @@ def _encode(arguments: argparse.Namespace) -> int:
         size=size,
         rows=count_texts(texts, arguments.column, source.tokenizer, prompt),
     )
-    from mgpu_pipe.launch.batch import run_job
+    from mgpu_pipe.launch.batch_job import run_job
 
     return run_job(settings, source, config)
 

@@ -113,7 +113,7 @@ def _check_draft(arguments: argparse.Namespace) -> None:
 def _answer_file(arguments: argparse.Namespace) -> int:
     """Answer the file of prompts on the processes that the overrides name."""
     from mgpu_pipe.cli.processes import compose_processes, refuse_whole_weights
-    from mgpu_pipe.launch.batch import run_job
+    from mgpu_pipe.launch.batch_job import run_job
 
     source = find_model(find_inputs(arguments))
     config = compose_processes("generate", arguments.overrides, arguments.device, strategies=True)

@@ -1,4 +1,7 @@
-"""Process that measures lm-eval's tasks with others: ``python -m mgpu_pipe.launch.harness_worker <folder>``."""
+"""``mgpu-pipe eval --harness``: measures lm-eval's tasks by this process, by processes it starts, or as a rank.
+
+``python -m mgpu_pipe.launch.harness_job <folder>`` is one of the started processes.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.resolve import device_type
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.errors import EXIT_OK, BadInputError
 from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
 from mgpu_pipe.inference.harness.measure import measure_tasks, stay_offline
-from mgpu_pipe.launch.inference_world import SETTINGS
-from mgpu_pipe.launch.worker import work_with_others
+from mgpu_pipe.launch.process_job import SETTINGS, refuse_other_machines, run_processes, temporary_folder
+from mgpu_pipe.launch.worker import limit_torch_threads, work_with_others
+from mgpu_pipe.launch.world import enter, joined_store
+from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.process_end import exit_now
 
@@ -22,9 +29,36 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-    from mgpu_pipe.launch.distributed import World
+    from mgpu_pipe.launch.world import World
 
 RESULTS = "results.json"
+
+
+def measure(settings: HarnessSettings, config: RunConfig, device: str) -> tuple[int, dict[str, Any] | None]:
+    """Measure the tasks on the configured processes.
+
+    Args:
+        config: gives strategy, processes and threads.
+        device: as of ``--device``, for a single process.
+
+    Returns:
+        The exit code, and lm-eval's results where this process has them: not where it failed or is another rank.
+    """
+    launch, joined = config.launch, existing_world(os.environ)
+    if joined:
+        world = enter(joined, config.trainer, config.strategy, launch.threads_per_worker)
+        results = _measure_in(world, joined_store(launch.collective_timeout), settings, config)
+        return EXIT_OK, results if world.rank == 0 else None
+    refuse_other_machines(config.trainer, launch)
+    processes = world_size(config.trainer, config.strategy)
+    if processes == 1:
+        return EXIT_OK, _measure_whole(settings, device)
+    with temporary_folder("harness") as folder:
+        freeze(config, RunPaths(folder).config)
+        stopped = "stopped before the tasks were measured"
+        module = "mgpu_pipe.launch.harness_job"
+        code = run_processes(module, folder, settings.to_json(), processes, launch.threads_per_worker, stopped)
+        return code, json.loads((folder / RESULTS).read_text(encoding="utf-8")) if code == EXIT_OK else None
 
 
 def main(folder: Path) -> None:
@@ -33,7 +67,7 @@ def main(folder: Path) -> None:
 
     def work(config: RunConfig, world: World, store: Store) -> None:
         settings = HarnessSettings.from_json((folder / SETTINGS).read_text(encoding="utf-8"))
-        results = measure_in(world, store, settings, config)
+        results = _measure_in(world, store, settings, config)
         if world.rank == 0:
             replace_file(folder / RESULTS, results_text(results))
 
@@ -45,26 +79,21 @@ def results_text(results: dict[str, Any]) -> str:
     return json.dumps(results, default=str)
 
 
-def measure_in(world: World, store: Store, settings: HarnessSettings, config: RunConfig) -> dict[str, Any]:
+def _measure_in(world: World, store: Store, settings: HarnessSettings, config: RunConfig) -> dict[str, Any]:
     """Measure as a rank of ``world``. A collective call."""
-    import torch
-    import torch.distributed as dist
-
     from mgpu_pipe.inference.find_model import find_model
     from mgpu_pipe.inference.generation import load_tokenizer
     from mgpu_pipe.inference.harness.model import HarnessModel
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.parallel_run import evaluation_config, open_parallel
-    from mgpu_pipe.launch.distributed import process_group
+    from mgpu_pipe.launch.process_group import process_group
     from mgpu_pipe.topology import ParallelDims
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    kind = device_type(config.trainer)
-    with process_group(world, store, kind, config.launch.collective_timeout):
-        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    limit_torch_threads()
+    with process_group(world, store, device_type(config.trainer), config.launch.collective_timeout) as device:
         silence_transformers()
-        if not ParallelDims.resolve(config.strategy, dist.get_world_size()).cuts_the_model:
-            return measure_whole(settings, device, world.rank, world.world_size)
+        if not ParallelDims.resolve(config.strategy, world.world_size).cuts_the_model:
+            return _measure_whole(settings, device, world.rank, world.world_size)
         source = find_model(settings.model)
         parallel = open_parallel(source, evaluation_config(source, config), device)
         if source.tokenizer is None:
@@ -74,7 +103,7 @@ def measure_in(world: World, store: Store, settings: HarnessSettings, config: Ru
         return measure_tasks(settings, model)
 
 
-def measure_whole(
+def _measure_whole(
     settings: HarnessSettings, device: torch.device | str, rank: int = 0, processes: int = 1
 ) -> dict[str, Any]:
     """Measure with the whole model in this process, which takes its share of the requests."""

@@ -1,0 +1,210 @@
+"""The world of a process: its ranks, addresses and this process's place, and the store where its ranks meet.
+
+Each start makes the same world: the launcher of this machine (:mod:`.local`), torchrun or srun with a process for each
+rank (:mod:`.join`), and srun with a task for each node, which starts that node's workers (:mod:`.node`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.schema import TrainerConfig
+from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.system.threads import choose_threads
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+STORE_FD = "MGPU_STORE_FD"
+ATTEMPT = "MGPU_ATTEMPT"
+LOOPBACK = Path("/sys/class/net/lo")
+POLL_S = 0.02
+"""Seconds between two polls of the store."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks of a world and this process's place among them; of a launcher, the place of its first worker.
+
+    Attributes:
+        local_world_size: ranks on this node.
+        master_addr: address of rank 0's node.
+        master_port: port of rank 0's store; 0 where the launcher makes the store.
+        store_fd: the launcher's store file, or rank 0's listening socket; None in a joined world.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    attempt: int = 1
+    store_fd: int | None = None
+
+    @classmethod
+    def on_this_machine(cls, processes: int) -> World:
+        """World of workers that this process starts."""
+        return cls(0, 0, processes, processes, "127.0.0.1", 0)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> World:
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        fd = environment.get(STORE_FD)
+        return cls(
+            rank=rank,
+            local_rank=int(environment.get("LOCAL_RANK", rank)),
+            world_size=world_size,
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+            master_addr=environment["MASTER_ADDR"],
+            master_port=int(environment.get("MASTER_PORT", 0)),
+            attempt=int(environment.get(ATTEMPT, 1)),
+            store_fd=None if fd is None else int(fd),
+        )
+
+    def worker_variables(self, rank: int, port: int) -> dict[str, str]:
+        """Variables of a worker, from which :meth:`from_environment` reads its world."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(rank // self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(port),
+        }
+
+    def of_workers(self, devices: int) -> World:
+        """World of the workers that a world of node tasks starts, ``devices`` on each node."""
+        return replace(
+            self,
+            rank=self.rank * devices,
+            local_rank=0,
+            world_size=self.world_size * devices,
+            local_world_size=devices,
+            master_port=0,
+        )
+
+    @property
+    def node(self) -> int:
+        return self.rank // self.local_world_size
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.local_world_size
+
+    @property
+    def node_ranks(self) -> range:
+        """Ranks of this node, of a launcher's world."""
+        return range(self.rank, self.rank + self.local_world_size)
+
+    @property
+    def uses_file_store(self) -> bool:
+        """Whether the launcher started all processes on this machine, so the store is a file, not a port."""
+        return self.world_size > 1 and not self.master_port
+
+    def thread_environment(self, threads: int | Literal["auto"]) -> dict[str, str]:
+        """Variables of this node's ranks: compute threads, and gloo's network interface."""
+        number = str(choose_threads(threads, self.local_world_size).per_worker)
+        environment = {"OMP_NUM_THREADS": number, "MKL_NUM_THREADS": number}
+        if self.nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ and LOOPBACK.exists():
+            environment["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo resolves the host's name, which may fail
+        return environment
+
+
+def enter(
+    joined: Mapping[str, str], trainer: TrainerConfig, strategy: StrategyConfig, threads: int | Literal["auto"]
+) -> World:
+    """Make this process a rank of the ``joined`` world: sets its variables.
+
+    Args:
+        joined: see :func:`mgpu_pipe.system.joined_world.existing_world`.
+        threads: ``launch.threads_per_worker``.
+
+    Raises:
+        ConfigError: the configuration does not fit the world.
+    """
+    os.environ.update(joined)
+    world = World.from_environment(os.environ)
+    check_world(world, trainer, strategy)
+    os.environ.update(world.thread_environment(threads))
+    return world
+
+
+def check_world(world: World, trainer: TrainerConfig, strategy: StrategyConfig) -> None:
+    """Check that the configuration fits the joined world."""
+    there = f"the world that was joined has {world.world_size} processes, {world.local_world_size} on this node"
+    devices = trainer.devices
+    if devices != world.local_world_size and not (devices == "auto" and strategy.name != "single"):
+        raise ConfigError("trainer.devices", devices, f"use {world.local_world_size}, or start as many", there)
+    if trainer.num_nodes != world.nodes:
+        raise ConfigError("trainer.num_nodes", trainer.num_nodes, f"use {world.nodes}", there)
+
+
+def is_node_task(joined: Mapping[str, str], devices: int) -> bool:
+    """Whether this process is an srun task per node with several workers to start; False under torchrun."""
+    return joined.get("LOCAL_WORLD_SIZE") == "1" and devices > 1
+
+
+def joined_store(timeout: float) -> Store:
+    """Store of the joined world, whose variables this process has.
+
+    Args:
+        timeout: seconds that its ranks have to meet.
+    """
+    from torch.distributed import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    # torchrun's store survives a restart of the workers: separate the keys of each start
+    return PrefixStore(f"mgpu_pipe/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def launcher_store(world: World, timeout: float) -> Store:
+    """Store of launched workers: on one machine a file that no other process can open.
+
+    Workers of several nodes use a socket that the launcher bound, so no other process can take its port.
+    """
+    from torch.distributed import FileStore, HashStore, TCPStore
+
+    if world.world_size == 1:
+        if world.store_fd is not None:
+            os.close(world.store_fd)
+        return HashStore()
+    if world.uses_file_store:
+        assert world.store_fd is not None
+        os.set_inheritable(world.store_fd, False)
+        store = FileStore(f"/proc/self/fd/{world.store_fd}", world.world_size)
+        store.set_timeout(timedelta(seconds=timeout))
+        return store
+    return TCPStore(
+        world.master_addr,
+        world.master_port,
+        world.world_size,
+        is_master=world.rank == 0,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=world.store_fd,
+        wait_for_workers=False,
+    )
+
+
+def wait_for(store: Store, keys: Sequence[str], timeout: float = math.inf) -> bool:
+    """Wait until all ``keys`` are in the store, without the store's timeout and open to signals.
+
+    Returns:
+        False after ``timeout`` seconds.
+    """
+    until = time.monotonic() + timeout
+    while not store.check(list(keys)):
+        if time.monotonic() > until:
+            return False
+        time.sleep(POLL_S)
+    return True
