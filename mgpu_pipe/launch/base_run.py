@@ -14,7 +14,7 @@ from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunOptions, TrainerConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors, print_line
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.models.fields import model_fields
@@ -29,13 +29,16 @@ EXPORTED = "exported"
 ROOT_DIGITS = 12
 
 
-def base_words(config: RunConfig) -> list[str]:
-    """Command line of the run that ``config`` starts from, on the same machine and in the same root folder."""
-    trainer, data = config.trainer, config.data
-    words = [f"experiment={config.run.starts_from}", f"run.root={config.run.root}", "checkpoint.resume=auto"]
+def base_words(run: RunOptions, trainer: TrainerConfig, cache_dir: str | None) -> list[str]:
+    """Command line of the run that a run starts from, on the same machine and in the same root folder.
+
+    Args:
+        cache_dir: ``data.cache_dir``.
+    """
+    words = [f"experiment={run.starts_from}", f"run.root={run.root}", "checkpoint.resume=auto"]
     words += [f"trainer.accelerator={trainer.accelerator}", f"trainer.devices={trainer.devices}"]
     words += [f"trainer.progress={trainer.progress}"]
-    return words if data.cache_dir is None else [*words, f"data.cache_dir={data.cache_dir}"]
+    return words if cache_dir is None else [*words, f"data.cache_dir={cache_dir}"]
 
 
 @functools.cache
@@ -61,7 +64,7 @@ def check_bases(flags: tuple[str, ...], words: tuple[str, ...], name: str) -> No
             raise ConfigError(
                 KEY, chain[-1], f"remove it from {chain[-2]}", f"the run would start from itself ({cycle})"
             )
-        words = tuple(base_words(config))
+        words = tuple(base_words(config.run, config.trainer, config.data.cache_dir))
 
 
 def _model_folder(run: Path) -> Path:
@@ -91,7 +94,7 @@ def with_base(
     config = composition.config
     if config.run.starts_from is None:
         return composition
-    words = base_words(config)
+    words = base_words(config.run, config.trainer, config.data.cache_dir)
     print_line(f"{KEY}={config.run.starts_from}: mgpu-pipe {' '.join(words)}", file=sys.stderr, flush=True)
     base = hydra_cli.compose_one(hydra_cli.parse([*composition.flags, *words]))
     result = run(base, ["mgpu-pipe", *words])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from mgpu_pipe.config.hub import names_files
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.compose import Composition
+from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.unplanned import MICRO_BATCH, SAVES, STRATEGY, unplanned_keys
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
@@ -209,11 +210,12 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
     alone = [*composition.flags, *composition.overrides]
     if composition.errors:
         raise ConfigErrors(preflight_errors(composition.config, composition.errors, alone))
-    if composition.config.run.starts_from is not None:
+    config = composition.config
+    if config.run.starts_from is not None:
         from mgpu_pipe.launch.base_run import base_words, check_bases
 
-        words = tuple(base_words(composition.config))
-        check_bases(tuple(composition.flags), words, composition.config.run.starts_from)
+        words = tuple(base_words(config.run, config.trainer, config.data.cache_dir))
+        check_bases(tuple(composition.flags), words, config.run.starts_from)
     if not names_files(composition.config.model, composition.config.data):
         return [*_plan_auto(composition, elsewhere), *preflight(composition.config, alone, elsewhere)]
     from mgpu_pipe.runs.hub_names import pin
@@ -231,7 +233,8 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
         if joins and pinned.others_wait:
             from mgpu_pipe.launch.join import refuse_alone
 
-            refuse_alone(composition.config, error.exit_code)
+            devices = devices_per_node(config.trainer, config.strategy)
+            refuse_alone(devices, config.launch.collective_timeout, error.exit_code)
         raise
 
 

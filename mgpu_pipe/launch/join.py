@@ -11,16 +11,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.hub import without_revisions
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.unplanned import unplanned_keys, with_plan_of
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
@@ -120,15 +120,8 @@ def agree(
         BadInputError: the run cannot start, or this process's configuration differs from rank 0's.
         SystemExit: rank 0 could not start the run.
     """
-    if world.rank == 0:
-        return _plan_on_rank_zero(config, world, command_line, store, resources, each)
-    return _plan_from_rank_zero(config, store, world.rank), None
-
-
-def _plan_on_rank_zero(
-    config: RunConfig, world: World, command_line: CommandLine, store: Store, resources: ExitStack, each: int
-) -> tuple[SharedPlan, RunLock]:
-    """On rank 0: choose, lock and fill the folder, and broadcast the plan or the error, so that no rank waits."""
+    if world.rank:
+        return _plan_from_rank_zero(config, store, world.rank), None
     others = range(each, world.world_size, each)
     try:
         folder = run_folder.choose_folder(config, restart_of=_restarted_launch())
@@ -145,14 +138,18 @@ def _plan_on_rank_zero(
     return shared, lock
 
 
-def refuse_alone(config: RunConfig, exit_code: int) -> None:
-    """On rank 0: broadcast an error that only rank 0 looks for, so that the others exit with its code."""
+def refuse_alone(devices: int, timeout: float, exit_code: int) -> None:
+    """On rank 0: broadcast an error that only rank 0 looks for, so that the others exit with its code.
+
+    Args:
+        devices: processes of a node.
+        timeout: ``launch.collective_timeout``.
+    """
     joined = existing_world(os.environ)
     os.environ.update(joined)
     world = World.from_environment(joined)
-    devices = devices_per_node(config.trainer, config.strategy)
     each = devices if is_node_task(joined, devices) else 1
-    store = joined_store(config.launch.collective_timeout)
+    store = joined_store(timeout)
     _broadcast_and_exit(store, {"exit_code": exit_code}, range(each, world.world_size * each, each))
 
 
@@ -165,16 +162,16 @@ def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Seque
 def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine, folder: RunFolder) -> SharedPlan:
     """Begin the run and prepare its attempt on rank 0; returns the plan for every rank."""
     paths, launch, launched = folder.paths, _this_launch(), time.time()
-    begun = begin_run(config, folder, command_line, launch, restart=bool(_restarted_launch()))
+    run = begin_run(config, folder, command_line, launch, restart=bool(_restarted_launch()))
     attempt = record.next_attempt(paths)
-    if begun is None:
+    if run is None:
         return SharedPlan(str(paths.root), _hash(config), "", attempt, train=False)
     try:
         step = resume_step(config.checkpoint, paths)
         variables = run_environment(config.trainer, config.data.cache_dir)
         prepare_attempt(config, paths, command_line, AttemptStart(attempt, world, step, variables, launched, launch))
     except BadInputError:
-        begun.discard()
+        run.discard()
         raise
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
@@ -224,7 +221,7 @@ def _train(
         text_log = io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", write_through=True)
         sys.stderr = cast(TextIO, LiveStream(text_log, os.dup(2)))
         try:
-            prepared, peers = prepare_on_every_node(world, config, paths, store)
+            prepared, peers = prepare_on_every_node(world, store, partial(prepared_here, config, paths))
             resume = Path(shared.resume) if shared.resume else None
             result = train_in(world, config, paths, prepared, store, resume=resume)
         except BaseException as raised:
@@ -260,12 +257,15 @@ def _with_its_cause(error: BaseException, rank: int, peers: Mapping[int, str]) -
 
 
 def prepare_on_every_node(
-    world: World, config: RunConfig, paths: RunPaths, store: Store
+    world: World, store: Store, prepare: Callable[[], Prepared]
 ) -> tuple[Prepared, dict[int, str]]:
     """Prepare the data on this node if it does not share rank 0's cache; a collective call.
 
     It runs before the process group exists, whose timeout must not include it. One process per node works, the others
     wait for the node's lock.
+
+    Args:
+        prepare: see :func:`mgpu_pipe.launch.worker.prepared_here`.
 
     Returns:
         The data, and every rank's process (see :func:`process_identity`).
@@ -275,7 +275,7 @@ def prepare_on_every_node(
     """
     status = {"error": "", "process": process_identity(os.getpid())}
     try:
-        prepared = prepared_here(config, paths)
+        prepared = prepare()
     except BaseException as error:
         status["error"] = str(error) or type(error).__name__
         raise

@@ -66,10 +66,10 @@ def _launch_here(
     paths = folder.paths
     try:
         with RunLock(paths.lock) as lock:
-            begun = begin_run(config, folder, command_line)
-            if begun is None:
+            run = begin_run(config, folder, command_line)
+            if run is None:
                 return LaunchResult("finished", EXIT_OK, paths.root)
-            folder = begun
+            folder = run
             try:
                 with live_descriptor() as live:
                     outcome = _run(config, paths, lock, inbox, command_line, live)

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import load
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, devices_per_node
-from mgpu_pipe.config.schema import LaunchConfig, RunConfig
+from mgpu_pipe.config.schema import LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RunFolderError, print_line
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import outcome as finish
@@ -34,6 +35,7 @@ from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
+from mgpu_pipe.launch.worker import prepared_here
 from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan
 from mgpu_pipe.launch.world import World, check_world, joined_store, wait_for
 from mgpu_pipe.runs.lock import RunLock
@@ -55,15 +57,15 @@ MEMORY_SHARE = 0.5
 """Share of the job's memory that must be free at its start."""
 
 
-def node_faults(config: RunConfig, folder: Path, node: str) -> list[str]:
+def node_faults(trainer: TrainerConfig, strategy: StrategyConfig, folder: Path, node: str) -> list[str]:
     """Faults of this node in words: GPUs, memory, disks, clock; empty for a good node.
 
     Raises:
         RunFolderError: the run's folder is full, which is no fault of the node.
     """
     faults = []
-    needs_gpus = device_type(config.trainer) == "cuda" and not _has_own_gpu()
-    wanted = devices_per_node(config.trainer, config.strategy) if needs_gpus else 0
+    needs_gpus = device_type(trainer) == "cuda" and not _has_own_gpu()
+    wanted = devices_per_node(trainer, strategy) if needs_gpus else 0
     if usable_gpus() < wanted:
         faults.append(f"{usable_gpus()} of {wanted} GPUs can be used")
     job_memory = os.environ.get("SLURM_MEM_PER_NODE", "")
@@ -137,7 +139,7 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
             if not shared.train:
                 return LaunchResult("finished", EXIT_OK, paths.root)
             config = load(paths.config)  # rank 0's, whose names are pinned to commits
-            prepare_on_every_node(node, config, paths, store)
+            prepare_on_every_node(node, store, partial(prepared_here, config, paths))
             if lock is not None:
                 lock.training()
             outcome = _watch(config, world, store, shared, paths, lock, inbox)

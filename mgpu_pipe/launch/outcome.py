@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checkpoint.selection import newest_valid
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.resolve import device_type, world_size
+from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_text, print_traceback
 from mgpu_pipe.launch import signals as stop
@@ -114,7 +115,7 @@ def conclude(config: RunConfig, paths: RunPaths, outcome: Outcome, wall_s: float
         return
     try:
         if outcome.status == "failed":
-            _record_failure(config, paths, outcome)
+            _record_failure(paths, outcome, config.trainer, config.strategy)
         entries = _end_attempt(paths, outcome, wall_s)
         by_a_job = bool(entries and entries[-1].get("job"))
         amend_summary(paths, wall_s=history.wall_s(entries), attempts=entries if by_a_job else outcome.attempt)
@@ -148,9 +149,9 @@ def exit_code(outcome: Outcome, command_line: CommandLine) -> int:
     return EXIT_STOPPED if command_line.again and outcome.status == "failed" and _retry(outcome) else outcome.exit_code
 
 
-def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> None:
+def _record_failure(paths: RunPaths, outcome: Outcome, trainer: TrainerConfig, strategy: StrategyConfig) -> None:
     """Write the summary of a run whose workers could not."""
-    world = world_size(config.trainer, config.strategy)
+    dims = ParallelDims.from_config(trainer, strategy)
     steps = read_metrics(paths.metrics).get("step", [])
     saved = newest_valid(paths.checkpoints, "fallback", "size")
     failure = outcome.failure
@@ -159,9 +160,9 @@ def _record_failure(config: RunConfig, paths: RunPaths, outcome: Outcome) -> Non
         {
             "status": "failed",
             "step": int(max(steps, default=0)),
-            "max_steps": config.trainer.max_steps,
-            "world_size": world,
-            "topology": ParallelDims.resolve(config.strategy, world).as_dict(),
+            "max_steps": trainer.max_steps,
+            "world_size": dims.world_size,
+            "topology": dims.as_dict(),
             "metrics": {},
             "checkpoint": str(saved.path.relative_to(paths.root)) if saved is not None else None,
             "error": {"rank": failure.rank, "type": failure.type, "message": failure.message}

@@ -15,7 +15,7 @@ from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.run_identity import Identity, differences, unequal
-from mgpu_pipe.config.schema import CheckpointConfig, LaunchConfig, RunConfig
+from mgpu_pipe.config.schema import CheckpointConfig, LaunchConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, ConfigErrors, one_line, print_line
 from mgpu_pipe.models.weights.folder import read_config_json
@@ -96,7 +96,9 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step:
         fix = f"give {then}, or use checkpoint.init_from for the weights alone"
         errors.append(ConfigError("model.path", model, fix, f"the checkpoint {step} was trained from {then}"))
     state = read_state(step, manifest, "off")
-    errors = errors or _data_errors(config, before, prepared, step, state)
+    if not errors:
+        content = [name for name, _, _ in differences(config, before, [Identity.CONTENT]) if name.startswith("data.")]
+        errors = _data_errors(content, config.data.validation_paths, prepared, step, state)
     if errors:
         raise ConfigErrors(errors)
     precision = resolve_precision(config.precision, config.trainer)
@@ -112,25 +114,33 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step:
 
 
 def _data_errors(
-    config: RunConfig, before: RunConfig, prepared: Prepared, step: Path, state: Mapping[str, Any]
+    content: list[str], validation_paths: list[str], prepared: Prepared, step: Path, state: Mapping[str, Any]
 ) -> list[BadInputError]:
-    """Errors of data that is not the data of the run that saved ``step``; at most one."""
+    """Errors of data that is not the data of the run that saved ``step``; at most one.
+
+    Args:
+        content: keys of the data that differ.
+    """
     if state.get("data_digest") != prepared.digest:
-        changed = [name for name, _, _ in differences(config, before, [Identity.CONTENT]) if name.startswith("data.")]
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
-        changed += [f"the tokenizer: {_listed(tokens)}"] if tokens else []
+        changed = content + [f"the tokenizer: {_listed(tokens)}"] if tokens else []
         reason = f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})"
         return [ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from", reason)]
     held_out = state.get("validation_digest")
     if held_out and prepared.validation_digest and held_out != prepared.validation_digest:
         fix = "give the same files, or use checkpoint.init_from"
         reason = f"the held-out data is not what {step} was evaluated on"
-        return [ConfigError("data.validation_paths", config.data.validation_paths, fix, reason)]
+        return [ConfigError("data.validation_paths", validation_paths, fix, reason)]
     return []
 
 
-def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
+def check_init_from(
+    model: ModelConfig, tokenizer: str | None, checkpoint: CheckpointConfig, prepared: Prepared
+) -> list[str]:
     """Compare this run with the run that trained the weights of ``checkpoint.init_from``.
+
+    Args:
+        tokenizer: ``data.tokenizer``.
 
     Returns:
         Notices of differing model settings that change no tensor's shape.
@@ -139,31 +149,31 @@ def check_init_from(config: RunConfig, prepared: Prepared) -> list[str]:
         ConfigErrors: another type of model, or a tokenizer with other ids.
         CheckpointError: no whole checkpoint in the folder.
     """
-    source = expand_home(str(config.checkpoint.init_from))
+    source = expand_home(str(checkpoint.init_from))
     errors: list[BadInputError] = []
     notices: list[str] = []
     if exists(source / "config.json") and not exists(source / "manifest.json"):
-        tokenizer = source
+        their_tokenizer = source
         stored = read_config_json(source)
-        if config.model.path is None and config.model.type != stored.get("model_type"):
+        if model.path is None and model.type != stored.get("model_type"):
             reason = f"the weights of {source} are a {stored.get('model_type')}'s"
-            errors.append(ConfigError("model.type", config.model.type, f"use {stored.get('model_type')}", reason))
-        settings = {name: value for name, value in config.model.config.items() if name in stored}
+            errors.append(ConfigError("model.type", model.type, f"use {stored.get('model_type')}", reason))
+        settings = {name: value for name, value in model.config.items() if name in stored}
         notices = _trained_with(settings, {name: stored[name] for name in settings})
     else:
-        step = resolve_source(source, config.checkpoint.on_corruption, "size", key="checkpoint.init_from")
-        tokenizer = RunPaths(step.parents[1]).tokenizer
+        step = resolve_source(source, checkpoint.on_corruption, "size", key="checkpoint.init_from")
+        their_tokenizer = RunPaths(step.parents[1]).tokenizer
         before, _ = load_untrusted(step / "config.yaml")
-        if config.model.path is None and before.model.path is None:
-            if config.model.type != before.model.type:
+        if model.path is None and before.model.path is None:
+            if model.type != before.model.type:
                 reason = f"the weights of {step} are a {before.model.type}'s"
-                errors.append(ConfigError("model.type", config.model.type, f"use {before.model.type}", reason))
-            notices = _trained_with(config.model.config, before.model.config)
-    tokens = token_differences(tokenizer, prepared.tokenizer_folder)
+                errors.append(ConfigError("model.type", model.type, f"use {before.model.type}", reason))
+            notices = _trained_with(model.config, before.model.config)
+    tokens = token_differences(their_tokenizer, prepared.tokenizer_folder)
     if tokens:
-        fix = f"use data.tokenizer={tokenizer.absolute()}"
+        fix = f"use data.tokenizer={their_tokenizer.absolute()}"
         reason = f"the weights of {source} were trained with a tokenizer that gives other ids ({_listed(tokens)})"
-        errors.append(ConfigError("data.tokenizer", config.data.tokenizer, fix, reason))
+        errors.append(ConfigError("data.tokenizer", tokenizer, fix, reason))
     if errors:
         raise ConfigErrors(errors)
     return notices
@@ -192,5 +202,5 @@ def announce_resume(config: RunConfig, prepared: Prepared, paths: RunPaths, step
             print_line(f"note: {one_line(notice)}", file=sys.stderr)
         print_line(f"resuming from {step}", file=sys.stderr, flush=True)
     elif config.checkpoint.init_from is not None:
-        for notice in check_init_from(config, prepared):
+        for notice in check_init_from(config.model, config.data.tokenizer, config.checkpoint, prepared):
             print_line(f"note: {one_line(notice)}", file=sys.stderr)

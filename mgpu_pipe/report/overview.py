@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
-from mgpu_pipe.architectures.formulas.layer_split import StageContent, layer_costs, stage_contents, stage_layers
+from mgpu_pipe.architectures.formulas.layer_split import (
+    LayerCosts,
+    StageContent,
+    layer_costs,
+    stage_contents,
+    stage_layers,
+)
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.group_keys import ALL_LINEAR, ParameterGroup, PartOptions, PeftConfig, StrategyConfig
+from mgpu_pipe.config.group_keys import (
+    ALL_LINEAR,
+    OptimizerConfig,
+    ParameterGroup,
+    PartOptions,
+    PeftConfig,
+    PipelineOptions,
+    SchedulerConfig,
+    StrategyConfig,
+)
 from mgpu_pipe.config.hydra.interpolation import written
 from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
-from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, ObjectiveConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.parallel.pipeline.work_order import (
@@ -38,6 +62,7 @@ from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_conf
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
+    from mgpu_pipe.planning.memory import MemoryPlan
 
 
 WIDTH = 100
@@ -119,28 +144,36 @@ def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[
     Args:
         conf_options: options from ``./conf`` in the working folder.
     """
-    dims, plan = _sizes(config, None)
-    details = [("deepspeed", _deepspeed(config, plan))] if config.strategy.engine == ENGINE else []
-    if config.strategy.engine == "mesh" and dims.pp > 1:
+    strategy, processes = config.strategy, world_size(config.trainer, config.strategy)
+    dims = ParallelDims.resolve(strategy, processes)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    details = []
+    if strategy.engine == ENGINE:
+        details.append(("deepspeed", _deepspeed(deepspeed_config(config, plan), strategy.deepspeed_config)))
+    if strategy.engine == "mesh" and dims.pp > 1:
         room = shutil.get_terminal_size().columns - NAMES_WIDTH
-        details += [("pipeline", line) for line in _pipeline(config, dims, plan, max(40, room))]
+        costs = layer_costs(model_fields(config.model), config.data.seq_len)
+        details += [("pipeline", line) for line in _pipeline(strategy.pipeline, costs, dims, plan, max(40, room))]
     rows = summary(config, conf_options=conf_options)
     if baseline := _majority(config.data, config.objective):
         rows.insert(1 + [name for name, _ in rows].index("data"), ("majority", baseline))
-    details += [("memory", line) for line in memory_lines(config)]
-    details += [("failures", line)] if (line := goodput_line(config)) else []
+    details += [("memory", line) for line in _memory_lines(predicted(config), strategy)]
+    saves = config.checkpoint.every_n_minutes
+    details += [("failures", line)] if (line := goodput_line(config.plan, saves, processes)) else []
     after = 1 + [name for name, _ in rows].index("strategy")
     run = config.run.dir or f"{config.run.root}/{config.run.name}/<date>_<time>-<hash>"
     return [*rows[:after], *details, *rows[after:], ("run", run)]
 
 
-def goodput_line(config: RunConfig) -> str | None:
-    """The best time between saves and the useful share of time; None without ``plan.failure_hours``."""
-    plan, minutes = config.plan, config.checkpoint.every_n_minutes
+def goodput_line(plan: PlanConfig, minutes: float | None, processes: int) -> str | None:
+    """The best time between saves and the useful share of time; None without ``plan.failure_hours``.
+
+    Args:
+        minutes: ``checkpoint.every_n_minutes``.
+    """
     if plan.failure_hours is None:
         return None
-    gpus = world_size(config.trainer, config.strategy)
-    failures = Failures.of_gpus(plan.failure_hours, gpus, plan.save_stall_s, plan.restart_s)
+    failures = Failures.of_gpus(plan.failure_hours, processes, plan.save_stall_s, plan.restart_s)
     best = best_interval(failures)
     text = (
         f"one every {numbers.duration(failures.between)}; {useful_share(best, failures):.1%} of the time is useful "
@@ -151,12 +184,11 @@ def goodput_line(config: RunConfig) -> str | None:
     return f"{text}; {useful_share(minutes * MINUTE, failures):.1%} with checkpoint.every_n_minutes={minutes:g}"
 
 
-def memory_lines(config: RunConfig) -> list[str]:
+def _memory_lines(plan: MemoryPlan | None, strategy: StrategyConfig) -> list[str]:
     """Lines with the predicted memory of the worst rank, in all and by term; none if it is not known."""
-    plan = predicted(config)
     if plan is None:
         return []
-    rank = f"pipeline rank {plan.rank}" if config.strategy.pp != 1 else "a rank"
+    rank = f"pipeline rank {plan.rank}" if strategy.pp != 1 else "a rank"
     assumed = f", assumed of {plan.assumes}" if plan.assumes else ""
     terms = sorted(plan.terms.items(), key=lambda term: -term[1])
     parts = [f"{name} {gib(size)}" for name, size in terms if size >= LEAST_SHARE * plan.likely]
@@ -178,25 +210,23 @@ def summary(
         hardware: in words, e.g. ``2 CPU cores, 1 thread each`` or ``8 x NVIDIA H200``.
         conf_options: options from ``./conf`` in the working folder.
     """
-    dims, plan = _sizes(config, world)
+    strategy, trainer, peft = config.strategy, config.trainer, config.peft
+    dims = ParallelDims.resolve(strategy, world or world_size(trainer, strategy))
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    parts = _parts(config.model, peft, config.optimizer.groups, strategy.parts, dims)
     return [
         ("model", _model(config.seed, config.model, config.objective)),
-        *([("adapters", _adapters(config.peft))] if config.peft.name != "none" else []),
-        *([("parts", parts)] if (parts := _parts(config, dims)) else []),
-        ("data", _data(config, prepared)),
-        ("strategy", _strategy(config.strategy, config.trainer, dims, hardware)),
+        *([("adapters", _adapters(peft))] if peft.name != "none" else []),
+        *([("parts", parts)] if parts else []),
+        ("data", _data(replace(config.data, packing=resolve_packing(config)), prepared)),
+        ("strategy", _strategy(strategy, trainer, dims, hardware)),
         ("batch", _batch(config.data, plan)),
-        ("steps", _steps(config.data, config.trainer, prepared)),
-        ("optimizer", _optimizer(config)),
-        ("precision", _precision(config)),
+        ("steps", _steps(config.data, trainer, prepared)),
+        ("optimizer", _optimizer(config.optimizer, config.scheduler, trainer)),
+        ("precision", _precision(config.precision, trainer)),
         ("checkpoint", _checkpoint(config.checkpoint)),
         *([("own conf", f"{' '.join(conf_options)} (./{OWN})")] if conf_options else []),
     ]
-
-
-def _sizes(config: RunConfig, world: int | None) -> tuple[ParallelDims, BatchPlan]:
-    dims = ParallelDims.resolve(config.strategy, world or world_size(config.trainer, config.strategy))
-    return dims, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
 
 
 def _model(seed: int, model: ModelConfig, objective: ObjectiveConfig) -> str:
@@ -218,18 +248,20 @@ def _adapters(peft: PeftConfig) -> str:
     return f"{peft.name}, rank {peft.r}, scaled by {peft.scale:.3g}, next to {', '.join(peft.targets)}{also}"
 
 
-def _parts(config: RunConfig, dims: ParallelDims) -> str:
+def _parts(
+    model: ModelConfig, peft: PeftConfig, groups: Mapping[str, ParameterGroup], options: PartOptions, dims: ParallelDims
+) -> str:
     """Training of each part of a multi-part model: trained, frozen or adapted; whole on the ranks that cut the rest;
     lists other patterns unchanged."""
-    peft, described = config.peft, []
+    described = []
     adapted = [part for part in PARTS if part in peft.targets or (ALL_LINEAR in peft.targets and part != PROJECTOR)]
-    for part in parts_in(model_fields(config.model)):
-        frozen = part in config.model.freeze or (peft.name != "none" and part not in peft.train_also)
+    for part in parts_in(model_fields(model)):
+        frozen = part in model.freeze or (peft.name != "none" and part not in peft.train_also)
         how = peft.name if peft.name != "none" and part in adapted else "frozen" if frozen else "trained"
-        group = next((entry for entry in config.optimizer.groups.values() if part in entry.parameters), None)
+        group = next((entry for entry in groups.values() if part in entry.parameters), None)
         apart = f" ({_group_settings(group)})" if group is not None and how != "frozen" else ""
-        described.append(f"{part} {how}{apart}{_part_strategy(config.strategy.parts, part, dims)}")
-    named = (config.model.freeze, peft.train_also, *(group.parameters for group in config.optimizer.groups.values()))
+        described.append(f"{part} {how}{apart}{_part_strategy(options, part, dims)}")
+    named = (model.freeze, peft.train_also, *(group.parameters for group in groups.values()))
     patterns = [pattern for several in named for pattern in several if pattern not in PARTS]
     besides = f"; besides as said of {', '.join(patterns)}" if patterns and described else ""
     return f"{', '.join(described)}{besides}"
@@ -244,8 +276,7 @@ def _part_strategy(parts: PartOptions, part: str, dims: ParallelDims) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def _data(config: RunConfig, prepared: Prepared | None) -> str:
-    data = replace(config.data, packing=resolve_packing(config))
+def _data(data: DataConfig, prepared: Prepared | None) -> str:
     source = data.source if find_source(data.source) else f"{data.source} (plug-in)"
     where = f" {', '.join(data.paths)}" if data.paths else ""
     if data.validation_paths:
@@ -284,23 +315,21 @@ def _strategy(strategy: StrategyConfig, trainer: TrainerConfig, dims: ParallelDi
     return f"{strategy.name}, {processes}{nodes}{sizes}{f' on {hardware}' if hardware else ''}"
 
 
-def _deepspeed(config: RunConfig, plan: BatchPlan) -> str:
+def _deepspeed(settings: Mapping[str, Any], from_user: Mapping[str, Any]) -> str:
     """The ZeRO stage's shards, offloaded parts, bucket size and the user's settings."""
-    zero = deepspeed_config(config, plan)["zero_optimization"]
+    zero = settings["zero_optimization"]
     sharded = ("optimizer state", "optimizer state and gradients", "weights, gradients and optimizer state")
     parts = [f"ZeRO-{zero['stage']} shards {sharded[zero['stage'] - 1]}"]
     parts += [f"{what} in {zero[key]['device']} memory" for key, what in OFFLOADED.items() if key in zero]
     parts.append(f"buckets of {numbers.count(zero['reduce_bucket_size'])} elements")
-    if config.strategy.deepspeed_config:
-        parts.append(f"set by you: {json.dumps(written(dict(config.strategy.deepspeed_config)))}")
+    if from_user:
+        parts.append(f"set by you: {json.dumps(written(dict(from_user)))}")
     return f"{', '.join(parts)}; all settings: deepspeed.json in the run's folder"
 
 
-def _pipeline(config: RunConfig, dims: ParallelDims, plan: BatchPlan, width: int) -> list[str]:
+def _pipeline(chosen: PipelineOptions, costs: LayerCosts, dims: ParallelDims, plan: BatchPlan, width: int) -> list[str]:
     """The schedule as a picture of ``width`` columns, its bubble, and what each stage holds."""
-    chosen = config.strategy.pipeline
     stages_of_ranks = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
-    costs = layer_costs(model_fields(config.model), config.data.seq_len)
     layers = stage_layers(costs, sum(map(len, stages_of_ranks)), chosen.layers or None)
     ranks = {stage: rank for rank, stages in enumerate(stages_of_ranks) for stage in stages}
     contents = stage_contents(costs, layers, [ranks[stage] for stage in range(len(layers))])
@@ -332,13 +361,12 @@ def _steps(data: DataConfig, trainer: TrainerConfig, prepared: Prepared | None) 
     return f"{steps:,} ({seen:,} {'tokens' if data.tokens() else 'samples'}{epochs}), {evaluated}"
 
 
-def _optimizer(config: RunConfig) -> str:
-    optimizer, scheduler = config.optimizer, config.scheduler
+def _optimizer(optimizer: OptimizerConfig, scheduler: SchedulerConfig, trainer: TrainerConfig) -> str:
     ratio = scheduler.warmup_ratio
-    total = scheduler.total_steps or config.trainer.max_steps or scheduler.warmup_steps
+    total = scheduler.total_steps or trainer.max_steps or scheduler.warmup_steps
     length = f"{scheduler.warmup(total)} steps" if ratio is None else f"{100 * ratio:g}% of all steps"
     warmup = f" after {length} of warm-up" if scheduler.warmup_steps or ratio else ""
-    name, clip = optimizer._target_.rpartition(".")[2], config.trainer.gradient_clip_val
+    name, clip = optimizer._target_.rpartition(".")[2], trainer.gradient_clip_val
     clipped = "" if clip is None else f", gradient norm clipped to {clip:g}"
     layers = "" if optimizer.layer_decay == 1 else f" times {optimizer.layer_decay:g} a block downwards"
     rate = f"lr {optimizer.lr:g}{layers} {scheduler.name}{warmup}"
@@ -358,10 +386,10 @@ def _group_settings(group: ParameterGroup) -> str:
     return ", ".join(filter(None, settings)) or "as the rest"
 
 
-def _precision(config: RunConfig) -> str:
-    chosen = resolve_precision(config.precision, config.trainer)
-    text = f"{chosen} (auto)" if config.precision.name == "auto" else chosen
-    return f"{text}, matrix products in TF32" if uses_tf32(config.precision, config.trainer) else text
+def _precision(precision: PrecisionConfig, trainer: TrainerConfig) -> str:
+    chosen = resolve_precision(precision, trainer)
+    text = f"{chosen} (auto)" if precision.name == "auto" else chosen
+    return f"{text}, matrix products in TF32" if uses_tf32(precision, trainer) else text
 
 
 def _checkpoint(checkpoint: CheckpointConfig) -> str:

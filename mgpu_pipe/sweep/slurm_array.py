@@ -16,7 +16,7 @@ from mgpu_pipe.config.group_keys import SweepConfig
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.command_line import SweepRequest
 from mgpu_pipe.config.hydra.compose import Composition
-from mgpu_pipe.config.schema import LaunchConfig, RunConfig
+from mgpu_pipe.config.schema import LaunchConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, one_line, print_line
 from mgpu_pipe.launch.composed import errors_of
 from mgpu_pipe.launch.signals import taken_over
@@ -58,7 +58,7 @@ def submit_sweep(request: SweepRequest, spec: dict[str, object], command: Sequen
             run_folders.append(_freeze(composition, command, run_folders))
         folders = [str(folder.paths.root) for folder in run_folders]
         store = create(root, name, {**spec, "launcher": "slurm"}, trials, folders)
-        return _submit(store, store.points(), compositions[1].config, command)
+        return _submit(store, store.points(), compositions[1], command)
     except BaseException:
         for folder in run_folders:
             folder.discard()
@@ -106,7 +106,7 @@ def _submit_left(store: Store, command: Sequence[str], numbers: Collection[int])
         if not point.folder:
             run_folders.append(_freeze(compositions[point.number], command, run_folders))
             store.change(point, folder=str(run_folders[-1].paths.root))
-    return _submit(store, left, next(iter(compositions.values())).config, command)
+    return _submit(store, left, next(iter(compositions.values())), command)
 
 
 def _errors(launch: LaunchConfig, sweep: SweepConfig) -> Iterator[BadInputError]:
@@ -147,7 +147,9 @@ def _composed(spec: Mapping[str, object], points: Mapping[int, list[str]]) -> di
         except ConfigError as error:
             errors = [error]
         if not errors:
-            job_script = batch_script(composition.config, Path("/"), "sweep", [], 1)
+            job_script = batch_script(
+                slurm.slurm_keys(composition.config.launch), composition.config.trainer, Path("/"), "sweep", [], 1
+            )
             first = first or job_script
             if job_script != first:
                 why = "it asks the cluster for something else than the first point, and an array asks the same for all"
@@ -166,19 +168,19 @@ def _listed(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _submit(store: Store, points: Sequence[Point], config: RunConfig, command: Sequence[str]) -> int:
-    """Submit these points, whose folders exist; ``config`` is that of any point."""
+def _submit(store: Store, points: Sequence[Point], any_point: Composition, command: Sequence[str]) -> int:
+    """Submit these points, whose folders exist."""
+    launch, trainer = slurm.slurm_keys(any_point.config.launch), any_point.config.trainer
     folders = [point.folder for point in store.points()]
     with writing(store.folder):
         (store.folder / "logs").mkdir(exist_ok=True)
         (store.folder / POINTS).write_text("".join(f"{folder}\n" for folder in folders), encoding="utf-8")
-        script = slurm.write_script(config, store.folder, command, store.name, len(folders))
+        script = slurm.write_script(launch, trainer, store.folder, store.name, command, len(folders))
     os.sync()  # once: flushing each file takes 100 times as long
-    assert isinstance(config.launch, SlurmConfig)
-    limit = f"%{config.launch.array_limit}" if config.launch.array_limit else ""
+    limit = f"%{launch.array_limit}" if launch.array_limit else ""
     places = ",".join(str(point.number - 1) for point in points)
     whole = len(points) == len(folders)
-    job = slurm.sbatch(config, script, [] if whole else [f"--array={places}{limit}"])
+    job = slurm.sbatch(launch, trainer, script, [] if whole else [f"--array={places}{limit}"])
     print_line("follow: mgpu-pipe jobs", file=sys.stderr)
     print_line(f"cancel: {resume_line(store, 'cancel')}", file=sys.stderr)
     print_line(f"resume: {resume_line(store)}", file=sys.stderr)

@@ -9,6 +9,7 @@ import subprocess
 import threading
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from mgpu_pipe.data.text.prepare_text import PreparedData, prepare
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from mgpu_pipe.launch import join
 from mgpu_pipe.launch.join import SharedPlan, _with_its_cause, agree, prepare_on_every_node
-from mgpu_pipe.launch.worker import NODE_LOCK, train_in
+from mgpu_pipe.launch.worker import NODE_LOCK, prepared_here, train_in
 from mgpu_pipe.launch.workers import is_stopped
 from mgpu_pipe.launch.world import World, check_world
 from mgpu_pipe.runs.lock import process_identity
@@ -179,7 +180,9 @@ class Node:
 
         def prepare_here() -> None:
             try:
-                self.made, _ = prepare_on_every_node(World(rank, 0, 2, 1, "127.0.0.1", 0), config, paths, store)
+                self.made, _ = prepare_on_every_node(
+                    World(rank, 0, 2, 1, "127.0.0.1", 0), store, partial(prepared_here, config, paths)
+                )
             except BaseException as error:
                 self.error = error
 

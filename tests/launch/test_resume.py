@@ -47,6 +47,10 @@ def step(config: RunConfig, prepared: PreparedData, tmp_path: Path) -> Path:
     return save(tmp_path / "checkpoints", STEP, [], [], state, tmp_path / "config.yaml")
 
 
+def notices_of_start(config: RunConfig, prepared: PreparedData) -> list[str]:
+    return check_init_from(config.model, config.data.tokenizer, config.checkpoint, prepared)
+
+
 def changed(config: RunConfig, key: str, value: object) -> RunConfig:
     other = deepcopy(config)
     node: object = other
@@ -153,14 +157,14 @@ def test_weights_of_another_tokenizer_or_model_type_are_refused(
     config: RunConfig, prepared: PreparedData, step: Path, tmp_path: Path
 ) -> None:
     start = changed(config, "checkpoint.init_from", str(tmp_path))
-    assert check_init_from(start, prepared) == [], "a checkpoint without a tokenizer beside it"
+    assert notices_of_start(start, prepared) == [], "a checkpoint without a tokenizer beside it"
     shutil.copytree(prepared.tokenizer_folder, tmp_path / "tokenizer")
-    assert check_init_from(start, prepared) == []
-    (notice,) = check_init_from(changed(start, "model.config", {"vocab_size": 300, "rope_theta": 5.0}), prepared)
+    assert notices_of_start(start, prepared) == []
+    (notice,) = notices_of_start(changed(start, "model.config", {"vocab_size": 300, "rope_theta": 5.0}), prepared)
     assert notice == "starting from weights trained with model.config.rope_theta=None (now 5.0)"
     tokenizer_folder(tmp_path / "tokenizer", ["other", "tokens"])
     with pytest.raises(ConfigErrors) as refused:
-        check_init_from(changed(start, "model.type", "gpt2"), prepared)
+        notices_of_start(changed(start, "model.type", "gpt2"), prepared)
     assert [str(error).split("=")[0] for error in refused.value.errors] == ["model.type", "data.tokenizer"]
     said = str(refused.value)
     assert "0 is 'other' there" in said and f"use data.tokenizer={tmp_path}/tokenizer" in said
@@ -172,16 +176,16 @@ def test_weights_of_a_model_folder_with_another_tokenizer_are_refused(
     folder = tokenizer_folder(tmp_path / "model", ["other"])
     (folder / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigErrors, match=r"data.tokenizer=auto: the weights of .* gives other ids"):
-        check_init_from(changed(config, "checkpoint.init_from", str(folder)), prepared)
+        notices_of_start(changed(config, "checkpoint.init_from", str(folder)), prepared)
 
 
 def test_settings_that_a_model_folder_had_are_told(config: RunConfig, prepared: PreparedData, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "rms_norm_eps": 0.5}')
     start = changed(config, "checkpoint.init_from", str(tmp_path))
-    (notice,) = check_init_from(changed(start, "model.config", {"rms_norm_eps": 1e-5}), prepared)
+    (notice,) = notices_of_start(changed(start, "model.config", {"rms_norm_eps": 1e-5}), prepared)
     assert notice == "starting from weights trained with model.config.rms_norm_eps=0.5 (now 1e-05)"
     with pytest.raises(ConfigErrors, match=r"model.type=gpt2: the weights of .* are a llama's; use llama"):
-        check_init_from(changed(start, "model.type", "gpt2"), prepared)
+        notices_of_start(changed(start, "model.type", "gpt2"), prepared)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_afresh(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.resolve import world_size
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
 from mgpu_pipe.report.overview import goodput_line
 
@@ -51,10 +52,15 @@ def test_check_says_how_often_to_save() -> None:
         "strategy=fsdp",
     )
     words += ("data.global_batch_size=16384", "plan.failure_hours=50680")
-    line = goodput_line(compose([*words])[0])
+
+    def line_of(*words: str) -> str | None:
+        config, _ = compose([*words])
+        return goodput_line(config.plan, config.checkpoint.every_n_minutes, world_size(config.trainer, config.strategy))
+
+    line = line_of(*words)
     assert line is not None and "90.8% of the time is useful" in line and "checkpoint.every_n_minutes=" in line
-    assert goodput_line(compose([*words[:-1]])[0]) is None
-    seldom = goodput_line(compose([*words, "checkpoint.every_n_minutes=120"])[0])
+    assert line_of(*words[:-1]) is None
+    seldom = line_of(*words, "checkpoint.every_n_minutes=120")
     assert seldom is not None and "with checkpoint.every_n_minutes=120" in seldom
 
 

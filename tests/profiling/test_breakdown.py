@@ -21,6 +21,10 @@ from mgpu_pipe.training.profiling.memory_use import POINTS, Look, MemoryUse, Ran
 from mgpu_pipe.training.profiling.rank_times import RankTimes, StepTimes, slowest
 
 
+def advise(times: StepTimes, config: RunConfig, *rest: Any) -> list[str]:
+    return findings(times, config.strategy, config.data, config.objective, *rest)
+
+
 def rank_times(compute: float, waits: float, node: str = "one", host: float = 0.0, data: float = 0.0) -> RankTimes:
     own = {"compute": compute, "optimizer": 0.0, "data": data, "host": host}
     step = sum(own.values()) + waits
@@ -99,17 +103,17 @@ def test_the_slow_rank_and_the_key_that_would_help() -> None:
     even = StepTimes(3, 6, [rank_times(0.9, 0.1), rank_times(0.88, 0.12)], [])
     assert slowest(even.ranks) is None
     dims = ParallelDims(dp_shard=2)
-    assert len(findings(even, config, dims, plan)) == 1
+    assert len(advise(even, config, dims, plan)) == 1
     late = [rank_times(0.4, 0.6), rank_times(0.4, 0.1, "two", host=0.5), rank_times(0.4, 0.6)]
     assert slowest(late) == (1, "host", pytest.approx(0.5))
-    told = findings(StepTimes(3, 6, late, []), config, ParallelDims(tp=3), plan)
+    told = advise(StepTimes(3, 6, late, []), config, ParallelDims(tp=3), plan)
     assert "rank 1 on node two is the slowest" in told[1] and "callback Slow.on_train_batch_end (500 ms)" in told[1]
     assert told[2].endswith("waiting: help rank 1 first")
     starved = [rank_times(0.4, 0.0, data=0.6), rank_times(0.4, 0.6)]
-    told = findings(StepTimes(3, 6, starved, []), config, ParallelDims(tp=2), plan)
+    told = advise(StepTimes(3, 6, starved, []), config, ParallelDims(tp=2), plan)
     assert slowest(starved) == (0, "data", pytest.approx(0.6)) and "data.num_workers=" in told[1] + told[-1]
     alone = [rank_times(0.5, 0.0, host=0.5)]
-    (line,) = findings(StepTimes(3, 6, alone, []), config, ParallelDims(), plan)
+    (line,) = advise(StepTimes(3, 6, alone, []), config, ParallelDims(), plan)
     assert line.startswith("warning: 50% of a step is neither compute") and line.endswith("_batch_end (500 ms)")
     for axis, sizes, key in (
         ("dp_shard", {"dp_shard": 2}, "data.micro_batch_size=8"),
@@ -121,7 +125,7 @@ def test_the_slow_rank_and_the_key_that_would_help() -> None:
     ):
         own = {"compute": 0.6, "optimizer": 0.0, "data": 0.0, "host": 0.0}
         one = RankTimes("one", 1.0, own, {axis: 0.1}, {axis: 0.3}, {}, "", 0.0, 1.0)
-        told = findings(StepTimes(3, 6, [one, one], []), config, ParallelDims(**sizes), plan)
+        told = advise(StepTimes(3, 6, [one, one], []), config, ParallelDims(**sizes), plan)
         assert f"along {axis}; try {key}" in told[-1], told
 
 
@@ -135,7 +139,7 @@ def test_uneven_work_names_its_key() -> None:
         (config, (1.04, 1.02), "1.04, 1.02 with data.balance=cost"),
         (asked, (1.31, 1.02), "1.31 as the samples come, 1.02 as data.balance=cost deals them"),
     ):
-        assert findings(times, chosen, ParallelDims(dp_shard=2), plan, uneven)[-1] == busiest + line
+        assert advise(times, chosen, ParallelDims(dp_shard=2), plan, uneven)[-1] == busiest + line
 
 
 def test_a_summary_of_another_hand_is_read_whole_or_not_at_all() -> None:

@@ -210,7 +210,8 @@ def test_the_script_calls_a_member_by_its_place(tmp_path: Path) -> None:
     runs[1].mkdir()
     (runs[1] / "bad_nodes.txt").write_text("n1 no memory\n")
     (tmp_path / POINTS).write_text("".join(f"{run}\n" for run in runs))
-    slurm.write_script(configured("launch.array_limit=3"), tmp_path, [], "swept", 2)
+    config = configured("launch.array_limit=3")
+    slurm.write_script(slurm.slurm_keys(config.launch), config.trainer, tmp_path, "swept", [], 2)
     told = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     environment = {**os.environ, **told, "PATH": f"{tools}:{os.environ['PATH']}"}
     assert subprocess.run([tmp_path / slurm.SCRIPT], env=environment).returncode == 75

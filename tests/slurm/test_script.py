@@ -37,7 +37,9 @@ def configured(*words: str) -> RunConfig:
 
 
 def script(*words: str, folder: str = HARD) -> str:
-    return batch_script(configured(*words), Path(folder), "name", ["mgpu-pipe", "submit", "a b"])
+    config = configured(*words)
+    launch = slurm.slurm_keys(config.launch)
+    return batch_script(launch, config.trainer, Path(folder), "name", ["mgpu-pipe", "submit", "a b"])
 
 
 def options(text: str) -> dict[str, str]:
@@ -178,7 +180,7 @@ def test_set_up_lines_and_the_folder_reach_the_shell_as_they_are(tmp_path: Path)
     config = configured()
     assert isinstance(config.launch, SlurmConfig)
     config.launch.setup = [f"export PATH={shlex.quote(str(tools))}:$PATH", setup]
-    slurm.write_script(config, folder, ["mgpu-pipe", "submit"])
+    slurm.write_script(slurm.slurm_keys(config.launch), config.trainer, folder, "name", ["mgpu-pipe", "submit"])
     done = subprocess.run([folder / slurm.SCRIPT], capture_output=True, text=True)
     assert done.returncode == 3
     lines = done.stdout.splitlines()
@@ -189,7 +191,7 @@ def test_set_up_lines_and_the_folder_reach_the_shell_as_they_are(tmp_path: Path)
 def test_a_set_up_line_that_bash_cannot_read_is_refused(tmp_path: Path) -> None:
     config = configured("launch.setup=['source \"/a b']")
     with pytest.raises(ConfigError, match=r'launch.setup=source "/a b: bash cannot read it .*; correct its quotes'):
-        slurm.write_script(config, tmp_path, [])
+        slurm.write_script(slurm.slurm_keys(config.launch), config.trainer, tmp_path, "name", [])
 
 
 def test_containers() -> None:
@@ -320,13 +322,13 @@ def test_a_node_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
 def test_a_node_is_judged_by_its_gpus_memory_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured("trainer.accelerator=cuda")
     monkeypatch.setattr(node_check, "usable_gpus", lambda: 2)
-    assert node_check.node_faults(config, tmp_path, "n0") == []
+    assert node_check.node_faults(config.trainer, config.strategy, tmp_path, "n0") == []
     monkeypatch.setattr(node_check, "usable_gpus", lambda: 1)
     monkeypatch.setenv("SLURM_MEM_PER_NODE", str(1 << 30))
-    gpus, memory, disk = node_check.node_faults(config, tmp_path / "gone", "n0")
+    gpus, memory, disk = node_check.node_faults(config.trainer, config.strategy, tmp_path / "gone", "n0")
     monkeypatch.setattr(node_check, "MIN_FREE_BYTES", 1 << 60)
     with pytest.raises(RunFolderError, match="MiB free; make room, and queue it again"):  # no node's fault
-        node_check.node_faults(config, tmp_path, "n0")
+        node_check.node_faults(config.trainer, config.strategy, tmp_path, "n0")
     assert gpus == "1 of 2 GPUs can be used" and "MiB of memory are free" in memory and "gone cannot be written" in disk
 
 
@@ -360,7 +362,7 @@ def test_the_script_queues_the_job_again_without_bad_nodes(tmp_path: Path, refus
     exclude = f"n7,$(touch {tmp_path}/ran)`touch {tmp_path}/ran`\";'x"
     config = configured("launch.exclude=n7")
     config.launch.exclude = exclude  # type: ignore[attr-defined]
-    slurm.write_script(config, tmp_path, [])
+    slurm.write_script(slurm.slurm_keys(config.launch), config.trainer, tmp_path, "name", [])
     environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "12"}
     done = subprocess.run([tmp_path / slurm.SCRIPT], capture_output=True, text=True, env=environment)
     assert done.returncode == 75

@@ -134,7 +134,7 @@ def test_check_shows_what_matters_of_the_settings_and_the_run_keeps_them_all(tmp
     config, _ = compose([*BASE, "strategy=zero3_cpu", f"{RAW}wall_clock_breakdown=true"])
     line = dict(overview(config))["deepspeed"]
     assert 'set by you: {"wall_clock_breakdown": true}; all settings: deepspeed.json' in line
-    write_engine_settings(RunPaths(tmp_path), config, 1)
+    write_engine_settings(RunPaths(tmp_path), config, 2)
     written = json.loads((tmp_path / "deepspeed.json").read_text())
     assert written["wall_clock_breakdown"] is True and written["zero_optimization"]["stage"] == 3
     write_engine_settings(RunPaths(tmp_path / "none"), compose([*BASE, "strategy=ddp"])[0], 1)

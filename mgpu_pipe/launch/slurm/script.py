@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.resolve import devices_per_node
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.import_path import other_python_module, python_module
 from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
@@ -93,21 +92,21 @@ fi
 exit $code"""
 
 
-def batch_script(config: RunConfig, folder: Path, name: str, submitted: Sequence[str], array: int = 0) -> str:
+def batch_script(
+    launch: SlurmConfig, trainer: TrainerConfig, folder: Path, name: str, submitted: Sequence[str], array: int = 0
+) -> str:
     """Text of the batch script for ``sbatch``.
 
     Args:
-        config: configuration of the run, or of any point of the sweep, which all request the same; ``launch`` is a
-            :class:`~mgpu_pipe.launch.slurm.slurm_keys.SlurmConfig`, and ``trainer.devices`` a number.
+        launch, trainer: keys of the run, or of any point of the sweep, which all request the same; ``devices`` is a
+            number.
         folder: the run's folder; for an array, the folder with ``points.txt``.
         name: name of the job.
         submitted: the user's command, for readers of the script.
         array: number of points of the sweep; 0 for one run. An array's last job has the ID of the whole array, so jobs
             of points are addressed by their index.
     """
-    launch = config.launch
-    assert isinstance(launch, SlurmConfig)
-    options = [*_sbatch_options(config, launch, folder, name, array), *launch.sbatch]
+    options = [*_sbatch_options(launch, trainer, folder, name, array), *launch.sbatch]
     python = launch.python or ("python3" if launch.container else "")
     sweep = shlex.quote(str(folder))
     run = f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / POINTS))})'
@@ -121,7 +120,7 @@ def batch_script(config: RunConfig, folder: Path, name: str, submitted: Sequence
     after = AFTER
     for word, text in words.items():
         after = after.replace(word, text)
-    step = ["srun", *_step_options(config, launch, folder), *launch.srun]
+    step = ["srun", *_step_options(launch, trainer, folder), *launch.srun]
     inside = _container(launch, folder)
     lines = [
         "#!/bin/bash",
@@ -137,18 +136,18 @@ def batch_script(config: RunConfig, folder: Path, name: str, submitted: Sequence
     return "\n".join(lines)
 
 
-def _sbatch_options(config: RunConfig, launch: SlurmConfig, folder: Path, name: str, array: int) -> list[str]:
+def _sbatch_options(launch: SlurmConfig, trainer: TrainerConfig, folder: Path, name: str, array: int) -> list[str]:
     """Options of sbatch, with quotes around spaces."""
-    devices = devices_per_node(config.trainer, config.strategy)
+    devices = int(trainer.devices)
     tasks = 1 if launch.tasks == "node" else devices
     cpus = None if launch.cpus is None else launch.cpus * devices // tasks
-    gpus = gpus_per_node(config, launch)
+    gpus = gpus_per_node(launch, trainer)
     log = f"{str(folder).replace('%', '%%')}/logs/slurm-{'%A_%a' if array else '%j'}.log"
     values = {
         "job-name": name,
         "output": log,
         "open-mode": "append",
-        "nodes": config.trainer.num_nodes,
+        "nodes": trainer.num_nodes,
         "ntasks-per-node": tasks,
         "cpus-per-task": cpus,
         "gpus-per-node": (f"{launch.gpu_type}:{gpus}" if launch.gpu_type else gpus) or None,
@@ -169,18 +168,18 @@ def _sbatch_options(config: RunConfig, launch: SlurmConfig, folder: Path, name: 
     return [*(f"--{key}={shlex.quote(str(value))}" for key, value in values.items() if value is not None), *flags]
 
 
-def gpus_per_node(config: RunConfig, launch: SlurmConfig) -> int:
+def gpus_per_node(launch: SlurmConfig, trainer: TrainerConfig) -> int:
     """GPUs per node that the job requests."""
     if launch.gpus != "auto":
         return launch.gpus
-    return devices_per_node(config.trainer, config.strategy) if config.trainer.accelerator in ("cuda", "gpu") else 0
+    return int(trainer.devices) if trainer.accelerator in ("cuda", "gpu") else 0
 
 
-def _step_options(config: RunConfig, launch: SlurmConfig, folder: Path) -> list[str]:
+def _step_options(launch: SlurmConfig, trainer: TrainerConfig, folder: Path) -> list[str]:
     """Options of srun, which ignores the script's cpus-per-task since SLURM 22.05."""
     options = ["--kill-on-bad-exit=1"]
     if launch.cpus is not None:
-        devices = devices_per_node(config.trainer, config.strategy)
+        devices = int(trainer.devices)
         options.append(f"--cpus-per-task={launch.cpus * (devices if launch.tasks == 'node' else 1)}")
     if launch.container and launch.container_by == "pyxis":
         options += [f"--container-image={launch.container}", "--container-workdir=" + str(Path.cwd())]

@@ -73,7 +73,7 @@ def _run(folder: Path, again: Sequence[str]) -> int:
     config = replace(
         config, run=replace(config.run, dir=str(folder)), checkpoint=replace(config.checkpoint, resume="auto")
     )
-    faults = node_faults(config, folder, node)
+    faults = node_faults(config.trainer, config.strategy, folder, node)
     if faults:
         exclude_node(folder, node, faults)
         print_line(f"error: node {node}: {'; '.join(faults)}; the job is queued again without it", file=sys.stderr)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mgpu_pipe.config.schema import RunConfig, RunOptions
+from mgpu_pipe.config.schema import LaunchConfig, RunConfig, RunOptions, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, print_line, print_text
 from mgpu_pipe.launch.link_channel import make_key
 from mgpu_pipe.launch.node import BAD_NODES
@@ -61,8 +61,7 @@ def settled(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError: the number is unknown.
     """
-    launch, trainer = config.launch, config.trainer
-    assert isinstance(launch, SlurmConfig)
+    launch, trainer = slurm_keys(config.launch), config.trainer
     if trainer.devices != "auto":
         return config
     if config.strategy.name == "single" or (trainer.accelerator == "cpu" and launch.gpus == "auto"):
@@ -73,6 +72,12 @@ def settled(config: RunConfig) -> RunConfig:
         fix = "give the number of processes a node"
         raise ConfigError("trainer.devices", "auto", fix, "this machine does not know the GPUs of the job's nodes")
     return replace(config, trainer=replace(trainer, devices=devices))
+
+
+def slurm_keys(launch: LaunchConfig) -> SlurmConfig:
+    """``launch`` of ``launch.type=slurm``."""
+    assert isinstance(launch, SlurmConfig)
+    return launch
 
 
 def check_commands() -> None:
@@ -88,13 +93,14 @@ def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) ->
     Raises:
         BadInputError: see :func:`submit`.
     """
-    if config.trainer.accelerator == "auto" and not _requested_gpus(config):
+    launch = slurm_keys(config.launch)
+    if config.trainer.accelerator == "auto" and not gpus_per_node(launch, config.trainer):
         fix = "where the nodes have GPUs, give trainer.accelerator=cuda"
         print_line(f"note: trainer.accelerator=auto: the job asks for no GPUs; {fix}", file=sys.stderr)
     if dry_run:
         run = config.run
         folder = expand_home(run.dir or f"{run.root}/{run.name}/<date>_<time>-<hash>").absolute()
-        print_text(batch_script(config, folder, run.name, command_line.command), end="")
+        print_text(batch_script(launch, config.trainer, folder, run.name, command_line.command), end="")
         return
     done = submit(config, command_line)
     log, script = log_of(done.folder, done.job), done.folder / SCRIPT
@@ -134,8 +140,10 @@ def submit(config: RunConfig, command_line: CommandLine) -> Submitted:
                 paths.logs.mkdir(exist_ok=True)
                 (paths.root / BAD_NODES).unlink(missing_ok=True)
                 make_key(paths.root)
-                script = write_script(config, paths.root, command_line.command)
-            job = sbatch(config, script)
+                script = write_script(
+                    slurm_keys(config.launch), config.trainer, paths.root, config.run.name, command_line.command
+                )
+            job = sbatch(config.launch, config.trainer, script)
         except BaseException:
             folder.discard()
             raise
@@ -151,24 +159,25 @@ def check_folder(run: RunOptions, folder: Path) -> None:
             raise ConfigError(key, value, fix, "SLURM cannot write a log there")
 
 
-def write_script(config: RunConfig, folder: Path, command: Sequence[str], name: str = "", array: int = 0) -> Path:
-    """Write :func:`batch_script` into ``folder``; the job's name defaults to the run's.
+def write_script(
+    launch: SlurmConfig, trainer: TrainerConfig, folder: Path, name: str, command: Sequence[str], array: int = 0
+) -> Path:
+    """Write :func:`batch_script` into ``folder``.
 
     Raises:
         ConfigError: bash cannot read the script because of a set-up line.
     """
     script = folder / SCRIPT
-    script.write_text(batch_script(config, folder, name or config.run.name, command, array), encoding="utf-8")
+    script.write_text(batch_script(launch, trainer, folder, name, command, array), encoding="utf-8")
     script.chmod(0o755)
     read = subprocess.run(["bash", "-n", str(script)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if read.returncode:
-        assert isinstance(config.launch, SlurmConfig)
         reason = f"bash cannot read it ({read.stderr.strip().splitlines()[0].removeprefix(f'{script}: ')})"
-        raise ConfigError("launch.setup", " ".join(config.launch.setup), "correct its quotes", reason)
+        raise ConfigError("launch.setup", " ".join(launch.setup), "correct its quotes", reason)
     return script
 
 
-def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
+def sbatch(launch: LaunchConfig, trainer: TrainerConfig, script: Path, options: Sequence[str] = ()) -> str:
     """Submit the script and write the job's ID next to it; returns the ID. ``options`` override those of the script.
 
     Raises:
@@ -212,15 +221,16 @@ def sbatch(config: RunConfig, script: Path, options: Sequence[str] = ()) -> str:
         raise KeyboardInterrupt
     if done.returncode == 0:
         return job
-    raise _refusal(config, said(done))
+    raise _refusal(slurm_keys(launch), trainer, said(done))
 
 
-def _refusal(config: RunConfig, reason: str) -> BadInputError:
+def _refusal(launch: SlurmConfig, trainer: TrainerConfig, reason: str) -> BadInputError:
     """Error of a job that SLURM refuses for ``reason``; names the key where the words tell."""
     for word, (key, fix) in REFUSED.items():
         if word in reason.lower():
             section, name = key.split(".")
-            value = _requested_gpus(config) if key == "launch.gpus" else getattr(getattr(config, section), name)
+            value = getattr(launch if section == "launch" else trainer, name)
+            value = gpus_per_node(launch, trainer) if key == "launch.gpus" else value
             return ConfigError(key, value, fix, f"SLURM answers: {reason}")
     return BadInputError(f"sbatch: {reason}; no job was submitted (mgpu-pipe submit --dry-run ... prints the script)")
 
@@ -244,11 +254,6 @@ UNWANTED = {"SBATCH_ARRAY_INX", "SBATCH_NO_REQUEUE", "SBATCH_WAIT"}
 def _variable(option: str) -> str:
     """Variable of an sbatch option, which overrides the script's value."""
     return f"SBATCH_{RENAMED.get(option, option.upper().replace('-', '_'))}"
-
-
-def _requested_gpus(config: RunConfig) -> int:
-    assert isinstance(config.launch, SlurmConfig)
-    return gpus_per_node(config, config.launch)
 
 
 def refuse_queued(folder: Path) -> None:

@@ -212,7 +212,8 @@ class StepProfiler(Profiler):
         values = {"first": self.first, "last": self.last, "ranks": ranks, "findings": [], "memory": memory}
         times = StepTimes.read(values)
         assert times is not None
-        lines = [*findings(times, config, self._dims, plan, uneven), *self._slow_links()]
+        advice = findings(times, config.strategy, config.data, config.objective, self._dims, plan, uneven)
+        lines = [*advice, *self._slow_links()]
         return {"step_times": {**values, "findings": lines}}
 
     def _slow_links(self) -> list[str]:
