@@ -1,15 +1,21 @@
-"""Overrides of a verb that computes on several processes: how many, where, and under which strategy."""
+"""Overrides of verbs that compute on several processes, and the arguments and table of ``eval --harness``."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from mgpu_pipe.config.arguments import count, positive_int
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.find_model import ModelSource, config_of
+from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
+from mgpu_pipe.inference.find_model import ModelSource, config_of, find_model
+from mgpu_pipe.inference.model_arguments import find_inputs, resolve_device
+from mgpu_pipe.system.local_files import expand_home, replace_file
 from mgpu_pipe.topology import ParallelDims
 
 PROCESSES = ("trainer.devices=", "trainer.num_nodes=", "trainer.accelerator=", "launch.", "launch=")
@@ -52,3 +58,82 @@ def refuse_whole_weights(source: ModelSource, config: RunConfig, weights: str, f
         if is_given:
             reason = f"strategy={config.strategy.name} opens the trained weights alone"
             raise BadInputError(f"{option}: {reason}; use strategy=ddp")
+
+
+OPTIONS = ("harness_path", "harness_code", "harness_limit", "harness_few_shot", "harness_batch_size", "harness_output")
+
+
+def add_harness_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of an evaluation by lm-eval."""
+    parser.add_argument("--harness", metavar="TASKS", help="tasks of lm-eval to measure instead, separated by commas")
+    parser.add_argument(
+        "--harness-path", action="append", type=Path, default=[], metavar="FOLDER", help="task files; repeatable"
+    )
+    parser.add_argument("--harness-code", action="store_true", help="run the Python code that task files name")
+    parser.add_argument("--harness-limit", type=positive_int, metavar="N", help="samples of a task; default all")
+    parser.add_argument("--harness-few-shot", type=count, metavar="N", help="examples; default the task's")
+    parser.add_argument("--harness-batch-size", type=positive_int, metavar="N", help="requests together; default 8")
+    parser.add_argument("--harness-output", type=Path, metavar="FILE", help="write all results and samples as JSON")
+
+
+def uses_harness(arguments: argparse.Namespace) -> bool:
+    """Whether lm-eval's tasks are to be measured.
+
+    Raises:
+        BadInputError: an option of the harness without ``--harness``.
+    """
+    extra = [name for name in OPTIONS if getattr(arguments, name)]
+    if arguments.harness is None and extra:
+        raise BadInputError(f"--{extra[0].replace('_', '-')}: only works with --harness TASKS; add it, or leave it out")
+    return arguments.harness is not None
+
+
+def evaluate_by_harness(arguments: argparse.Namespace) -> int:
+    """Measure the tasks and print a line for each metric; returns the exit code."""
+    from mgpu_pipe.config.resolve import device_type
+    from mgpu_pipe.inference.harness.harness_settings import HarnessSettings, require_harness
+    from mgpu_pipe.inference.harness.measure import stay_offline
+    from mgpu_pipe.inference.harness.task_files import check_task_files
+    from mgpu_pipe.launch.harness_job import measure
+
+    require_harness()
+    source = find_model(find_inputs(arguments))
+    paths = [expand_home(path).absolute() for path in arguments.harness_path]
+    if not arguments.harness_code:
+        check_task_files(paths)
+    config = compose_processes("eval --harness", arguments.overrides, arguments.device, strategies=True)
+    refuse_whole_weights(source, config, arguments.weights, arguments.frozen_weights)
+    stay_offline()
+    settings = HarnessSettings(
+        model=str(source.folder.absolute()),
+        tasks=[name.strip() for name in arguments.harness.split(",") if name.strip()],
+        paths=[str(path) for path in paths],
+        runs_code=arguments.harness_code,
+        batch_size=arguments.harness_batch_size or 8,
+        limit=arguments.harness_limit,
+        few_shot=arguments.harness_few_shot,
+        average=arguments.weights == "ema",
+        frozen_weights=None if arguments.frozen_weights is None else str(arguments.frozen_weights.absolute()),
+    )
+    device = resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer)
+    code, results = measure(settings, config, device)
+    if results is None:
+        return code
+    _print_figures(results)
+    if arguments.harness_output is not None:
+        replace_file(expand_home(arguments.harness_output), json.dumps(results, default=str, indent=1) + "\n")
+    print_line(f"{'weights':<{WIDTH}}{source.folder}")
+    return EXIT_OK
+
+
+WIDTH = 24
+
+
+def _print_figures(results: dict[str, Any]) -> None:
+    for task, figures in results["results"].items():
+        samples = results.get("n-samples", {}).get(task, {}).get("effective")
+        for key, value in figures.items():
+            metric, _, chosen = key.partition(",")
+            if isinstance(value, float | int) and not metric.endswith("_stderr") and "," in key:
+                label = metric if chosen in ("", "none") else f"{metric} ({chosen})"
+                print_line(f"{task:<{WIDTH}}{label:<{WIDTH}}{value:.4f}" + (f" of {samples}" if samples else ""))

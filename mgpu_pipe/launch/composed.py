@@ -249,7 +249,7 @@ def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
     if not keys:
         return []
     from mgpu_pipe.checks.check_sizes import range_errors
-    from mgpu_pipe.runs.resumed import resumed_config
+    from mgpu_pipe.runs.latest import resumed_config
 
     if range_errors(config):  # preflight reports these
         return []

@@ -124,8 +124,7 @@ def main(folder: Path, subject: str) -> None:
 def _measure(trainer: TrainerConfig, launch: LaunchConfig, world: World, store: Store, subject: str) -> Any:
     """JSON of what this rank measures together with all others."""
     from mgpu_pipe.launch.process_group import process_group
-    from mgpu_pipe.training.profiling.measure_hardware import measure_hardware
-    from mgpu_pipe.training.profiling.measure_links import measure_links
+    from mgpu_pipe.training.profiling.measure_hardware import measure_hardware, measure_links
 
     with process_group(world, store, device_type(trainer), launch.collective_timeout) as device:
         if subject == LINKS:

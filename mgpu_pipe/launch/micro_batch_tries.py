@@ -1,8 +1,7 @@
 """Confirms ``data.micro_batch_size=max`` by short runs, each in a process that may run out of memory.
 
 Each try trains two steps: the second one has the optimizer's state. CPU processes share the machine's memory evenly; a
-limit on their data (``setrlimit(2)``, ``RLIMIT_DATA``) makes them fail where a share ends.
-"""
+limit on their data (``setrlimit(2)``, ``RLIMIT_DATA``) makes them fail where a share ends."""
 
 from __future__ import annotations
 
@@ -11,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from mgpu_pipe.checks.planned_keys import MAX, MICRO_BATCH, micro_batch_sizes, with_micro_batch
 from mgpu_pipe.config.freeze import freeze, load
@@ -20,10 +20,47 @@ from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_STOPPED, ConfigError, MgpuError, print_error, print_line
 from mgpu_pipe.import_path import allow_own_classes, python_module
-from mgpu_pipe.launch.short_run import short_run
 from mgpu_pipe.launch.signals import NOT_BEGUN, SignalInbox
 from mgpu_pipe.system.child_process import bound
 from mgpu_pipe.system.hardware import host_memory
+
+UNKNOWN_LENGTH = 1_000_000
+"""Schedule length in steps for a run whose length in epochs depends on its data."""
+
+
+def short_run(config: RunConfig, steps: int, name: str) -> RunConfig:
+    """``config`` reduced to its first steps, without evaluation, checkpoints and logging.
+
+    Args:
+        name: ``run.name``.
+    """
+    trainer = replace(
+        config.trainer,
+        max_steps=steps,
+        max_epochs=None,
+        max_time=None,
+        val_every_n_steps=None,
+        sample_every_n_steps=None,
+        progress="off",
+    )
+    texts = ("sample_prompts", "sample_texts")
+    total = config.scheduler.total_steps or config.trainer.max_steps or UNKNOWN_LENGTH
+    prompts: dict[str, Any] = {option.name: [] for option in fields(config.objective) if option.name in texts}
+    return replace(
+        config,
+        run=replace(config.run, name=name, dir=None),
+        data=replace(config.data, validation_max_samples=1),
+        objective=replace(config.objective, **prompts),
+        scheduler=replace(config.scheduler, total_steps=total),
+        checkpoint=replace(
+            config.checkpoint, every_n_steps=None, every_n_minutes=None, save_last=False, keep_best=0, resume="none"
+        ),
+        trainer=trainer,
+        eval=replace(config.eval, tasks={}),
+        logger={},
+        launch=replace(config.launch, max_restarts=0),
+    )
+
 
 STEPS = 2
 OUT_OF_MEMORY = "out of memory"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import LaunchConfig, TrainerConfig
-from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, ConfigError, print_line, print_text
+from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, BadInputError, ConfigError, print_line, print_text
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.signals import SignalInbox
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.workers import WorkerPlan
 from mgpu_pipe.launch.world import World
+from mgpu_pipe.system.child_process import bound
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.standard_streams import live_descriptor
 
@@ -98,3 +103,36 @@ def temporary_folder(subject: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+TRACER = "mgpu_pipe.training.tracing.trace_rank"
+ERROR = "error: "
+
+
+def trace_ranks(ranks: Sequence[int], world: int, words: Sequence[str], model_type: str) -> list[dict[str, Any]]:
+    """The traces of ``ranks`` of a world of ``world``.
+
+    Args:
+        words: options and overrides that compose the layout.
+        model_type: of the model, for an error.
+
+    Raises:
+        BadInputError: the pretended GPU cannot be made here.
+        ConfigError: the model does not run on fake tensors.
+    """
+
+    def trace(rank: int) -> dict[str, Any]:
+        command = bound(python_module(TRACER, str(rank), str(world), *words))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+            if done.returncode == EXIT_BAD_INPUT:
+                raise BadInputError(last.removeprefix(ERROR))
+            reason = f"this model does not run on fake tensors: {last}"
+            raise ConfigError("model.type", model_type, "plan without --trace", reason)
+        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return figures
+
+    with ThreadPoolExecutor(max(1, min(len(ranks), os.cpu_count() or 1))) as pool:
+        return list(pool.map(trace, ranks))

@@ -9,13 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
-from mgpu_pipe.architectures.formulas.layer_split import (
-    LayerCosts,
-    StageContent,
-    layer_costs,
-    stage_contents,
-    stage_layers,
-)
+from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, layer_costs, stage_contents, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.group_keys import (
@@ -43,19 +37,11 @@ from mgpu_pipe.config.schema import (
 )
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.models.fields import model_fields
-from mgpu_pipe.parallel.pipeline.work_order import (
-    SCHEDULES,
-    StagesPerRank,
-    Timed,
-    bubble_of,
-    most_in_flight,
-    stages_by_rank,
-    streams,
-    timeline,
-)
+from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
 from mgpu_pipe.planning.memory_limits import gib, predicted
 from mgpu_pipe.report import columns as numbers
+from mgpu_pipe.report.pipeline_picture import schedule_lines
 from mgpu_pipe.system.conf_folders import OWN
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_config
@@ -63,71 +49,6 @@ from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_conf
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.planning.memory import MemoryPlan
-
-
-WIDTH = 100
-IDLE = "."
-LEGEND = {"F": "forward", "B": "backward", "I": "input gradients", "W": "weight gradients"}
-
-
-def pipeline_picture(
-    schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto", width: int = WIDTH
-) -> list[str]:
-    """Lines of at most ``width`` columns: a row per rank with a cell per unit of time, then a legend.
-
-    A forward pass and each half of a backward pass take one unit. Cells are ``F0 B0 ...`` with the micro-batch's
-    number if that fits, else only letters. Letters of a rank's second, fourth, ... stage are lower case. A picture that
-    is still too wide loses its middle.
-    """
-    by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
-    stages_of_ranks = stages_by_rank(schedule, ranks, stages_per_rank)
-    timed = timeline(by_rank)
-    span = int(max(entry.end for row in timed for entry in row))
-    label_width = len(f"rank {ranks - 1}  ")
-    cell = len(f"F{micro_batches - 1} ")
-    numbered = label_width + span * cell <= width
-    rows = [_cells(row, span, stages_of_ranks[rank], numbered, cell) for rank, row in enumerate(timed)]
-    room = width - label_width
-    if not numbered and span > room:
-        side = (room - 5) // 2
-        rows = [f"{row[:side]} ... {row[-side:]}" for row in rows]
-    lines = [f"{f'rank {rank}':<{label_width}}{row}".rstrip() for rank, row in enumerate(rows)]
-    kinds = sorted({action.kind for stream in by_rank for action in stream}, key="FBIW".index)
-    legend = ", ".join(f"{kind} {LEGEND[kind]}" for kind in kinds)
-    case_note = "; small letters: second stage" if len(stages_of_ranks[0]) > 1 else ""
-    return [*lines, f"{legend}, {IDLE} idle{case_note}"]
-
-
-def _cells(row: Sequence[Timed], span: int, stages: Sequence[int], numbered: bool, width: int) -> str:
-    cells = [IDLE] * span
-    for (kind, stage, micro_batch), start, end in ((entry.action, entry.start, entry.end) for entry in row):
-        letter = kind.lower() if stages.index(stage) % 2 else kind
-        for time in range(int(start), int(end)):
-            cells[time] = f"{letter}{micro_batch}" if numbered else letter
-    return "".join(f"{text:<{width}}" for text in cells) if numbered else "".join(cells)
-
-
-def schedule_lines(
-    schedule: str,
-    ranks: int,
-    micro_batches: int,
-    contents: Sequence[StageContent],
-    stages_per_rank: StagesPerRank = "auto",
-    width: int = WIDTH,
-) -> list[str]:
-    """Lines with the picture, the bubble, the micro-batches in flight, and each stage's contents."""
-    by_rank = streams(schedule, ranks, micro_batches, stages_per_rank)
-    bubble = bubble_of(timeline(by_rank))
-    each = len(stages_by_rank(schedule, ranks, stages_per_rank)[0])
-    most = max(map(most_in_flight, by_rank))
-    in_flight = f"{most} micro-batches" if each == 1 else f"{most} passes of a stage"
-    split = ", gradients of inputs and weights apart" if SCHEDULES[schedule].splits_backward else ""
-    return [
-        f"{schedule}, {ranks} ranks of {each} stage{'s' if each > 1 else ''}, {micro_batches} micro-batches{split}",
-        *pipeline_picture(schedule, ranks, micro_batches, stages_per_rank, width),
-        f"bubble {bubble:.1%} of the step, if all stages were equally fast; at most {in_flight} in flight on a rank",
-        *(content.describe() for content in contents),
-    ]
 
 
 OFFLOADED = {"offload_optimizer": "optimizer state", "offload_param": "weights"}

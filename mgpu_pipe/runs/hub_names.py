@@ -17,7 +17,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.run_identity import differences
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors
-from mgpu_pipe.runs.resumed import resumable_folders
+from mgpu_pipe.runs.latest import resumable_folders
 from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.local_files import is_folder
 

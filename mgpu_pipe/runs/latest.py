@@ -1,8 +1,7 @@
 """Finds runs and the latest run, for every verb and for ``checkpoint.resume=auto``.
 
 The latest run is the one that was started last, by the time in its ``environment.json``. Copying, evaluating or
-resuming a run does not change it.
-"""
+resuming a run does not change it."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from pathlib import Path
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.run_identity import Difference, Identity, differences, identity_of
-from mgpu_pipe.config.schema import RunConfig, RunOptions
+from mgpu_pipe.config.run_identity import Difference, Identity, differences, identity_of, mathematics_hash
+from mgpu_pipe.config.schema import CheckpointConfig, RunConfig, RunOptions
 from mgpu_pipe.errors import BadInputError, ConfigError, RunFolderError, print_line
 from mgpu_pipe.system.local_files import (
     MAX_CONFIG_BYTES,
@@ -230,3 +229,32 @@ def _why_new(config: RunConfig, newest: Path, swept: Sequence[str]) -> str:
 
 def _setting(value: object) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def resumable_folders(run: RunOptions, checkpoint: CheckpointConfig) -> list[Path]:
+    """Runs, or the step, that ``config`` may resume; the latest first."""
+    resume = checkpoint.resume
+    if resume not in ("none", "auto"):
+        return [expand_home(resume)]
+    if run.dir is not None:
+        return [expand_home(run.dir)] if resume == "auto" else []
+    return runs_in(expand_home(run.root) / run.name) if resume == "auto" else []
+
+
+def resumed_config(config: RunConfig, swept: Sequence[str] = ()) -> RunConfig | None:
+    """Configuration of the run that ``config`` resumes; None for a new run.
+
+    Args:
+        swept: see :func:`mgpu_pipe.runs.run_folder.choose_folder`, which takes the same run.
+    """
+    folders = resumable_folders(config.run, config.checkpoint)
+    if config.run.dir is None and config.checkpoint.resume == "auto":
+        runs = expand_home(config.run.root) / config.run.name
+        latest, _ = find_own(config, runs, mathematics_hash(config, HASH_DIGITS), swept)
+        folders = [] if latest is None else [latest]
+    for folder in folders:
+        try:
+            return load_untrusted(RunPaths(folder).config)[0]
+        except BadInputError:
+            continue
+    return None

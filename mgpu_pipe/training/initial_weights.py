@@ -1,9 +1,9 @@
-"""Sources of a run's first weights: random, a Hugging Face folder, or a checkpoint's weights alone."""
+"""Sources of a run's first weights, and what an attempt starts from: random, a Hugging Face folder, or a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,15 +36,16 @@ from mgpu_pipe.models.init.keyed_init import CHUNK
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.models.weights.folder import whole_folder
-from mgpu_pipe.models.weights.pretrained import RECORDED, load_pretrained, recorded
+from mgpu_pipe.models.weights.pretrained import RECORDED, load_pretrained, recorded, restore_buffers
 from mgpu_pipe.models.weights.slices import FolderWeights, folder_buffers
 from mgpu_pipe.objectives.first_weights import MEASURED
+from mgpu_pipe.optim.moving_average import EMA
 from mgpu_pipe.system.local_files import exists, expand_home
 from mgpu_pipe.topology import ParallelDims
+from mgpu_pipe.training.save_and_resume import HoldsState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
 
 INITIALISATION = 1
 """Version of the random initialisation; raise it when a seed gives other weights."""
@@ -240,3 +241,57 @@ def weights_reader(checkpoint: CheckpointConfig) -> CheckpointReader:
     keep = checkpoint
     step = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
     return CheckpointReader(Path(exchange_json(str(step), None)[0]), keep.verify)
+
+
+@dataclass(frozen=True)
+class StartWeights:
+    """The checkpoints that an attempt starts from.
+
+    Attributes:
+        first: has the run's first weights, where they are not drawn or read from a folder.
+        resumed: has the weights and the optimizer state that the attempt resumes.
+        measure: called on every rank, with "first" when the run's first weights are there and then with "loaded" when
+            those are that the attempt trains.
+    """
+
+    first: CheckpointReader | None = None
+    resumed: CheckpointReader | None = None
+    measure: Callable[[str], None] = lambda weights: None
+
+    @property
+    def source(self) -> CheckpointReader | None:
+        """The checkpoint whose weights the attempt trains; None where it has none."""
+        return self.first if self.resumed is None else self.resumed
+
+    def load(self, strategy: Any, model: torch.nn.Module) -> None:
+        """Fill this rank's part of ``model`` and of the optimizer's state. A collective call."""
+        if self.first is not None:
+            _fill(self.first, strategy, model)
+        self.measure("first")
+        if self.resumed is not None:
+            _fill(self.resumed, strategy, model)
+            restore_optimizer(self.resumed, strategy)
+        self.measure("loaded")
+
+
+def _fill(reader: CheckpointReader, strategy: Any, model: torch.nn.Module) -> None:
+    restore_weights(reader, strategy)
+    restore_buffers(model, reader.state, reader.folder)
+
+
+def restore_weights(reader: CheckpointReader, strategy: HoldsState) -> None:
+    """Fill this rank's weights from a checkpoint, whichever strategy wrote it."""
+    reader.read(strategy.model_shards(), "model")
+    strategy.shards_written()
+
+
+def restore_optimizer(reader: CheckpointReader, strategy: Any) -> None:
+    """Fill this rank's optimizer state from a checkpoint, whichever strategy wrote it."""
+    left = () if strategy.average.decay is not None else (f"/{EMA}",)  # what this run does not keep
+    names = [name for name in reader.names("optimizer") if not name.endswith(left)]
+    stored = {name: (reader.shape(name), reader.dtype(name)) for name in names}
+    weights = {name: reader.dtype(name) for name in reader.names("model")}
+    strategy.create_optimizer_state(stored, weights)
+    strategy.restore_entries(reader.state)
+    reader.read(strategy.optimizer_shards(), "optimizer")
+    strategy.shards_written()

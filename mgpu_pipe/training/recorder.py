@@ -21,11 +21,11 @@ from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.objectives.base import StepResult
 from mgpu_pipe.runs.metrics_file import MetricsWriter
 from mgpu_pipe.system.compat.lightning_private import evaluate_after_this_step, start_at_step, stop_after_this_step
+from mgpu_pipe.training.initial_weights import StartWeights
 from mgpu_pipe.training.loggers import log_metrics, log_samples
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.save_and_resume import Checkpointer
-from mgpu_pipe.training.start_weights import StartWeights
-from mgpu_pipe.training.step_times import StepTimes
+from mgpu_pipe.training.step import StepTimes
 
 GIB = 1 << 30
 TOKENS = "tokens/"

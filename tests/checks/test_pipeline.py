@@ -11,7 +11,7 @@ import pytest
 from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_contents, stage_layers
 from mgpu_pipe.checks.pipeline import pipeline_errors
 from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES, micro_batches_fit
-from mgpu_pipe.report.overview import pipeline_picture, schedule_lines
+from mgpu_pipe.report.pipeline_picture import pipeline_picture, schedule_lines
 
 EIGHT = {"num_hidden_layers": 8}
 

@@ -7,7 +7,7 @@ import time
 import torch
 
 from mgpu_pipe.training.profiling.memory_use import MEMORY_PHASES, phases_of, rank_memory, thinned
-from mgpu_pipe.training.profiling.memory_watch import MemoryWatch
+from mgpu_pipe.training.profiling.step_watches import MemoryWatch
 
 MIB = 1 << 20
 SIZE = 128 * MIB

@@ -23,7 +23,6 @@ PRINTERS = {
 """Files with a bare ``print``."""
 CONSOLES = {
     "report/run_tables.py": "its cells are printable",
-    "report/checkpoint_tables.py": "its cells are printable",
     "verify/certificate.py": "its cells are printable",
     "launch/preparing.py": "a progress bar with constant titles",
     "training/progress.py": "a progress bar; its lines are printable",

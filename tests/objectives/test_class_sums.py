@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.objectives.class_sums import BINS, ClassSums
-from mgpu_pipe.report.class_tables import class_lines, class_values
+from mgpu_pipe.report.held_out_figures import class_lines, class_values
 
 
 @pytest.mark.parametrize("classes", [4, 60])

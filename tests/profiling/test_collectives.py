@@ -17,7 +17,7 @@ from mgpu_pipe.topology import Meshes, ParallelDims
 from mgpu_pipe.training.profiling.device_trace import breakdown
 from mgpu_pipe.training.profiling.link_table import axis_of
 from mgpu_pipe.training.profiling.step_profiler import StepProfiler
-from mgpu_pipe.training.profiling.watch_collectives import CollectiveWatch
+from mgpu_pipe.training.profiling.step_watches import CollectiveWatch
 from tests.support.processes import run_processes
 
 LATE, LATE_S = 2, 0.3

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.training.profiling import measure_links as measuring
+from mgpu_pipe.training.profiling import measure_hardware as measuring
 from mgpu_pipe.training.profiling.link_table import Link, suspects, table, verdict
-from mgpu_pipe.training.profiling.measure_links import measure_links, tournament
+from mgpu_pipe.training.profiling.measure_hardware import measure_links, tournament
 from tests.support.command import mgpu
 from tests.support.processes import run_processes
 from tests.support.worlds import JoinedRun

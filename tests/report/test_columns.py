@@ -8,10 +8,9 @@ import re
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.report.checkpoint_tables import differences_table
 from mgpu_pipe.report.columns import print_columns, print_rows
 from mgpu_pipe.report.overview import overview
-from mgpu_pipe.report.run_tables import after_table, runs_table
+from mgpu_pipe.report.run_tables import after_table, differences_table, runs_table
 from tests.report.fake_runs import MakeRun
 
 NAMES = ("state", "step", "loss", "tok/s", "strategy", "age", "size", "tags", "run")

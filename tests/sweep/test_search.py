@@ -19,9 +19,9 @@ from mgpu_pipe.cli import main as cli
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.runs.resume_command import CommandLine
-from mgpu_pipe.sweep import extend as extending
 from mgpu_pipe.sweep import parallel
 from mgpu_pipe.sweep import run_points as work
+from mgpu_pipe.sweep import start_sweep as extending
 from mgpu_pipe.sweep.run_points import read_points
 from mgpu_pipe.sweep.search import Tried, promoted, rungs_of, suggest
 from mgpu_pipe.sweep.space import ordered, parameter

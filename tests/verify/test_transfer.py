@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.host_bytes import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.errors import WorkerError
-from mgpu_pipe.verify.transfer import check_covered, fill, from_rank_0, squared_errors, whole_errors
+from mgpu_pipe.verify.comparison import check_covered, fill, from_rank_0, squared_errors, whole_errors
 from tests.support.processes import run_processes
 
 

@@ -82,8 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from mgpu_pipe.report.checkpoint_tables import checkpoints_table, print_lines
-    from mgpu_pipe.report.run_tables import relative_to_cwd
+    from mgpu_pipe.report.run_tables import checkpoints_table, print_lines, relative_to_cwd
 
     folder = named_or_newest(arguments.folder, arguments.root, saved=True)
     root, folders = inventory.steps_under(folder)
@@ -104,8 +103,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from mgpu_pipe.report.checkpoint_tables import print_lines
-    from mgpu_pipe.report.run_tables import relative_to_cwd
+    from mgpu_pipe.report.run_tables import print_lines, relative_to_cwd
 
     _, folders = inventory.steps_under(named_or_newest(arguments.folder, arguments.root, saved=True))
     steps = []
@@ -130,8 +128,7 @@ def _report_damage(steps: Sequence[Step]) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from mgpu_pipe.checkpoint.compare import compare_tensors
-    from mgpu_pipe.report.checkpoint_tables import comparison_table, differences_table, print_lines
-    from mgpu_pipe.report.run_tables import relative_to_cwd
+    from mgpu_pipe.report.run_tables import comparison_table, differences_table, print_lines, relative_to_cwd
 
     pair = [_step_of(arguments.first), _step_of(arguments.second)]
     for number, step in zip(("first ", "second"), pair, strict=True):
@@ -164,7 +161,7 @@ def _step_of(folder: Path) -> Step:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from mgpu_pipe.report.checkpoint_tables import checkpoints_table, print_lines
+    from mgpu_pipe.report.run_tables import checkpoints_table, print_lines
 
     folder = named_or_newest(arguments.folder, arguments.root, saved=True)
     root, folders = inventory.steps_under(folder)

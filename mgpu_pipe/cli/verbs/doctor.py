@@ -80,7 +80,7 @@ def doctor(words: list[str]) -> int:
 
 def measured_run(config: RunConfig) -> RunConfig:
     """``config`` reduced to a few measured steps."""
-    from mgpu_pipe.launch.short_run import short_run
+    from mgpu_pipe.launch.micro_batch_tries import short_run
 
     last = WARM_UP + MEASURED
     short = short_run(config, last + 1, "doctor")  # the last measured step ends at the start of the next one

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
-from mgpu_pipe.cli.harness_arguments import add_harness_arguments, evaluate_by_harness, uses_harness
-from mgpu_pipe.cli.held_out_figures import HeldOutFigures
+from mgpu_pipe.cli.processes import add_harness_arguments, evaluate_by_harness, uses_harness
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import makes_tokens, samples_of
 from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
@@ -26,6 +25,7 @@ from mgpu_pipe.inference.model_arguments import add_device_argument, build_parse
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.fields import HEADLESS, class_of
 from mgpu_pipe.models.weights.sentence_modules import read_sentence_modules
+from mgpu_pipe.report.held_out_figures import HeldOutFigures
 from mgpu_pipe.runs.hub_names import at_commits
 
 if TYPE_CHECKING:

@@ -136,9 +136,9 @@ def _chooses_layout(composition: Composition) -> bool:
 def _trace(composition: Composition, layout: TracedLayout, typed: Sequence[str], as_json: bool) -> int:
     """Trace ranks of a layout and print them."""
     from mgpu_pipe.config.resolve import world_size
-    from mgpu_pipe.launch.trace_ranks import trace_ranks
+    from mgpu_pipe.launch.process_job import trace_ranks
     from mgpu_pipe.models.fields import resolved_fields
-    from mgpu_pipe.report.trace_table import print_traces
+    from mgpu_pipe.report.measurements import print_traces
 
     words, kind = [*composition.flags, *typed, *layout.words], resolved_fields(layout.config.model)["model_type"]
     if not as_json:

@@ -241,7 +241,7 @@ def _no_number(word: str) -> int:
 
 
 def _extend(store: Store, more: list[str]) -> int:
-    from mgpu_pipe.sweep.extend import extend
+    from mgpu_pipe.sweep.start_sweep import extend
 
     if not more:
         raise BadInputError(f"mgpu-pipe sweeps extend {store.name}: give values, such as optimizer.lr=1e-4,3e-4")

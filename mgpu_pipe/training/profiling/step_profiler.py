@@ -39,11 +39,10 @@ from mgpu_pipe.training.profiling.device_trace import (
     device_timeline,
 )
 from mgpu_pipe.training.profiling.link_table import axis_of, suspects, verdict
-from mgpu_pipe.training.profiling.measure_links import measure_links
+from mgpu_pipe.training.profiling.measure_hardware import measure_links
 from mgpu_pipe.training.profiling.memory_use import MemoryUse, RankMemory, phases_of, rank_memory, thinned
-from mgpu_pipe.training.profiling.memory_watch import MemoryWatch
 from mgpu_pipe.training.profiling.rank_times import RankTimes, StepTimes
-from mgpu_pipe.training.profiling.watch_collectives import CollectiveWatch
+from mgpu_pipe.training.profiling.step_watches import CollectiveWatch, MemoryWatch
 
 KINDS = ((".train_dataloader_next", DATA), (".batch_to_device", DATA), (".training_step", COMPUTE))
 """Phase by the end of an action's name in Lightning."""

@@ -1,11 +1,11 @@
-"""Watches the collectives of this process: when it reached each, and how long each blocked it.
+"""Watches a rank's memory and collectives while its measured steps run.
 
-Process groups' methods, and the wait for their work, are replaced for that time, for every caller; what compiled code
-issues by itself passes them by.
-"""
+Memory on CUDA is that of torch's allocator, which counts it when the host requests it; on the CPU it is the resident
+set of the process."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import defaultdict
@@ -14,10 +14,70 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from mgpu_pipe.system.compat.torch_private import around_backward_passes
 from mgpu_pipe.training.profiling.device_trace import Blocked
 from mgpu_pipe.training.profiling.link_table import ALL_TO_ALL
+from mgpu_pipe.training.profiling.memory_use import GIB, Look
+
+EVERY_S = 0.005
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryWatch:
+    """Samples of memory within :meth:`watching`, in order of time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.looks: list[Look] = []
+        self.backward: list[tuple[float, float]] = []
+        """Start and end times of backward passes."""
+        self._lock = threading.Lock()
+
+    def look(self) -> None:
+        """Sample now: called at the end of each phase, so that even a short phase has a sample."""
+        with self._lock:
+            self.looks.append(Look(time.perf_counter(), *self._gib()))
+
+    def _gib(self) -> tuple[float, float, float]:
+        if self.device.type == "cuda":
+            stats = torch.cuda.memory_stats(self.device)
+            kinds = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+            used, reserved, split = (stats[f"{kind}.all.current"] / GIB for kind in kinds)
+            return used, reserved, split
+        with open("/proc/self/statm", encoding="ascii") as file:
+            resident = int(file.read().split()[1]) * PAGE / GIB
+        return resident, resident, 0.0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def keep_looking() -> None:
+            while not over.wait(EVERY_S):
+                self.look()
+
+        thread = threading.Thread(target=keep_looking, name="memory", daemon=True)
+        thread.start()
+        try:
+            with around_backward_passes(self._backward_pass):
+                yield
+        finally:
+            over.set()
+            thread.join()
+
+    @contextmanager
+    def _backward_pass(self) -> Iterator[None]:
+        self.look()
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.look()
+            self.backward.append((began, time.perf_counter()))
+
 
 METHODS = {
     "allreduce": "all-reduce",
