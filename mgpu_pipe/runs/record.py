@@ -120,7 +120,9 @@ def begin(
         stamp: dict[str, object] = {"started": now, "command": list(command), "folder": os.getcwd(), "launch": launch}
         if config.checkpoint.resume not in ("none", "auto"):
             stamp[STARTS_FROM] = str(expand_home(config.checkpoint.resume).absolute())
-        _record_environment(paths, config, stamp, dated, flush=flush)
+        _record_environment(
+            paths, config.run, config.strategy.name, config.trainer.max_steps, stamp, dated, flush=flush
+        )
         _write_overrides(paths, overrides)
         freeze(config, paths.config, flush=flush)
         if flush:
@@ -140,7 +142,8 @@ def record_launch(
     remember(paths.config)
     _write_overrides(paths, overrides)
     unchanged = {key: value for key, value in recorded(paths.root).items() if key == STARTS_FROM}
-    _record_environment(paths, config, {**environment, **unchanged})
+    stamp = {**environment, **unchanged}
+    _record_environment(paths, config.run, config.strategy.name, config.trainer.max_steps, stamp)
     paths.data.write_text(json.dumps(prepared.as_dict(), indent=2) + "\n", encoding="utf-8")
     paths.tokenizer.mkdir(exist_ok=True)
     if prepared.tokenizer_folder is not None:
@@ -169,14 +172,18 @@ def _write_overrides(paths: RunPaths, overrides: Sequence[str]) -> None:
 
 
 def _record_environment(
-    paths: RunPaths, config: RunConfig, environment: Mapping[str, object], dated: float = 0.0, *, flush: bool = True
+    paths: RunPaths,
+    run: RunOptions,
+    strategy: str,
+    max_steps: int | None,
+    environment: Mapping[str, object],
+    dated: float = 0.0,
+    *,
+    flush: bool = True,
 ) -> None:
-    created = (
-        dated or start_time(paths.root) or later_than_others(paths, float(str(environment["started"])), config.run)
-    )
-    settings = {"strategy": config.strategy.name, "tags": config.run.tags, "max_steps": config.trainer.max_steps}
-    run = {"name": config.run.name, **settings}
-    write_environment(paths.environment, {**environment, "created": created, RUN: run}, flush=flush)
+    created = dated or start_time(paths.root) or later_than_others(paths, float(str(environment["started"])), run)
+    values = {"name": run.name, "strategy": strategy, "tags": run.tags, "max_steps": max_steps}
+    write_environment(paths.environment, {**environment, "created": created, RUN: values}, flush=flush)
 
 
 def later_than_others(paths: RunPaths, now: float, run: RunOptions) -> float:

@@ -11,12 +11,13 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from mgpu_pipe.config.eval_tasks import metric_of, ranked
+from mgpu_pipe.config.eval_tasks import EvalConfig, metric_of, ranked
+from mgpu_pipe.config.group_keys import SweepConfig
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.command_line import SweepRequest
 from mgpu_pipe.config.hydra.compose import Composition
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, print_line, raised_by
 from mgpu_pipe.launch.composed import WORST_LAST, checked, each_point, errors_of, launched
@@ -90,8 +91,8 @@ def spec_of(request: SweepRequest, words: Sequence[str]) -> dict[str, object]:
     metrics = [settings.metric] if isinstance(settings.metric, str) else list(settings.metric)
     metrics = [_usual_metric(config.data, config.objective) if metric == "auto" else metric for metric in metrics]
     for metric in metrics:
-        errors += raised_by(lambda metric=metric: _check_metric(config, metric))  # type: ignore[misc]
-    errors += _search_errors(config, len(metrics))
+        errors += raised_by(lambda metric=metric: _check_metric(config.data, config.objective, config.eval, metric))  # type: ignore[misc]
+    errors += _search_errors(settings, config.trainer.max_steps, config.checkpoint.save_last, len(metrics))
     by_key: dict[str, Parameter] = {}
     for key, value in [*flat(settings.space), *_typed_space(request)] if settings.search != "grid" else ():
         try:
@@ -114,7 +115,12 @@ def spec_of(request: SweepRequest, words: Sequence[str]) -> dict[str, object]:
         "seed": config.seed,
         "seeds": settings.seeds,
         "metrics": metrics,
-        "minimize": [_lower_is_better(config, metric) for metric in metrics],
+        "minimize": [
+            settings.direction == "minimize"
+            if settings.direction != "auto"
+            else _lower_is_better(config.objective, config.eval, metric)
+            for metric in metrics
+        ],
         "diverged_above": settings.diverged_above,
         "search": settings.search,
         "trials": settings.trials,
@@ -142,9 +148,8 @@ def _whole_sweep_errors(request: SweepRequest) -> Iterator[BadInputError]:
         yield ConfigError(key, "...", "give one value", "it is the whole sweep's")
 
 
-def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:
+def _search_errors(sweep: SweepConfig, steps: int | None, saves_last: bool, metrics: int) -> Iterator[BadInputError]:
     """Errors of sweep keys that exclude each other."""
-    sweep, steps = config.sweep, config.trainer.max_steps
     yield from raised_by(lambda: check_installed(sweep.search))
     for key, value in (("trials", sweep.trials), ("parallel", sweep.parallel)):
         if value < 1:
@@ -168,7 +173,7 @@ def _search_errors(config: RunConfig, metrics: int) -> Iterator[BadInputError]:
     why = "sweep.pruner trains in parts"
     if steps is None or steps < 3:
         yield ConfigError("trainer.max_steps", steps, "give the steps of a whole run", why)
-    if not config.checkpoint.save_last:
+    if not saves_last:
         yield ConfigError("checkpoint.save_last", False, "leave it at true", why)
     if metrics == 2 or sweep.seeds > 1:
         yield ConfigError("sweep.pruner", sweep.pruner, "use one metric and sweep.seeds=1", "it ranks single runs")
@@ -181,10 +186,8 @@ def _typed_space(request: SweepRequest) -> Iterator[tuple[str, Any]]:
         yield key.removeprefix(SPACE), listed
 
 
-def _lower_is_better(config: RunConfig, metric: str) -> bool:
-    if config.sweep.direction != "auto":
-        return config.sweep.direction == "minimize"
-    known = metric_of(config.objective, config.eval, metric)
+def _lower_is_better(objective: ObjectiveConfig, tasks: EvalConfig, metric: str) -> bool:
+    known = metric_of(objective, tasks, metric)
     return metric in LOWER_IS_BETTER or not (metric in MEASURED or (known is not None and known.higher_is_better))
 
 
@@ -234,11 +237,11 @@ def _usual_metric(data: DataConfig, objective: ObjectiveConfig) -> str:
     return description(objective.name).headline.key if held_out else "train/loss"
 
 
-def _check_metric(config: RunConfig, metric: str) -> None:
-    known = [*ranked(config.objective, config.eval), *MEASURED]
+def _check_metric(data: DataConfig, objective: ObjectiveConfig, tasks: EvalConfig, metric: str) -> None:
+    known = [*ranked(objective, tasks), *MEASURED]
     if metric not in known:
         raise ConfigError("sweep.metric", metric, choose_from(metric, known), "no run logs it")
-    if metric.startswith("val/") and not (config.data.validation_fraction > 0 or config.data.validation_paths):
+    if metric.startswith("val/") and not (data.validation_fraction > 0 or data.validation_paths):
         fix = "use train/loss, or hold data out with data.validation_fraction"
         raise ConfigError("sweep.metric", metric, fix, "no data is held out, so no run measures it")
 

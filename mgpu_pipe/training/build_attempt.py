@@ -281,7 +281,7 @@ def _build_checkpointer(
             "validation_digest": attempt.prepared.validation_digest,
             "config_hash": attempt.config_hash,
             "model_config": built.settings,
-            **initial_weights.buffers_of_start(config, built.model, source),
+            **initial_weights.buffers_of_start(config.model, config.checkpoint, built.model, source),
             MEASURED: start.known_weights,
         },
         timeout_s=config.launch.collective_timeout,
@@ -290,7 +290,9 @@ def _build_checkpointer(
         highest=best is not None and best.higher_is_better,
         clock=clock,
         before_manifest=files.sync,
-        left_out=initial_weights.left_out_weights(config, built.model, source),
+        left_out=initial_weights.left_out_weights(
+            config.model.path, config.checkpoint, config.peft, config.data.cache_dir, built.model, source
+        ),
     )
 
 

@@ -17,7 +17,7 @@ from mgpu_pipe.config.group_keys import PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.resolve import leaves_out_frozen_weights
-from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
+from mgpu_pipe.config.schema import CheckpointConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.cache import digest_of, hash_blocks
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.model_field import resolve_packing
@@ -102,14 +102,22 @@ class MeasuredWeights:
         if self._first is None and starts_from_run(config.checkpoint):
             self._first = weights_reader(config.checkpoint)
         root = self._first.manifest.root if self._first is not None else None
-        digest = _first_weights(config, root) if rank_and_size(None)[0] == 0 else None
+        parts = (config.seed, config.model, config.peft, config.checkpoint, config.data.cache_dir)
+        digest = _first_weights(*parts, root) if rank_and_size(None)[0] == 0 else None
         return str(exchange_json(digest, None)[0])
 
 
-def _first_weights(config: RunConfig, root: str | None) -> str:
+def _first_weights(
+    seed: int,
+    model: ModelConfig,
+    peft: PeftConfig,
+    checkpoint: CheckpointConfig,
+    cache_dir: str | None,
+    root: str | None,
+) -> str:
     """A digest of all that decides the initial weights; ``root`` identifies the checkpoint they come from."""
-    model, peft, cache = config.model, config.peft, cache_folder(config.data.cache_dir)
-    folders = [model.path, config.checkpoint.init_from if starts_from_folder(config.checkpoint) else None]
+    cache = cache_folder(cache_dir)
+    folders = [model.path, checkpoint.init_from if starts_from_folder(checkpoint) else None]
     files = []
     for folder in folders:
         if folder is not None:
@@ -119,7 +127,7 @@ def _first_weights(config: RunConfig, root: str | None) -> str:
         place = expand_home(peft.init_from)
         files += [*hash_blocks(place / ADAPTER_WEIGHTS), *hash_blocks(place / ADAPTER_SETTINGS)]
     adapters = {key: value for key, value in asdict(peft).items() if key != "init_from"}
-    random_part = (INITIALISATION, CHUNK, config.seed)
+    random_part = (INITIALISATION, CHUNK, seed)
     return digest_of(model.type, model.config, adapters, files, root, random_part)
 
 
@@ -176,37 +184,49 @@ def _model_and_filler(
     return run_model(config), fill
 
 
-def buffers_of_start(config: RunConfig, model: PreTrainedModel, reader: CheckpointReader | None) -> dict[str, Any]:
+def buffers_of_start(
+    source: ModelConfig, checkpoint: CheckpointConfig, model: PreTrainedModel, reader: CheckpointReader | None
+) -> dict[str, Any]:
     """The entry for the buffers of ``model`` in this attempt's checkpoints: its folder's, or those of its checkpoint.
 
     Args:
+        source: ``model``'s keys.
         model: not split.
         reader: the checkpoint that its weights come from.
     """
     if reader is not None and RECORDED in reader.state:
         return {RECORDED: reader.state[RECORDED]}
-    path = config.checkpoint.init_from if starts_from_folder(config.checkpoint) else config.model.path
-    return {} if path is None else recorded(folder_buffers(replace(config.model, path=path), model))
+    path = checkpoint.init_from if starts_from_folder(checkpoint) else source.path
+    return {} if path is None else recorded(folder_buffers(replace(source, path=path), model))
 
 
-def left_out_weights(config: RunConfig, model: PreTrainedModel, reader: CheckpointReader | None) -> LeftOut | None:
+def left_out_weights(
+    source: str | None,
+    checkpoint: CheckpointConfig,
+    peft: PeftConfig,
+    cache_dir: str | None,
+    model: PreTrainedModel,
+    reader: CheckpointReader | None,
+) -> LeftOut | None:
     """The frozen weights that this attempt's checkpoints leave out; None where they hold all. A collective call.
 
     Args:
+        source: ``model.path``.
+        cache_dir: ``data.cache_dir``.
         model: with the folder's weights, where the run has one.
         reader: the checkpoint that its weights come from.
 
     Raises:
         CheckpointError: ``reader``'s leaves out weights that the run's folder does not hold.
     """
-    folder = config.checkpoint.init_from if starts_from_folder(config.checkpoint) else config.model.path
+    folder = checkpoint.init_from if starts_from_folder(checkpoint) else source
     before = reader.left_out if reader is not None else None
-    cache = cache_folder(config.data.cache_dir)
+    cache = cache_folder(cache_dir)
     names = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if reader is not None:
         # What a checkpoint holds may have been trained before it was frozen.
         names &= set(before.names) if before is not None else set()
-    leaves_out = leaves_out_frozen_weights(config.peft, config.checkpoint) and folder is not None and bool(names)
+    leaves_out = leaves_out_frozen_weights(peft, checkpoint) and folder is not None and bool(names)
 
     def digest() -> LeftOut | None:
         if reader is not None and before is not None:

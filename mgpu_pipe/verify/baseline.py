@@ -13,8 +13,7 @@ import torch
 
 from mgpu_pipe.checkpoint.live_state import model_shards, optimizer_shards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.model_field import resolve_packing
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, StepBatch
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.rotary import fix_rotary_length
@@ -46,12 +45,9 @@ def step_batch_of(batch: Batch, spec: BatchSpec, step: int, plan: BatchPlan, dat
     )
 
 
-def global_batch(objective: Objective, config: RunConfig, step: int) -> Batch:
-    """All samples of an optimizer step of the small ``config``."""
-    data = config.data
-    return objective.random_batch(
-        config.seed, step, data.global_batch_size, data.seq_len, resolve_packing(config) != "none"
-    )
+def global_batch(objective: Objective, data: DataConfig, seed: int, step: int, *, packed: bool) -> Batch:
+    """All samples of an optimizer step of the small run."""
+    return objective.random_batch(seed, step, data.global_batch_size, data.seq_len, packed)
 
 
 CLIP_EPSILON = 1e-6

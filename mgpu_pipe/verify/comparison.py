@@ -16,6 +16,7 @@ from mgpu_pipe.checkpoint.host_bytes import DTYPES, dtype_name, exchange_json, s
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.step_batch import BatchSpec, ListedStepBatches, StepBatch
 from mgpu_pipe.errors import WorkerError
 from mgpu_pipe.models.build import materialise, run_model
@@ -58,7 +59,8 @@ def compare(
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     steps = config.trainer.max_steps or 1
     strategy, objective = _configured(config, dims)
-    batches = [global_batch(objective, config, step) for step in range(steps)]
+    packed = resolve_packing(config) != "none"
+    batches = [global_batch(objective, config.data, config.seed, step, packed=packed) for step in range(steps)]
     data_parallel_rank = dims.data_parallel_rank(dist.get_rank())
     watch = _Comparison(config, objective, plan, batches, on_start)
     trainer = bare_trainer(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mgpu_pipe.config.hydra.compose import Composition
-    from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
     from mgpu_pipe.data.samples import Prepared, SampleSet
     from mgpu_pipe.data.text.mixed_samples import PreparedMixture
     from mgpu_pipe.data.text.preview import Part
@@ -61,7 +61,7 @@ def _show(config: RunConfig, count: int) -> None:
     objective = objective_class(config.objective.name)
     samples = objective.samples(prepared.complete(config), prepared.open(config, "train"))
     lengths = lengths_of(prepared)
-    rows = _amounts(config, prepared, samples, None if lengths is None else lengths[0])
+    rows = _amounts(config.data, config.objective, prepared, samples, None if lengths is None else lengths[0])
     print_rows([*rows, *_balance(config, prepared, samples)], "data")
     if isinstance(prepared, PreparedMixture):
         print_rows(_sources(prepared), "sources")
@@ -80,7 +80,7 @@ def _show(config: RunConfig, count: int) -> None:
 
 
 def _amounts(
-    config: RunConfig, prepared: Prepared, samples: SampleSet, lengths: NDArray | None
+    data: DataConfig, objective: ObjectiveConfig, prepared: Prepared, samples: SampleSet, lengths: NDArray | None
 ) -> list[tuple[str, str]]:
     import numpy as np
 
@@ -90,10 +90,10 @@ def _amounts(
     every = np.arange(min(len(samples), 100_000))
     positions, padding = samples.positions(every), samples.padding(every)
     units = samples.valid_units(every, every)
-    counts = description(config.objective.name).counts
-    heldout, size = f"{prepared.validation_samples:,} held out for an evaluation", config.data.global_batch_size
+    counts = description(objective.name).counts
+    heldout, size = f"{prepared.validation_samples:,} held out for an evaluation", data.global_batch_size
     rows = [
-        ("source", config.data.source),
+        ("source", data.source),
         ("amount", ", ".join(f"{number:,} {what}" for number, what in prepared.amounts())),
         ("samples", f"{prepared.train_samples:,} to train on, {heldout}"),
         ("an epoch", f"{len(samples) / size:,.1f} steps of {size} samples"),
@@ -110,9 +110,7 @@ def _amounts(
             ("pictures", f"{pictures[0]:,} pictures and videos take {pictures[1]:,} of the conversations' tokens")
         )
     if prepared.on_too_long:
-        rows.append(
-            ("too long", prepared.too_long(config.data) or f"none (data.on_too_long={config.data.on_too_long})")
-        )
+        rows.append(("too long", prepared.too_long(data) or f"none (data.on_too_long={data.on_too_long})"))
     if lengths is not None:
         span = f"{int(lengths.min()):,} to {int(lengths.max()):,} tokens"
         if without := uncounted_of(prepared):

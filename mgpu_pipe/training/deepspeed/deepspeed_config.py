@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mgpu_pipe.config.convert import leaves
-from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.group_keys import DeepSpeedOptions, StrategyConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.system.local_files import expand_home
@@ -271,16 +271,18 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
         fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
         reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"
         errors.append(ConfigError("strategy.offload", "nvme", fix, reason))
-    return [*errors, *_feature_errors(config), *_raw_errors(config.strategy)]
+    return [*errors, *_feature_errors(config.precision, config.model, strategy.deepspeed), *_raw_errors(strategy)]
 
 
-def _feature_errors(config: RunConfig) -> Iterator[BadInputError]:
+def _feature_errors(
+    precision: PrecisionConfig, model: ModelConfig, options: DeepSpeedOptions
+) -> Iterator[BadInputError]:
     """Errors for settings that only the mesh engine supports."""
-    if config.precision.name not in ("auto", *PRECISIONS):
+    if precision.name not in ("auto", *PRECISIONS):
         fix = "use precision=bf16, or the mesh engine (strategy=fsdp)"
         reason = f"the deepspeed engine has {' and '.join(PRECISIONS)} only"
-        yield ConfigError("precision.name", config.precision.name, fix, reason)
-    if config.model.compile is True and config.strategy.deepspeed.stage == 3:
+        yield ConfigError("precision.name", precision.name, fix, reason)
+    if model.compile is True and options.stage == 3:
         fix = "use false, or strategy=fsdp, zero1 or zero2"
         yield ConfigError("model.compile", True, fix, "ZeRO-3 gathers weights inside of a block, by hooks")
 

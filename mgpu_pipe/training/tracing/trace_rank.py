@@ -68,7 +68,7 @@ def trace(config: RunConfig, rank: int, ranks: int, on_fakes: bool = True) -> di
     dims = ParallelDims.resolve(config.strategy, ranks)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     count = micro_batches(config.strategy, plan, dims.pp)
-    batch = _step_batch(config, plan, count)
+    batch = _step_batch(config.seed, config.model, config.data.seq_len, plan, count)
     watch = PhaseWatch()
     with ExitStack() as inside:
         inside.enter_context(process_group(ranks, rank))
@@ -105,16 +105,15 @@ def _fake_device(kind: str, model: ModelConfig, data: DataConfig, dims: Parallel
     return FakeDevice(kind, known)
 
 
-def _step_batch(config: RunConfig, plan: BatchPlan, count: int) -> StepBatch:
+def _step_batch(seed: int, model: ModelConfig, tokens: int, plan: BatchPlan, count: int) -> StepBatch:
     import torch
 
     from mgpu_pipe.data.step_batch import StepBatch
     from mgpu_pipe.objectives.packed_text import random_packed_text
 
-    generator = torch.Generator().manual_seed(config.seed)
-    vocabulary = int(resolved_fields(config.model)["vocab_size"])
-    size, tokens = plan.micro_batch_size, config.data.seq_len
-    rows = [random_packed_text(generator, 0, size, tokens, vocabulary, True) for _ in range(count)]
+    generator = torch.Generator().manual_seed(seed)
+    vocabulary = int(resolved_fields(model)["vocab_size"])
+    rows = [random_packed_text(generator, 0, plan.micro_batch_size, tokens, vocabulary, True) for _ in range(count)]
     return StepBatch(0, 0, plan.global_batch_size, rows, plan.global_batch_size * tokens)
 
 
