@@ -54,7 +54,7 @@ def score(argv: Sequence[str]) -> int:
         device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer),
         rows=count_rows(rows),
     )
-    from mgpu_pipe.launch.batch import run_job
+    from mgpu_pipe.launch.batch_job import run_job
 
     return run_job(settings, source, config)
 
