@@ -287,7 +287,7 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
     most = largest_width(model_fields(config.model))
     if most and peft.r > most:
         errors.append(ConfigError("peft.r", peft.r, f"use at most {most}", "no layer of the model is that wide"))
-    return [*errors, *config.objective.adapter_errors(config)]
+    return [*errors, *config.objective.adapter_errors(config.model, peft)]
 
 
 def check_built(config: RunConfig) -> None:

@@ -208,8 +208,8 @@ class ObjectiveConfig:
             return [ConfigError("data.cache_features", True, "use false", f"{self.name} computes them in every step")]
         return []
 
-    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
-        """Errors of the objective with the run's adapters, which ``config.peft`` describes."""
+    def adapter_errors(self, model: ModelConfig, peft: PeftConfig) -> list[ConfigError]:
+        """Errors of the objective with the run's adapters."""
         return []
 
     def started_from(self, run: Path) -> Self | None:
@@ -237,7 +237,7 @@ class ObjectiveConfig:
         """Number of last ids of the vocabulary that no tokenizer may use."""
         return 0
 
-    def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
+    def folder_files(self, data: DataConfig, width: int) -> Mapping[str, Any]:
         """JSON files that other programs read in an exported folder, by their path in it.
 
         Args:

@@ -99,7 +99,7 @@ def write_objective_files(stored: StoredModel, folder: Path) -> None:
     if stored.config is None:
         return
     width = getattr(stored.model.config.get_text_config(), "hidden_size", 0)
-    for name, content in stored.config.objective.folder_files(stored.config, width).items():
+    for name, content in stored.config.objective.folder_files(stored.config.data, width).items():
         file = folder / name
         file.parent.mkdir(exist_ok=True)
         if name in SHARED_FILES:

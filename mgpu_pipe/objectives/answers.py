@@ -5,17 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.errors import BadInputError
@@ -47,10 +45,8 @@ class AnswerObjective(Objective):
         self._sequences: dist.ProcessGroup | None = None
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(TokenLossConfig, config.objective))
+    def arguments(cls, keys: TokenLossConfig) -> tuple[Any, ...]:
+        return (keys,)
 
     def share_sequences(self, groups: Sequence[dist.ProcessGroup], along: dist.ProcessGroup | None) -> None:
         for group in groups:

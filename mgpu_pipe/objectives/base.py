@@ -89,6 +89,16 @@ LearningRate = Callable[[int], float]
 """Factor of the peak learning rate at a zero-based optimizer step."""
 
 
+def step_generator(seed: int, step: int) -> torch.Generator:
+    """Generator of the random samples of one step of :mod:`mgpu_pipe.verify`."""
+    return torch.Generator().manual_seed(step_seed(seed, step, -1))
+
+
+def draw_integers(generator: torch.Generator, low: int, high: int, *shape: int) -> torch.Tensor:
+    """Random integers from ``low`` to below ``high``, int64."""
+    return torch.randint(low, high, shape, generator=generator)
+
+
 class Objective(pl.LightningModule, ABC):
     """Base class of objectives. A subclass defines :meth:`micro_batch_loss`, and the methods of the protocols in
     :mod:`mgpu_pipe.objectives.protocols` and :mod:`mgpu_pipe.parallel.parallelize` that fit it.
@@ -125,8 +135,13 @@ class Objective(pl.LightningModule, ABC):
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
-        """Builds the objective of a run. A subclass reads its own keys of ``config.objective`` here."""
-        return cls(model, optimizer_factory, learning_rate)
+        """Builds the objective of a run."""
+        return cls(model, optimizer_factory, learning_rate, *cls.arguments(config.objective))
+
+    @classmethod
+    def arguments(cls, keys: Any) -> tuple[Any, ...]:
+        """Further arguments of the constructor, from ``objective.*`` of the run. Default: none."""
+        return ()
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
@@ -146,8 +161,7 @@ class Objective(pl.LightningModule, ABC):
         Their numbers of valid units differ.
         """
         vocabulary = int(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
-        return random_packed_text(generator, step, samples, seq_len, vocabulary, packed)
+        return random_packed_text(step_generator(seed, step), step, samples, seq_len, vocabulary, packed)
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """Plain computation that strategies are compared with; shares no code with :meth:`micro_batch_loss`.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from typing_extensions import Self
 
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, StepBatch
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
@@ -46,11 +44,8 @@ class CausalLMObjective(Objective):
         self._loss = TokenLoss(model, chunk_tokens)
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        keys = cast(CausalLMConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, keys.router_aux_loss)
+    def arguments(cls, keys: CausalLMConfig) -> tuple[Any, ...]:
+        return keys.loss_chunk_tokens, keys.router_aux_loss
 
     @property
     def batch_spec(self) -> BatchSpec:

@@ -9,13 +9,14 @@ from typing import Any
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.find import families_in_role
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.picture_keys import cached_features_errors
 from mgpu_pipe.objectives.speech_keys import WaveEncoderConfig
-from mgpu_pipe.objectives.text_keys import TextHeadConfig, measure_accuracy
+from mgpu_pipe.objectives.text_keys import TextHeadConfig, measure_accuracy, untrained_head
 
 CLASS_METRICS = (
     Metric("val/loss", "held-out loss", "nats a sample"),
@@ -33,7 +34,6 @@ def measure_classes(sums: Sequence[float]) -> dict[str, float]:
 @dataclass
 class ImageClassificationConfig(ObjectiveConfig):
     name: str = "image_classification"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
     """Share of the label that is spread evenly over all classes while training (Szegedy et al. 2015)."""
@@ -76,7 +76,6 @@ IMAGE_CLASSIFICATION = Description(
 @dataclass
 class SequenceClassificationConfig(TextHeadConfig):
     name: str = "sequence_classification"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     sample_texts: list[str] = field(default_factory=list, metadata=FREE)
     """Texts whose class is told after training and shown with the result."""
@@ -103,23 +102,19 @@ SEQUENCE_CLASSIFICATION = Description(
 
 
 @dataclass
-class SoundClassificationConfig(WaveEncoderConfig):
+class SoundHeadConfig(WaveEncoderConfig):
+    """Keys of objectives whose model ends in a classifier of recordings."""
+
+    def adapter_errors(self, model: ModelConfig, peft: PeftConfig) -> list[ConfigError]:
+        return untrained_head(peft, "[projector.*,classifier.*] ([classifier.*] of AST)")
+
+
+@dataclass
+class SoundClassificationConfig(SoundHeadConfig):
     name: str = "sound_classification"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
     """Share of the label that is spread evenly over all classes while training (Szegedy et al. 2015)."""
-
-    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
-        return new_head_errors(config)
-
-
-def new_head_errors(config: RunConfig) -> list[ConfigError]:
-    """Error of adapters beside a classifier that nothing trains."""
-    if config.peft.train_also:
-        return []
-    fix = "name the head's parameters, such as [projector.*,classifier.*] ([classifier.*] of AST)"
-    return [ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained")]
 
 
 SOUND_CLASSIFICATION = Description(
@@ -138,12 +133,8 @@ SOUND_CLASSIFICATION = Description(
 
 
 @dataclass
-class SoundTaggingConfig(WaveEncoderConfig):
+class SoundTaggingConfig(SoundHeadConfig):
     name: str = "sound_tagging"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
-
-    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
-        return new_head_errors(config)
 
     def model_fields(self) -> Mapping[str, Any]:
         return {"problem_type": "multi_label_classification"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.objectives.base import LearningRate, Objective
 
 TOP_K = 5
 """Number of likeliest classes that may contain the label."""
@@ -79,6 +80,46 @@ class ClassSums:
         }
         confusion = {"confusion": table.astype(int).tolist()} if self._has_confusion else {}
         return {**confusion, "classes": classes, "calibration": calibration}
+
+
+class ClassObjective(Objective):
+    """Base of objectives whose model gives logits of classes, of which one is right: their cross-entropy.
+
+    Args:
+        label_smoothing: share of each label spread over all classes, only in training.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self._config, self._smoothing = cast(Any, model.config), label_smoothing
+        self._classes = int(self._config.num_labels)
+        self._class_sums = ClassSums(self._classes)
+        self.num_sums = self._class_sums.num_sums  # type: ignore[misc]  # the classes of this model are known only now
+
+    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._losses(self._logits(batch), batch, self._smoothing).sum(dtype=torch.float64)
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits = self._logits(batch)
+        loss = self._losses(logits, batch, 0.0).sum(dtype=torch.float64)
+        return self._class_sums.sums(loss, logits, batch["labels"])
+
+    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
+        return self._class_sums.findings(sums)
+
+    def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
+
+    def _losses(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], smoothing: float) -> torch.Tensor:
+        """Loss of each sample, (rows,); 0 where none counts."""
+        return class_losses(logits, batch["labels"], smoothing)
+
+
+def class_losses(logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Cross-entropy of each label, (rows,); 0 where it is ``IGNORE_INDEX``."""
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing)
 
 
 PROMPTS_AT_ONCE = 256

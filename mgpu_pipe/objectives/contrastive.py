@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,14 +14,13 @@ from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
 from mgpu_pipe.objectives.class_sums import ClassPrompts, ClassSums, class_vectors
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
-from mgpu_pipe.objectives.losses.vectors import softmax_pairing
+from mgpu_pipe.objectives.losses.vectors import pairing_losses
 from mgpu_pipe.objectives.picture_keys import CONTRASTIVE, DIRECTIONS, RANKS, ContrastiveConfig
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures, caches_features
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +68,7 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(ContrastiveConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys.max_scale, caches_features(config))
+        return cls(model, optimizer_factory, learning_rate, keys.max_scale, caches_features(config.data))
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -110,11 +109,13 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         return {name: batch[name] for name in ("labels", "picture_ids")}
 
     def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
+        images, texts = features["images"], features["texts"]
+        buffers = (gradients["images"], gradients["texts"]) if gradients else None
         if self._pairwise:
-            return _pairing_losses(_sigmoid_pairing, "images", "texts", features, rows, gradients)
-        by_picture = _pairing_losses(softmax_pairing, "images", "texts", features, rows, gradients)
-        by_caption = _pairing_losses(softmax_pairing, "texts", "images", features, rows, gradients)
-        for gradient in (gradients or {}).values():
+            return pairing_losses(images, texts, rows, buffers, _sigmoid_pairing)
+        by_picture = pairing_losses(images, texts, rows, buffers)
+        by_caption = pairing_losses(texts, images, rows, buffers and buffers[::-1])
+        for gradient in buffers or ():
             gradient.div_(2)
         return (by_picture + by_caption) / 2
 
@@ -128,13 +129,8 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         travelling = torch.stack([mine["texts"], torch.zeros_like(mine["texts"])])
         losses = images.new_zeros(len(images))
         for turn in range(world.ring):
-            features, gradients = (
-                {"images": images, "texts": travelling[0]},
-                {"images": image_gradients, "texts": travelling[1]},
-            )
-            losses += _pairing_losses(
-                _sigmoid_strangers if turn else _sigmoid_pairing, "images", "texts", features, rows, gradients
-            )
+            pairing, buffers = _sigmoid_strangers if turn else _sigmoid_pairing, (image_gradients, travelling[1])
+            losses += pairing_losses(images, travelling[0], rows, buffers, pairing)
             travelling = world.pass_on(travelling if turn + 1 < world.ring else travelling[1:])
         return losses, {"images": image_gradients, "texts": travelling[-1]}
 
@@ -163,10 +159,6 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
     def collect_heldout(self, features: Features, rows: slice) -> None:
         if self.features is None or not self.features.is_measuring:
             self._held_out.append((features, rows))
-
-    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss = self.micro_batch_loss(batch).double()
-        return F.pad(loss.reshape(1), (0, self.num_sums - 1))
 
     def last_sums(self, world: SampleGroup) -> torch.Tensor | float:
         """Sums of the held-out metrics: pictures, right nearest classes, then recalls at ``RANKS``.
@@ -219,7 +211,7 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Random pictures, and captions padded with their end token. The last caption fills its row."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         text = self._config.text_config
         length = min(seq_len, text.max_position_embeddings)
         ids = torch.randint(0, text.vocab_size - 1, (samples, length), generator=generator)
@@ -270,32 +262,6 @@ def _indices(values: torch.Tensor) -> torch.Tensor:
 def _nearest_keys(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Indices of the keys nearest to each query, nearest first."""
     return (queries @ keys.T).topk(min(max(RANKS), len(keys))).indices
-
-
-def _pairing_losses(
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    query_name: str,
-    key_name: str,
-    features: Features,
-    rows: slice,
-    gradients: Features | None,
-) -> torch.Tensor:
-    """Losses of the queries in ``rows``, where query i belongs to key i. Adds to ``gradients``.
-
-    Logits of at most a quarter of the rows exist at a time, and take at most a quarter of the keys' memory.
-    """
-    queries, keys = features[query_name], features[key_name]
-    at_once = max(1, min(keys.shape[1], rows.stop - rows.start) // 4)
-    losses = [queries.new_zeros(0)]
-    for begin in range(rows.start, rows.stop, at_once):
-        some = slice(begin, min(begin + at_once, rows.stop))
-        logits = queries[some] @ keys.T
-        losses.append(loss(logits, torch.arange(some.start, some.stop, device=keys.device)[:, None]))
-        if gradients:
-            gradients[query_name][some].addmm_(logits, keys)
-            gradients[key_name].addmm_(logits.T, queries[some])
-        del logits  # frees memory before the next ones
-    return torch.cat(losses)
 
 
 def _sigmoid_pairing(logits: torch.Tensor, right_column: torch.Tensor) -> torch.Tensor:

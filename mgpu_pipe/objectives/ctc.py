@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, step_generator
+from mgpu_pipe.objectives.packed_text import skips_last
 from mgpu_pipe.objectives.sound_inputs import VERIFY_MAX_FRAMES, WaveInputs, hide_spans
 from mgpu_pipe.objectives.speech_keys import CTC, count_errors, transcribe
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ class CTCObjective(Objective):
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
-        return hide_spans(config, samples)
+        return hide_spans(samples, config.model, config.seed)
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -92,13 +92,13 @@ class CTCObjective(Objective):
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Noise of uneven lengths. In every third step the last recording has no transcript."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         sounds = self._inputs.random_batch(generator, seed, step, samples)
         vocabulary = int(cast(Any, self.model.config).vocab_size)
         labels = torch.randint(0, vocabulary - 1, (samples, VERIFY_MAX_FRAMES // 4), generator=generator)
         labels += labels >= self._blank
         written = torch.randint(1, labels.shape[1] + 1, (samples, 1), generator=generator)
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             written[-1] = 0
         return {
             **sounds,

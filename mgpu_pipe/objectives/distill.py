@@ -23,6 +23,7 @@ from mgpu_pipe.checkpoint.host_bytes import exchange_json
 from mgpu_pipe.checkpoint.live_state import model_shards
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.selection import resolve_source
+from mgpu_pipe.config.group_keys import PipelineOptions
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
@@ -72,7 +73,7 @@ class Teacher:
             if device_type(config.trainer) == "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())
             mesh = Meshes(dims, device.type).mesh("stage") if keys.teacher_strategy == "fsdp" else None
-            computes = dims.pp == 1 or _has_last_stage(config, dims)
+            computes = dims.pp == 1 or _has_last_stage(config.strategy.pipeline, dims)
         self.gathers = mesh is not None and mesh.size() > 1
         if not computes:
             return
@@ -123,7 +124,7 @@ class Teacher:
             model = build_meta(folder, DISTILL.model_class)
             fill = FolderWeights(folder)
         else:
-            model, fill = _model_of_run(source, config)
+            model, fill = _model_of_run(source, config.model)
         model.config.use_cache = False
         fix_rotary_length(model, config.data.seq_len)
         cast_parameters(model, TEACHER_DTYPES.get(resolve_precision(config.precision, config.trainer), torch.float32))
@@ -182,9 +183,8 @@ def _source(keys: DistillConfig) -> Path | None:
     return Path(exchange_json(str(step), None)[0]) if dist.is_initialized() else step
 
 
-def _has_last_stage(config: RunConfig, dims: ParallelDims) -> bool:
-    chosen = config.strategy.pipeline
-    stages = stages_by_rank(chosen.schedule, dims.pp, chosen.stages_per_rank)
+def _has_last_stage(pipeline: PipelineOptions, dims: ParallelDims) -> bool:
+    stages = stages_by_rank(pipeline.schedule, dims.pp, pipeline.stages_per_rank)
     return max(map(max, stages)) in stages[dims.coordinates(dist.get_rank())["pp"]]
 
 
@@ -192,13 +192,13 @@ def _draw(model: PreTrainedModel, device: torch.device, seed: int) -> None:
     materialise(model, seed, device)
 
 
-def _model_of_run(step: Path, config: RunConfig) -> tuple[PreTrainedModel, Fill]:
+def _model_of_run(step: Path, student: ModelConfig) -> tuple[PreTrainedModel, Fill]:
     reader = CheckpointReader(step)
     if reader.left_out is not None or any(is_adapter(name) for name in reader.names("model")):
         fix = f"give what mgpu-pipe export {step} --merge writes"
         raise ConfigError(KEY, step, fix, "the run trained adapters")
     recorded = recorded_model(reader.state.get("model_config"), step)
-    recorded = replace(recorded, attn_implementation=config.model.attn_implementation)
+    recorded = replace(recorded, attn_implementation=student.attn_implementation)
     model = build_meta(recorded, DISTILL.model_class)
     reader.require({name: tuple(weights.shape) for name, weights in model.named_parameters()}, "model")
 

@@ -31,7 +31,6 @@ KEY = "objective.teacher"
 @dataclass
 class DistillConfig(SampledTextConfig):
     name: str = "distill"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     teacher: str = ""
     """The teacher's folder, a Hugging Face model's or a run's; its tokenizer is the student's. starts_from: the run of
     run.starts_from, which then gives no first weights."""

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.adapters.lora import without_adapters
 from mgpu_pipe.objectives.answers import NOTHING, ReferencedAnswers, plain_answer
-from mgpu_pipe.objectives.base import Batch, Forward, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, Reference, step_generator
 from mgpu_pipe.objectives.preference_keys import DPO, DPOConfig
 from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED, PairObjective, documents_of_pairs, random_answers
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +70,7 @@ class DPOObjective(ReferencedAnswers, PairObjective):
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Pairs as :func:`.random_answers` makes them, with random numbers of the reference."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         ids = self.random_ids(generator, samples, seq_len)
         reference = -torch.rand(samples, 2, generator=generator, dtype=torch.float64)
         batch = random_answers(generator, step, ids)

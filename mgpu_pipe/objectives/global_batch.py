@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from mgpu_pipe.objectives.base import LearningRate, Objective
 from mgpu_pipe.objectives.sample_group import SampleGroup
@@ -97,6 +98,10 @@ class GlobalBatchObjective(Objective):
         The other processes' features pass by one process at a time. None where a loss needs all of them at once.
         """
         return None
+
+    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Sum of the losses alone; :meth:`last_sums` has the others."""
+        return F.pad(self.micro_batch_loss(batch).double().reshape(1), (0, self.num_sums - 1))
 
     def last_sums(self, world: SampleGroup) -> torch.Tensor | float:
         """Sums over all evaluated samples together. Default: none. Collective."""

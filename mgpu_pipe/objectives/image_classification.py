@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from typing_extensions import Self
 
@@ -16,17 +15,17 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
 from mgpu_pipe.objectives.class_keys import IMAGE_CLASSIFICATION, ImageClassificationConfig
-from mgpu_pipe.objectives.class_sums import ClassSums
+from mgpu_pipe.objectives.class_sums import ClassObjective, class_losses
+from mgpu_pipe.objectives.packed_text import skips_last
 from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, caches_features
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ImageClassificationObjective(PictureObjective):
+class ImageClassificationObjective(PictureObjective, ClassObjective):
     """Cross-entropy of classes under a Hugging Face model ``...ForImageClassification``, a mean over samples.
 
     Args:
@@ -47,18 +46,16 @@ class ImageClassificationObjective(PictureObjective):
         cache_features: bool = False,
         mixed: bool = False,
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self._config, self._smoothing, self._mixed = cast(Any, model.config), label_smoothing, mixed
+        super().__init__(model, optimizer_factory, learning_rate, label_smoothing)
+        self._mixed = mixed
         self.features = ClassifierFeatures(model) if cache_features else None
-        self._class_sums = ClassSums(int(self._config.num_labels))
-        self.num_sums = self._class_sums.num_sums  # type: ignore[misc]  # the classes of this model are known only now
 
     @classmethod
     def from_config(
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(ImageClassificationConfig, config.objective)
-        cached = caches_features(config)
+        cached = caches_features(config.data)
         return cls(model, optimizer_factory, learning_rate, keys.label_smoothing, cached, keys.mixes)
 
     @classmethod
@@ -93,42 +90,23 @@ class ImageClassificationObjective(PictureObjective):
             self.features.set_pictures(batch)
         return {"pixel_values": batch["pixel_values"]}
 
-    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._losses(self._logits(batch), batch, self._smoothing).sum(dtype=torch.float64)
-
-    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        logits, labels = self._logits(batch), batch["labels"]
-        loss = self._losses(logits, batch, 0.0).sum(dtype=torch.float64)
-        return self._class_sums.sums(loss, logits, labels)
-
-    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
-        return self._class_sums.findings(sums)
-
-    def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
-
     def _losses(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], smoothing: float) -> torch.Tensor:
-        def losses(labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(
-                logits, labels, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing
-            )
-
-        labels = batch["labels"]
+        losses = super()._losses(logits, batch, smoothing)
         if not self._mixed:
-            return losses(labels)
-        others = batch["other_labels"].where(labels != IGNORE_INDEX, IGNORE_INDEX)
-        return batch["shares"] * losses(labels) + (1 - batch["shares"]) * losses(others)
+            return losses
+        others = batch["other_labels"].where(batch["labels"] != IGNORE_INDEX, IGNORE_INDEX)
+        return batch["shares"] * losses + (1 - batch["shares"]) * class_losses(logits, others, smoothing)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Random pictures. In every third step the last one has no label."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
-        labels = torch.randint(0, int(self._config.num_labels), (samples,), generator=generator)
-        if step % 3 == 2 and samples > 2:
+        generator = step_generator(seed, step)
+        labels = torch.randint(0, self._classes, (samples,), generator=generator)
+        if skips_last(step, samples):
             labels[-1] = IGNORE_INDEX
         pictures = torch.randn(samples, *self._shape, generator=generator)
         if not self._mixed:
             return {"pixel_values": pictures, "labels": labels}
-        others = torch.randint(0, int(self._config.num_labels), (samples,), generator=generator)
+        others = torch.randint(0, self._classes, (samples,), generator=generator)
         shares = torch.rand(samples, generator=generator)
         return {"pixel_values": pictures, "labels": labels, "other_labels": others, "shares": shares}
 

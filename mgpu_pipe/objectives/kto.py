@@ -18,11 +18,10 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field, StepBatch
 from mgpu_pipe.data.text.unpaired import UNRELATED
 from mgpu_pipe.models.adapters.lora import without_adapters
 from mgpu_pipe.objectives.answers import NOTHING, ReferencedAnswers, plain_answer
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, StepStrategy
-from mgpu_pipe.objectives.packed_text import STARTS, packed_text
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, StepStrategy, step_generator
+from mgpu_pipe.objectives.packed_text import STARTS, packed_text, skips_last
 from mgpu_pipe.objectives.preference_keys import KTO, KTOConfig
 from mgpu_pipe.parallel.context.attention import DOCUMENTS
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -139,7 +138,7 @@ class KTOObjective(ReferencedAnswers):
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Conversations of uneven lengths with random labels and numbers of the reference, near the model's. In every
         third step the last one counts nothing."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         vocabulary = float(self.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
         batch, tokens = {}, []
         for prefix in ("", UNRELATED):
@@ -148,7 +147,7 @@ class KTOObjective(ReferencedAnswers):
             tokens.append((rows["labels"] != IGNORE_INDEX).sum(1).double())
         noise = torch.rand(samples, 2, generator=generator, dtype=torch.float64) - 0.5
         sample = torch.arange(samples)
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             sample[-1] = NOTHING
         return {
             **batch,

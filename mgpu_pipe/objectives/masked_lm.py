@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.flops import SLIDING
@@ -26,11 +25,16 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.field_sizes import first_position
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.kernels.packed_attention import takes_document_starts
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, step_generator
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
-from mgpu_pipe.objectives.packed_text import block_diagonal_mask, is_first_document, random_packed_text, starts_of
+from mgpu_pipe.objectives.packed_text import (
+    block_diagonal_mask,
+    is_first_document,
+    random_packed_text,
+    skips_last,
+    starts_of,
+)
 from mgpu_pipe.objectives.text_keys import MASKED_LM, MaskedLMConfig
-from mgpu_pipe.parallel.random_streams import step_seed
 from mgpu_pipe.system.compat.transformers_private import attention_of
 
 if TYPE_CHECKING:
@@ -120,10 +124,8 @@ class MaskedLMObjective(Objective):
         self._loss = TokenLoss(model, keys.loss_chunk_tokens)
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(MaskedLMConfig, config.objective))
+    def arguments(cls, keys: MaskedLMConfig) -> tuple[Any, ...]:
+        return (keys,)
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
@@ -160,7 +162,7 @@ class MaskedLMObjective(Objective):
         return self._loss.sums(self.model_inputs(batch), batch["labels"])
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         vocabulary = int(self._config.vocab_size)
         batch = random_packed_text(generator, step, samples, seq_len, vocabulary, packed)
         masking = Masking.from_config(self._keys, vocabulary)
@@ -170,7 +172,7 @@ class MaskedLMObjective(Objective):
             random = random_of(seed, step * samples + row)
             labels = masking.mask(batch["input_ids"][row].numpy(), tokens, random)
             batch["labels"][row] = torch.from_numpy(labels)
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             batch["labels"][-1] = IGNORE_INDEX
         return batch
 

@@ -132,6 +132,11 @@ def is_first_document(position_ids: torch.Tensor) -> torch.Tensor:
     return position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)
 
 
+def skips_last(step: int, samples: int) -> bool:
+    """Whether the last of these random samples counts nothing: in every third step."""
+    return step % 3 == 2 and samples > 2
+
+
 def random_packed_text(
     generator: torch.Generator, step: int, samples: int, seq_len: int, vocabulary: int, packed: bool = True
 ) -> dict[str, torch.Tensor]:
@@ -160,6 +165,6 @@ def random_packed_text(
             start += length
         positions[row, end:] = torch.arange(seq_len - end)
         labels[row, end:] = IGNORE_INDEX
-    if step % 3 == 2 and samples > 2:
+    if skips_last(step, samples):
         labels[-1] = IGNORE_INDEX
     return {"input_ids": ids[:, :-1].contiguous(), "labels": labels, "position_ids": positions}

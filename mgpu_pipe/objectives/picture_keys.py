@@ -75,7 +75,6 @@ TRIED_TOWERS = {"vision_config": families_in_role("picture_tower"), "text_config
 @dataclass
 class ContrastiveConfig(ObjectiveConfig):
     name: str = "contrastive"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     max_scale: float = field(default=100.0, metadata={"at_least": 1})
     """Similarities are multiplied by a learnt number, of which no more than this counts (Radford et al. 2021)."""
@@ -135,7 +134,6 @@ FIXED_SIZE_TOWERS = families_in_role("chat_tower")
 @dataclass
 class VisionLanguageConfig(TokenLossConfig):
     name: str = "vision_language"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         vision = fields.get("vision_config")

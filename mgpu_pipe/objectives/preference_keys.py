@@ -48,7 +48,6 @@ def measure_pairs(sums: Sequence[float], figure: str) -> dict[str, float]:
 @dataclass
 class CPOConfig(SampledTextConfig):
     name: str = "cpo"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     beta: float = field(default=0.1, metadata={"above": 0})
     """Factor of the answers' log-probabilities, which are the rewards."""
     chosen_weight: float = field(default=1.0, metadata={"at_least": 0})
@@ -63,7 +62,6 @@ CPO = describe_pairs("cpo", CPOConfig, Metric("val/margin", "held-out margin", h
 @dataclass
 class ORPOConfig(SampledTextConfig):
     name: str = "orpo"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     odds_weight: float = field(default=0.1, metadata={"above": 0})
     """Weight of the odds ratio's loss next to the chosen answer's cross-entropy (lambda of arXiv:2403.07691)."""
 
@@ -76,7 +74,6 @@ ORPO = describe_pairs(
 @dataclass
 class SimPOConfig(SampledTextConfig):
     name: str = "simpo"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     beta: float = field(default=2.0, metadata={"above": 0})
     """Factor of the answers' mean log-probabilities, which are the rewards."""
     margin: float = field(default=1.0, metadata={"at_least": 0})
@@ -89,7 +86,6 @@ SIMPO = describe_pairs("simpo", SimPOConfig, Metric("val/margin", "held-out marg
 @dataclass
 class DPOConfig(ReferencedConfig):
     name: str = "dpo"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """sigmoid is the loss of DPO (arXiv:2305.18290), ipo that of arXiv:2310.12036, of means over an answer's tokens."""
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "below": 0.5})
@@ -144,7 +140,6 @@ DPO = Description(
 @dataclass
 class KTOConfig(ReferencedConfig):
     name: str = "kto"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     desirable_weight: float = field(default=1.0, metadata={"at_least": 0})
     """Weight of the losses of desirable answers; raise it where these are fewer."""
     undesirable_weight: float = field(default=1.0, metadata={"at_least": 0})
@@ -187,7 +182,6 @@ KTO = Description(
 @dataclass
 class RewardConfig(OneOutputConfig):
     name: str = "reward"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     center_weight: float = field(default=0.0, metadata={"at_least": 0})
     """Weight of the square of a pair's summed rewards, which holds the rewards around 0 (arXiv:2312.09244)."""
 

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.answers import NOTHING, AnswerObjective, plain_answer
-from mgpu_pipe.objectives.base import Batch, Forward, Reference
-from mgpu_pipe.objectives.packed_text import packed_text
+from mgpu_pipe.objectives.base import Batch, Forward, Reference, step_generator
+from mgpu_pipe.objectives.packed_text import packed_text, skips_last
 from mgpu_pipe.objectives.preference_keys import CPO, ORPO, SIMPO, CPOConfig, ORPOConfig, SimPOConfig
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +57,7 @@ class PairObjective(AnswerObjective):
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Pairs of uneven answers after a common prompt. In every third step the last one counts nothing."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         return random_answers(generator, step, self.random_ids(generator, samples, seq_len))
 
 
@@ -111,7 +110,7 @@ def random_answers(generator: torch.Generator, step: int, ids: torch.Tensor) -> 
                 rejected[row, start:stop] = side
             start = stop
     pair = torch.arange(samples)
-    if step % 3 == 2 and samples > 2:
+    if skips_last(step, samples):
         pair[-1] = NOTHING
     return {"input_ids": ids, "labels": labels, "position_ids": positions, "rejected": rejected, "pair": pair}
 

@@ -10,25 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.data.text.pair_template import PairTemplate, join_pair, pair_template
 from mgpu_pipe.data.text.text_groups import TextGroups
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, Reference, draw_integers, step_generator
 from mgpu_pipe.objectives.global_batch import at_least_fp32
-from mgpu_pipe.objectives.sequence_classification import token_types
+from mgpu_pipe.objectives.packed_text import skips_last
+from mgpu_pipe.objectives.sequence_classification import OneOutputObjective, token_types
 from mgpu_pipe.objectives.text_vectors import present_rows
 from mgpu_pipe.objectives.vector_keys import MOST_RANK, RANKING_METRICS, RERANKER, RerankerConfig, RerankerLoss
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,29 +38,13 @@ SHORTEST = 3
 """Fewest tokens of a random row."""
 
 
-class RerankerObjective(Objective):
-    """Ranking of a query's documents by the one output of a model ``...ForSequenceClassification``.
-
-    Args:
-        keys: ``objective.*``.
-    """
+class RerankerObjective(OneOutputObjective):
+    """Ranking of a query's documents by the one output of a model ``...ForSequenceClassification``."""
 
     description = RERANKER
+    keys: RerankerConfig
+    _documents = 1
     num_sums = 2 + len(RANKING_METRICS)
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: RerankerConfig
-    ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self._loss, self._documents = keys.loss, 1
-        self._config = cast(Any, model.config)
-        self._config.use_cache = False
-
-    @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(RerankerConfig, config.objective))
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
@@ -104,9 +88,9 @@ class RerankerObjective(Objective):
     def _losses(self, batch: Mapping[str, torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
         """Each document's term of the loss, (rows, documents); 0 where it adds none."""
         counts = batch["terms"] > 0
-        if self._loss == "listwise":
+        if self.keys.loss == "listwise":
             return (scores.logsumexp(1, keepdim=True) - scores).where(counts, 0.0)
-        wanted = scores[:, :1] - scores if self._loss == "margin" else torch.cat([scores[:, :1], -scores[:, 1:]], 1)
+        wanted = scores[:, :1] - scores if self.keys.loss == "margin" else torch.cat([scores[:, :1], -scores[:, 1:]], 1)
         return -F.logsigmoid(wanted.where(counts, 0.0)).where(counts, 0.0)
 
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -116,20 +100,17 @@ class RerankerObjective(Objective):
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Rows of random lengths; some queries have one negative, some two. In every third step the last one has no
         document that counts."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
         text = self._config.get_text_config()
 
-        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-            return torch.randint(low, high, shape, generator=generator)
-
+        draw = partial(draw_integers, step_generator(seed, step))
         ids = draw(0, int(text.vocab_size), samples, 3, seq_len)
         lengths = draw(SHORTEST, seq_len + 1, samples, 3)
         lengths[:, 2] *= draw(0, 2, samples)
         place = torch.arange(seq_len)
         padding = place >= lengths.unsqueeze(2)
         ids[padding] = int(text.pad_token_id or 0)
-        terms = torch.from_numpy(loss_terms(np.asarray(lengths > 0), self._loss)).long()
-        if step % 3 == 2 and samples > 2:
+        terms = torch.from_numpy(loss_terms(np.asarray(lengths > 0), self.keys.loss)).long()
+        if skips_last(step, samples):
             terms[-1] = 0
         kinds = ((place >= lengths.unsqueeze(2) // 2) & ~padding).long()
         return {"input_ids": ids, "token_type_ids": kinds, "lengths": lengths, "terms": terms}
@@ -147,9 +128,9 @@ class RerankerObjective(Objective):
             ]
             positive, *negatives = scores
             for term in terms.nonzero().flatten().tolist():
-                if self._loss == "listwise":
+                if self.keys.loss == "listwise":
                     losses.append(torch.stack([(score - positive).exp() for score in scores]).sum().log())
-                elif self._loss == "margin":
+                elif self.keys.loss == "margin":
                     losses.append((1 + (negatives[term - 1] - positive).exp()).log())
                 else:
                     losses.append((1 + (scores[term] if term else -positive).exp()).log())

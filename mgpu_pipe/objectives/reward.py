@@ -15,17 +15,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.data.text.preferences import PreferenceSamples
 from mgpu_pipe.objectives.answers import NOTHING
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, Reference, step_generator
+from mgpu_pipe.objectives.packed_text import skips_last
 from mgpu_pipe.objectives.preference_keys import REWARD, RewardConfig
 from mgpu_pipe.objectives.preference_pairs import CHOSEN, REJECTED
-from mgpu_pipe.parallel.random_streams import step_seed
+from mgpu_pipe.objectives.sequence_classification import OneOutputObjective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,29 +55,12 @@ class SeparateConversations(ChangedSamples):
         return {name: torch.from_numpy(value) for name, value in arrays.items()}
 
 
-class RewardObjective(Objective):
-    """Preference of chosen over rejected answers by the one output of a model ``...ForSequenceClassification``.
-
-    Args:
-        keys: ``objective.*``.
-    """
+class RewardObjective(OneOutputObjective):
+    """Preference of chosen over rejected answers by the one output of a model ``...ForSequenceClassification``."""
 
     description = REWARD
+    keys: RewardConfig
     num_sums = 4
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: RewardConfig
-    ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self._center_weight = keys.center_weight
-        self._config = cast(Any, model.config)
-        self._config.use_cache = False
-
-    @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(RewardConfig, config.objective))
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
@@ -114,19 +97,19 @@ class RewardObjective(Objective):
         """Loss of each pair, (rows,), and rewards of its conversations, (rows, 2), float64; 0 where none counts."""
         rewards = self.model(**self.model_inputs(batch)).logits.float().double().view(-1, 2)
         losses = -F.logsigmoid(rewards[:, CHOSEN] - rewards[:, REJECTED] - batch["margin"])
-        losses = losses + self._center_weight * rewards.sum(1).square()
+        losses = losses + self.keys.center_weight * rewards.sum(1).square()
         counts = batch["pair"] != NOTHING
         return losses.where(counts, 0.0), rewards.detach().where(counts.unsqueeze(1), 0.0)
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Conversations of random lengths. In every third step the last pair counts nothing."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         text = self._config.get_text_config()
         ids = torch.randint(0, int(text.vocab_size), (samples, 2, seq_len), generator=generator)
         lengths = torch.randint(SHORTEST, seq_len + 1, (samples, 2), generator=generator)
         ids[torch.arange(seq_len) >= lengths.unsqueeze(2)] = int(text.pad_token_id or 0)
         pair = torch.arange(samples)
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             pair[-1] = NOTHING
         margin = torch.rand(samples, generator=generator, dtype=torch.float64)
         return {"input_ids": ids, "lengths": lengths, "margin": margin, "pair": pair}
@@ -140,6 +123,6 @@ class RewardObjective(Objective):
                     forward(input_ids=tokens[None, :length]).logits.double()[0, 0]
                     for tokens, length in zip(ids, lengths.tolist(), strict=True)
                 )
-                centered = self._center_weight * (chosen + rejected) ** 2
+                centered = self.keys.center_weight * (chosen + rejected) ** 2
                 losses.append((1 + (rejected - chosen + margin).exp()).log() + centered)
         return Reference(torch.stack(losses).sum())

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.listen import Sound
@@ -22,12 +21,12 @@ from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.samples import Prepared, SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.speech import greedy_transcripts, prepare_spectrogram_encoder, spectrogram_shape
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, step_generator
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
+from mgpu_pipe.objectives.packed_text import skips_last
 from mgpu_pipe.objectives.sound_inputs import Spectrograms
 from mgpu_pipe.objectives.speech_keys import SPEECH_SEQ2SEQ, SpeechSeq2SeqConfig, count_errors
 from mgpu_pipe.objectives.text_keys import SEQ2SEQ, Seq2SeqConfig
-from mgpu_pipe.parallel.random_streams import step_seed
 from mgpu_pipe.system.compat.transformers_private import hide_nothing
 
 if TYPE_CHECKING:
@@ -53,10 +52,8 @@ class Seq2SeqObjective(Objective):
         self._loss = TokenLoss(model, chunk_tokens)
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(Seq2SeqConfig, config.objective).loss_chunk_tokens)
+    def arguments(cls, keys: Seq2SeqConfig) -> tuple[Any, ...]:
+        return (keys.loss_chunk_tokens,)
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -68,17 +65,9 @@ class Seq2SeqObjective(Objective):
         )
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Arguments of encoder and decoder. The decoder reads its start token, then the labels before the next one."""
         labels, mask = batch["labels"], batch["attention_mask"].clone()
         mask[:, 0] = 1  # attention of an empty row needs a token
-        before = labels.new_full(labels.shape, int(self.model.config.decoder_start_token_id))  # type: ignore[union-attr, arg-type]
-        before[:, 1:] = labels[:, :-1].clamp_min(0)
-        return {
-            "input_ids": batch["input_ids"],
-            "attention_mask": mask,
-            "decoder_input_ids": before,
-            "use_cache": False,
-        }
+        return {"input_ids": batch["input_ids"], "attention_mask": mask, **decoder_inputs(self.model.config, labels)}
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._loss.sum(self.model_inputs(batch), batch["labels"])
@@ -86,21 +75,18 @@ class Seq2SeqObjective(Objective):
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         labels = batch["labels"]
         loss, right = self._loss.predictions(self.model_inputs(batch), labels)
-        counts = labels != IGNORE_INDEX
-        answers = counts.any(1)
-        sums = (loss, right.sum(), ((right | ~counts).all(1) & answers).sum(), answers.sum())
-        return torch.stack([value.double() for value in sums])
+        return torch.stack([value.double() for value in (loss, right.sum(), *count_answers(right, labels))])
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Pairs of uneven lengths; targets are the shorter ones. In every third step the last has no target."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         room = max(2, seq_len * 2 // 3)
         vocabulary = int(self.model.config.vocab_size)  # type: ignore[union-attr, arg-type]
         ids = torch.randint(0, vocabulary, (samples, seq_len), generator=generator)
         labels = torch.randint(0, vocabulary, (samples, room), generator=generator)
         lengths = torch.randint(1, seq_len + 1, (samples, 1), generator=generator)
         targets = torch.randint(1, room + 1, (samples, 1), generator=generator)
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             targets[-1] = 0
         mask = torch.arange(seq_len) < lengths
         return {
@@ -118,6 +104,24 @@ class Seq2SeqObjective(Objective):
                 logits = forward(input_ids=source[None], labels=target[None]).logits[0].float()
                 losses.append(F.cross_entropy(logits, target, reduction="sum"))
         return Reference(torch.stack(losses).sum())
+
+
+def decoder_inputs(config: Any, labels: torch.Tensor) -> dict[str, Any]:
+    """Arguments of the decoder, which reads its start token, then the labels before the next one."""
+    before = labels.new_full(labels.shape, int(config.decoder_start_token_id))
+    before[:, 1:] = labels[:, :-1].clamp_min(0)
+    return {"decoder_input_ids": before, "use_cache": False}
+
+
+def count_answers(right: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the rows whose labels are all predicted, and of those with labels.
+
+    Args:
+        right: mask of the right predictions, (rows, tokens), as that of the labels.
+    """
+    counts = labels != IGNORE_INDEX
+    answers = counts.any(1)
+    return ((right | ~counts).all(1) & answers).sum(), answers.sum()
 
 
 VERIFY_MAX_TOKENS = 12
@@ -144,17 +148,15 @@ class SpeechSeq2SeqObjective(Objective):
         self.gathers = torch.distributed.is_initialized()  # all ranks must end an evaluation together
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(SpeechSeq2SeqConfig, config.objective))
+    def arguments(cls, keys: SpeechSeq2SeqConfig) -> tuple[Any, ...]:
+        return (keys,)
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
         assert isinstance(config.data, AudioConfig)
         window = LogMel.from_model(config.model, Sound.from_config(config.data, config.model).rate)
         assert window is not None
-        return Spectrograms.from_config(config, samples, window)
+        return Spectrograms.from_model(samples, window, config.model, config.seed)
 
     def of_data(self, prepared: Prepared) -> None:
         assert isinstance(prepared, PreparedSpeech)
@@ -176,11 +178,7 @@ class SpeechSeq2SeqObjective(Objective):
         return spectrogram_shape(self.model.config)
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Arguments of encoder and decoder. The decoder reads its start token, then the labels before the next one."""
-        labels = batch["labels"]
-        before = labels.new_full(labels.shape, int(cast(Any, self.model.config).decoder_start_token_id))
-        before[:, 1:] = labels[:, :-1].clamp_min(0)
-        return {"input_features": batch["input_features"], "decoder_input_ids": before, "use_cache": False}
+        return {"input_features": batch["input_features"], **decoder_inputs(self.model.config, batch["labels"])}
 
     def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return self._loss.sum(self.model_inputs(batch), batch["labels"])
@@ -200,11 +198,11 @@ class SpeechSeq2SeqObjective(Objective):
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Noise, and transcripts of uneven lengths. In every third step the last recording has none."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         vocabulary = int(cast(Any, self.model.config).vocab_size)
         labels = torch.randint(0, vocabulary, (samples, VERIFY_MAX_TOKENS), generator=generator)
         written = torch.randint(1, VERIFY_MAX_TOKENS + 1, (samples, 1), generator=generator)
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             written[-1] = 0
         return {
             "input_features": torch.randn(samples, *self._shape, generator=generator),

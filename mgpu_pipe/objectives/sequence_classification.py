@@ -6,17 +6,18 @@ BERT's kind at the first token, a causal model at the last one that is not ``pad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, draw_integers, step_generator
 from mgpu_pipe.objectives.class_keys import SEQUENCE_CLASSIFICATION
-from mgpu_pipe.objectives.class_sums import ClassSums
-from mgpu_pipe.parallel.random_streams import step_seed
+from mgpu_pipe.objectives.class_sums import ClassObjective
+from mgpu_pipe.objectives.packed_text import skips_last
+from mgpu_pipe.objectives.text_keys import OneOutputConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,26 @@ SHORTEST = 2
 """Fewest tokens of a random sample."""
 
 
-class SequenceClassificationObjective(Objective):
+class OneOutputObjective(Objective):
+    """Base of objectives over the one output of a Hugging Face model ``...ForSequenceClassification``.
+
+    Args:
+        keys: ``objective.*``; a subclass narrows the type of the attribute ``keys``.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: OneOutputConfig
+    ) -> None:
+        super().__init__(model, optimizer_factory, learning_rate)
+        self.keys, self._config = keys, cast(Any, model.config)
+        self._config.use_cache = False
+
+    @classmethod
+    def arguments(cls, keys: OneOutputConfig) -> tuple[Any, ...]:
+        return (keys,)
+
+
+class SequenceClassificationObjective(ClassObjective):
     """Cross-entropy of classes under a Hugging Face model ``...ForSequenceClassification``, a mean over samples."""
 
     description = SEQUENCE_CLASSIFICATION
@@ -33,10 +53,7 @@ class SequenceClassificationObjective(Objective):
 
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
-        self._config = cast(Any, model.config)
         self._config.use_cache = False
-        self._class_sums = ClassSums(int(self._config.num_labels))
-        self.num_sums = self._class_sums.num_sums  # type: ignore[misc]  # the classes of this model are known only now
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -56,37 +73,15 @@ class SequenceClassificationObjective(Objective):
         mask = torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)
         return {"input_ids": ids, "attention_mask": mask.long(), **token_types(self._config, batch["token_type_ids"])}
 
-    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._loss(self._logits(batch), batch["labels"])
-
-    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        logits, labels = self._logits(batch), batch["labels"]
-        return self._class_sums.sums(self._loss(logits, labels), logits, labels)
-
-    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
-        return self._class_sums.findings(sums)
-
-    def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
-
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Sum of losses, float64."""
-        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-        return losses.sum(dtype=torch.float64)
-
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Random texts of random lengths, half of them pairs. In every third step the last one has no label."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
-
-        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-            return torch.randint(low, high, shape, generator=generator)
-
+        draw = partial(draw_integers, step_generator(seed, step))
         ids = draw(0, int(self._config.get_text_config().vocab_size), samples, seq_len)
-        lengths, labels = draw(SHORTEST, seq_len + 1, samples), draw(0, int(self._config.num_labels), samples)
+        lengths, labels = draw(SHORTEST, seq_len + 1, samples), draw(0, self._classes, samples)
         second = torch.where(draw(0, 2, samples) == 1, lengths // 2, seq_len)
         place = torch.arange(seq_len)
         ids[place >= lengths.unsqueeze(1)] = int(self._config.get_text_config().pad_token_id or 0)
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             labels[-1] = IGNORE_INDEX
         kinds = (place >= second.unsqueeze(1)) & (place < lengths.unsqueeze(1))
         return {"input_ids": ids, "token_type_ids": kinds.long(), "lengths": lengths, "labels": labels}

@@ -7,12 +7,11 @@ its own samples reach an encoder's first norm, and only its own frames are read 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.listen import Sound
@@ -20,11 +19,11 @@ from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
 from mgpu_pipe.objectives.class_keys import SOUND_CLASSIFICATION, SOUND_TAGGING, SoundClassificationConfig
-from mgpu_pipe.objectives.class_sums import ClassSums
+from mgpu_pipe.objectives.class_sums import ClassObjective
+from mgpu_pipe.objectives.packed_text import skips_last
 from mgpu_pipe.objectives.sound_inputs import SpectrogramInputs, Spectrograms, WaveInputs, hide_spans
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +34,7 @@ def inputs_of(model: Any) -> WaveInputs | SpectrogramInputs:
     return WaveInputs(model) if hasattr(model.config, "conv_kernel") else SpectrogramInputs(model)
 
 
-class SoundClassificationObjective(Objective):
+class SoundClassificationObjective(ClassObjective):
     """Cross-entropy of classes under a Hugging Face model of ``AutoModelForAudioClassification``, a mean over
     recordings.
 
@@ -49,24 +48,22 @@ class SoundClassificationObjective(Objective):
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, label_smoothing: float = 0.0
     ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate)
-        self._inputs, self._smoothing = inputs_of(model), label_smoothing
-        self._classes = int(cast(Any, model.config).num_labels)
-        self._class_sums = ClassSums(self._classes)
-        self.num_sums = self._class_sums.num_sums  # type: ignore[misc]  # the classes of this model are known only now
+        super().__init__(model, optimizer_factory, learning_rate, label_smoothing)
+        self._inputs = inputs_of(model)
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        keys = cast(SoundClassificationConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing)
+    def arguments(cls, keys: SoundClassificationConfig) -> tuple[Any, ...]:
+        return (keys.label_smoothing,)
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
         assert isinstance(config.data, AudioConfig)
         window = window_of(config.model, Sound.from_config(config.data, config.model).rate)
-        return hide_spans(config, samples) if window is None else Spectrograms.from_config(config, samples, window)
+        return (
+            hide_spans(samples, config.model, config.seed)
+            if window is None
+            else Spectrograms.from_model(samples, window, config.model, config.seed)
+        )
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -80,29 +77,12 @@ class SoundClassificationObjective(Objective):
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return self._inputs.model_inputs(batch)
 
-    def micro_batch_loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return self._loss(self._logits(batch), batch["labels"], self._smoothing)
-
-    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        logits, labels = self._logits(batch), batch["labels"]
-        return self._class_sums.sums(self._loss(logits, labels, 0.0), logits, labels)
-
-    def findings(self, sums: Sequence[float]) -> dict[str, Any]:
-        return self._class_sums.findings(sums)
-
-    def _logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.float())
-
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
-        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=smoothing)
-        return losses.sum(dtype=torch.float64)
-
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Noise of uneven lengths. In every third step the last recording has no label."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         sounds = self._inputs.random_batch(generator, seed, step, samples)
         labels = self._random_labels(samples, generator)
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             labels[-1] = IGNORE_INDEX
         return {**sounds, "labels": labels}
 
@@ -144,10 +124,8 @@ class SoundTaggingObjective(SoundClassificationObjective):
         self.num_sums = TOTALS + 3 * self._classes * self._has_figures  # type: ignore[misc]  # as in the base class
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate)
+    def arguments(cls, keys: Any) -> tuple[Any, ...]:
+        return ()
 
     def _labels_field(self) -> Field:
         """Whether a class is one of the recording's, float32, (rows, classes); below 0 in a row that counts nothing."""
@@ -160,7 +138,8 @@ class SoundTaggingObjective(SoundClassificationObjective):
         is_right = is_said & is_true
         counts = [kind.sum(0).double() for kind in (is_true, is_right, is_said)]
         exact = (is_said == is_true).all(1).sum().double()
-        totals = torch.stack([self._loss(logits, labels, 0.0), exact, *(count.sum() for count in counts)])
+        loss = self._losses(logits, batch, 0.0).sum(dtype=torch.float64)
+        totals = torch.stack([loss, exact, *(count.sum() for count in counts)])
         return torch.cat([totals, *counts]) if self._has_figures else totals
 
     def findings(self, sums: Sequence[float]) -> dict[str, Any]:
@@ -172,9 +151,10 @@ class SoundTaggingObjective(SoundClassificationObjective):
         by_class = counts.reshape(len(names), self._classes).tolist()
         return {"classes": dict(zip(names, by_class, strict=True))}
 
-    def _loss(self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
+    def _losses(self, logits: torch.Tensor, batch: Mapping[str, torch.Tensor], smoothing: float) -> torch.Tensor:
+        labels = batch["labels"]
         losses = F.binary_cross_entropy_with_logits(logits, labels.clamp_min(0), reduction="none").mean(1)
-        return losses.where((labels >= 0).all(1), 0.0).sum(dtype=torch.float64)
+        return losses.where((labels >= 0).all(1), 0.0)
 
     def _random_labels(self, samples: int, generator: torch.Generator) -> torch.Tensor:
         return torch.randint(0, 2, (samples, self._classes), generator=generator).float()

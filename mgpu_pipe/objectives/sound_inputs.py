@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.family import Frames
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.filter_bank import FilterBank
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.recordings import Spans, random_of_spans
@@ -74,10 +74,10 @@ class HiddenSamples(ChangedSamples):
         return {**read, **self.augment.draw_masks(read["lengths"].tolist(), numbers.tolist(), self.seed)}
 
 
-def hide_spans(config: RunConfig, samples: SampleSet) -> SampleSet:
+def hide_spans(samples: SampleSet, model: ModelConfig, seed: int) -> SampleSet:
     """``samples`` with what the model's configuration hides of them in training."""
-    augment = SpecAugment.from_fields(resolved_fields(config.model))
-    return HiddenSamples(samples, augment, config.seed) if augment.is_active else samples
+    augment = SpecAugment.from_fields(resolved_fields(model))
+    return HiddenSamples(samples, augment, seed) if augment.is_active else samples
 
 
 class WaveInputs:
@@ -150,11 +150,11 @@ class Spectrograms(ChangedSamples):
     seed: int
 
     @classmethod
-    def from_config(cls, config: RunConfig, samples: SampleSet, window: LogMel | FilterBank) -> Spectrograms:
+    def from_model(cls, samples: SampleSet, window: LogMel | FilterBank, model: ModelConfig, seed: int) -> Spectrograms:
         """Spectrograms with what the model's configuration hides of them in training."""
-        fields = resolved_fields(config.model)
+        fields = resolved_fields(model)
         hidden = (Spans.from_fields(fields, "time"), Spans.from_fields(fields, "feature"))
-        return cls(samples, window, hidden, config.seed)
+        return cls(samples, window, hidden, seed)
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
         read = self.read.batch(indices, numbers)

@@ -8,8 +8,9 @@ from itertools import groupby
 from typing import Any
 
 from mgpu_pipe.architectures.find import families_in_role
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.audio.alphabet import own_alphabet
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.text_keys import TokenLossConfig
@@ -96,10 +97,9 @@ def error_rates(sums: Sequence[float]) -> dict[str, float]:
 @dataclass
 class CTCConfig(WaveEncoderConfig, TranscriptConfig):
     name: str = "ctc"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
-    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
-        if config.peft.train_also or own_alphabet(config.model) is not None:
+    def adapter_errors(self, model: ModelConfig, peft: PeftConfig) -> list[ConfigError]:
+        if peft.train_also or own_alphabet(model) is not None:
             return []
         reason = "the head of a new alphabet would stay untrained"
         return [ConfigError("peft.train_also", [], "use peft.train_also=[lm_head.*]", reason)]
@@ -133,7 +133,6 @@ HEADS = ("encoder_attention_heads", "decoder_attention_heads")
 @dataclass
 class SpeechSeq2SeqConfig(TokenLossConfig, TranscriptConfig):
     name: str = "speech_seq2seq"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     max_new_tokens: int = field(default=64, metadata={"at_least": 1})
     """Most tokens that an evaluation writes for a recording; it stops where all recordings have ended."""
 

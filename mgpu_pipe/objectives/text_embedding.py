@@ -6,49 +6,33 @@ over the global batch however it is cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
-from typing_extensions import Self
 
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, Reference, draw_integers, step_generator
 from mgpu_pipe.objectives.global_batch import Features
-from mgpu_pipe.objectives.losses.vectors import divergence, margin_errors, softmax_pairing
+from mgpu_pipe.objectives.losses.vectors import divergence, margin_errors, pairing_losses
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.text_vectors import PAIR, TextVectorObjective
 from mgpu_pipe.objectives.vector_keys import MOST_RANK, SEARCH_METRICS, TEXT_EMBEDDING, TextEmbeddingConfig
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 class TextEmbeddingObjective(TextVectorObjective):
-    """Cross-entropy of each query's positive among the positives and negatives of all samples, a mean over samples.
-
-    Args:
-        keys: ``objective.*``.
-    """
+    """Cross-entropy of each query's positive among the positives and negatives of all samples, a mean over samples."""
 
     description = TEXT_EMBEDDING
+    keys: TextEmbeddingConfig
+    _texts = PAIR
     num_sums = 2 + len(SEARCH_METRICS)
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: TextEmbeddingConfig
-    ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate, keys)
-        self._keys, self._texts = keys, PAIR
-
-    @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(TextEmbeddingConfig, config.objective))
 
     def of_data(self, prepared: Prepared) -> None:
         self._texts = int(getattr(prepared, "texts", PAIR))
@@ -63,20 +47,20 @@ class TextEmbeddingObjective(TextVectorObjective):
             "lengths": Field(sequence_dim=None, shape=(self._texts,)),
             "text_numbers": Field(sequence_dim=None, shape=(self._texts,)),
         }
-        if self._keys.is_taught:
+        if self.keys.is_taught:
             fields["scores"] = Field(sequence_dim=None, dtype="float32", shape=(self._texts - 1,))
         return BatchSpec(fields)
 
     def labels(self, batch: Mapping[str, torch.Tensor]) -> Features:
-        scores = {"scores": batch["scores"]} if self._keys.is_taught else {}
+        scores = {"scores": batch["scores"]} if self.keys.is_taught else {}
         return {"numbers": batch["text_numbers"], **scores}
 
     def losses_of_size(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         """Losses of some samples, (rows,), from vectors of one size."""
-        if self._keys.is_taught:
+        if self.keys.is_taught:
             return self._losses_by_teacher(features, rows, gradients)
         to_document = self._losses_of_queries(features, rows, gradients)
-        if not self._keys.symmetric:
+        if not self.keys.symmetric:
             return to_document
         to_query = self._losses_of_positives(features, rows, gradients)
         for gradient in (gradients or {}).values():
@@ -85,11 +69,11 @@ class TextEmbeddingObjective(TextVectorObjective):
 
     def _losses_by_teacher(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         """Losses of giving each query's own documents the teacher's scores."""
-        queries, documents, scale = features["queries"][rows], features["documents"][rows], self._keys.scale
+        queries, documents, scale = features["queries"][rows], features["documents"][rows], self.keys.scale
         there = features["numbers"][rows, 1:] > 0
         logits = (queries.unsqueeze(1) * documents).sum(-1)
-        wanted = self._keys.teacher_scale * features["scores"][rows].to(logits)
-        if self._keys.loss == "margin_mse":
+        wanted = self.keys.teacher_scale * features["scores"][rows].to(logits)
+        if self.keys.loss == "margin_mse":
             losses, slopes = margin_errors(logits / scale, wanted, there)
             slopes = slopes / scale
         else:
@@ -102,47 +86,38 @@ class TextEmbeddingObjective(TextVectorObjective):
 
     def _losses_of_queries(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         """Losses of finding each query's positive among all documents."""
-        queries, documents, numbers = features["queries"], features["documents"], features["numbers"]
-        each, keys, names = documents.shape[1], documents.flatten(0, 1), numbers[:, 1:]
-        losses = [queries.new_zeros(0)]
-        for some, indices in _chunks(rows, queries):
-            hidden = (names == 0).expand(len(indices), -1, -1)
-            if self._keys.mask_equal:
+        documents, numbers = features["documents"], features["numbers"]
+        names = numbers[:, 1:]
+
+        def hide(some: slice, logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            hidden = (names == 0).expand(len(logits), -1, -1)
+            if self.keys.mask_equal:
                 hidden = hidden | (names == names[some, :1, None])
                 hidden[:, :, 0] |= numbers[:, 0] == numbers[some, :1]
-            right, logits = indices * each, queries[some] @ keys.T
-            hidden = self._without_near(hidden.flatten(1), logits, right).scatter(1, right, False)
-            logits.masked_fill_(hidden, -torch.inf)
-            losses.append(softmax_pairing(logits, right))
-            if gradients:
-                gradients["queries"][some].addmm_(logits, keys)
-                gradients["documents"].flatten(0, 1).addmm_(logits.T, queries[some])
-            del logits, hidden  # frees memory before the next ones
-        return torch.cat(losses)
+            return self._without_near(hidden.flatten(1), logits, right)
+
+        buffers = (gradients["queries"], gradients["documents"].flatten(0, 1)) if gradients else None
+        keys = documents.flatten(0, 1)
+        return pairing_losses(features["queries"], keys, rows, buffers, stride=documents.shape[1], hide=hide)
 
     def _losses_of_positives(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         """Losses of finding the query of each positive among all queries."""
-        queries, positives, numbers = features["queries"], features["documents"][:, 0], features["numbers"]
-        losses = [queries.new_zeros(0)]
-        for some, indices in _chunks(rows, queries):
-            logits = positives[some] @ queries.T
+        numbers = features["numbers"][:, :PAIR]
+
+        def hide(some: slice, logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             hidden = torch.zeros_like(logits, dtype=torch.bool)
-            if self._keys.mask_equal:
-                hidden = (numbers[:, :PAIR] == numbers[some, None, :PAIR]).any(-1)
-            hidden = self._without_near(hidden, logits, indices).scatter(1, indices, False)
-            logits.masked_fill_(hidden, -torch.inf)
-            losses.append(softmax_pairing(logits, indices))
-            if gradients:
-                gradients["documents"][some, 0].addmm_(logits, queries)
-                gradients["queries"].addmm_(logits.T, positives[some])
-            del logits  # frees memory before the next ones
-        return torch.cat(losses)
+            if self.keys.mask_equal:
+                hidden = (numbers == numbers[some, None]).any(-1)
+            return self._without_near(hidden, logits, right)
+
+        buffers = (gradients["documents"][:, 0], gradients["queries"]) if gradients else None
+        return pairing_losses(features["documents"][:, 0], features["queries"], rows, buffers, hide=hide)
 
     def _without_near(self, hidden: torch.Tensor, logits: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """``hidden``, and the columns whose scores ``objective.mask_margin`` takes for those of right ones."""
-        if self._keys.mask_margin is None:
+        if self.keys.mask_margin is None:
             return hidden
-        return hidden | (logits > logits.gather(1, right) - self._keys.scale * self._keys.mask_margin)
+        return hidden | (logits > logits.gather(1, right) - self.keys.scale * self.keys.mask_margin)
 
     def last_sums(self, world: SampleGroup) -> torch.Tensor | float:
         """Sums of the held-out metrics over the queries of this process, in the order of ``measured``."""
@@ -153,11 +128,9 @@ class TextEmbeddingObjective(TextVectorObjective):
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Random texts of random lengths. Some samples have no negative; some texts have equal numbers."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
 
-        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-            return torch.randint(low, high, shape, generator=generator)
-
+        draw = partial(draw_integers, generator)
         ids = draw(0, int(self._config.vocab_size), samples, PAIR + 1, seq_len)
         lengths, numbers = draw(2, seq_len + 1, samples, PAIR + 1), draw(1, 4 * samples, samples, PAIR + 1)
         numbers[:, 2] += 4 * samples  # no negative is a positive
@@ -165,14 +138,14 @@ class TextEmbeddingObjective(TextVectorObjective):
         lengths[missing, 2], numbers[missing, 2] = 0, 0
         ids[torch.arange(seq_len) >= lengths.unsqueeze(-1)] = int(self._config.pad_token_id or 0)
         batch = {"input_ids": ids, "lengths": lengths, "text_numbers": numbers}
-        if self._keys.is_taught:
+        if self.keys.is_taught:
             batch["scores"] = torch.randn(samples, PAIR, generator=generator)
         return batch
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
         """One text at a time, without padding; one pair at a time."""
         numbers = batch["text_numbers"].tolist()
-        if self._keys.is_taught:
+        if self.keys.is_taught:
             taught = [self._plain_losses_by_teacher(v, batch["scores"]) for v in self.plain_vectors(forward, batch)]
             return Reference(torch.stack(taught).sum())
         sums = [self._plain_losses(vectors, numbers) for vectors in self.plain_vectors(forward, batch)]
@@ -180,7 +153,7 @@ class TextEmbeddingObjective(TextVectorObjective):
 
     def _plain_losses_by_teacher(self, vectors: list[list[torch.Tensor]], scores: torch.Tensor) -> torch.Tensor:
         """Sum of the losses of all samples, from the vectors of each one's texts."""
-        keys, losses = self._keys, []
+        keys, losses = self.keys, []
         for (query, *documents), teacher in zip(vectors, keys.teacher_scale * scores, strict=True):
             student, teacher = torch.stack([query @ document for document in documents]), teacher[: len(documents)]
             if keys.loss == "kl":
@@ -192,7 +165,7 @@ class TextEmbeddingObjective(TextVectorObjective):
 
     def _plain_losses(self, vectors: list[list[torch.Tensor]], numbers: list[list[int]]) -> torch.Tensor:
         """Sum of the losses of all samples, from the vectors of each one's texts."""
-        keys, losses = self._keys, []
+        keys, losses = self.keys, []
         for row, (query, positive, *_) in enumerate(vectors):
             others, queries = [], []
             for other, (other_query, *documents) in enumerate(vectors):
@@ -210,14 +183,6 @@ class TextEmbeddingObjective(TextVectorObjective):
                 sides = [[score for score in side if float(score) <= most] for side in sides]
             losses.append(sum(torch.stack([right, *side]).logsumexp(0) - right for side in sides) / len(sides))
         return torch.stack(cast("list[torch.Tensor]", losses)).sum()
-
-
-def _chunks(rows: slice, vectors: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Parts of ``rows`` whose scores take at most a quarter of the memory of ``vectors``, and their indices."""
-    at_once = max(1, min(vectors.shape[1], rows.stop - rows.start) // 4)
-    for begin in range(rows.start, rows.stop, at_once):
-        some = slice(begin, min(begin + at_once, rows.stop))
-        yield some, torch.arange(some.start, some.stop, device=vectors.device)[:, None]
 
 
 SCORES_AT_ONCE = 1 << 22

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.find import families_in_role, family_of
+from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import Auto, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import existing_file, made_here, mask_token_id
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_types
@@ -73,15 +74,24 @@ class ReferencedConfig(SampledTextConfig):
         return []
 
 
+def untrained_head(peft: PeftConfig, parameters: str) -> list[ConfigError]:
+    """Error of adapters next to a new classifier that nothing trains.
+
+    Args:
+        parameters: examples of the head's parameters.
+    """
+    if peft.train_also:
+        return []
+    fix = f"name the head's parameters, such as {parameters}"
+    return [ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained")]
+
+
 @dataclass
 class TextHeadConfig(ObjectiveConfig):
     """Keys of objectives whose model ends in the head of a sequence classifier."""
 
-    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
-        if config.peft.train_also:
-            return []
-        fix = "name the head's parameters, such as [score.weight] or [classifier.*]"
-        return [ConfigError("peft.train_also", [], fix, "the new head of a classifier would stay untrained")]
+    def adapter_errors(self, model: ModelConfig, peft: PeftConfig) -> list[ConfigError]:
+        return untrained_head(peft, "[score.weight] or [classifier.*]")
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         model_type = str(fields["model_type"])
@@ -117,7 +127,6 @@ HIGHEST_EXPONENT = 700.0
 @dataclass
 class CausalLMConfig(SampledTextConfig):
     name: str = "causal_lm"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     router_aux_loss: float = field(default=0.0, metadata={"at_least": 0})
     """Coefficient of the routers' balance loss (mixtures of experts), per sequence; not part of train/loss."""
 
@@ -156,7 +165,6 @@ CAUSAL_LM = Description(
 @dataclass
 class MaskedLMConfig(TokenLossConfig):
     name: str = "masked_lm"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     mask_share: float = field(default=0.15, metadata={"at_least": 0, "at_most": 1})
     """Share of a sample's tokens that are to be found again, at least one; drawn anew in every epoch."""
     mask_token_id: int | Auto = field(default="auto", metadata={"at_least": 0})
@@ -217,10 +225,9 @@ MASKED_LM = Description(
 @dataclass
 class Seq2SeqConfig(SampledTextConfig):
     name: str = "seq2seq"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
 
-    def adapter_errors(self, config: RunConfig) -> list[ConfigError]:
-        if config.peft.name != "qlora":
+    def adapter_errors(self, model: ModelConfig, peft: PeftConfig) -> list[ConfigError]:
+        if peft.name != "qlora":
             return []
         return [ConfigError("peft", "qlora", "use peft=lora", "T5 looks at the type of its weights")]
 

@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from typing_extensions import Self
 
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
 from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at_least_fp32
 from mgpu_pipe.objectives.losses.vectors import cosent, ranks, shares_of_correlation
 from mgpu_pipe.objectives.sample_group import SampleGroup
 from mgpu_pipe.objectives.vector_keys import TEXT_SIMILARITY, TextSimilarityConfig, VectorConfig
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,17 +30,21 @@ class TextVectorObjective(GlobalBatchObjective):
     tokens of each text, (rows, texts), 0 for a text that a sample does not have.
 
     Args:
-        keys: ``objective.*``.
+        keys: ``objective.*``; a subclass narrows the type of the attribute ``keys``.
     """
 
     def __init__(
         self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: VectorConfig
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
-        self._vector_keys = keys
+        self.keys = keys
         self._config = cast(Any, model.config)
         self._config.use_cache = False
         self._held_out: list[tuple[Features, slice]] = []
+
+    @classmethod
+    def arguments(cls, keys: VectorConfig) -> tuple[Any, ...]:
+        return (keys,)
 
     @abstractmethod
     def labels(self, batch: Mapping[str, torch.Tensor]) -> Features:
@@ -60,7 +61,7 @@ class TextVectorObjective(GlobalBatchObjective):
     def encode(self, batch: Mapping[str, torch.Tensor]) -> Features:
         inputs = self.model_inputs(batch)
         hidden = self.model(**inputs).last_hidden_state
-        vectors = pool(hidden, inputs["attention_mask"], self._vector_keys.pooling)
+        vectors = pool(hidden, inputs["attention_mask"], self.keys.pooling)
         features = self.labels(batch)
         for size in self._sizes:
             features |= self._sides(batch, vectors[:, :size], _suffix(size))
@@ -69,16 +70,16 @@ class TextVectorObjective(GlobalBatchObjective):
     @property
     def _sizes(self) -> list[int | None]:
         """Numbers of first entries whose losses are added; None is all of them."""
-        return [None, *self._vector_keys.matryoshka_sizes]
+        return [None, *self.keys.matryoshka_sizes]
 
     def _sides(self, batch: Mapping[str, torch.Tensor], vectors: torch.Tensor, suffix: str) -> Features:
         """Queries, (rows, size), and documents, (rows, texts - 1, size), from the vectors of the present texts."""
-        if self._vector_keys.normalize:
+        if self.keys.normalize:
             vectors = F.normalize(vectors, dim=-1)
         there, _ = present_rows(batch)
         every = vectors.new_zeros(len(there), vectors.shape[1]).index_put((there,), vectors)
         queries, *documents = every.unflatten(0, batch["lengths"].shape).unbind(1)
-        return {f"queries{suffix}": queries * self._vector_keys.scale, f"documents{suffix}": torch.stack(documents, 1)}
+        return {f"queries{suffix}": queries * self.keys.scale, f"documents{suffix}": torch.stack(documents, 1)}
 
     def losses(self, features: Features, rows: slice, gradients: Features | None) -> torch.Tensor:
         total = torch.zeros((), device=features["queries"].device)
@@ -88,16 +89,12 @@ class TextVectorObjective(GlobalBatchObjective):
         return total
 
     def collect_heldout(self, features: Features, rows: slice) -> None:
-        shortened = {side + _suffix(size) for size in self._vector_keys.matryoshka_sizes for side in SIDES}
+        shortened = {side + _suffix(size) for size in self.keys.matryoshka_sizes for side in SIDES}
         self._held_out.append(({name: features[name] for name in features.keys() - shortened}, rows))
-
-    def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loss = self.micro_batch_loss(batch).double()
-        return F.pad(loss.reshape(1), (0, self.num_sums - 1))
 
     def plain_vectors(self, forward: Forward, batch: Batch) -> Iterator[list[list[torch.Tensor]]]:
         """Vectors of each sample's texts, for each size; one text at a time, without padding."""
-        keys = self._vector_keys
+        keys = self.keys
 
         def pooled(ids: torch.Tensor, length: int) -> torch.Tensor:
             states = forward(input_ids=ids[None, :length]).last_hidden_state[0].float()
@@ -149,26 +146,11 @@ def present_rows(batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, dict[
 
 
 class TextSimilarityObjective(TextVectorObjective):
-    """CoSENT's loss of all pairs of the step, or the mean over pairs of the squared error of the cosine.
-
-    Args:
-        keys: ``objective.*``.
-    """
+    """CoSENT's loss of all pairs of the step, or the mean over pairs of the squared error of the cosine."""
 
     description = TEXT_SIMILARITY
+    keys: TextSimilarityConfig
     num_sums = 3
-
-    def __init__(
-        self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate, keys: TextSimilarityConfig
-    ) -> None:
-        super().__init__(model, optimizer_factory, learning_rate, keys)
-        self._keys = keys
-
-    @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        return cls(model, optimizer_factory, learning_rate, cast(TextSimilarityConfig, config.objective))
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -189,12 +171,12 @@ class TextSimilarityObjective(TextVectorObjective):
         """CoSENT's loss is that of every sample, so that their mean is the loss."""
         queries, documents, scores = features["queries"], features["documents"][:, 0], features["scores"]
         similarities = (queries * documents).sum(1)
-        if self._keys.loss == "cosent":
+        if self.keys.loss == "cosent":
             loss, slopes = cosent(similarities, scores)
             losses, slopes = loss.expand(rows.stop - rows.start), slopes * len(scores)
         else:
-            errors = similarities / self._keys.scale - scores
-            losses, slopes = errors[rows].square(), 2 * errors / self._keys.scale
+            errors = similarities / self.keys.scale - scores
+            losses, slopes = errors[rows].square(), 2 * errors / self.keys.scale
         if gradients:
             gradients["queries"][rows].addcmul_(slopes[rows, None], documents[rows])
             gradients["documents"][rows, 0].addcmul_(slopes[rows, None], queries[rows])
@@ -219,7 +201,7 @@ class TextSimilarityObjective(TextVectorObjective):
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Random sentences of random lengths; some have equal scores."""
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
         ids = torch.randint(0, int(self._config.vocab_size), (samples, PAIR, seq_len), generator=generator)
         lengths = torch.randint(2, seq_len + 1, (samples, PAIR), generator=generator)
         ids[torch.arange(seq_len) >= lengths.unsqueeze(-1)] = int(self._config.pad_token_id or 0)
@@ -231,13 +213,13 @@ class TextSimilarityObjective(TextVectorObjective):
         scores, sums = batch["scores"].tolist(), []
         for vectors in self.plain_vectors(forward, batch):
             values = [first @ second for first, second in vectors]
-            if self._keys.loss == "cosine":
+            if self.keys.loss == "cosine":
                 sums.append(torch.stack([(v - s) ** 2 for v, s in zip(values, scores, strict=True)]).sum())
                 continue
             pairs = [
                 (low, high) for low in range(len(scores)) for high in range(len(scores)) if scores[low] < scores[high]
             ]
-            differences = [self._keys.scale * (values[low] - values[high]) for low, high in pairs]
+            differences = [self.keys.scale * (values[low] - values[high]) for low, high in pairs]
             loss = torch.stack([torch.zeros(()), *differences]).logsumexp(0)
             sums.append(loss * len(scores))
         return Reference(torch.stack(sums).sum())

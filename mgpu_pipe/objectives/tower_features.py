@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClass
 
 from mgpu_pipe.architectures.pictures import picture_places
 from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.step_batch import Field, StepBatch
@@ -280,6 +280,6 @@ class PictureObjective(Objective):
         return {"shown": Field(sequence_dim=None, padding=-1)} if self.features else {}
 
 
-def caches_features(config: RunConfig) -> bool:
+def caches_features(data: DataConfig) -> bool:
     """Whether the run caches picture features (``data.cache_features``)."""
-    return isinstance(config.data, ImageConfig) and config.data.cache_features
+    return isinstance(data, ImageConfig) and data.cache_features

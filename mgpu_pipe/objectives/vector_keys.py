@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from mgpu_pipe.architectures.find import families_in_role, family_of
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.text_keys import OneOutputConfig
 
@@ -43,9 +44,8 @@ class VectorConfig(ObjectiveConfig):
         fix = f"use different numbers from 1 to {width - 1}"
         return [ConfigError("objective.matryoshka_sizes", sizes, fix, reason)]
 
-    def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
+    def folder_files(self, data: DataConfig, width: int) -> Mapping[str, Any]:
         """Files by which sentence-transformers loads the folder: pooling, prompts, longest text."""
-        data = config.data  # a plug-in's data may have no prompts
         kinds = ("Transformer", "Pooling", *(["Normalize"] if self.normalize else []))
         modes = {"cls": "cls_token", "mean": "mean_tokens", "last_token": "lasttoken"}
         return {
@@ -68,6 +68,7 @@ class VectorConfig(ObjectiveConfig):
             },
             "sentence_bert_config.json": {"max_seq_length": data.seq_len, "do_lower_case": False},
             "config_sentence_transformers.json": {
+                # A plug-in's data may have no prompts.
                 "prompts": {kind: getattr(data, f"{kind}_prompt", None) or "" for kind in ("query", "document")},
                 "default_prompt_name": None,
                 "similarity_fn_name": "cosine" if self.normalize else "dot",
@@ -78,7 +79,6 @@ class VectorConfig(ObjectiveConfig):
 @dataclass
 class TextEmbeddingConfig(VectorConfig):
     name: str = "text_embedding"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss: EmbeddingLoss = "in_batch"
     """in_batch: each query finds its positive among all texts of the step. margin_mse: the positive's lead over each
     negative becomes the teacher's (mean squared error). kl: the distribution over a query's own documents becomes the
@@ -129,10 +129,11 @@ SEARCH_METRICS = {
 """Titles of the metrics of finding, by name."""
 
 
-def measure_search(sums: Sequence[float]) -> dict[str, float]:
-    loss, queries, *totals, samples = sums
-    metrics = {f"val/{name}": value / (queries or 1) for name, value in zip(SEARCH_METRICS, totals, strict=True)}
-    return {"val/loss": loss / samples, **metrics}
+def measure_ranks(sums: Sequence[float], names: Iterable[str]) -> dict[str, float]:
+    """Metrics from the sums of losses, queries and the metrics ``names``, and the loss denominator."""
+    loss, queries, *totals, denominator = sums
+    metrics = {f"val/{name}": value / (queries or 1) for name, value in zip(names, totals, strict=True)}
+    return {"val/loss": loss / denominator, **metrics}
 
 
 TEXT_EMBEDDING = Description(
@@ -145,7 +146,7 @@ TEXT_EMBEDDING = Description(
             for name, title in SEARCH_METRICS.items()
         ),
     ),
-    measured=measure_search,
+    measured=partial(measure_ranks, names=tuple(SEARCH_METRICS)),
     counts="samples",
     model_class="AutoModel",
     attention="own",
@@ -159,7 +160,6 @@ TEXT_EMBEDDING = Description(
 @dataclass
 class TextSimilarityConfig(VectorConfig):
     name: str = "text_similarity"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss: Literal["cosent", "cosine"] = "cosent"
     """cosent brings the pairs of the step into the order of their scores, of any range; cosine makes each pair's cosine
     its score, from -1 to 1, by the mean squared error."""
@@ -207,7 +207,6 @@ ACTIVATIONS: Mapping[RerankerLoss, str] = {
 @dataclass
 class RerankerConfig(OneOutputConfig):
     name: str = "reranker"
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
     loss: RerankerLoss = "binary"
     """binary: is each document right or wrong (cross-entropy, a mean over documents)? listwise: which of a query's
     documents is right (softmax over them, a mean over queries)? margin: is the positive above each negative (logistic
@@ -230,11 +229,11 @@ class RerankerConfig(OneOutputConfig):
             errors.append(ConfigError("data.scores_column", column, fix, "objective=reranker reads no scores"))
         return errors
 
-    def folder_files(self, config: RunConfig, width: int) -> Mapping[str, Any]:
+    def folder_files(self, data: DataConfig, width: int) -> Mapping[str, Any]:
         """By which sentence-transformers' ``CrossEncoder`` gives the same scores: activation and longest row."""
         return {
             "config.json": {"sentence_transformers": {"activation_fn": ACTIVATIONS[self.loss]}},
-            "tokenizer_config.json": {"model_max_length": config.data.seq_len},
+            "tokenizer_config.json": {"model_max_length": data.seq_len},
         }
 
 
@@ -244,13 +243,6 @@ RANKING_METRICS = {
     f"ndcg@{MOST_RANK}": f"NDCG@{MOST_RANK}",
 }
 """Titles of the metrics of a query's ranking, by name."""
-
-
-def measure_ranking(sums: Sequence[float]) -> dict[str, float]:
-    """Metrics from the sums of losses, queries with negatives and :data:`RANKING_METRICS`, and the number of terms."""
-    loss, queries, *totals, terms = sums
-    metrics = {f"val/{name}": value / (queries or 1) for name, value in zip(RANKING_METRICS, totals, strict=True)}
-    return {"val/loss": loss / terms, **metrics}
 
 
 RERANKER = Description(
@@ -269,7 +261,7 @@ RERANKER = Description(
             for name, title in RANKING_METRICS.items()
         ),
     ),
-    measured=measure_ranking,
+    measured=partial(measure_ranks, names=tuple(RANKING_METRICS)),
     counts="terms",
     model_class="AutoModelForSequenceClassification",
     attention="own",

@@ -11,6 +11,7 @@ the model in every pass and none waits for another. Every part has gradients, ze
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,14 +22,14 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.kernels.packed_attention import takes_document_starts
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, draw_integers, step_generator
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
-from mgpu_pipe.objectives.packed_text import starts_of
+from mgpu_pipe.objectives.packed_text import skips_last, starts_of
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from mgpu_pipe.objectives.picture_inputs import Picture
 from mgpu_pipe.objectives.picture_keys import VISION_LANGUAGE, VisionLanguageConfig
+from mgpu_pipe.objectives.seq2seq import count_answers
 from mgpu_pipe.objectives.tower_features import LlavaFeatures, PictureObjective, caches_features
-from mgpu_pipe.parallel.random_streams import step_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +75,9 @@ class VisionLanguageObjective(PictureObjective):
     ) -> Self:
         keys = cast(VisionLanguageConfig, config.objective)
         packed = resolve_packing(config) != "none"
-        return cls(model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, caches_features(config), packed)
+        return cls(
+            model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, caches_features(config.data), packed
+        )
 
     @property
     def batch_spec(self) -> BatchSpec:
@@ -107,10 +110,7 @@ class VisionLanguageObjective(PictureObjective):
     def evaluation_sums(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         inputs, labels = self._inputs_and_labels(batch)
         loss, right = self._loss.predictions(inputs, labels)
-        counts = labels != IGNORE_INDEX
-        answers = counts.any(1)
-        sums = (loss, ((right | ~counts).all(1) & answers).sum(), answers.sum())
-        return torch.stack([value.double() for value in sums])
+        return torch.stack([value.double() for value in (loss, *count_answers(right, labels))])
 
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Rows with no picture, one, or as many as fit, of uneven lengths and labels.
@@ -120,11 +120,9 @@ class VisionLanguageObjective(PictureObjective):
         """
         if packed:
             return self._in_pairs(self.random_batch(seed, step, 2 * samples, seq_len // 2, False), seq_len)
-        generator = torch.Generator().manual_seed(step_seed(seed, step, -1))
+        generator = step_generator(seed, step)
 
-        def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-            return torch.randint(low, high, shape, generator=generator)
-
+        draw = partial(draw_integers, generator)
         placeholders = sorted(token for token in (self._pictures.token, self._pictures.video) if token is not None)
         most = (seq_len - SHORTEST) // (self._pictures.most_tokens + 1)
         ids = draw(0, int(self._config.get_text_config().vocab_size) - len(placeholders), samples, seq_len + 1)
@@ -147,7 +145,7 @@ class VisionLanguageObjective(PictureObjective):
             end = int(draw(begin + 2, seq_len + 2, 1))
             is_label[row, int(draw(begin + 1, end, 1)) : end] = True
             ids[row, end:] = 0
-        if step % 3 == 2 and samples > 2:
+        if skips_last(step, samples):
             is_label[-1] = False
         labels = ids.where(is_label, torch.tensor(IGNORE_INDEX))[:, 1:].contiguous()
         ids = ids[:, :-1].contiguous()

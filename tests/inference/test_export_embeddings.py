@@ -73,8 +73,8 @@ def run_vectors(folder: Path, tmp_path: Path) -> tuple[dict[str, Any], dict[str,
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last_token"])
 def test_the_files_name_pooling_length_and_scores(pooling: Pooling) -> None:
-    config = RunConfig(data=EmbeddingPairsConfig(seq_len=40))
-    files = description("text_embedding").keys(pooling=pooling, normalize=False).folder_files(config, 64)
+    data = EmbeddingPairsConfig(seq_len=40)
+    files = description("text_embedding").keys(pooling=pooling, normalize=False).folder_files(data, 64)
     modes = [name for name, value in files["1_Pooling/config.json"].items() if value is True]
     names = {"mean": "mean_tokens", "cls": "cls_token", "last_token": "lasttoken"}
     assert modes == [f"pooling_mode_{names[pooling]}", "include_prompt"]
@@ -84,7 +84,7 @@ def test_the_files_name_pooling_length_and_scores(pooling: Pooling) -> None:
 
 
 def test_data_of_a_plug_in_without_prompts_gives_empty_ones() -> None:
-    files = description("text_embedding").keys().folder_files(RunConfig(), 64)
+    files = description("text_embedding").keys().folder_files(RunConfig().data, 64)
     assert files["config_sentence_transformers.json"]["prompts"] == {"query": "", "document": ""}
 
 

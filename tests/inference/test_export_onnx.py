@@ -90,7 +90,7 @@ def test_a_causal_run_becomes_a_file_that_the_pages_lines_run(
 def test_vectors_are_pooled_and_normalised_and_padding_changes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = description("text_embedding").keys(pooling="mean").folder_files(RunConfig(), 64)
+    files = description("text_embedding").keys(pooling="mean").folder_files(RunConfig().data, 64)
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))

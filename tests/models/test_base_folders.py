@@ -24,7 +24,7 @@ from transformers import (
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.cli.verbs.eval import _evaluation_config
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.inference.open import load_run, open_model
@@ -99,7 +99,7 @@ def test_vectors_of_a_folder_are_evaluated_by_its_files(tmp_path: Path) -> None:
     folder = stored(BertModel(BertConfig(vocab_size=64, **SIZES)), tmp_path / "bert")
     run = load_run(folder)
     keys = description("text_embedding").keys(pooling="last_token", normalize=False)
-    given = RunConfig(data=EmbeddingPairsConfig(query_prompt="find: ", document_prompt="text: "))
+    given = EmbeddingPairsConfig(query_prompt="find: ", document_prompt="text: ")
     (folder / "1_Pooling").mkdir()
     for name, content in keys.folder_files(given, 16).items():
         (folder / name).write_text(json.dumps(content))

@@ -21,7 +21,7 @@ from mgpu_pipe.data.text.pair_template import adapt_to_pairs
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.objectives.reranker import RerankerObjective, ranking_sums
-from mgpu_pipe.objectives.vector_keys import RerankerConfig, RerankerLoss, measure_ranking
+from mgpu_pipe.objectives.vector_keys import RERANKER, RerankerConfig, RerankerLoss
 from tests.data.text.test_pair_template import configured, rows_of, samples_of
 from tests.support.command import mgpu, run_folder
 from tests.support.pair_tokenizers import write_tokenizer
@@ -160,7 +160,7 @@ def test_metrics_are_those_of_sentence_transformers() -> None:
     evaluator.store_metrics_in_model_card_data = lambda *_: None
     expected = evaluator(Known())
     sums = ranking_sums(scores.masked_fill(~there, -torch.inf), there.long())
-    found = measure_ranking([0.0, *sums.tolist(), 1])
+    found = RERANKER.measured([0.0, *sums.tolist(), 1])
     for name in ("mrr@10", "ndcg@10"):
         assert found[f"val/{name}"] == pytest.approx(expected[name], rel=1e-9)
     first = [float(scores[row, 0]) > float(scores[row, 1 : 1 + count].max()) for row, count in enumerate(counts)]

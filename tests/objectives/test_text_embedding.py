@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective, search_sums
 from mgpu_pipe.objectives.text_vectors import TextVectorObjective
-from mgpu_pipe.objectives.vector_keys import SEARCH_METRICS, TextEmbeddingConfig, measure_search
+from mgpu_pipe.objectives.vector_keys import SEARCH_METRICS, TEXT_EMBEDDING, TextEmbeddingConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -286,7 +286,7 @@ def test_metrics_are_those_of_sentence_transformers(monkeypatch: pytest.MonkeyPa
         scores["mrr@k"][10],
         scores["ndcg@k"][10],
     )
-    found = measure_search([0.0, *sums.tolist(), 60])
+    found = TEXT_EMBEDDING.measured([0.0, *sums.tolist(), 60])
     assert [found[f"val/{name}"] for name in SEARCH_METRICS] == pytest.approx(list(expected), abs=1e-9)
 
 

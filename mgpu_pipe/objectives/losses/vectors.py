@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+
+def pairing_losses(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    rows: slice,
+    gradients: tuple[torch.Tensor, torch.Tensor] | None,
+    pairing: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    stride: int = 1,
+    hide: Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Losses of finding the key ``stride * i`` of query i, for the queries in ``rows``, (rows,).
+
+    Logits of at most a quarter of the rows exist at a time, and take at most a quarter of the keys' memory.
+
+    Args:
+        gradients: buffers of queries and keys, to which the gradients of the summed losses are added.
+        pairing: losses of logits and right columns, in place: the logits become their gradients.
+            Default: :func:`softmax_pairing`.
+        hide: mask of the logits that count nothing, of rows, their logits and right columns. A right one counts.
+    """
+    at_once = max(1, min(keys.shape[1], rows.stop - rows.start) // 4)
+    losses = [queries.new_zeros(0)]
+    for begin in range(rows.start, rows.stop, at_once):
+        some = slice(begin, min(begin + at_once, rows.stop))
+        right = stride * torch.arange(some.start, some.stop, device=keys.device)[:, None]
+        logits = queries[some] @ keys.T
+        if hide is not None:
+            logits.masked_fill_(hide(some, logits, right).scatter(1, right, False), -torch.inf)
+        losses.append((pairing or softmax_pairing)(logits, right))
+        if gradients is not None:
+            gradients[0][some].addmm_(logits, keys)
+            gradients[1].addmm_(logits.T, queries[some])
+        del logits  # frees memory before the next ones
+    return torch.cat(losses)
 
 
 def softmax_pairing(logits: torch.Tensor, right_column: torch.Tensor) -> torch.Tensor:
