@@ -19,7 +19,9 @@ def ls(words: list[str]) -> int:
     from mgpu_pipe.config.hydra.group_listing import list_groups
 
     parser = VerbParser(prog="mgpu-pipe ls", description="List the groups and their options; * marks the default.")
-    parser.add_argument("group", nargs="?", metavar="GROUP", help="this one alone, and its keys with their defaults")
+    parser.add_argument(
+        "group", nargs="?", metavar="GROUP", help="this one, the groups in it, and its keys with their defaults"
+    )
     arguments = parse(parser, words)
     if arguments is None:
         return EXIT_OK

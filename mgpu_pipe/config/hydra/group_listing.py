@@ -26,19 +26,18 @@ class Option:
 
 
 def list_groups(group: str | None = None) -> dict[str, list[Option]]:
-    """Groups with their options, in the order of the primary configuration's defaults; or one group.
+    """Groups with their options, in the order of the primary configuration's defaults; or one and the groups in it.
 
     Raises:
         BadInputError: no such group, or a local option has a shipped option's name.
     """
     shipped, local = conf_dir(), own_conf()
     defaults = _defaults(shipped)
-    order = list(defaults)
+    order = {name: index for index, name in enumerate(defaults)}
     roots = [shipped] if local is None else [shipped, local]
-    names = sorted(
-        {folder.name for root in roots for folder in root.iterdir() if any(folder.glob("*.yaml"))},
-        key=lambda name: (order.index(name) if name in order else len(order), name),
-    )
+    folders = {file.parent.relative_to(root) for root in roots for file in root.rglob("*.yaml") if file.parent != root}
+    sorted_folders = sorted(folders, key=lambda folder: (order.get(folder.parts[0], len(order)), folder))
+    names = [folder.as_posix() for folder in sorted_folders]
     if group is not None and group not in names:
         raise BadInputError(f"mgpu-pipe ls {group}: no such group; {choose_from(group, names)}")
     return {
@@ -50,7 +49,8 @@ def list_groups(group: str | None = None) -> dict[str, list[Option]]:
             ),
             *_registered(name, [file.stem for root in roots for file in (root / name).glob("*.yaml")]),
         ]
-        for name in ([group] if group else names)
+        for name in names
+        if group is None or f"{name}/".startswith(f"{group}/")
     }
 
 
