@@ -11,7 +11,6 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from mgpu_pipe.config.group_keys import StrategyConfig
-from mgpu_pipe.config.interfaces import INTERFACES, configured_interfaces
 from mgpu_pipe.config.resolve import AMPERE, device_type, resolve_precision, world_size
 from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -137,6 +136,8 @@ def compile_errors() -> list[BadInputError]:
     return [*(missing_compiler(*what) if compiler(COMPILERS) is None else ()), *missing_headers(*what)]
 
 
+INTERFACES = {"cuda": "NCCL_SOCKET_IFNAME", "cpu": "GLOO_SOCKET_IFNAME"}
+"""Environment variable of NCCL and of gloo."""
 IN_USE = 0.05
 """Share of a GPU's memory above which another process uses it."""
 GIB = 1 << 30
@@ -165,6 +166,22 @@ def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Conf
         fix = f"use at most {gpus}, or trainer.accelerator=cpu"
         return [ConfigError("trainer.devices", trainer.devices, fix, f"this machine has {gpus} GPUs to use")]
     return [*interfaces, *_age_errors(config.model, config.precision, config.trainer)]
+
+
+def configured_interfaces(device_type: str) -> list[str] | None:
+    """This machine's interfaces that the variable selects, as NCCL reads it; gloo accepts whole names only.
+
+    None if the variable is not set.
+    """
+    selection = os.environ.get(INTERFACES[device_type], "")
+    if not selection:
+        return None
+    there = [name for _, name in socket.if_nameindex()]
+    if device_type == "cpu":
+        return [name for name in there if name in selection.split(",")]
+    all_but, whole = selection.startswith("^"), selection.lstrip("^").startswith("=")
+    names = tuple(selection.lstrip("^=").split(","))
+    return [name for name in there if (name in names if whole else name.startswith(names)) != all_but]
 
 
 def _interface_errors(strategy: StrategyConfig, trainer: TrainerConfig, joined: bool) -> list[ConfigError]:

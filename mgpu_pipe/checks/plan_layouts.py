@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.checks.check_sizes import size_errors, update_errors
 from mgpu_pipe.checks.layout_candidates import Candidates, find_candidates, on_processes, with_layout
-from mgpu_pipe.config.group_keys import StrategyConfig
-from mgpu_pipe.config.plan_keys import PlanConfig
+from mgpu_pipe.config.group_keys import PlanConfig, StrategyConfig
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError

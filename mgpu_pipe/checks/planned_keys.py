@@ -10,7 +10,7 @@ from mgpu_pipe.checks.notices import Notice
 from mgpu_pipe.checks.plan_layouts import plan_layouts
 from mgpu_pipe.checks.start import joined
 from mgpu_pipe.config.group_keys import StrategyConfig
-from mgpu_pipe.config.resolve import devices_per_node, world_size
+from mgpu_pipe.config.resolve import MICRO_BATCH, SAVES, devices_per_node, world_size
 from mgpu_pipe.config.schema import DataConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
@@ -19,7 +19,6 @@ from mgpu_pipe.planning.memory_limits import likely_fits
 from mgpu_pipe.planning.run_hardware import predicted_seconds
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
-MICRO_BATCH, SAVES = "data.micro_batch_size", "checkpoint.every_n_steps"
 MAX = "max"
 TRIED = 8
 """Fastest layouts of which the first is taken that fits by the high figure of its memory too."""

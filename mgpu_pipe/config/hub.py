@@ -95,14 +95,13 @@ def data_name(text: str, key: str = "data.paths") -> HubName | None:
     return HubName("dataset", *match.groups())
 
 
-def hub_names(config: RunConfig) -> Iterator[tuple[str, HubName]]:
+def hub_names(model: ModelConfig, data: DataConfig) -> Iterator[tuple[str, HubName]]:
     """Every key with a name on the Hub, and that name.
 
     Raises:
         ConfigError: see :func:`data_name`.
     """
-    data = config.data
-    for key, text in (("model.path", config.model.path or ""), ("data.tokenizer", data.tokenizer)):
+    for key, text in (("model.path", model.path or ""), ("data.tokenizer", data.tokenizer)):
         if (name := hub_name(text)) is not None:
             yield key, name
     for section, files in file_lists(data):
@@ -143,7 +142,8 @@ def with_names(config: RunConfig, names: dict[str, str]) -> RunConfig:
 
 def without_revisions(config: RunConfig) -> RunConfig:
     """``config`` with the revision removed from every name, for comparing two nodes."""
-    return with_names(config, {str(name): str(replace(name, revision=None)) for _, name in hub_names(config)})
+    names = [name for _, name in hub_names(config.model, config.data)]
+    return with_names(config, {str(name): str(replace(name, revision=None)) for name in names})
 
 
 def commit_of(name: HubName, key: str) -> str:

@@ -1,11 +1,12 @@
-"""Values of ``auto`` on this machine and in this world."""
+"""Values of ``auto`` on this machine and in this world, and the keys whose ``auto`` a launch plans."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from mgpu_pipe.config.group_keys import PeftConfig, StrategyConfig
-from mgpu_pipe.config.schema import CheckpointConfig, ModelConfig, PrecisionConfig, TrainerConfig
+from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.system.hardware import gpu_capability, usable_gpus
 from mgpu_pipe.system.joined_world import joined_processes
 
@@ -85,3 +86,31 @@ def prefers_compiled(
 
 def _is_ampere() -> bool:
     return (gpu_capability() or AMPERE) >= AMPERE
+
+
+STRATEGY, MICRO_BATCH, SAVES = "strategy", "data.micro_batch_size", "checkpoint.every_n_steps"
+
+
+def unplanned_keys(strategy: StrategyConfig, data: DataConfig, checkpoint: CheckpointConfig) -> list[str]:
+    """Keys whose ``auto`` or ``max`` a launch replaces by what it plans, before the run's configuration is frozen."""
+    asks = {
+        STRATEGY: strategy.name == "auto",
+        MICRO_BATCH: data.micro_batch_size == "max",
+        SAVES: checkpoint.every_n_steps == "auto",
+    }
+    return [key for key, is_asked in asks.items() if is_asked]
+
+
+def with_plan_of(config: RunConfig, planned: RunConfig) -> RunConfig:
+    """``config`` with the values of ``planned``, the same configuration after planning, for what it asks."""
+    keys = unplanned_keys(config.strategy, config.data, config.checkpoint)
+    if STRATEGY in keys:
+        plan = planned.plan
+        predicted = replace(config.plan, predicted_seconds=plan.predicted_seconds, predicted_gib=plan.predicted_gib)
+        config = replace(config, strategy=planned.strategy, plan=predicted)
+    if STRATEGY in keys or MICRO_BATCH in keys:
+        config = replace(config, data=replace(config.data, micro_batch_size=planned.data.micro_batch_size))
+    if SAVES in keys:
+        saves = replace(config.checkpoint, every_n_steps=planned.checkpoint.every_n_steps)
+        config = replace(config, checkpoint=saves)
+    return config

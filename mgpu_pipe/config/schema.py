@@ -16,10 +16,17 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.eval_tasks import EvalConfig
-from mgpu_pipe.config.group_keys import Auto, OptimizerConfig, PeftConfig, SchedulerConfig, StrategyConfig, SweepConfig
+from mgpu_pipe.config.group_keys import (
+    Auto,
+    OptimizerConfig,
+    PeftConfig,
+    PlanConfig,
+    SchedulerConfig,
+    StrategyConfig,
+    SweepConfig,
+)
 from mgpu_pipe.config.identity import CONTENT, FIXED, FREE, NOTICE, RECORDED
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.errors import ConfigError
 
 

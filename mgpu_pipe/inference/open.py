@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
-from mgpu_pipe.config.compile_caches import compile_caches
 from mgpu_pipe.config.hub import is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.paths import cache_folder
+from mgpu_pipe.config.paths import cache_folder, compile_caches
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.cache import writing_to_cache
 from mgpu_pipe.data.text.tokenizer_folder import chat_of

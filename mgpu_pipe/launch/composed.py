@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from mgpu_pipe.config.hub import names_files
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.compose import Composition
-from mgpu_pipe.config.resolve import devices_per_node
-from mgpu_pipe.config.unplanned import MICRO_BATCH, SAVES, STRATEGY, unplanned_keys
+from mgpu_pipe.config.resolve import MICRO_BATCH, SAVES, STRATEGY, devices_per_node, unplanned_keys
 from mgpu_pipe.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILURE,
@@ -245,7 +244,7 @@ def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
         elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.
     """
     config = composition.config
-    keys = unplanned_keys(config)
+    keys = unplanned_keys(config.strategy, config.data, config.checkpoint)
     if not keys:
         return []
     from mgpu_pipe.checks.check_sizes import range_errors

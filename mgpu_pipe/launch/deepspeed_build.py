@@ -14,10 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TextIO
 
-from mgpu_pipe.config.compile_caches import processor
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.hydra.interpolation import written
-from mgpu_pipe.config.paths import RunPaths, cache_folder, private_folder
+from mgpu_pipe.config.paths import RunPaths, cache_folder, private_folder, processor
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError, print_line

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, TextIO, cast
 from mgpu_pipe.config.freeze import config_hash, load
 from mgpu_pipe.config.hub import without_revisions
 from mgpu_pipe.config.paths import RunPaths
+from mgpu_pipe.config.resolve import unplanned_keys, with_plan_of
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.unplanned import unplanned_keys, with_plan_of
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, MgpuError, WorkerError
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch import signals as stop
@@ -188,7 +188,8 @@ def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPl
     if "exit_code" in offer:
         raise SystemExit(offer["exit_code"])  # rank 0 has printed the reason
     shared = SharedPlan(**offer)
-    if unplanned_keys(config):  # rank 0 alone plans where it alone looks up names on the Hub
+    # Rank 0 alone plans, where it alone looks up names on the Hub.
+    if unplanned_keys(config.strategy, config.data, config.checkpoint):
         if not shared.train:
             return shared
         config = with_plan_of(config, load(RunPaths(Path(shared.folder)).config))

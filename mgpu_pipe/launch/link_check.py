@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from mgpu_pipe.config.interfaces import INTERFACES, configured_interfaces
+from mgpu_pipe.checks.devices import INTERFACES, configured_interfaces
 from mgpu_pipe.errors import WorkerError, print_line
 from mgpu_pipe.launch.link_channel import LOOK_S, Channel, Claim, Gate, join, make_key, wait_for_key
 from mgpu_pipe.launch.node import exclude_node

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mgpu_pipe.config.compile_caches import compile_caches
-from mgpu_pipe.config.paths import cache_folder
+from mgpu_pipe.config.paths import cache_folder, compile_caches
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.data.cache import writing_to_cache

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
 from mgpu_pipe.config.hub import is_at_commit
 from mgpu_pipe.config.paths import RunPaths, cache_folder
-from mgpu_pipe.config.unplanned import unplanned_keys
+from mgpu_pipe.config.resolve import unplanned_keys
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, DataError, MgpuError, concealed, one_line, print_line, print_text
 from mgpu_pipe.import_path import allow_own_classes
 from mgpu_pipe.launch import signals as stop
@@ -124,7 +124,7 @@ def train_in(
         resume: step folder to resume from.
     """
     started = time.monotonic()
-    if keys := unplanned_keys(config):
+    if keys := unplanned_keys(config.strategy, config.data, config.checkpoint):
         raise AssertionError(f"no launch planned {', '.join(keys)}")
     import torch
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from mgpu_pipe.config.group_keys import ADAMW_BF16, StrategyConfig
-from mgpu_pipe.config.plan_keys import PlanConfig
+from mgpu_pipe.config.group_keys import ADAMW_BF16, PlanConfig, StrategyConfig
 from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import DataConfig, LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError

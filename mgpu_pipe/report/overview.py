@@ -19,12 +19,12 @@ from mgpu_pipe.config.group_keys import (
     PartOptions,
     PeftConfig,
     PipelineOptions,
+    PlanConfig,
     SchedulerConfig,
     StrategyConfig,
 )
 from mgpu_pipe.config.hydra.interpolation import written
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.plan_keys import PlanConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision, uses_tf32, world_size
 from mgpu_pipe.config.schema import (
     CheckpointConfig,

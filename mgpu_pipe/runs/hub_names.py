@@ -45,7 +45,7 @@ def pin(config: RunConfig) -> Pinned:
     """Pin every name of ``config`` to a commit, and fetch the small files of its models."""
     pinned = Pinned(config, _path_notices(config.model, config.data))
     try:
-        named = list(hub_names(config))
+        named = list(hub_names(config.model, config.data))
     except BadInputError as error:
         pinned.errors.append(error)
         return pinned
@@ -106,16 +106,17 @@ def _commits_of_resumed_run(config: RunConfig) -> Iterator[tuple[tuple[str, HubN
     for folder in resumable_folders(config.run, config.checkpoint):
         try:
             before, is_own_run = load_untrusted(RunPaths(folder).config)
-            names = [(key, name) for key, name in hub_names(before) if name.commit] if is_own_run else []
+            names = list(hub_names(before.model, before.data)) if is_own_run else []
         except BadInputError:
             continue
-        commits = {(key, replace(name, revision=None, files="")): str(name.commit) for key, name in names}
+        pinned = [(key, name) for key, name in names if name.commit]
+        commits = {(key, replace(name, revision=None, files="")): str(name.commit) for key, name in pinned}
         if not commits:
             continue
         if config.run.dir is None and config.checkpoint.resume == "auto":
             texts = {
                 str(name): str(replace(name, revision=commits[key, replace(name, files="")]))
-                for key, name in hub_names(config)
+                for key, name in hub_names(config.model, config.data)
                 if (key, replace(name, files="")) in commits
             }
             if differences(with_names(config, texts), before):

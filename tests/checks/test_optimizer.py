@@ -108,7 +108,7 @@ def test_what_the_refusals_advise_is_accepted(overrides: str) -> None:
 
 def test_state_in_bfloat16_is_not_swapped_to_the_disk() -> None:
     config, _ = compose(["optimizer=adamw_bf16", "strategy=zero3", "strategy.offload=nvme"])
-    (error,) = optimizer_check.optimizer_errors(config, ParallelDims())
+    (error,) = optimizer_check.optimizer_errors(config.optimizer, config.strategy, config.trainer, ParallelDims())
     assert "DeepSpeed swaps state in fp32 alone to the disk; use strategy=zero3_cpu" in str(error)
     assert str(error).startswith("optimizer._target_=mgpu_pipe.optim.adamw_bf16.AdamWBf16: ")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config.compile_caches import FOLDERS, compile_caches
+from mgpu_pipe.config.paths import FOLDERS, compile_caches
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.launch.run_variables import run_environment

@@ -68,9 +68,9 @@ def test_names_are_found_by_key_replaced_and_compared_without_their_revisions() 
         return compose([*words, f"data.tokenizer=org/words{revision}"])[0]
 
     config, other = config_of("@main"), config_of(f"@{COMMIT}")
-    assert [key for key, _ in hub_names(config)] == ["model.path", "data.tokenizer", "data.paths"]
+    assert [key for key, _ in hub_names(config.model, config.data)] == ["model.path", "data.tokenizer", "data.paths"]
     assert without_revisions(config) == without_revisions(other) != config
-    exact = {str(name): str(replace(name, revision=COMMIT)) for _, name in hub_names(config)}
+    exact = {str(name): str(replace(name, revision=COMMIT)) for _, name in hub_names(config.model, config.data)}
     assert with_names(config, exact) == other
     assert mathematics_hash(config) != mathematics_hash(other), "a commit is part of a run's mathematics"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.config import compile_caches
+from mgpu_pipe.config import paths
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.launch import deepspeed_build as extensions
@@ -26,7 +26,7 @@ def test_machines_of_other_processors_keep_their_own(
     here = extensions.extension_folder(config.data.cache_dir, "cpu")
     other = tmp_path / "cpuinfo"
     other.write_text("flags\t\t: fpu sse sse2\n")
-    monkeypatch.setattr(compile_caches, "CPU_INFORMATION", other)
+    monkeypatch.setattr(paths, "CPU_INFORMATION", other)
     assert extensions.extension_folder(config.data.cache_dir, "cpu") != here
 
 

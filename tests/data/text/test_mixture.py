@@ -159,7 +159,7 @@ def test_the_verb_shows_each_source(
 def test_names_on_the_hub_and_the_hash_know_the_sources(tmp_path: Path) -> None:
     words = _words(tmp_path, far="{paths: ['hf://datasets/a/b/x.jsonl']}")
     run = compose(words)[0]
-    assert [(key, str(name)) for key, name in hub_names(run)] == [
+    assert [(key, str(name)) for key, name in hub_names(run.model, run.data)] == [
         ("data.sources.far.paths", "hf://datasets/a/b/x.jsonl")
     ]
     kept = with_names(run, {"hf://datasets/a/b/x.jsonl": "hf://datasets/a/b@0/x.jsonl"})
