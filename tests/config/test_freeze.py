@@ -29,9 +29,9 @@ def test_a_configuration_comes_back_the_same(tmp_path: Path):
 @pytest.mark.parametrize("text", ["${x}", "a \\${b}", "\\\\${c} ${d}", "C:\\path", "$ { } ${"])
 def test_literal_dollars_come_back_as_they_are(tmp_path: Path, text: str):
     config, _ = compose()
-    config.objective.sample_prompts = [text]
+    config.objective.sample_prompts = [text]  # type: ignore[attr-defined]
     freeze(config, tmp_path / "config.yaml")
-    assert load(tmp_path / "config.yaml").objective.sample_prompts == [text]
+    assert load(tmp_path / "config.yaml").objective.sample_prompts == [text]  # type: ignore[attr-defined]
 
 
 def test_a_secret_stays_an_interpolation_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

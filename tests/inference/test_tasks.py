@@ -115,7 +115,7 @@ def test_figures_are_those_of_one_row_at_a_time(place: Path, alone: Any) -> None
     assert metrics["val/exact"] == sum(right) / 7 and told["exact"]["counted"] == 7
     chosen = []
     for choice in CHOICES:
-        losses = [loss(asked(choice["prompt"]), tokenizer(text)["input_ids"]) for text in choice["choices"]]
+        losses = [loss(asked(choice["prompt"]), tokenizer(text)["input_ids"]) for text in choice["choices"]]  # type: ignore[attr-defined]
         chosen.append(choice["choices"][losses.index(min(losses))])
     assert [one["answer"] for one in told["quiz"]["shown"]] == chosen
     total, count = 0.0, 0

@@ -74,7 +74,7 @@ def test_a_family_that_is_trained_without_a_head_has_none(tmp_path: Path) -> Non
 
 
 def test_the_data_tell_what_a_classifier_is_evaluated_for(tmp_path: Path) -> None:
-    config = BertConfig(vocab_size=64, num_labels=1, **SIZES)
+    config = BertConfig(vocab_size=64, num_labels=1, **SIZES)  # type: ignore[call-arg]
     run = load_run(stored(BertForSequenceClassification(config), tmp_path / "bert"))
     for source, objective in (
         ("embedding_pairs", "reranker"),

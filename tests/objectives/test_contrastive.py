@@ -243,7 +243,7 @@ def test_a_row_with_a_list_of_captions_gives_a_sample_for_each(
     assert prepared.amounts() == [(30, "pictures"), (60, "captions")]
     preflight(config)
     picture_ids, labels = {}, {}
-    for split, number in (("train", prepared.train_samples), ("validation", prepared.held_out_samples)):
+    for split, number in (("train", prepared.train_samples), ("validation", prepared.held_out_samples)):  # type: ignore[attr-defined]
         batch = prepared.open(config, split).batch(np.arange(number), np.arange(number))
         picture_ids[split], labels[split] = batch["picture_ids"].tolist(), batch["labels"].tolist()
         assert all(count == 2 for count in Counter(picture_ids[split]).values()), "no picture is on both sides"

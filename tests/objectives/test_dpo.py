@@ -109,7 +109,7 @@ def by_hand(config: RunConfig, steps: int, beta: float) -> tuple[list[float], di
 
     prepared = prepare(config)
     tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
-    train, held = ([PAIRS[document] for document in prepared.documents(split)] for split in ("train", "validation"))
+    train, held = ([PAIRS[document] for document in prepared.documents(split)] for split in ("train", "validation"))  # type: ignore[attr-defined]
     model = materialise(run_model(config), config.seed, "cpu")
     reference, keys = copy.deepcopy(model).eval(), config.optimizer
     decayed = {

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.objectives import reference_answers, tower_features
+from mgpu_pipe.objectives import answers, tower_features
 from mgpu_pipe.objectives.first_weights import RunStart, array_file, is_whole, write_hashes
 from mgpu_pipe.topology import BatchPlan
 
@@ -59,13 +59,13 @@ def test_what_decided_the_numbers_names_their_file(tmp_path: Path) -> None:
     assert len({first, *others}) == 8
 
 
-@pytest.mark.parametrize("module", [reference_answers, tower_features], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [answers, tower_features], ids=lambda module: module.__name__)
 def test_the_version_of_the_mathematics_names_the_file(
     module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name() -> Path:
-        if module is reference_answers:
-            return reference_answers.ReferenceTable.file(start_of(tmp_path))
+        if module is answers:
+            return answers.ReferenceTable.file(start_of(tmp_path))
         return Path(features().file(start_of(tmp_path), "train"))
 
     first = name()

@@ -184,7 +184,7 @@ def test_a_folder_of_other_classes_gets_a_new_head(tmp_path: Path) -> None:
     sizes = {
         name: SMALL[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     }
-    seven = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_channels=1, num_labels=7))
+    seven = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=4, num_channels=1, num_labels=7))  # type: ignore[call-arg]
     seven.save_pretrained(tmp_path / "seven")
     given = ("model=hf", f"model.path={tmp_path / 'seven'}", "optimizer.lr=0", "data.classes=[dark,light,stripes]")
     run(tmp_path / "alone", 1, *given, "strategy=single")

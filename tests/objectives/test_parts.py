@@ -61,7 +61,7 @@ def processed(config: Any, pixels: Any, images: list[Image.Image]) -> tuple[torc
     processor = SmolVLMImageProcessorPil(
         size={"longest_edge": pixels.parts.longest}, max_image_size={"longest_edge": pixels.size}
     )
-    own = processor(images, return_tensors="pt", return_row_col_info=True)
+    own = processor(images, return_tensors="pt", return_row_col_info=True)  # type: ignore[call-arg]
     assert own["pixel_attention_mask"].all(), "so that the model needs none"
     places = (config.vision_config.image_size // config.vision_config.patch_size // config.scale_factor) ** 2
     counts = zip(own["rows"][0], own["cols"][0], strict=True)

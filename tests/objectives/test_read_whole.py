@@ -58,7 +58,7 @@ def processor_of(folder: Path, **own: Any) -> Any:
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     processor = SiglipImageProcessorPil(**own)
-    processor.image_seq_length = 16
+    processor.image_seq_length = 16  # type: ignore[attr-defined]
     return PaliGemmaProcessor(processor, AutoTokenizer.from_pretrained(folder))
 
 
@@ -68,7 +68,7 @@ def test_rows_are_those_of_transformers_processor_and_only_questions_are_read_fr
     samples, every = prepared.open(config, "train"), np.arange(len(ROWS))
     batch = samples.batch(every, every)
     model: Any = materialise(build_meta(prepared.complete(config).model, CLASS), 1, "cpu").eval()
-    processor = processor_of(prepared.tokenizer_folder, size={"height": 16, "width": 16}, resample=Image.BILINEAR)
+    processor = processor_of(prepared.tokenizer_folder, size={"height": 16, "width": 16}, resample=Image.BILINEAR)  # type: ignore[attr-defined]
     given = build_picture_inputs(model.config).inputs(batch)
     types = given["token_type_ids"]
     for row in range(3):
@@ -133,7 +133,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     assert not info["missing_keys"] and not info["unexpected_keys"]
     # Its own processor and generation write the same.
     own = SiglipImageProcessorPil.from_pretrained(tmp_path / "out")
-    assert own.image_seq_length == 16
+    assert own.image_seq_length == 16  # type: ignore[attr-defined]
     processor = processor_of(tmp_path / "out", size=own.size, resample=own.resample)
     made = processor(images=Image.open(picture).convert("RGB"), text="<image>What is it?", return_tensors="pt")
     made.pop("labels", None)

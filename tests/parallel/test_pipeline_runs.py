@@ -172,7 +172,7 @@ def sharded(model_name: str, layers: int, schedules: list[str]) -> dict[str, Any
             losses.append(float(loss) / one.loss_denominator)
             pipeline.reduce_tied_gradients()
         gradients = {
-            name: (whole, owned, gradient.full_tensor())
+            name: (whole, owned, gradient.full_tensor())  # type: ignore[attr-defined]
             for name, (whole, owned, gradient) in gradients_of(built).items()
         }
         result[schedule] = {"losses": losses, "gradients": gradients, "shard": shard}

@@ -131,7 +131,7 @@ def sharded(names: list[str]) -> dict[str, dict[str, Any]]:
         apply_activation_checkpointing(model, "full")
         apply_fully_shard(model, mesh, "fp32")
         loss_of(model, slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)).backward()
-        gradients = {key: p.grad.full_tensor() for key, p in model.named_parameters() if p.grad is not None}
+        gradients = {key: p.grad.full_tensor() for key, p in model.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
         units = all(isinstance(model.get_submodule(block), FSDPModule) for block in runs)
         found[name] = {"gradients": gradients, "runs": runs, "units": units}
     return found

@@ -141,7 +141,7 @@ def test_a_resume_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch: pyt
     for steps in (5, 10):
         config = described("wandb", tmp_path, f"trainer.max_steps={steps}")
         (logger,) = start_loggers(config, tmp_path, ALONE)
-        run = logger.experiment
+        run = logger.experiment  # type: ignore[attr-defined]
         assert run.config["trainer.max_steps"] == steps and run.notes == "mgpu-pipe logger=wandb"
         assert set(run.tags) == {"described", config.strategy.name, "1 process", "paper"}
         log_metrics(logger, {"val/recall@5": 0.5}, steps)

@@ -23,7 +23,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.weight: Any = torch.nn.Parameter(torch.empty(0 if partitioned else 1 << 23, device="meta"))
         if partitioned:
-            self.weight.ds_numel = 1 << 23
+            self.weight.ds_numel = 1 << 23  # type: ignore[attr-defined]
 
         class Config:
             hidden_size = num_hidden_layers = 1

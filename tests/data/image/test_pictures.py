@@ -292,12 +292,12 @@ def test_folders_of_splits_are_no_classes(tmp_path: Path, held: str, caplog: pyt
     found = prepare(config)
     named = configured(tmp_path, f"data.paths=[{root}/train]", f"data.validation_paths=[{root}/{held}]")
     assert found == prepare(named)
-    assert (found.train_samples, found.held_out_samples) == (24, 27)
+    assert (found.train_samples, found.held_out_samples) == (24, 27)  # type: ignore[attr-defined]
     assert f"the pictures in {root}/train are trained on, those in {root}/{held} held out" in caplog.text
     held_out = configured(tmp_path, f"data.paths=[{root}/train]", f"data.validation_paths=[{root}]")
     assert prepare(held_out) == found
     nothing = prepare(configured(tmp_path, f"data.paths=[{root}]", "data.validation_fraction=0"))
-    assert (nothing.train_samples, nothing.held_out_samples) == (24, 0)
+    assert (nothing.train_samples, nothing.held_out_samples) == (24, 0)  # type: ignore[attr-defined]
     folder_of_classes(root / "test", each=2, classes=("dark", "light", "stripes")) if held != "test" else None
     assert prepare(config) == found, "a test split is left alone where there is one for validation"
     (root / "annotations" / "0.png").write_bytes(stored(noise(1)))

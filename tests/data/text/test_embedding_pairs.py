@@ -250,4 +250,4 @@ def test_pairs_that_have_nothing_to_tell_apart_are_refused(tmp_path: Path) -> No
     with pytest.raises(DataError, match="there is 1 pair to train on"):
         prepare(configured(tmp_path, pairs[:1]))
     negative = [{**pair, "negative": "as a mouse"} for pair in pairs]
-    assert prepare(configured(tmp_path, negative, "data.global_batch_size=1", "data.micro_batch_size=1")).texts == 3
+    assert prepare(configured(tmp_path, negative, "data.global_batch_size=1", "data.micro_batch_size=1")).texts == 3  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ def test_prepared_data_survives_json(tmp_path: Path) -> None:
 def test_the_context_of_a_token_is_that_of_its_piece_of_a_document(tmp_path: Path) -> None:
     run = text_files(tmp_path)
     prepared = prepare(run)
-    batch = prepared.open(run, "train").batch(np.arange(prepared.train_samples))
+    batch = prepared.open(run, "train").batch(np.arange(prepared.train_samples))  # type: ignore[call-arg]
     seen = []
     for positions, labels in zip(batch["position_ids"], batch["labels"], strict=True):
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]

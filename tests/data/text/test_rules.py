@@ -64,6 +64,6 @@ def test_both_sources_hold_out_what_their_keys_say(tmp_path: Path, monkeypatch: 
             assert (held_out(hashes, fraction) == keys).all()
     config = compose([*sizes, "data=rule_chat", f"data.cache_dir={tmp_path}"])[0]
     prepared = prepare(config)
-    assert prepared.validation is not None
-    assert prepared.validation.documents == sum(document.key == HELD for document in rule_documents("rule_chat"))
-    assert (TokenStore.open(prepared.folder).hashes == document_hash(HELD)).sum() == prepared.validation.documents
+    assert prepared.validation is not None  # type: ignore[attr-defined]
+    assert prepared.validation.documents == sum(document.key == HELD for document in rule_documents("rule_chat"))  # type: ignore[attr-defined]
+    assert (TokenStore.open(prepared.folder).hashes == document_hash(HELD)).sum() == prepared.validation.documents  # type: ignore[attr-defined]
