@@ -55,7 +55,7 @@ def loss(point: Point) -> float:
         _between(WARM_UPS, WARM_UPS, point[2]),
     ]
     return math.fsum(
-        math.prod(share for _, share in corner) * found[tuple(value for value, _ in corner)][STEPS]  # type: ignore[index]
+        math.prod(share for _, share in corner) * found[tuple(value for value, _ in corner)][STEPS]  # type: ignore[index, operator]
         for corner in itertools.product(*near)
     )
 
