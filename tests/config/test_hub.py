@@ -12,6 +12,7 @@ import pytest
 from mgpu_pipe.config.hub import _as_regex, data_name, hub_name, hub_names, is_at_commit, with_names, without_revisions
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -57,7 +58,7 @@ def test_a_name_of_data() -> None:
 
 
 def test_names_are_found_by_key_replaced_and_compared_without_their_revisions() -> None:
-    def config_of(revision: str) -> object:
+    def config_of(revision: str) -> RunConfig:
         data = [f"hf://datasets/org/texts{revision}/*.txt", "local/*.txt"]
         words = [
             "model=hf",
