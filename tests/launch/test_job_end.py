@@ -1,7 +1,8 @@
-"""A run whose job ends before another save would be done saves and leaves; the next attempt goes on."""
+"""Limits of time: a run leaves before its job ends, and every group has ``launch.collective_timeout``."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -46,3 +47,18 @@ def test_a_run_saves_before_it_is_too_late(tmp_path: Path, cache: Path) -> None:
     mgpu(cache, tmp_path, *words, "checkpoint.resume=auto")
     whole = run_folder(mgpu(cache, tmp_path, *words, "run.dir=whole"))
     assert column(folder, "train/loss") == column(whole, "train/loss")
+
+
+TIMEOUT = 77
+
+
+@pytest.mark.slow
+def test_every_group_has_the_timeout(cache: Path, tmp_path: Path) -> None:
+    watch = ("callbacks.watch._target_=tests.support.timeouts.GroupTimeouts", f"callbacks.watch.folder={tmp_path}")
+    axes = ("strategy=megatron", "strategy.tp=2", "strategy.cp=2", "trainer.devices=4")
+    short = ("model=llama_tiny", "data.synthetic.num_documents=64", "trainer.max_steps=2", "checkpoint.every_n_steps=1")
+    mgpu(cache, tmp_path, *watch, *axes, *short, "data=synthetic", f"launch.collective_timeout={TIMEOUT}")
+    for rank in range(4):
+        groups = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert {tuple(ranks) for ranks, _ in groups} >= {(0, 1, 2, 3), (rank // 2 * 2, rank // 2 * 2 + 1)}
+        assert {seconds for _, seconds in groups} == {TIMEOUT}

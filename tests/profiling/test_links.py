@@ -1,8 +1,10 @@
-"""Links between ranks. Oracle: the link that was made slow, on real processes, and figures made up."""
+"""Links between ranks, and the trace of a step."""
 
 from __future__ import annotations
 
+import gzip
 import itertools
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from mgpu_pipe.training.profiling import measure_hardware as measuring
 from mgpu_pipe.training.profiling.link_table import Link, suspects, table, verdict
 from mgpu_pipe.training.profiling.measure_hardware import measure_links, tournament
-from tests.support.command import mgpu
+from mgpu_pipe.training.profiling.rank_times import StepTimes
+from tests.support.command import mgpu, run_folder
 from tests.support.processes import run_processes
 from tests.support.worlds import JoinedRun
 
@@ -91,3 +94,23 @@ def test_the_verb_measures_the_processes_of_a_run(cache: Path, tmp_path: Path) -
         said = mgpu(cache, tmp_path, *words, *more, code=2)
         assert said.startswith(line) and len(said.splitlines()) == 1, said
     assert not (tmp_path / "outputs").exists()
+
+
+SMALL = ["model=llama_tiny", "data.seq_len=32", "data.global_batch_size=4", "checkpoint.save_last=false"]
+
+
+def test_a_trace_of_each_rank_names_what_it_does(cache: Path, tmp_path: Path) -> None:
+    words = [*SMALL, "strategy=fsdp", "trainer.devices=2", "trainer.max_steps=3"]
+    folder = run_folder(mgpu(cache, tmp_path, *words, "trainer.profile=steps", "trainer.profile_steps=[2,3]"))
+    for rank in range(2):
+        with gzip.open(folder / "profile" / f"rank-{rank}.json.gz", "rt") as file:
+            names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("cat") == "user_annotation"]
+        looked_for = ("step 1", "step 2", "step 3", "forward and backward", "optimizer")
+        counts = {name: names.count(name) for name in looked_for}
+        assert counts == {"step 1": 0, "step 2": 1, "step 3": 1, "forward and backward": 2, "optimizer": 2}
+        assert {"data", "all-gather dp_shard", "wait for reduce-scatter dp_shard"} <= set(names)
+        assert "callback StepRecorder.on_train_batch_end" in names
+    times = StepTimes.read(json.loads((folder / "summary.json").read_text())["step_times"])
+    assert times is not None and (times.first, times.last, len(times.ranks)) == (2, 3, 2)
+    page = (folder / "report.html").read_text()
+    assert "Where the time of a step goes" in page and page.count("<rect ") == 2 * 6

@@ -1,16 +1,22 @@
-"""Tables at several widths. Oracles: the numbers put in, each in one piece, and the width of the terminal."""
+"""Columns and rows of tables on a terminal, and the points of charts."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
 import re
+import sys
 
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.report.charts import MOST_POINTS, Curve, chart, points, smoothed, thinned, x_axes
 from mgpu_pipe.report.columns import print_columns, print_rows
 from mgpu_pipe.report.overview import overview
 from mgpu_pipe.report.run_tables import after_table, differences_table, runs_table
+from mgpu_pipe.report.run_view import load_run
+from mgpu_pipe.runs.metrics_file import MetricsWriter
 from tests.report.fake_runs import MakeRun
 
 NAMES = ("state", "step", "loss", "tok/s", "strategy", "age", "size", "tags", "run")
@@ -83,3 +89,123 @@ def test_other_tables_fit(width: int, capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, text.splitlines())) <= width
     for number in ("0.000284762", "0.00284762", "284.8", "742.8", "1,234,567"):
         assert number in text, number
+
+
+ROWS = [("data", "a text of more words than fit beside it, and " + "x" * 50), ("run", "\x1b[31mred\nsecond line")]
+
+
+@pytest.mark.parametrize("width", [24, 40, 80])
+def test_what_is_said_is_wrapped_in_a_column_of_its_own(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_rows(ROWS, "a run")
+    title, *lines, last = capsys.readouterr().out.split("\n")[:-1]
+    assert (title[:6], len(title), last) == ("a run ", width, "")
+    assert {line[:6] for line in lines} == {"data  ", "run   ", " " * 6}
+    assert max(map(len, lines)) <= width
+    said = [line[6:] for line in lines]
+    at = next(number for number, line in enumerate(lines) if line.startswith("run"))
+    assert "".join(said[:at]).replace(" ", "") == ROWS[0][1].replace(" ", "")
+    assert said[at:] == ["\ufffd[31mred", "second line"]
+
+
+def test_only_a_terminal_that_can_gets_bold_names(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for kind, name in (("xterm", "\x1b[1mdata\x1b[0m"), ("dumb", "data")):
+        monkeypatch.setenv("TERM", kind)
+        print_rows([("data", "text")])
+        assert capsys.readouterr().out == f"{name}  text\n"
+
+
+def noise(length: int) -> list[tuple[float, float]]:
+    draw = random.Random(length)
+    return [(step, draw.gauss(0, 1)) for step in range(1, length + 1)]
+
+
+def test_a_thinned_series_keeps_its_ends_and_every_spike() -> None:
+    series = noise(100_000)
+    spikes = [(777, 50.0), (50_001, -60.0), (99_998, 40.0)]
+    for step, value in spikes:
+        series[step - 1] = (step, value)
+    kept = thinned(series)
+    assert len(kept) <= MOST_POINTS
+    assert kept[0] == series[0]
+    assert kept[-1] == series[-1]
+    assert set(spikes) <= set(kept)
+    assert set(kept) <= set(series)
+    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
+
+
+def test_a_short_series_is_drawn_whole() -> None:
+    for length in (0, 1, 2, 3, MOST_POINTS):
+        assert thinned(noise(length)) == noise(length)
+    assert len(thinned(noise(MOST_POINTS + 1))) <= MOST_POINTS
+    assert smoothed(noise(29)) == noise(29)
+
+
+def test_smoothing_keeps_a_level_and_a_slope_and_damps_noise() -> None:
+    level = [(float(step), 3.0) for step in range(1, 501)]
+    assert all(math.isclose(value, 3.0) for _, value in smoothed(level))
+    slope = [(float(step), 0.5 * step) for step in range(1, 501)]
+    # the window is centred, so a slope is not shifted; only where it ends is it lopsided
+    assert all(math.isclose(value, 0.5 * step) for step, value in smoothed(slope)[:480])
+    even = [value for _, value in smoothed(noise(5000))]
+    assert max(even) - min(even) < 1.5
+
+
+def test_points_leave_out_what_was_not_measured() -> None:
+    assert points([1, 2, 3, 4], [1.0, math.nan, math.inf, 2.0]) == [(1, 1.0), (4, 2.0)]
+
+
+def test_points_leave_out_what_no_chart_can_hold() -> None:
+    assert points([2, 1, 2, 3, 10**400, 4], [1.0, 1.0, 9.0, 1e200, 1.0, 2.0]) == [(2, 1.0), (4, 2.0)]
+
+
+def test_a_chart_holds_steps_and_values_as_they_were_measured() -> None:
+    drawn = chart("t", [Curve("a", [(1, 0.5), (50, 1 / 3)], 2, keys=("k",), run=1)], up="nats")["drawn"]
+    assert drawn["up"] == "nats"
+    assert drawn["curves"] == [
+        {"label": "a", "number": 2, "style": "line", "keys": ("k",), "run": 1, "x": [1, 50], "y": [0.5, 0.333333]}
+    ]
+
+
+@pytest.mark.parametrize(("values", "log"), [([0.01, 2.0], True), ([1.0, 2.0], False), ([-1.0, 100.0], False)])
+def test_a_logarithmic_axis_is_for_positive_values_far_apart(values: list[float], log: bool) -> None:
+    assert chart("t", [Curve("a", list(enumerate(values)), 0)], log=True)["drawn"]["log"] is log
+
+
+def test_what_was_not_measured_is_not_drawn() -> None:
+    assert chart("t", [Curve("a", [], 0, legend="a"), Curve("b", [], 0, legend="b")])["drawn"]["curves"] == []
+
+
+def test_a_legend_is_there_where_there_is_something_to_tell_apart() -> None:
+    line = [(1.0, 1.0)]
+    one, two = Curve("a", line, 0, keys=("a",), legend="a"), Curve("b", line, 1, "dots", ("b", "c"), legend="b = c")
+    assert chart("t", [one])["legend"] == []
+    assert [key["text"] for key in chart("t", [two])["legend"]] == ["b = c"]
+    assert [key["switches"] for key in chart("t", [one, two])["legend"]] == ["a", "b c"]
+
+
+def test_a_chart_is_told_in_words() -> None:
+    curves = [Curve("train", [(1, 8.0), (1000, 4.25)], 0), Curve("each step", [(1, 1.0)], 0, "raw")]
+    assert chart("Loss", curves)["spoken"] == "Loss. train: 8 at step 1, 4.25 at step 1,000"
+
+
+def test_tokens_and_time_add_up_also_over_steps_that_were_not_logged(make_run: MakeRun) -> None:
+    run = make_run(steps=60)
+    run.metrics.unlink()
+    writer = MetricsWriter(run.metrics)
+    for step in (1, 10, 20):
+        row = {"step": step, "train/loss": 1.0, "throughput/tokens_per_s": 100.0, "throughput/step_s": float(step)}
+        writer.append(row)
+    writer.close()
+    view = load_run(run)
+    assert x_axes([view]) == {
+        "axes": ["step", "tokens", "training time, s"],
+        "clocks": [[[0, 1, 10, 20], [0, 100, 9100, 29_100], [0, 1, 91, 291]]],
+    }
+    view.metrics.pop("throughput/step_s")
+    assert x_axes([view]) == {"axes": ["step"], "clocks": [[[1, 10, 20]]]}

@@ -1,8 +1,10 @@
-"""Oracle: closed forms of what a rank holds."""
+"""A rank's memory: parts of an error, and the allocator's snapshot."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.rank_memory import estimated_parts, out_of_memory
+from mgpu_pipe.training.rank_memory import GIB, estimated_parts, out_of_memory, write_snapshot
 
 
 class Model(torch.nn.Module):
@@ -78,3 +80,16 @@ def test_a_model_that_is_cut_is_spread_further_by_its_own_axis() -> None:
     text = str(out_of_memory(MemoryError("no"), 0, config, ParallelDims(tp=2), BatchPlan(1, 1, 1), Model(False), {}))
     assert "trainer.devices=4 (saves about 32 MiB)" in text
     assert "strategy=fsdp" not in text
+
+
+def test_what_is_free_and_in_how_large_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def segment(used: int, *free: int) -> dict[str, Any]:
+        blocks = [{"size": used, "state": "active_allocated"}, *({"size": size, "state": "inactive"} for size in free)]
+        return {"total_size": used + sum(free), "allocated_size": used, "blocks": blocks}
+
+    segments = [segment(4 * GIB, GIB, GIB // 2), segment(2 * GIB)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    file = tmp_path / "profile" / "memory-rank-3.json"
+    told = "held 7.50 GiB, used 6.00 GiB, largest free block 1.00 GiB of 1.50 GiB"
+    assert write_snapshot(file) == f"GPU memory: {told}; all blocks: {file}"
+    assert json.loads(file.read_text()) == segments

@@ -1,13 +1,15 @@
-"""Save, resume and export of runs that start from a model folder. Oracle: transformers' own reading of it."""
+"""Runs that start from a folder's weights, or from those of a run that is still saving."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
@@ -17,10 +19,13 @@ from mgpu_pipe.inference.export_folder import export_folder
 from mgpu_pipe.inference.open import load_run, open_model
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.weights.pretrained import stored_buffers
+from mgpu_pipe.training import initial_weights
+from tests.checkpoint.support import save_alone
 from tests.families.cells import Variant, small
 from tests.models.old_folders import write_old
 from tests.models.tiny import write_folder
 from tests.support import small_runs
+from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 
 OLD = {"bert": "masked_lm", "gpt2": "causal_lm", "llama": "causal_lm", "pythia": "causal_lm"}
@@ -97,3 +102,18 @@ def test_a_tokenizer_in_older_files_alone_is_refused_beforehand(tmp_path: Path) 
     preflight(config)
     with pytest.raises(BadInputError, match=r"keeps its tokenizer as vocab\.txt, .*; write one with transformers"):
         preflight(text)
+
+
+def _step_of(root: Path) -> int:
+    """Rank 1 comes later: another step was saved meanwhile."""
+    config = RunConfig()
+    config.checkpoint.init_from = str(root)
+    with patch.object(initial_weights, "resolve_source", return_value=root / f"step-{4 + dist.get_rank():08d}"):
+        return initial_weights.weights_reader(config.checkpoint).manifest.step
+
+
+def test_ranks_that_look_at_different_times_take_the_same_step(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for step in (4, 5):
+        save_alone(root, step)
+    assert run_processes(2, _step_of, root) == [4, 4]
