@@ -1,4 +1,9 @@
-"""Launches a checked configuration: joins the world that there is, or runs workers of this machine up to the report."""
+"""Launches a checked configuration: the path that every world takes.
+
+:func:`launch` finds the world that torchrun or srun started, or makes one of workers of this machine (:mod:`.world`).
+:mod:`.run_start` begins the run in its folder and prepares the attempt. Workers train under :mod:`.supervisor`, here
+and in :mod:`.node`; a rank of :mod:`.join` trains itself. :mod:`.outcome` writes the end and gives the exit code.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,6 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import devices_per_node
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK, EXIT_STOPPED, BadInputError, ConfigError, print_line
-from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import fork_server
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.deepspeed_build import prepare_extensions
@@ -22,11 +26,11 @@ from mgpu_pipe.launch.join import join
 from mgpu_pipe.launch.node import launch_node
 from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.resume import resume_step
-from mgpu_pipe.launch.run_start import AttemptStart, begin_run, prepare_attempt
+from mgpu_pipe.launch.run_start import AttemptStart, begin_run, prepare_attempt, worker_plan
 from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
-from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan
+from mgpu_pipe.launch.workers import RESUME, WorkerGroup
 from mgpu_pipe.launch.world import World, is_node_task
 from mgpu_pipe.runs import record, run_folder
 from mgpu_pipe.runs.lock import RunLock
@@ -100,15 +104,8 @@ def _run(
     world = World.on_this_machine(devices_per_node(config.trainer, config.strategy))
     variables = run_environment(config.trainer, config.data.cache_dir)
     environment = {**world.thread_environment(options.threads_per_worker), **variables}
-    plan = WorkerPlan(
-        argv=python_module(WORKER, str(paths.root)),
-        world=world,
-        paths=paths,
-        environment=environment,
-        live_fd=live,
-        inherited_fds=(lock.fd,),
-        server=fork_server.serving({**os.environ, **environment}),
-    )
+    server = fork_server.serving({**os.environ, **environment})
+    plan = worker_plan(paths, world, environment, live, lock, server)
 
     def environment_of(attempt: int) -> Mapping[str, str]:
         """Variables of a restarted attempt."""
@@ -119,11 +116,11 @@ def _run(
         with run_folder.writing_to(paths.root):
             return WorkerGroup(plan.with_environment(_resume_variables(step)), first)
 
-    group = None if plan.server else group_of()
+    group = None if server else group_of()
     try:
         prepare_attempt(config, paths, command_line, AttemptStart(first, world, step, environment, launched))
-        if plan.server:
-            plan.server.wait()
+        if server:
+            server.wait()
         group = group or group_of()
         lock.training()
         return supervise(

@@ -27,16 +27,16 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, devices_per_node
 from mgpu_pipe.config.schema import LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, RunFolderError, print_line
-from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.failure import Failure
 from mgpu_pipe.launch.join import SharedPlan, agree, prepare_on_every_node
 from mgpu_pipe.launch.outcome import LaunchResult
+from mgpu_pipe.launch.run_start import worker_plan
 from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.worker import prepared_here
-from mgpu_pipe.launch.workers import RESUME, WORKER, WorkerGroup, WorkerPlan
+from mgpu_pipe.launch.workers import RESUME, WorkerGroup
 from mgpu_pipe.launch.world import World, check_world, joined_store, wait_for
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine, joined_start
@@ -174,18 +174,8 @@ def _watch(
         wait_for(store, [PORT])
         world = replace(world, master_port=int(store.get(PORT)))
     with live_descriptor() as live:
-        plan = WorkerPlan(
-            argv=python_module(WORKER, str(paths.root)),
-            world=world,
-            paths=paths,
-            environment={
-                **world.thread_environment(config.launch.threads_per_worker),
-                **variables,
-                RESUME: shared.resume,
-            },
-            live_fd=live,
-            inherited_fds=() if lock is None else (lock.fd,),
-        )
+        environment = {**world.thread_environment(config.launch.threads_per_worker), **variables}
+        plan = worker_plan(paths, world, {**environment, RESUME: shared.resume}, live, lock)
         group = WorkerGroup(plan, shared.attempt)
         try:
             if not node:

@@ -8,13 +8,17 @@ from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.deepspeed_build import write_engine_settings
+from mgpu_pipe.launch.fork_server import ForkServer
 from mgpu_pipe.launch.preparing import prepare_data
 from mgpu_pipe.launch.resume import announce_resume, restarts_without_progress
+from mgpu_pipe.launch.workers import WORKER, WorkerPlan
 from mgpu_pipe.launch.world import World
 from mgpu_pipe.runs import history, record, run_folder
 from mgpu_pipe.runs.environment import describe_environment
+from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.runs.run_folder import RunFolder
 from mgpu_pipe.system.threads import choose_threads
@@ -80,3 +84,23 @@ def prepare_attempt(config: RunConfig, paths: RunPaths, command_line: CommandLin
         without_progress = restarts_without_progress(config.launch)
         history.begin(paths, start.number, start.step, without_progress, launched=start.launched)
     finish.print_before(config, prepared, environment, processes)
+
+
+def worker_plan(
+    paths: RunPaths,
+    world: World,
+    environment: Mapping[str, str],
+    live: int,
+    lock: RunLock | None,
+    server: ForkServer | None = None,
+) -> WorkerPlan:
+    """Command, environment and descriptors of this node's workers; they keep the run's lock, where this node has it."""
+    return WorkerPlan(
+        argv=python_module(WORKER, str(paths.root)),
+        world=world,
+        paths=paths,
+        environment=environment,
+        live_fd=live,
+        inherited_fds=() if lock is None else (lock.fd,),
+        server=server,
+    )

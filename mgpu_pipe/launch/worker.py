@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.inference.prompt_samples import Sample
     from mgpu_pipe.launch.world import World
-    from mgpu_pipe.training.result import TrainResult
+    from mgpu_pipe.training.attempt import TrainResult
 
 
 NODE_LOCK = "node.lock"

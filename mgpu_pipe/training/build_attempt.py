@@ -30,12 +30,11 @@ from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 from mgpu_pipe.parallel.random_streams import uses_dropout
 from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, rank_writer, truncate_after
 from mgpu_pipe.training import initial_weights
-from mgpu_pipe.training.attempt import Attempt, Inference
+from mgpu_pipe.training.attempt import Attempt, Inference, TaskFigures
 from mgpu_pipe.training.initial_weights import StartWeights
 from mgpu_pipe.training.progress import Progress
 from mgpu_pipe.training.rank_memory import is_out_of_memory, out_of_memory
 from mgpu_pipe.training.recorder import StepRecorder
-from mgpu_pipe.training.result import TaskFigures
 from mgpu_pipe.training.run_clock import RunClock, too_late
 from mgpu_pipe.training.save_and_resume import Checkpointer
 from mgpu_pipe.training.strategy import EngineStrategy

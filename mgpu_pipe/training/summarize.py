@@ -13,11 +13,10 @@ from mgpu_pipe.data.balance import imbalances
 from mgpu_pipe.errors import GradientSpikeError
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.parallel.random_streams import STATISTICAL, uses_dropout
-from mgpu_pipe.training.attempt import Attempt
+from mgpu_pipe.training.attempt import Attempt, TrainResult
 from mgpu_pipe.training.build_attempt import BuiltModel, Engine
 from mgpu_pipe.training.rank_memory import by_rank, memory_by_rank
 from mgpu_pipe.training.recorder import peak_memory_gib
-from mgpu_pipe.training.result import TrainResult
 from mgpu_pipe.training.strategy import EngineStrategy
 
 

@@ -18,7 +18,7 @@ from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.errors import BadInputError, MgpuError, print_line
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
-from mgpu_pipe.training.attempt import Attempt, Inference
+from mgpu_pipe.training.attempt import Attempt, Inference, TrainResult
 from mgpu_pipe.training.build_attempt import (
     BuiltModel,
     Engine,
@@ -28,7 +28,6 @@ from mgpu_pipe.training.build_attempt import (
     build_objective,
 )
 from mgpu_pipe.training.rank_memory import is_out_of_memory, out_of_memory, write_snapshot
-from mgpu_pipe.training.result import TrainResult
 from mgpu_pipe.training.step import NonFiniteStep
 from mgpu_pipe.training.summarize import summarize
 from mgpu_pipe.training.trainer import run_trainer
