@@ -250,6 +250,21 @@ class SweepConfig:
 
 
 @dataclass
+class PrecisionConfig:
+    name: Literal["auto", "fp32", "bf16", "bf16_true", "fp16", "fp8"] = "auto"
+    """fp32; bf16, fp16, fp8: compute alone, weights, gradient reduction and optimizer in fp32; bf16_true: everything
+    in bf16; auto: bf16 on GPUs that have it, else fp32."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Type of the gradients in the data-parallel reduction; bf16 sends half the bytes, for runs that compute in bf16 or
+    fp8."""
+    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """Scaling of precision=fp8, by torchao's names: one factor a tensor is fastest, one a row keeps outliers better."""
+    tf32: bool = False
+    """Let fp32 matrix products and convolutions on CUDA round their inputs to TF32 (10 bits): faster, and results
+    agree to about 1e-3 instead of 1e-6; for precision=fp32."""
+
+
+@dataclass
 class PlanConfig:
     hardware: list[str] = field(default_factory=list)
     """Hardware to plan for: names of profiles (a100_40, a100_80, b200, cpu, h100, h200, rtx4090, rtx5090), or paths of
