@@ -26,6 +26,7 @@ from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.ctc import CTCObjective
 from mgpu_pipe.objectives.sound_inputs import SpecAugment
 from mgpu_pipe.objectives.speech_keys import count_errors, transcribe
+from tests.objectives.harness import check_alone
 from tests.support import small_runs
 from tests.support.command import mgpu
 from tests.support.needs import need_speech
@@ -54,24 +55,7 @@ def made(family: str, **fields: Any) -> torch.nn.Module:
 @pytest.mark.parametrize("family", families_in_role("waveform_encoder"))
 def test_loss_and_gradients_are_those_of_recordings_alone(family: str, norm: str) -> None:
     layered = {"feat_extract_norm": norm, "do_stable_layer_norm": norm == "layer"}
-    objective, plain = CTCObjective(made(family, **layered), None, lambda step: 1.0), made(family, **layered)
-    batch = objective.random_batch(3, 2, 5, 0, packed=False)
-    losses = []
-    for seed, size in ((1, 5), (2, 2)):
-        torch.manual_seed(seed)
-        np.random.seed(seed)
-        objective.model.zero_grad()
-        parts = [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, 5, size)]
-        found = torch.stack([objective.micro_batch_loss(part) for part in parts]).sum()
-        found.backward()  # type: ignore[no-untyped-call]
-        losses.append(float(found.detach()))
-    reference: Any = objective.reference_loss(lambda **inputs: plain(**inputs), plain, batch).loss_sum  # type: ignore[arg-type]
-    reference.backward()
-    assert losses == pytest.approx([float(reference)] * 2, rel=1e-6), "whatever the cut, and the generators' state"
-    whole = float(torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm())
-    for (name, ours), own in zip(objective.model.named_parameters(), plain.parameters(), strict=True):
-        error = 0.0 if own.grad is None else float((ours.grad - own.grad).norm())  # type: ignore[operator]
-        assert error <= 1e-5 * float(0 if own.grad is None else own.grad.norm()) + 1e-6 * whole, name
+    check_alone(CTCObjective(made(family, **layered), None, lambda step: 1.0), made(family, **layered))
 
 
 def test_gradients_of_long_recordings_are_those_of_float64() -> None:

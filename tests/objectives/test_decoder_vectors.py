@@ -11,10 +11,7 @@ import pytest
 import torch
 
 from mgpu_pipe.architectures.find import families_with
-from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.cli.main import main
-from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.text_vectors import pool, present_rows
@@ -53,25 +50,6 @@ def test_a_text_has_the_same_vector_alone_and_in_a_batch(family: str, bidirectio
 
 
 VECTORS = "objective=text_embedding data=stdlib_pairs"
-
-
-@pytest.mark.parametrize(
-    ("words", "refused"),
-    [
-        (
-            f"{VECTORS} model=llama_tiny objective.pooling=cls",
-            "objective.pooling=cls: the first token of a causal model sees no other; use last_token, or "
-            "model.bidirectional=true",
-        ),
-        (f"{VECTORS} model=bert_tiny model.bidirectional=true", "the bert family is no decoder"),
-        ("objective=causal_lm model=llama_tiny model.bidirectional=true", "objective.name=causal_lm makes no vectors"),
-        (f"{VECTORS} model=gpt2_tiny", "objective.name=text_embedding does not train the gpt2 family"),
-    ],
-)
-def test_what_a_decoder_cannot_is_refused_before_a_launch(words: str, refused: str) -> None:
-    with pytest.raises(ConfigErrors) as error:
-        preflight(compose([*words.split(), "trainer.accelerator=cpu"])[0])
-    assert refused in str(error.value)
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
@@ -19,14 +18,13 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import build_meta, materialise, run_model
 from mgpu_pipe.objectives.distill_keys import DistillConfig
 from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.divergence import Teaching, linear_distillation, token_divergences
 from mgpu_pipe.objectives.packed_text import forward_kwargs
 from tests.support.processes import run_processes
-from tests.support.sampling import one_in
 
 DISTILL = ("objective=distill", "model=llama_tiny", "logger=none", "trainer.progress=off")
 FSDP = "objective.teacher_strategy=fsdp"
@@ -155,26 +153,6 @@ def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
     at = rows[0].split(",").index("train/loss")
     assert [float(row.split(",")[at]) for row in rows[1:]] == pytest.approx(losses, rel=1e-5)
     assert 0 < found["val/divergence"] < found["val/loss"] and found["val/perplexity"] > 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    one_in(
-        2,
-        [
-            (("objective.teacher=nowhere",), "objective.teacher=nowhere: holds no config.json of a model, and no"),
-            (("objective.temperature=0",), "objective.temperature=0.0: use a number above 0"),
-            (("objective.teacher_weight=1.5",), "objective.teacher_weight=1.5: use a number of at most 1"),
-            (("strategy=cp", "trainer.devices=2"), "objective.name=distill cannot be spread over it"),
-            (("model.config.vocab_size=400",), "its vocabulary has 384 tokens, the student's 400"),
-        ],
-    ),
-)
-def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tuple[str, ...], told: str) -> None:
-    with_teacher(tmp_path)
-    with pytest.raises(ConfigErrors) as refused:
-        preflight(small_data(tmp_path, *overrides))
-    assert told in str(refused.value)
 
 
 @pytest.mark.slow

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,74 +14,34 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.freeze import freeze, remember
-from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.errors import BadInputError, ConfigErrors
+from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.models.build import materialise, run_model
+from tests.objectives.harness import PAIRS, answers_config
+from tests.support import small_runs
 from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 
-DPO = ("objective=dpo", "data=preferences_jsonl", "model=llama_tiny", "logger=none", "trainer.progress=off")
-PAIRS = [
-    {
-        "prompt": f"What is {number} and {number}?",
-        "chosen": f"It is {2 * number}, my friend.",
-        "rejected": f"{2 * number}" + "!" * (number % 4),
-    }
-    for number in range(24)
-]
+
+def small_data(folder: Path, *overrides: str, rows: list[Any] = PAIRS) -> RunConfig:
+    return answers_config("dpo", folder, "trainer.max_steps=3", *overrides, rows=rows)
 
 
-def file_of(folder: Path, rows: list[Any]) -> str:
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return f"data.paths=[{path}]"
+run = partial(small_runs.run, small_data)
 
 
-def small_data(cache: Path, *overrides: str) -> RunConfig:
-    shape = (
-        "data.seq_len=96",
-        "data.global_batch_size=4",
-        "data.validation_fraction=0.25",
-        "model.config.vocab_size=384",
-    )
-    template, steps = "data.chat_template=chatml", ("trainer.max_steps=3", "optimizer.lr=3e-4", "scheduler=constant")
-    return compose([*DPO, *shape, template, *steps, f"data.cache_dir={cache}", *overrides])[0]
-
-
-def trained(folder: str, overrides: list[str], cache: str, resume: str | None = None) -> dict[str, Any]:
-    from mgpu_pipe.training.train import train
-
-    config = small_data(Path(cache), *overrides)
-    step = None if resume is None else Path(resume)
-    result = train(config, RunPaths(Path(folder)), prepare(config), resume=step)
-    return result.summary["metrics"]
+def trained_beside(files: list[Path], composed: Any, folder: str, *given: Any) -> dict[str, Any]:
+    """The metrics of a run in whose folder lie copies of ``files``."""
+    for path in files:
+        shutil.copy(path, folder)
+    return small_runs.trained(composed, folder, *given)
 
 
 def weights_of(folder: Path) -> tuple[str, ...]:
     return ("model=hf", f"model.path={folder}", "~model.config.vocab_size")
-
-
-def run(
-    folder: Path, cache: Path, processes: int, *overrides: str, resume: Path | None = None, beside: Sequence[Path] = ()
-) -> dict[str, float]:
-    """The metrics of a run in the new ``folder``, in which lie copies of the files ``beside``."""
-    folder.mkdir()
-    for path in beside:
-        shutil.copy(path, folder)
-    given = [*overrides, f"trainer.devices={processes}"]
-    config = small_data(cache, *given)
-    freeze(config, RunPaths(folder).config)
-    remember(RunPaths(folder).config)
-    shutil.copytree(prepare(config).tokenizer_folder, RunPaths(folder).tokenizer)
-    step = None if resume is None else str(resume)
-    found: dict[str, float] = run_processes(processes, trained, str(folder), given, str(cache), step)[0]
-    return found
 
 
 def answers(tokenizer: Any, row: dict[str, str]) -> list[tuple[list[int], int, int]]:
@@ -157,9 +116,9 @@ def losses_of(folder: Path) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "strategy"), one_in(3, [(2, "zero3"), (1, "single"), (2, "fsdp")]))
 def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path, processes: int, strategy: str) -> None:
-    given = (file_of(tmp_path, PAIRS), "objective.beta=0.5", "trainer.log_every_n_steps=1", f"strategy={strategy}")
-    found = run(tmp_path / "run", tmp_path / "cache", processes, *given)
-    losses, expected = by_hand(small_data(tmp_path / "cache", *given), 3, 0.5)
+    given = ("objective.beta=0.5", "trainer.log_every_n_steps=1", f"strategy={strategy}")
+    found = run(tmp_path / "run", processes, *given)
+    losses, expected = by_hand(small_data(tmp_path, *given), 3, 0.5)
     assert losses_of(tmp_path / "run") == pytest.approx(losses, rel=1e-5)
     assert losses[0] == pytest.approx(np.log(2)) and abs(losses[2] - losses[0]) > 1e-3
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
@@ -167,15 +126,9 @@ def test_a_run_is_that_of_a_loop_by_hand(tmp_path: Path, processes: int, strateg
 
 @pytest.mark.slow
 def test_a_live_reference_is_the_cached_one(tmp_path: Path) -> None:
-    given = (
-        file_of(tmp_path, PAIRS),
-        "peft=lora",
-        "objective.beta=0.5",
-        "optimizer.lr=1e-3",
-        "trainer.log_every_n_steps=1",
-    )
-    cached = run(tmp_path / "cached", tmp_path / "cache", 1, *given, "strategy=single")
-    live = run(tmp_path / "live", tmp_path / "cache", 2, *given, "strategy=tp", "objective.reference=live")
+    given = ("peft=lora", "objective.beta=0.5", "optimizer.lr=1e-3", "trainer.log_every_n_steps=1")
+    cached = run(tmp_path / "cached", 1, *given, "strategy=single")
+    live = run(tmp_path / "live", 2, *given, "strategy=tp", "objective.reference=live")
     assert losses_of(tmp_path / "live") == pytest.approx(losses_of(tmp_path / "cached"), rel=1e-5)
     assert abs(losses_of(tmp_path / "live")[2] - np.log(2)) > 1e-4
     for key in ("val/loss", "val/margin", "val/chosen_reward"):
@@ -189,10 +142,9 @@ def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
 ) -> None:
     from mgpu_pipe.cli.main import main
 
-    files, cache = file_of(tmp_path, PAIRS), tmp_path / "cache"
-    whole = run(tmp_path / "whole", cache, 1, files, "strategy=single", "checkpoint.every_n_steps=2")
+    whole = run(tmp_path / "whole", 1, "strategy=single", "checkpoint.every_n_steps=2")
     saved = tmp_path / "whole" / "checkpoints" / "step-00000002"
-    second = run(tmp_path / "second", cache, 2, files, "strategy=tp", resume=saved)
+    second = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
     for key in ("train/loss", "val/loss", "val/margin"):
         assert second[key] == pytest.approx(whole[key], rel=1e-5, abs=1e-6)
     evaluate = ["eval", str(tmp_path / "second"), "--device", "cpu"]
@@ -208,18 +160,18 @@ def test_a_run_that_goes_on_elsewhere_keeps_its_reference_and_is_evaluated(
 @pytest.mark.slow
 def test_a_reference_of_other_first_weights_is_not_taken(tmp_path: Path) -> None:
     """An attempt that ended before its first row leaves its reference to the next one in that ``run.dir``."""
-    given, cache = (file_of(tmp_path, PAIRS), "strategy=single", "trainer.val_every_n_steps=100"), tmp_path / "cache"
-    run(tmp_path / "earlier", cache, 1, *given)
+    given = ("strategy=single", "trainer.val_every_n_steps=100")
+    run(tmp_path / "earlier", 1, *given)
     left = list((tmp_path / "earlier").glob("reference-*"))
     for name, other in (("seed", "seed=7"), ("model", "model.config.hidden_act=gelu")):
-        run(tmp_path / name, cache, 1, *given, other, beside=left)
+        run(tmp_path / name, 1, *given, other, trained=partial(trained_beside, left))
         assert losses_of(tmp_path / name)[0] == pytest.approx(np.log(2), abs=1e-6)
 
 
 @pytest.mark.slow
 def test_a_damaged_reference_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    given, cache = (file_of(tmp_path, PAIRS), "strategy=single", "checkpoint.every_n_steps=2"), tmp_path / "cache"
-    run(tmp_path / "run", cache, 1, *given, "checkpoint.keep_last=0")
+    given = ("strategy=single", "checkpoint.every_n_steps=2")
+    run(tmp_path / "run", 1, *given, "checkpoint.keep_last=0")
     losses = losses_of(tmp_path / "run")
     [kept] = (tmp_path / "run").glob("reference-*.npy")
     whole = np.load(kept)
@@ -227,24 +179,24 @@ def test_a_damaged_reference_is_measured_again(tmp_path: Path, caplog: pytest.Lo
     damaged[128:136] = np.float64(-1.0).tobytes()
     kept.write_bytes(damaged)
     again, saved = [*given, "trainer.devices=1"], tmp_path / "run" / "checkpoints" / "step-00000002"
-    run_processes(1, trained, str(tmp_path / "run"), again, str(cache), str(saved))
+    run_processes(1, small_runs.trained, small_data, str(tmp_path / "run"), again, str(saved))
     assert losses_of(tmp_path / "run") == losses
     assert np.array_equal(np.load(kept), whole)
 
 
 @pytest.mark.slow
 def test_a_reference_is_not_measured_again_from_other_weights(tmp_path: Path) -> None:
-    files, cache, folder = file_of(tmp_path, PAIRS), tmp_path / "cache", tmp_path / "model"
-    config = small_data(cache, files)
+    folder = tmp_path / "model"
+    config = small_data(tmp_path)
     model = materialise(run_model(config), 0, torch.device("cpu"))
     model.save_pretrained(folder)
     shutil.copytree(prepare(config).tokenizer_folder, folder, dirs_exist_ok=True)
-    given = (files, "strategy=single", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0", *weights_of(folder))
-    run(tmp_path / "run", cache, 1, *given)
+    given = ("strategy=single", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0", *weights_of(folder))
+    run(tmp_path / "run", 1, *given)
     materialise(run_model(config), 1, torch.device("cpu")).save_pretrained(folder)
     saved = tmp_path / "run" / "checkpoints" / "step-00000002"
     with pytest.raises(AssertionError, match="its weights are not those that this run began with"):
-        run(tmp_path / "second", cache, 1, *given, resume=saved)
+        run(tmp_path / "second", 1, *given, resume=saved)
 
 
 def test_a_sample_is_both_conversations_of_its_pair(tmp_path: Path) -> None:
@@ -267,7 +219,7 @@ def test_a_sample_is_both_conversations_of_its_pair(tmp_path: Path) -> None:
         {"prompt": "Equal?", "chosen": "Yes.", "rejected": "Yes."},
         {"prompt": "Long?", "chosen": "Yes." * 40, "rejected": "No."},
     ]
-    config = small_data(tmp_path, file_of(tmp_path, rows), "data.validation_fraction=0")
+    config = small_data(tmp_path, "data.validation_fraction=0", rows=rows)
     prepared = prepare(config)
     assert prepared.amounts()[0] == (len(PAIRS) + 3, "pairs")
     assert prepared.amounts()[2:] == [(1, "equal pairs left out")] and prepared.too_long_samples == 1
@@ -314,43 +266,11 @@ def test_a_sample_is_both_conversations_of_its_pair(tmp_path: Path) -> None:
 )
 def test_rows_that_are_no_pairs_are_refused(tmp_path: Path, row: object, told: str) -> None:
     with pytest.raises(BadInputError) as refused:
-        preflight(small_data(tmp_path, file_of(tmp_path, [row])))
-    assert told in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (
-            ("data=synthetic",),
-            "data.source=synthetic: objective.name=dpo trains on preferences; use data=preferences_jsonl",
-        ),
-        (("objective=causal_lm",), "data.source=preferences_jsonl: objective.name=causal_lm trains on packed text"),
-        (
-            ("objective.reference=live",),
-            "objective.reference=live: it is the model without its adapters, which must be",
-        ),
-        (("objective.reference=live", "peft=lora", "peft.train_also=[norm.weight]"), "must be all that is trained"),
-        (
-            ("objective.reference=live", "peft=lora", "strategy=pp", "trainer.devices=2"),
-            "objective.reference=live: a pipeline's step has one forward pass; use objective.reference=cached",
-        ),
-        (("objective.beta=0",), "objective.beta=0.0: use a number above 0"),
-        (("objective.label_smoothing=0.5",), "objective.label_smoothing=0.5: use a number below 0.5"),
-        (("objective.loss=ipo", "objective.label_smoothing=0.1"), "objective.loss=ipo has none"),
-        (
-            ("data.chat_template=null",),
-            "data.source=preferences_jsonl needs a chat template and the tokenizer has none",
-        ),
-    ],
-)
-def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigErrors) as refused:
-        preflight(small_data(tmp_path, file_of(tmp_path, PAIRS), *overrides))
+        preflight(small_data(tmp_path, rows=[row]))
     assert told in str(refused.value)
 
 
 def test_nothing_to_train_on_is_told(tmp_path: Path) -> None:
     rows = [{"prompt": "Equal?", "chosen": "Yes.", "rejected": "Yes."}]
-    with pytest.raises(BadInputError, match="nothing to train on: 1 pairs are equal, 0 longer than"):
-        prepare(small_data(tmp_path, file_of(tmp_path, rows)))
+    with pytest.raises(BadInputError, match="nothing to train on: 1 pairs are equal, 0 pairs are longer than"):
+        prepare(small_data(tmp_path, rows=rows))

@@ -149,20 +149,3 @@ def test_a_classifier_that_learns_below_its_last_layer_is_refused(overrides: tup
     with pytest.raises(ConfigError) as raised:
         check_built(config("data.shift=0", "data.cache_features=true", *overrides))
     assert str(raised.value) == f"data.cache_features=true: {told}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (("peft=lora", "peft.targets=[query]"), "its tower gets adapters; use peft=none, or false"),
-        (("objective.mixup=0.2",), "each step changes its pictures; use objective.mixup=0, or false"),
-        (("data.flip=true",), "each step changes its pictures; use data.flip=false, or false"),
-        (
-            ("model.config.hidden_dropout_prob=0.1",),
-            "its tower drops out; use model.config.hidden_dropout_prob=0, or false",
-        ),
-    ],
-)
-def test_what_would_change_them_is_refused(overrides: tuple[str, ...], told: str) -> None:
-    made = config("data.shift=0", "data.cache_features=true", *overrides)
-    assert [str(error) for error in made.objective.run_errors(made)] == [f"data.cache_features=true: {told}"]

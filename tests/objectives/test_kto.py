@@ -3,7 +3,6 @@ answers that TRL 1.16 pairs prompts with."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
@@ -23,6 +21,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.kto import KTOObjective
 from mgpu_pipe.objectives.preference_keys import KTOConfig
 from tests.models.tiny import tiny_model
+from tests.objectives.harness import answers_config, check_gradients, cut, gradients_of, step_loss
 from tests.support import small_runs
 
 ROWS: list[dict[str, Any]] = [
@@ -36,18 +35,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def file_of(folder: Path, rows: list[Any]) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return f"data.paths=[{path}]"
-
-
 def small_data(folder: Path, *overrides: str, rows: list[Any] = ROWS) -> RunConfig:
-    words = ("objective=kto", "data=unpaired_jsonl", "model=llama_tiny", "logger=none", "trainer.progress=off")
-    shape = ("data.seq_len=64", "data.global_batch_size=4", "data.validation_fraction=0.25")
-    steps = ("trainer.max_steps=4", "optimizer.lr=3e-4", "scheduler=constant", "data.chat_template=chatml")
-    paths = (file_of(folder, rows), f"data.cache_dir={folder / 'cache'}", "model.config.vocab_size=384")
-    return compose([*words, *shape, *steps, *paths, *overrides])[0]
+    return answers_config("kto", folder, "data=unpaired_jsonl", "data.seq_len=64", *overrides, rows=rows)
 
 
 run = partial(small_runs.run, small_data)
@@ -70,7 +59,7 @@ def log_probability(model: Any, batch: dict[str, torch.Tensor], row: int, prefix
 def measured(objective: KTOObjective, batch: dict[str, torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
     """Micro-batches of ``size`` rows, after their reference point was measured."""
     count = len(batch["sample"])
-    parts = [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, count, size)]
+    parts = cut(batch, size)
     step = StepBatch(0, 0, count, parts, int((batch["sample"] >= 0).sum()))
     with torch.no_grad():
         objective.measure_step(step, lambda read: sum(map(objective.evaluation_sums, read.micro_batches)))  # type: ignore[arg-type, return-value]
@@ -103,16 +92,12 @@ def test_loss_gradients_and_metrics_are_those_of_the_paper(size: int, point_is_p
         rewards.append(beta * float(gain.detach()))
     expected = torch.stack(losses).sum()
     expected.backward()
-    wanted = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    wanted = gradients_of(model)
     model.zero_grad()
     parts = measured(objective, batch, size)
     assert objective.training, "measuring leaves the mode as it was"
-    loss = torch.stack([objective.micro_batch_loss(part) for part in parts]).sum()
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    total = torch.cat([gradient.flatten() for gradient in wanted.values()]).norm()
-    for name, parameter in model.named_parameters():
-        assert float((parameter.grad - wanted[name]).norm() / total) < 1e-6, name
+    assert float(step_loss(objective, parts)) == pytest.approx(float(expected.detach()), rel=1e-6)
+    check_gradients(model, wanted, each=0, whole=1e-6)
     sums = sum(objective.evaluation_sums(part) for part in parts)
     assert isinstance(sums, torch.Tensor)
     right = sum((reward > beta * point) is (row % 2 == 0) for row, reward in enumerate(rewards))

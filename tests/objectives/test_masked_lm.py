@@ -70,21 +70,6 @@ def test_correct_predictions_are_those_of_whole_logits() -> None:
     assert torch.equal(right, expected)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (("strategy=pp", "trainer.devices=2"), "strategy.pp=2: bert cannot be cut into stages"),
-        (("strategy=cp", "trainer.devices=2"), "strategy.cp=2: attention of the bert family cannot run over several"),
-        (("model=llama_tiny",), "model.type=llama: transformers has no masked language model llama"),
-        (("objective.mask_share=-1",), "objective.mask_share=-1.0: use a number of at least 0"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_beforehand(overrides: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigErrors) as refused:
-        preflight(compose([*BERT, *overrides])[0])
-    assert told in str(refused.value)
-
-
 def tokenizer_with(folder: Path, mask: str | None) -> Path:
     """A tokenizer folder of 600 words whose mask token, where it has one, stands among them."""
     from tokenizers import Tokenizer, models, pre_tokenizers

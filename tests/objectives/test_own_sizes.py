@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ from PIL import Image
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.images.grids import chat_pixels
-from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.preview import parts_of
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
@@ -106,23 +103,6 @@ def test_a_picture_that_is_too_long_stops_or_is_left_out(tmp_path: Path) -> None
         prepare(chats(tmp_path))
     prepared: Any = prepare(chats(tmp_path, "data.on_bad_sample=skip", "data.validation_fraction=0"))
     assert (prepared.train_samples, prepared.bad_samples) == (5, 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((QWEN25, "data.image_size=8"), "data.image_size=8: the model takes pictures in sizes of their own"),
-        ((QWEN25, "data.fit=crop"), "data.fit=crop: the model takes pictures in sizes of their own"),
-        ((QWEN3, "data.max_pixels=15"), "data.max_pixels=15: a place has 16 pixels"),
-        (("model=llava_tiny", "data.max_pixels=99"), "data.max_pixels=99: the model's pictures have one size"),
-        ((QWEN25, "model.config.vision_config.in_channels=4"), "pictures are grey or RGB"),
-    ],
-)
-def test_pictures_that_the_model_does_not_take_are_refused(overrides: tuple[str, ...], expected: str) -> None:
-    config = compose([*GIVEN, "data=picture_chats", "data.paths=[chats.jsonl]", *overrides])[0]
-    assert isinstance(config.data, PictureChatConfig)
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        chat_pixels(config.data, config.model)
 
 
 @pytest.mark.parametrize(

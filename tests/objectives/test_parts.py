@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from mgpu_pipe.architectures.pictures import Parts
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.grids import chat_pixels
-from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.preview import parts_of
-from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
@@ -160,24 +157,6 @@ def test_a_wholly_black_picture_is_seen() -> None:
     seeing = [p.grad for name, p in model.named_parameters() if "vision_model" in name]
     assert all(grad is not None and not grad.any() for grad in seeing), "gradients are there, and zero"
     assert part_patterns(model)["projector"] == ["model.connector.*"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (("data.fit=crop",), "data.fit=crop: the model sees pictures in parts"),
-        (("data.image_size=4",), "data.image_size=4: the model's image_size is 8"),
-        (("data.max_side=7",), "data.max_side=7: a part has so many pixels; use at least 8"),
-        (("data.max_pixels=99",), "data.max_pixels=99: the model's pictures have one size"),
-        (("model.config.scale_factor=3",), "model.config.scale_factor=3: a part of 8 pixels has 8/2 patches across"),
-        (("model=llava_tiny", "data.max_side=8"), "data.max_side=8: the model does not see pictures in parts"),
-    ],
-)
-def test_pictures_that_the_model_does_not_take_are_refused(overrides: tuple[str, ...], expected: str) -> None:
-    config = compose([*GIVEN, "data=picture_chats", "data.paths=[chats.jsonl]", *overrides])[0]
-    assert isinstance(config.data, PictureChatConfig)
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        chat_pixels(config.data, config.model)
 
 
 @pytest.mark.exhaustive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from PIL import Image
 
 from mgpu_pipe.architectures.patch_grids import PooledGrid, RowGrid
 from mgpu_pipe.architectures.pictures import Tiles
-from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.grids import chat_pixels
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.prepare_data import prepare
-from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.test_vision_language import CLASS
@@ -123,35 +121,6 @@ def test_pictures_have_as_many_places_as_transformers_gives() -> None:
         assert tuple(28 * places for places in rows.places(height, width)) == found
         found = get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
         assert tuple(48 * places for places in pooled.places(height, width)) == found
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (("model=internvl_tiny", "data.fit=crop"), "data.fit=crop: the model sees pictures in tiles"),
-        (("model=internvl_tiny", "data.max_pixels=60"), "data.max_pixels=60: a tile has 64 pixels"),
-        (("model=internvl_tiny", "model.config.vision_config.patch_size=8"), "downsample_ratio=0.5: a picture has 1 x"),
-        (("model=gemma3_tiny", "model.config.mm_tokens_per_image=9"), "mm_tokens_per_image=9: a picture has 4 x 4"),
-        (("model=gemma3_tiny", "data.packing=best_fit"), "gemma3 reads pictures from both sides"),
-        (("model=qwen35_tiny", "data.packing=best_fit"), "data.packing=best_fit"),
-        (("model=mistral3_tiny", "data.max_side=3"), "data.max_side=3: a place has so many pixels; use at least 4"),
-        (("model=mistral3_tiny", "data.fit=crop"), "data.fit=crop: the model takes pictures in sizes of their own"),
-        (
-            ("model=gemma4_tiny", "data.max_pixels=15"),
-            "data.max_pixels=15: a place has so many pixels; use at least 16",
-        ),
-        (("model=gemma4_tiny", "data.mean=[0.5]"), "the model normalises pictures by itself"),
-        (("model=gemma4_tiny", "strategy=pp", "trainer.devices=2"), "strategy.pp=2"),
-        (
-            ("model=internvl_tiny", "model.config.vision_config.use_qk_norm=true", "strategy=tp", "trainer.devices=2"),
-            "strategy.tp=2: this kind of internvl has weights that cannot be cut",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_before_a_start(overrides: tuple[str, ...], expected: str) -> None:
-    config = compose(["objective=vision_language", "data=digit_questions", *overrides])[0]
-    with pytest.raises((ConfigError, ConfigErrors), match=re.escape(expected)):
-        preflight(config)
 
 
 def shown_as(text: str) -> str:

@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.preference_keys import CPOConfig, ORPOConfig, SimPOConfig
 from mgpu_pipe.objectives.preference_pairs import CPOObjective, ORPOObjective, SimPOObjective
 from tests.models.tiny import tiny_model
-from tests.objectives.test_dpo import PAIRS, file_of
+from tests.objectives.harness import answers_config
 from tests.support import small_runs
-
-SHAPE = ("data.seq_len=96", "data.global_batch_size=4", "data.validation_fraction=0.25", "model.config.vocab_size=384")
-STEPS = ("trainer.max_steps=4", "optimizer.lr=3e-4", "scheduler=constant", "data.chat_template=chatml")
 
 
 def made(weight: float = 0.3) -> ORPOObjective:
@@ -114,12 +109,7 @@ def test_what_counts_nothing_or_is_certain_has_finite_gradients(build: Any) -> N
     )
 
 
-def small_data(folder: Path, *overrides: str) -> RunConfig:
-    words = ("objective=orpo", "data=preferences_jsonl", "model=llama_tiny", "logger=none", "trainer.progress=off")
-    paths = (file_of(folder, PAIRS), f"data.cache_dir={folder / 'cache'}")
-    return compose([*words, *SHAPE, *STEPS, *paths, *overrides])[0]
-
-
+small_data = partial(answers_config, "orpo")
 run = partial(small_runs.run, small_data)
 
 

@@ -13,16 +13,15 @@ import torch
 import torch.nn.functional as F
 from transformers import BertConfig, BertForSequenceClassification
 
-from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text.pair_template import adapt_to_pairs
-from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.objectives.reranker import RerankerObjective, ranking_sums
 from mgpu_pipe.objectives.vector_keys import RERANKER, RerankerConfig, RerankerLoss
 from tests.data.text.test_pair_template import configured, rows_of, samples_of
+from tests.objectives.harness import check_cuts, cut, step_loss
 from tests.support.command import mgpu, run_folder
 from tests.support.pair_tokenizers import write_tokenizer
 
@@ -53,19 +52,6 @@ def bert(seed: int = 0, dtype: torch.dtype = torch.float32) -> BertForSequenceCl
 
 def objective_of(model: Any, loss: RerankerLoss) -> RerankerObjective:
     return RerankerObjective(model, None, lambda _: 1.0, RerankerConfig(loss=loss))
-
-
-def cut(batch: dict[str, torch.Tensor], *sizes: int) -> list[dict[str, torch.Tensor]]:
-    parts = zip(*(value.split(sizes) for value in batch.values()), strict=True)
-    return [dict(zip(batch, part, strict=True)) for part in parts]
-
-
-def mean_loss(objective: RerankerObjective, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """The loss of a step of these micro-batches; backpropagated."""
-    terms = sum(objective.batch_spec.valid_targets(batch) for batch in batches)
-    losses = [objective.micro_batch_loss(batch) / terms for batch in batches]
-    torch.stack(losses).sum().backward()
-    return torch.stack(losses).sum().detach()
 
 
 def published_loss(whole: Any, loss: RerankerLoss, rows: list[Any]) -> torch.Tensor:
@@ -108,7 +94,8 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(
     whole = library.CrossEncoder(str(tmp_path / "model"), max_length=14, device="cpu").to(dtype).train()
     expected = published_loss(whole, loss, rows)
     expected.backward()
-    found = mean_loss(objective_of(model, loss), cut(batch, 1, 6, 2))
+    objective = objective_of(model, loss)
+    found = step_loss(objective, cut(batch, 1, 6, 2), objective.batch_spec.valid_targets(batch))
     error = abs(float(found) - float(expected.detach())) / float(expected.detach())
     named: dict[str, Any] = {
         name.rpartition("model.")[2]: parameter.grad for name, parameter in whole.named_parameters()
@@ -128,18 +115,8 @@ def test_the_loss_is_the_plain_formula_however_it_is_cut(loss: RerankerLoss) -> 
     model = bert()
     objective = objective_of(model, loss)
     batch = objective.random_batch(3, 2, 6, 9, packed=True)
-    reference = objective.reference_loss(lambda **inputs: model(**inputs), model, batch)
-    terms = objective.batch_spec.valid_targets(batch)
-    gradients = []
-    for sizes in ((6,), (2, 2, 2), (1, 5)):
-        model.zero_grad()
-        batches = [*cut(batch, *sizes), objective.batch_spec.empty(5, torch.device("cpu"))]
-        torch.testing.assert_close(
-            mean_loss(objective, batches), (reference.loss_sum / terms).detach(), rtol=1e-5, atol=0, check_dtype=False
-        )
-        gradients.append(model.bert.embeddings.word_embeddings.weight.grad)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-4, atol=1e-6)
+    empty = objective.batch_spec.empty(5, torch.device("cpu"))
+    check_cuts(objective, batch, model.bert.embeddings.word_embeddings.weight, empty)
 
 
 def test_metrics_are_those_of_sentence_transformers() -> None:
@@ -171,24 +148,6 @@ def test_equal_scores_are_no_ranking_and_queries_without_negatives_none() -> Non
     scores = torch.tensor([[1.0, 1.0, 0.5], [2.0, -torch.inf, -torch.inf], [1.0, 0.0, 0.0]])
     terms = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     assert ranking_sums(scores, terms).tolist() == pytest.approx([1.0, 0.0, 0.5, 1 / np.log2(3)])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "fault"),
-    [
-        (("+model.config.num_labels=3",), "model.config.num_labels=3: the head of objective=reranker has one output"),
-        (("model=llama_tiny", "model.config.pad_token_id=null"), "model.config.pad_token_id=null"),
-        (("model.type=mamba",), "model.type=mamba"),
-        (("strategy=pp", "trainer.devices=2"), "strategy.pp=2: objective.name=reranker cannot"),
-        (("peft=lora",), "peft.train_also=[]: the new head of a classifier would stay untrained"),
-        (("data.query_prompt='find: '",), "data.query_prompt=find: : no program that loads the exported folder"),
-        (("data=stdlib_text",), "data.source=stdlib_text"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused(tmp_path: Path, overrides: tuple[str, ...], fault: str) -> None:
-    with pytest.raises(ConfigErrors) as caught:
-        preflight(configured(tmp_path, rows_of(4), *overrides))
-    assert fault in str(caught.value), caught.value
 
 
 def test_the_bias_is_not_trained_by_differences_of_scores(tmp_path: Path) -> None:

@@ -11,27 +11,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.prepare_data import prepare
-from mgpu_pipe.errors import ConfigErrors, DataError
+from mgpu_pipe.errors import DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.preference_keys import REWARD, RewardConfig
 from mgpu_pipe.objectives.reward import RewardObjective, SeparateConversations
 from tests.models.tiny import tiny_model
-from tests.objectives.test_dpo import PAIRS, file_of
+from tests.objectives.harness import PAIRS, answers_config
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 
 
 def small_data(folder: Path, *overrides: str, rows: list[Any] = PAIRS) -> RunConfig:
-    words = ("objective=reward", "data=preferences_jsonl", "model=llama_tiny", "logger=none", "trainer.progress=off")
-    shape = ("data.seq_len=96", "data.global_batch_size=4", "data.validation_fraction=0.25")
-    fields = ("model.config.vocab_size=384", "model.config.pad_token_id=0")
-    steps = ("trainer.max_steps=4", "optimizer.lr=3e-4", "scheduler=constant", "data.chat_template=chatml")
-    paths = (file_of(folder, rows), f"data.cache_dir={folder / 'cache'}")
-    return compose([*words, *shape, *fields, *steps, *paths, *overrides])[0]
+    return answers_config("reward", folder, "model.config.pad_token_id=0", *overrides, rows=rows)
 
 
 run = partial(small_runs.run, small_data)
@@ -100,24 +94,6 @@ def test_margins_are_those_of_the_column(tmp_path: Path) -> None:
 def test_margins_that_are_no_numbers_are_refused(tmp_path: Path, rows: list[Any], fault: str) -> None:
     with pytest.raises(DataError, match=fault):
         prepare(small_data(tmp_path, rows=rows))
-
-
-@pytest.mark.parametrize(
-    ("override", "fault"),
-    [
-        ("model.config.pad_token_id=null", "model.config.pad_token_id"),
-        (
-            "+model.config.num_labels=3",
-            "model.config.num_labels=3: the head of objective=reward has one output; leave it out",
-        ),
-        ("model.type=mamba", "model.type=mamba"),
-        ("strategy=pp", "pp"),
-    ],
-)
-def test_models_without_such_a_head_are_refused(tmp_path: Path, override: str, fault: str) -> None:
-    with pytest.raises(ConfigErrors) as caught:
-        preflight(small_data(tmp_path, override, "trainer.devices=2"))
-    assert fault in str(caught.value)
 
 
 @pytest.mark.exhaustive

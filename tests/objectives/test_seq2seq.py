@@ -21,7 +21,6 @@ from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.objectives.registry import objective_class
 from tests.support import small_runs
 from tests.support.processes import run_processes
-from tests.support.sampling import one_in
 
 T5 = ("objective=seq2seq", "data=number_words", "model=t5_tiny", "logger=none", "trainer.progress=off")
 TARGET = "decoder.block.1.layer.1.EncDecAttention.k"
@@ -60,54 +59,6 @@ def test_exact_match_is_that_of_greedy_answers(tmp_path: Path, chunk: str) -> No
     assert 0 < metrics["val/accuracy"] < 1
     empty = objective.batch_spec.empty(room, torch.device("cpu"))
     assert objective.evaluation_sums(empty).tolist() == [0.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    one_in(
-        2,
-        [
-            (("strategy=pp", "trainer.devices=2"), "strategy.pp=2: t5 cannot be cut into stages"),
-            (("strategy=cp", "trainer.devices=2"), "strategy.cp=2: attention of the t5 family cannot run over several"),
-            (("strategy=ep", "trainer.devices=2"), "strategy.ep=2"),
-            (
-                ("strategy=tp", "trainer.devices=2", "strategy.sequence_parallel=true"),
-                "the t5 family has no plan for it",
-            ),
-            (("strategy=tp", "trainer.devices=3"), "strategy.tp=3: it does not divide the 8 attention heads"),
-            (
-                ("model=llama_tiny",),
-                "model.type=llama: transformers has no sequence-to-sequence model llama; "
-                "use a sequence-to-sequence model "
-                "(model=t5_tiny or model=t5_mini)",
-            ),
-            (
-                ("objective=causal_lm", "data=stdlib_text"),
-                "no causal language model t5; use a causal language model "
-                "(model=gpt2_tiny, model=llama_tiny, model=mixtral_tiny or model=qwen3_tiny), or objective=seq2seq",
-            ),
-            (("objective=masked_lm", "data=stdlib_text"), "transformers has no masked language model t5"),
-            (
-                ("data=stdlib_text",),
-                "data.source=stdlib_text: objective.name=seq2seq trains on pairs; use data=pairs_jsonl or",
-            ),
-            (
-                ("objective=causal_lm", "model=llama_tiny"),
-                "data.source=number_words: objective.name=causal_lm trains on packed text",
-            ),
-            (
-                ("model.config.pad_token_id=null",),
-                "model.config.pad_token_id=null: give the token that the decoder begins",
-            ),
-            (("data.numbers.digits=10",), "data.numbers.digits=10: use a number of at most 9"),
-            (("data.target_len=0",), "data.target_len=0: use a number of at least 1"),
-        ],
-    ),
-)
-def test_what_cannot_be_done_is_refused_beforehand(overrides: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ConfigErrors) as refused:
-        preflight(compose([*T5, *overrides])[0])
-    assert told in str(refused.value)
 
 
 def pairs_file(folder: Path, *rows: object) -> str:

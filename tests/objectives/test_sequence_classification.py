@@ -32,22 +32,6 @@ LLAMA = (*CLASSES, "model=llama_tiny", "model.config.num_labels=3", "model.confi
 TARGET = "bert.encoder.layer.1.output.dense"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        ((*BERT, "strategy=pp", "trainer.devices=2"), "strategy.pp=2: objective.name=sequence_classification cannot"),
-        ((*LLAMA, "strategy=cp", "trainer.devices=2"), "strategy.cp=2: objective.name=sequence_classification cannot"),
-        ((*CLASSES, "model=llama_tiny", "data=labelled_jsonl"), "model.config.pad_token_id=null"),
-        (BERT, "data.source=stdlib_text: objective.name=sequence_classification trains on labelled text; use data="),
-    ],
-)
-def test_what_cannot_be_done_is_refused_beforehand(tmp_path: Path, overrides: tuple[str, ...], told: str) -> None:
-    paths = [f"data.paths=[{write_rows(tmp_path / 'rows.jsonl')}]"] if "data=labelled_jsonl" in overrides else []
-    with pytest.raises(ConfigErrors) as refused:
-        preflight(compose([*overrides, *paths])[0])
-    assert told in str(refused.value)
-
-
 @pytest.mark.parametrize("family", ["t5", "xlnet"])
 def test_a_family_that_reads_more_than_padded_rows_is_refused(family: str) -> None:
     config = replace(compose([*BERT])[0], model=ModelConfig(type=family))

@@ -23,6 +23,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.sound_classification import SoundClassificationObjective, SoundTaggingObjective
+from tests.objectives.harness import check_alone
 from tests.objectives.test_ctc import FIELDS
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
@@ -77,26 +78,6 @@ def test_tags_have_the_loss_of_transformers_and_their_figures_are_counts(family:
     true = labels.numpy() > 0.5
     counts = {"samples": true.sum(0), "right": (said & true).sum(0), "predicted": said.sum(0)}
     assert objective.findings([*sums, 5.0]) == {"classes": {name: count.tolist() for name, count in counts.items()}}
-
-
-def check_alone(objective: SoundClassificationObjective, plain: torch.nn.Module) -> None:
-    """The loss and every gradient of a batch, however it is cut, are those of its recordings alone."""
-    batch = objective.random_batch(3, 2, 5, 0, packed=False)
-    assert batch["labels"][-1].eq(-100).all()
-    losses = []
-    for size in (5, 2):
-        objective.model.zero_grad()
-        parts = [{name: value[at : at + size] for name, value in batch.items()} for at in range(0, 5, size)]
-        found = torch.stack([objective.micro_batch_loss(part) for part in parts]).sum()
-        found.backward()
-        losses.append(float(found.detach()))
-    reference: Any = objective.reference_loss(lambda **inputs: plain(**inputs), plain, batch).loss_sum  # type: ignore[arg-type]
-    reference.backward()
-    assert losses == pytest.approx([float(reference.detach())] * 2, rel=1e-6)
-    whole = float(torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm())
-    for (name, ours), own in zip(objective.model.named_parameters(), plain.parameters(), strict=True):
-        error = 0.0 if own.grad is None else float((ours.grad - own.grad).norm())  # type: ignore[operator]
-        assert error <= 1e-5 * float(0 if own.grad is None else own.grad.norm()) + 1e-6 * whole, name
 
 
 @pytest.mark.parametrize("norm", ["group", "layer"])

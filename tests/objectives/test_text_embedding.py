@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective, search_sums
 from mgpu_pipe.objectives.text_vectors import TextVectorObjective
 from mgpu_pipe.objectives.vector_keys import SEARCH_METRICS, TEXT_EMBEDDING, TextEmbeddingConfig
+from tests.objectives.harness import check_gradients, cut, gradients_of, step_loss, vector_errors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -52,18 +52,16 @@ def batch_of(texts: int, samples: int = SAMPLES, seed: int = 1) -> dict[str, tor
     }
 
 
-def cut(batch: dict[str, torch.Tensor], *sizes: int) -> list[dict[str, torch.Tensor]]:
-    parts = zip(*(value.split(sizes) for value in batch.values()), strict=True)
-    return [dict(zip(batch, part, strict=True)) for part in parts]
-
-
 def mean_loss(objective: TextVectorObjective, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     """The loss of a step of these micro-batches; backpropagated."""
-    objective.gather_features(batches, len(batches), SingleProcess())
-    samples = sum(len(batch["lengths"]) for batch in batches)
-    losses = [objective.micro_batch_loss(batch) / samples for batch in batches]
-    torch.stack(losses).sum().backward()
-    return torch.stack(losses).sum().detach()
+    return step_loss(objective, batches, sum(len(batch["lengths"]) for batch in batches))
+
+
+def columns_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The texts as sentence-transformers takes them."""
+    mask = (torch.arange(SEQ_LEN) < batch["lengths"].unsqueeze(-1)).long()
+    texts = range(batch["lengths"].shape[1])
+    return [{"input_ids": batch["input_ids"][:, at], "attention_mask": mask[:, at]} for at in texts]
 
 
 @pytest.fixture
@@ -107,24 +105,13 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(
     whole = published(model, pooling, dtype)
     directions: Any = ("query_to_doc", "doc_to_query") if symmetric else ("query_to_doc",)
     oracle = MultipleNegativesRankingLoss(whole, scale=20.0, directions=directions, partition_mode="per_direction")
-    mask = (torch.arange(SEQ_LEN) < batch["lengths"].unsqueeze(-1)).long()
-    columns = [{"input_ids": batch["input_ids"][:, at], "attention_mask": mask[:, at]} for at in range(texts)]
-    expected = oracle(columns, torch.zeros(SAMPLES))
+    expected = oracle(columns_of(batch), torch.zeros(SAMPLES))
     expected.backward()
     expected = expected.detach()
     loss = mean_loss(objective_of(model, pooling=pooling, symmetric=symmetric), cut(batch, 1, 2, 3))
     bound = 1e-6 if dtype == torch.float32 else 1e-10
     assert abs(float(loss - expected)) <= bound * float(expected)
-    named = {name.rpartition("model.")[2]: parameter.grad for name, parameter in whole.named_parameters()}
-    largest = max(float(gradient.norm()) for gradient in named.values() if gradient is not None)
-    errors = {}
-    for name, parameter in model.named_parameters():
-        if not name.startswith("pooler."):
-            assert parameter.grad is not None
-            # Attention does not depend on the keys' bias: its gradient is rounding alone.
-            size = largest if name.endswith("key.bias") else float(named[name].norm())
-            errors[name] = float((parameter.grad - named[name]).norm()) / size
-    assert len(errors) == len(named) - 2
+    errors = vector_errors(model, whole)
     assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
 
 
@@ -134,17 +121,12 @@ def test_shortened_vectors_add_the_losses_of_sentence_transformers(published: An
     model, batch = bert(), batch_of(3)
     whole = published(model, "mean", torch.float32)
     oracle = MatryoshkaLoss(whole, MultipleNegativesRankingLoss(whole, scale=20.0), [SIZES["hidden_size"], 8, 3])
-    mask = (torch.arange(SEQ_LEN) < batch["lengths"].unsqueeze(-1)).long()
-    columns = [{"input_ids": batch["input_ids"][:, at], "attention_mask": mask[:, at]} for at in range(3)]
-    expected = oracle(columns, torch.zeros(SAMPLES))
+    expected = oracle(columns_of(batch), torch.zeros(SAMPLES))
     expected.backward()
     loss = mean_loss(objective_of(model, matryoshka_sizes=[8, 3]), cut(batch, 1, 2, 3))
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
-    named = {name.rpartition("model.")[2]: parameter.grad for name, parameter in whole.named_parameters()}
-    total = torch.cat([gradient.flatten() for gradient in named.values() if gradient is not None]).norm()
-    for name, parameter in model.named_parameters():
-        if not name.startswith("pooler."):
-            assert parameter.grad is not None and float((parameter.grad - named[name]).norm() / total) < 1e-6, name
+    wanted = {name: gradient for name, gradient in gradients_of(whole).items() if not name.startswith("pooler.")}
+    check_gradients(model, wanted, each=0, whole=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [[16], [0], [4, 4]])

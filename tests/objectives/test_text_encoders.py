@@ -9,11 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.architectures.find import families_in_role
-from mgpu_pipe.checks.preflight import preflight
-from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.kernels.packed_attention import use_packed_attention
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
@@ -120,28 +117,3 @@ def test_hidden_tokens_of_packed_texts_are_learned_as_those_of_each_text(family:
 def test_the_first_document_of_a_row_is_all_but_padding() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
     assert is_first_document(positions).sum(1).tolist() == [3, 1, 5]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "refused"),
-    [
-        ("model.type=modernbert objective=masked_lm strategy=pp trainer.devices=2", "strategy.pp=2: modernbert cannot"),
-        ("model.type=mpnet objective=masked_lm strategy=cp trainer.devices=2", "strategy.cp=2: attention of the mpnet"),
-        ("model.type=deberta-v2 objective=text_embedding strategy=pp trainer.devices=2", "strategy.pp=2: "),
-        (
-            "model.type=deberta-v2 objective=masked_lm data.packing=best_fit",
-            "data.packing=best_fit: attention of the deberta-v2 family does not separate documents of a row; "
-            "use data.packing=none",
-        ),
-        (
-            "model.type=deberta-v2 objective=masked_lm model.config.legacy=false",
-            "model.config.legacy=false: transformers names no output head of such a model",
-        ),
-        ("model.type=albert objective=masked_lm", "model.type=albert: objective.name=masked_lm does not train"),
-    ],
-)
-def test_what_a_family_cannot_is_refused_before_a_launch(overrides: str, refused: str) -> None:
-    words = ["model=hf", "model.path=null", *overrides.split(), "trainer.accelerator=cpu"]
-    with pytest.raises(ConfigErrors) as error:
-        preflight(compose(words)[0])
-    assert refused in str(error.value)

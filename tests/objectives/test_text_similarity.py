@@ -9,23 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertModel
 
 from mgpu_pipe.objectives.losses.vectors import cosent, ranks, shares_of_correlation
 from mgpu_pipe.objectives.sample_group import SingleProcess
 from mgpu_pipe.objectives.text_vectors import TextSimilarityObjective
 from mgpu_pipe.objectives.vector_keys import TextSimilarityConfig, measure_similarity
-from tests.objectives.test_text_embedding import (  # published is a fixture
-    REASON,
-    SAMPLES,
-    SEQ_LEN,
-    SIZES,
-    batch_of,
-    bert,
-    cut,
-    mean_loss,
-    published,
-)
+from tests.objectives.harness import check_cuts, cut, vector_errors
+from tests.objectives.test_text_embedding import REASON, SIZES, batch_of, bert, columns_of, mean_loss, published
 from tests.support.command import mgpu
 from tests.support.embedding_pairs import write_scored_pairs
 
@@ -40,11 +30,6 @@ def objective_of(model: Any, **keys: Any) -> TextSimilarityObjective:
 def scored_batch() -> dict[str, torch.Tensor]:
     batch = batch_of(2)
     return {"input_ids": batch["input_ids"], "lengths": batch["lengths"], "scores": SCORES}
-
-
-def columns_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    mask = (torch.arange(SEQ_LEN) < batch["lengths"].unsqueeze(-1)).long()
-    return [{"input_ids": batch["input_ids"][:, at], "attention_mask": mask[:, at]} for at in range(2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -63,23 +48,9 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(
     bound = 1e-6 if dtype == torch.float32 else 1e-10
     error = abs(float(found - expected.detach())) / float(expected.detach())
     assert error <= bound
-    errors = gradient_errors(model, whole)
+    errors = vector_errors(model, whole)
     print(f"{loss} {dtype}: loss {error:.1e}, gradients {max(errors.values()):.1e}")
     assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
-
-
-def gradient_errors(model: BertModel, whole: Any) -> dict[str, float]:
-    """Relative error of each parameter's gradient; of those that are rounding alone, relative to the largest one."""
-    named = {name.rpartition("model.")[2]: parameter.grad for name, parameter in whole.named_parameters()}
-    largest = max(float(gradient.norm()) for gradient in named.values() if gradient is not None)
-    errors = {}
-    for name, parameter in model.named_parameters():
-        if not name.startswith("pooler."):
-            assert parameter.grad is not None
-            size = largest if name.endswith("key.bias") else float(named[name].norm())
-            errors[name] = float((parameter.grad - named[name]).norm()) / size
-    assert len(errors) == len(named) - 2
-    return errors
 
 
 def test_shortened_vectors_add_the_losses_of_sentence_transformers(published: Any) -> None:
@@ -91,22 +62,13 @@ def test_shortened_vectors_add_the_losses_of_sentence_transformers(published: An
     expected.backward()
     found = mean_loss(objective_of(model, matryoshka_sizes=[8, 3]), cut(batch, 1, 2, 3))
     assert float(found) == pytest.approx(float(expected.detach()), rel=1e-6)
-    assert max(gradient_errors(model, whole).values()) < 1e-5
+    assert max(vector_errors(model, whole).values()) < 1e-5
 
 
 @pytest.mark.parametrize("loss", ["cosent", "cosine"])
 def test_the_loss_is_the_plain_formula_however_it_is_cut(loss: str) -> None:
-    batch, model = scored_batch(), bert()
-    objective = objective_of(model, loss=loss)
-    reference = objective.reference_loss(lambda **inputs: model(**inputs), model, batch)
-    gradients = []
-    for sizes in ((6,), (2, 2, 2), (1, 5)):
-        model.zero_grad()
-        found = mean_loss(objective, cut(batch, *sizes))
-        torch.testing.assert_close(found, reference.loss_sum / SAMPLES, rtol=1e-5, atol=0)
-        gradients.append(model.embeddings.word_embeddings.weight.grad)
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-4, atol=1e-6)
+    model = bert()
+    check_cuts(objective_of(model, loss=loss), scored_batch(), model.embeddings.word_embeddings.weight)
 
 
 def test_equal_scores_and_large_similarities_leave_the_loss_finite() -> None:

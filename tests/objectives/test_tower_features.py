@@ -13,14 +13,13 @@ import torch
 
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
-from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.models.build import run_model
 from mgpu_pipe.objectives.first_weights import RunStart
 from mgpu_pipe.objectives.tower_features import LlavaFeatures, TowerFeatures
 from mgpu_pipe.topology import BatchPlan
 from mgpu_pipe.training.initial_weights import MeasuredWeights
-from tests.objectives.test_vision_language import GIVEN, chats
+from tests.objectives.test_vision_language import chats
 from tests.support import small_runs
 from tests.support.processes import run_processes
 
@@ -105,27 +104,6 @@ def test_the_run_is_the_one_that_computes_them_in_every_step(
     saved = str(folder / "checkpoints" / "step-00000002")
     run_processes(processes, partial(_once, True), chats, str(folder), [*given, f"trainer.devices={processes}"], saved)
     equal(folder, plain)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (("model.freeze=[]",), "its tower learns; use model.freeze=[vision], or false"),
-        (("peft=lora",), "its tower gets adapters; use peft.targets=[language], or false"),
-        (("data.flip=true",), "each step changes its pictures; use data.flip=false, or false"),
-        (("data.random_crop=0.5",), "each step changes its pictures; use data.random_crop=1.0, or false"),
-        (
-            ("model.config.vision_config.attention_dropout=0.1",),
-            "its tower drops out; use model.config.vision_config.attention_dropout=0, or false",
-        ),
-        (("model=qwen3_vl_tiny",), "what the tower of qwen3_vl sees is not kept; use llava, or false"),
-    ],
-)
-def test_what_would_change_them_is_refused(overrides: tuple[str, ...], told: str) -> None:
-    given = ("data=picture_chats", "data.paths=[chats.jsonl]", "data.chat_template=chatml", *KEPT)
-    config = compose([*GIVEN, *given, *overrides])[0]
-    said = [str(error) for error in config.objective.run_errors(config)]
-    assert said == [f"data.cache_features=true: {told}"]
 
 
 @pytest.mark.slow

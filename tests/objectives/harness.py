@@ -1,0 +1,139 @@
+"""What the tests of several objectives share: small runs on answers, cuts of a batch, and gradients of an oracle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.objectives.sample_group import SingleProcess
+
+Batch = dict[str, torch.Tensor]
+PAIRS = [
+    {
+        "prompt": f"What is {number} and {number}?",
+        "chosen": f"It is {2 * number}, my friend.",
+        "rejected": f"{2 * number}" + "!" * (number % 4),
+    }
+    for number in range(24)
+]
+
+
+def file_of(folder: Path, rows: list[Any]) -> str:
+    """The override that names a file of ``rows``."""
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return f"data.paths=[{folder / 'pairs.jsonl'}]"
+
+
+def answers_config(objective: str, folder: Path, *overrides: str, rows: list[Any] = PAIRS) -> RunConfig:
+    """A small run on the preferences ``rows``, whose data is cached in ``folder``."""
+    words = (f"objective={objective}", "data=preferences_jsonl", "model=llama_tiny", "logger=none")
+    shape = ("data.seq_len=96", "data.global_batch_size=4", "data.validation_fraction=0.25")
+    steps = ("trainer.max_steps=4", "optimizer.lr=3e-4", "scheduler=constant", "trainer.progress=off")
+    text = ("model.config.vocab_size=384", "data.chat_template=chatml")
+    paths = (file_of(folder, rows), f"data.cache_dir={folder / 'cache'}")
+    return compose([*words, *shape, *steps, *text, *paths, *overrides])[0]
+
+
+def cut(batch: Batch, *sizes: int) -> list[Batch]:
+    """Micro-batches of these numbers of rows; of one number, as many as there are."""
+    parts = zip(*(value.split(sizes if len(sizes) > 1 else sizes[0]) for value in batch.values()), strict=True)
+    return [dict(zip(batch, part, strict=True)) for part in parts]
+
+
+def step_loss(objective: Any, batches: list[Batch], denominator: int = 1) -> torch.Tensor:
+    """Loss of a step of these micro-batches, a sum over ``denominator``; backpropagated."""
+    if hasattr(objective, "gather_features"):
+        objective.gather_features(batches, len(batches), SingleProcess())
+    loss = torch.stack([objective.micro_batch_loss(batch) / denominator for batch in batches]).sum()
+    loss.backward()
+    return loss.detach()
+
+
+def gradients_of(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Copies of the gradients by the parameters' names, without those of modules around the model."""
+    return {
+        name.rpartition("model.")[2]: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def check_gradients(
+    model: torch.nn.Module, wanted: Mapping[str, torch.Tensor | None], each: float, whole: float
+) -> None:
+    """Each gradient's error is at most ``each`` times its norm and ``whole`` times that of all gradients together."""
+    total = float(torch.stack([gradient.norm() for gradient in wanted.values() if gradient is not None]).norm())
+    found = gradients_of(model)
+    for name, gradient in wanted.items():
+        ours = found[name]
+        if gradient is None:
+            assert ours is None or float(ours.norm()) <= whole * total, name
+        else:
+            assert ours is not None, name
+            assert float((ours - gradient).norm()) <= each * float(gradient.norm()) + whole * total, name
+
+
+def check_alone(objective: Any, plain: Any) -> None:
+    """Loss and gradients of a batch, however it is cut, are those of its samples alone, whatever the generators' state.
+
+    Args:
+        plain: transformers' model, with the weights of the objective's.
+    """
+    batch = objective.random_batch(3, 2, 5, 0, packed=False)
+    assert batch["labels"][-1].eq(-100).all()
+    losses = []
+    for seed, size in ((1, 5), (2, 2)):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        objective.model.zero_grad()
+        losses.append(float(step_loss(objective, cut(batch, size))))
+    reference = objective.reference_loss(lambda **inputs: plain(**inputs), plain, batch).loss_sum
+    reference.backward()
+    assert losses == pytest.approx([float(reference.detach())] * 2, rel=1e-6)
+    check_gradients(objective.model, gradients_of(plain), each=1e-5, whole=1e-6)
+
+
+def check_cuts(objective: Any, batch: Batch, weight: torch.nn.Parameter, *more: Batch) -> None:
+    """The loss is that of the plain formula and one weight's gradient the same, however the six rows are cut.
+
+    Args:
+        more: micro-batches of processes without data, which change nothing.
+    """
+    model = objective.model
+    reference = objective.reference_loss(lambda **inputs: model(**inputs), model, batch).loss_sum.detach()
+    units, gradients = objective.batch_spec.valid_targets(batch), []
+    for sizes in ((6,), (2, 2, 2), (1, 5)):
+        model.zero_grad()
+        loss = step_loss(objective, [*cut(batch, *sizes), *more], units)
+        torch.testing.assert_close(loss, reference / units, rtol=1e-5, atol=0, check_dtype=False)
+        assert weight.grad is not None
+        gradients.append(weight.grad)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def vector_errors(model: torch.nn.Module, whole: Any) -> dict[str, float]:
+    """Relative error of each parameter's gradient. Attention does not depend on the keys' bias, whose gradient is
+    rounding alone: its error is relative to the largest gradient.
+
+    Args:
+        whole: sentence-transformers' model around one with the same weights; its pooler has no gradient.
+    """
+    named = gradients_of(whole)
+    largest = max(float(gradient.norm()) for gradient in named.values() if gradient is not None)
+    errors = {}
+    for name, parameter in model.named_parameters():
+        if not name.startswith("pooler."):
+            wanted = named[name]
+            assert parameter.grad is not None and wanted is not None
+            size = largest if name.endswith("key.bias") else float(wanted.norm())
+            errors[name] = float((parameter.grad - wanted).norm()) / size
+    assert len(errors) == len(named) - 2
+    return errors
