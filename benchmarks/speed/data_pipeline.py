@@ -96,7 +96,11 @@ def packing_row(mean: float, sigma: float, seq_len: int, documents: int = 1_000_
 
 def tokenising_rows(config: RunConfig, cache: Path) -> list[list[Any]]:
     source = open_source(config, cache)
-    spec = encoder_spec(config.data, resolve_tokenizer(config, [(config, source)], cache), source)
+    spec = encoder_spec(
+        config.data,
+        resolve_tokenizer(config.model, config.data, config.objective, [(config.data, source)], cache),
+        source,
+    )
     rates = []
     for workers in (1, 2):
         own, others = time.process_time(), children_seconds()

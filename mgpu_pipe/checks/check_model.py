@@ -107,9 +107,9 @@ def check_model(config: RunConfig) -> None:
         else:
             check_model_folder(model.path, *_tokenizer_ids(config.model, config.data))
             if _reads_text(config.data, config.objective):
-                existing_file(config)
+                existing_file(config.model, config.data)
     elif _tokenizer_is_here(config.data) and _reads_text(config.data, config.objective):
-        existing_file(config)
+        existing_file(config.model, config.data)
     objective = description(config.objective.name)
     try:
         check_model_config(model, objective.model_class)
@@ -147,7 +147,7 @@ def check_tokenizer_size(config: RunConfig) -> None:
             from mgpu_pipe.data.text.chat_templates import SPECIAL
 
             special = SPECIAL.get(template, ())
-        trained_vocab_size(config, special)
+        trained_vocab_size(config.model, config.data, config.objective, special)
     elif "vocab_size" in model.config if model.path else _tokenizer_is_here(config.data):
         size, ids = model_vocab_size(model), _tokenizer_ids(config.model, config.data)[0]
         if size is not None and ids is not None and ids > size:

@@ -150,7 +150,7 @@ def _check_data(config: RunConfig) -> None:
         return
     source = find_source(config.data.source)
     if source is None or not source.reads_files or config.data.paths:
-        check_sources(config)
+        check_sources(config.model, config.data)
 
 
 def _check_plug_ins(objective: ObjectiveConfig, strategy: StrategyConfig, trainer: TrainerConfig) -> None:

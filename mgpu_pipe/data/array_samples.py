@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import random_of
 from mgpu_pipe.errors import DataError
 
@@ -24,8 +23,8 @@ class ArraySamples:
         reopen: opens the same samples in another process; picklable.
     """
 
-    def __init__(self, config: RunConfig, data: ArrayData, reopen: Callable[[], ArraySamples]) -> None:
-        self._config, self._data, self._reopen = config, data, reopen
+    def __init__(self, seed: int, source: str, data: ArrayData, reopen: Callable[[], ArraySamples]) -> None:
+        self._seed, self._source, self._data, self._reopen = seed, source, data, reopen
         self._units = data.valid_units
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -50,13 +49,13 @@ class ArraySamples:
         """
         stacked: dict[str, NDArray[Any]] = {}
         for position, (index, number) in enumerate(zip(indices.tolist(), numbers.tolist(), strict=True)):
-            row = self._data.sample(index, random_of(self._config.seed, number))
+            row = self._data.sample(index, random_of(self._seed, number))
             values = {name: np.asarray(value) for name, value in row.items()}
             if not position:
                 stacked = {name: np.empty((len(indices), *array.shape), array.dtype) for name, array in values.items()}
             kinds = {name: (value.shape[1:], value.dtype) for name, value in stacked.items()}
             if {name: (value.shape, value.dtype) for name, value in values.items()} != kinds:
-                where = f"data.source={self._config.data.source}: sample {index}"
+                where = f"data.source={self._source}: sample {index}"
                 raise DataError(f"{where} has other fields, shapes or types than sample {indices[0]}; make them equal")
             for name, value in values.items():  # at once, while it is near; its memory is the next sample's
                 stacked[name][position] = value

@@ -85,7 +85,7 @@ class PreparedArrays(Prepared):
         expected = self.digest if split == "train" else self.validation_digest
         if data.digest != expected:
             raise DataError(f"data.source={self.source}: holds other samples than when the run began")
-        return ArraySamples(config, data, partial(self.open, config, split))
+        return ArraySamples(config.seed, config.data.source, data, partial(self.open, config, split))
 
     def evaluated_samples(self) -> NDArray[np.int64]:
         return evaluated_samples(self.held_out_samples, self.validation_samples)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 
 
-def check_pictures(config: RunConfig) -> None:
+def check_pictures(model: ModelConfig, data: DataConfig) -> None:
     from mgpu_pipe.data.images import check_images
 
-    check_images.check_pictures(config.model, config.data)
+    check_images.check_pictures(model, data)
 
 
-def check_picture_chats(config: RunConfig) -> None:
+def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
     from mgpu_pipe.data.images import check_images
 
-    check_images.check_picture_chats(config)
+    check_images.check_picture_chats(model, data)
 
 
-def check_recordings(config: RunConfig) -> None:
+def check_recordings(model: ModelConfig, data: DataConfig) -> None:
     from mgpu_pipe.data.audio import check_recordings
 
-    check_recordings.check_recordings(config.model, config.data)
+    check_recordings.check_recordings(model, data)
 
 
 def labels_of_recordings(data: DataConfig) -> Iterator[str]:

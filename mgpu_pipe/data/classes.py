@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.local_files import shortened
@@ -15,15 +15,15 @@ MOST_DIGITS = sys.int_info.default_max_str_digits
 """Digits of a number; a longer name counts as a word."""
 
 
-def class_names(config: RunConfig, there: Collection[str]) -> list[str]:
+def class_names(model: ModelConfig, data: DataConfig, there: Collection[str]) -> list[str]:
     """Class names: ``data.classes``, else those of the classifier to train further, else those in the data.
 
     Raises:
         ConfigError: a class of the data is not listed, there are fewer than two, or not ``model.config.num_labels``.
     """
-    names, key = list(config.data.classes), "data.classes"
+    names, key = list(data.classes), "data.classes"
     if not names:
-        names, key = _of_the_model(config.model), "model.config.id2label"
+        names, key = _of_the_model(model), "model.config.id2label"
     if not names:
         names, key = sorted(there, key=in_order), "data.label_column"
     strange = sorted((name for name in there if class_number(name, names) is None), key=in_order)
@@ -34,11 +34,11 @@ def class_names(config: RunConfig, there: Collection[str]) -> list[str]:
         )
     if key == "data.label_column" and len(names) < 2:
         fix = "give samples of two classes or more, or name the classes by data.classes"
-        raise ConfigError(key, config.data.label_column, fix, f"every sample has the class {', '.join(names)!r}")
+        raise ConfigError(key, data.label_column, fix, f"every sample has the class {', '.join(names)!r}")
     if len(names) < 2 or len(set(names)) < len(names):
         reason = "there are fewer than two classes, or one is named twice"
         raise ConfigError(key, ",".join(names), "name each class once by data.classes", reason)
-    wanted = config.model.config.get("num_labels")
+    wanted = model.config.get("num_labels")
     if wanted is not None and wanted != len(names):
         reason = f"the data has {len(names)} classes"
         raise ConfigError("model.config.num_labels", wanted, "leave it out", reason)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.data_sources import SourceDeclaration, find_source, source_names
 from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.data.cache import Progress, no_progress
 from mgpu_pipe.data.text.documents import Source, refusing_bad
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
 
 
-def pass_check(config: RunConfig) -> None:
+def pass_check(model: ModelConfig, data: DataConfig) -> None:
     """Check of a source that makes its documents and needs nothing."""
 
 
@@ -43,7 +43,7 @@ class DataSource(SourceDeclaration):
             takes long.
     """
 
-    check: Callable[[RunConfig], None] = pass_check
+    check: Callable[[ModelConfig, DataConfig], None] = pass_check
     prepare: Callable[[RunConfig, Progress | None], Prepared] | None = None
     open: Callable[[DataConfig, Path, Progress, str], Source] | None = None
     labels: Callable[[DataConfig], Iterator[str]] | None = None
@@ -83,24 +83,24 @@ def _unknown(name: str) -> ConfigError:
     return ConfigError("data.source", name, hint, "no such source")
 
 
-def validation_source_config(config: RunConfig) -> RunConfig:
-    """``config`` with the held-out files as ``data.paths``.
+def held_out_data(data: DataConfig) -> DataConfig:
+    """``data`` with the held-out files as ``data.paths``.
 
     Raises:
         ConfigError: the source reads no paths.
     """
-    source = find_source(config.data.source)
+    source = find_source(data.source)
     if source is not None and not source.reads_files:
         raise ConfigError(
             "data.validation_paths",
-            config.data.validation_paths,
+            data.validation_paths,
             "use data.validation_fraction",
-            f"data.source={config.data.source} reads no paths",
+            f"data.source={data.source} reads no paths",
         )
-    return replace(config, data=replace(config.data, paths=config.data.validation_paths))
+    return replace(data, paths=data.validation_paths)
 
 
-def check_sources(config: RunConfig) -> None:
+def check_sources(model: ModelConfig, data: DataConfig) -> None:
     """Preflight checks of the data, without tokenising it: quick, and without torch.
 
     Checks that paths match, files are readable, nonempty and UTF-8 (the first 32 MiB), first rows have their column,
@@ -109,11 +109,11 @@ def check_sources(config: RunConfig) -> None:
     Raises:
         ConfigErrors: the errors found, as ConfigError and DataError.
     """
-    data, source = config.data, shipped_source(config.data.source)
+    source = shipped_source(data.source)
     checks: list[Callable[[], object]] = [lambda: _check_numbers(data), lambda: check_rule(data)]
-    checks.append((lambda: source.check(config)) if source else lambda: _plug_in(data.source))
+    checks.append((lambda: source.check(model, data)) if source else lambda: _plug_in(data.source))
     if data.validation_paths:
-        checks.append(lambda: validation_source_config(config))
+        checks.append(lambda: held_out_data(data))
     check_all(checks)
 
 
@@ -150,10 +150,15 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
         ConfigError: an unknown source, or paths that match nothing.
         DataError: a file that is missing, empty or unreadable, with ``data.on_bad_sample=stop``.
     """
-    shipped = shipped_source(config.data.source)
-    if shipped is None:
-        source = plug_in_source(config, _plug_in(config.data.source))
-    else:
-        assert shipped.open is not None, f"{shipped.name} has no documents"
-        source = shipped.open(config.data, cache, progress, key)
+    if shipped_source(config.data.source) is not None:
+        return open_shipped(config.data, cache, progress, key)
+    source = plug_in_source(config, _plug_in(config.data.source))
     return source if config.data.on_bad_sample == "skip" else refusing_bad(source)
+
+
+def open_shipped(data: DataConfig, cache: Path, progress: Progress = no_progress, key: str = "data.paths") -> Source:
+    """Opens a shipped source like :func:`open_source`."""
+    shipped = shipped_source(data.source)
+    assert shipped is not None and shipped.open is not None, f"{data.source} has no documents"
+    source = shipped.open(data, cache, progress, key)
+    return source if data.on_bad_sample == "skip" else refusing_bad(source)

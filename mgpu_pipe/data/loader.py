@@ -205,7 +205,7 @@ def train_step_batches(
         A sized iterable. With ``data.num_workers`` above 0, loader processes work ahead; the order is the same.
     """
     dataset = view(config, prepared.open(config, "train"))
-    order = prepared.order(config, len(dataset))
+    order = prepared.order(config.seed, config.data, len(dataset))
     remaining = max(0, max_steps - start_sample // plan.global_batch_size)
     balance = config.data.balance == "cost"
     step_batches = TrainStepBatches(dataset, order, plan, data_parallel_rank, start_sample, remaining, balance)

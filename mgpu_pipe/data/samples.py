@@ -127,9 +127,9 @@ class Prepared(ABC):
             ValueError: the held-out split is requested, and nothing is held out.
         """
 
-    def order(self, config: RunConfig, samples: int) -> Order:
+    def order(self, seed: int, data: DataConfig, samples: int) -> Order:
         """Order of the run over its ``samples`` training samples."""
-        return GlobalOrder(config.seed, samples)
+        return GlobalOrder(seed, samples)
 
     def source_tokens(self, config: RunConfig) -> Callable[[int, int], dict[str, int]] | None:
         """Function from ``(first, count)`` to the tokens of each source in these samples; None without a mixture."""

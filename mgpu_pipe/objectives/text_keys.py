@@ -183,7 +183,7 @@ class MaskedLMConfig(TokenLossConfig):
         if self.mask_token_id != "auto" or not config.model.path:
             return errors
         try:
-            file = existing_file(config)
+            file = existing_file(config.model, config.data)
             if file is None or made_here(file.parent) or mask_token_id(file.parent) is not None:
                 return errors
         except BadInputError:  # reading the tokenizer reports it

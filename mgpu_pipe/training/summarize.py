@@ -123,5 +123,5 @@ def _profile(attempt: Attempt, objective: Objective, engine: Engine) -> dict[str
         return {}
     config = attempt.config
     samples = objective.samples(config, attempt.prepared.open(config, "train"))
-    uneven = imbalances(samples, attempt.prepared.order(config, len(samples)), attempt.plan)
+    uneven = imbalances(samples, attempt.prepared.order(config.seed, config.data, len(samples)), attempt.plan)
     return engine.profiler.finish(config, attempt.plan, peak_memory_gib(attempt.device), uneven)

@@ -31,7 +31,10 @@ def test_check_refuses_what_the_run_refuses(
     monkeypatch.chdir(tmp_path)
     write_number_tokenizer(300, tmp_path)
     config, _ = compose(["model=llama_tiny", *overrides.split()])
-    for refuse in (lambda: resolve_tokenizer(config, [], tmp_path / "cache"), lambda: check_tokenizer_size(config)):
+    for refuse in (
+        lambda: resolve_tokenizer(config.model, config.data, config.objective, [], tmp_path / "cache"),
+        lambda: check_tokenizer_size(config),
+    ):
         with pytest.raises(ConfigError) as refused:
             refuse()
         assert str(refused.value).startswith(error)
@@ -72,7 +75,10 @@ def test_check_refuses_vocabularies_too_small_for_transcripts(
     monkeypatch.chdir(tmp_path)
     write_number_tokenizer(300, tmp_path)
     config, _ = compose([*WHISPER, *overrides.split()])
-    for refuse in (lambda: words_of(config, [], None, tmp_path), lambda: check_tokenizer_size(config)):  # type: ignore[arg-type]
+    for refuse in (
+        lambda: words_of(config.model, config.data, config.objective, [], None, tmp_path),
+        lambda: check_tokenizer_size(config),
+    ):  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as refused:
             refuse()
         assert str(refused.value).startswith(error)

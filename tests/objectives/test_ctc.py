@@ -161,7 +161,7 @@ def test_samples_are_the_same_on_any_processes_and_read_from_json(tmp_path: Path
     prepared = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
     assert prepared.train_samples + prepared.held_out_samples == 40 and prepared.held_out_samples == 10  # type: ignore[attr-defined]
     samples = CTCObjective.samples(config, prepared.open(config, "train"))
-    order = prepared.order(config, len(samples))
+    order = prepared.order(config.seed, config.data, len(samples))
     places = order.indices(0, 90)
     assert set(places.tolist()) == set(range(30))
     assert order.indices(21, 30).tolist() == places[21:51].tolist(), "a pure function of the place"
@@ -178,7 +178,7 @@ def test_samples_are_the_same_on_any_processes_and_read_from_json(tmp_path: Path
     assert not held["hidden_frames"].any()
     lengths = np.load(prepared.folder / "lengths.npy")[prepared.chosen("train")]  # type: ignore[attr-defined]
     unsorted = listed(tmp_path, "data.validation_fraction=0.25", "data.sort_steps=1")
-    drawn = prepare(unsorted).order(unsorted, 30)
+    drawn = prepare(unsorted).order(unsorted.seed, unsorted.data, 30)
     apart = [np.ptp(lengths[one[:80].reshape(10, 8)], axis=1).sum() for one in (places, drawn.indices(0, 80))]
     assert apart[0] < 0.7 * apart[1], "recordings of a step are about as long as one another"
 
@@ -332,7 +332,7 @@ def test_missing_programs_and_packages_are_one_line(tmp_path: Path, monkeypatch:
         monkeypatch.setitem(sys.modules, package, None)
     config = compose([*SPEECH, "data.held_out=synthesiser"])[0]
     with pytest.raises(ConfigErrors) as found:
-        check_programs(config)
+        check_programs(config.model, config.data)
     told = [str(error) for error in found.value.errors]
     assert len(told) == 3 and "apt-get install espeak-ng" in told[1] and "apt-get install flite" in told[2]
     told += [str(error) for error in config.objective.run_errors(config)]

@@ -101,8 +101,9 @@ def test_rows_are_those_of_transformers_processor_and_only_questions_are_read_fr
 
 def test_several_answers_to_learn_are_refused(tmp_path: Path) -> None:
     rows = [{"messages": [*said("Do you?", "No."), *said("Why?", "So.")]}]
+    config = chats(tmp_path, rows=rows)
     with pytest.raises(ConfigErrors, match=r"has 2 answers to learn.*give the others \"train\": false, or a row each"):
-        check_picture_chats(chats(tmp_path, rows=rows))
+        check_picture_chats(config.model, config.data)
 
 
 @pytest.mark.slow

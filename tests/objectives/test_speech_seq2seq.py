@@ -138,7 +138,7 @@ def test_samples_are_the_same_on_any_processes_and_what_is_hidden_is_keyed(tmp_p
     config = listed(tmp_path)
     prepared = prepare(config)
     samples = objective_class("speech_seq2seq").samples(config, prepared.open(config, "train"))
-    places, numbers = prepared.order(config, len(samples)).indices(0, 8), np.arange(8)
+    places, numbers = prepared.order(config.seed, config.data, len(samples)).indices(0, 8), np.arange(8)
     together, alone = samples.batch(places, numbers), samples.batch(places[3:4], numbers[3:4])
     assert torch.equal(together["input_features"][3:4], alone["input_features"])
     length = alone["labels"].shape[1]

@@ -255,8 +255,9 @@ def test_a_video_of_more_frames_than_places_is_left_out_and_told(tmp_path: Path)
     ],
 )
 def test_rows_that_do_not_hold_together_are_refused(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    config = chats(tmp_path, rows=[row])
     with pytest.raises(ConfigErrors, match=re.escape(expected)):
-        check_picture_chats(chats(tmp_path, rows=[row]))
+        check_picture_chats(config.model, config.data)
 
 
 def test_a_model_that_is_given_no_videos_is_refused_before_the_run(cache: Path, tmp_path: Path) -> None:

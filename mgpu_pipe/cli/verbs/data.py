@@ -67,7 +67,7 @@ def _show(config: RunConfig, count: int) -> None:
         print_rows(_sources(prepared), "sources")
     if lengths is not None:
         print_rows(_histogram(lengths[0]), f"tokens a {lengths[1]}")
-    order = prepared.order(config, len(samples))
+    order = prepared.order(config.seed, config.data, len(samples))
     indices, numbers = order.indices(0, count), np.arange(count)
     if lengths is None:
         for number, rows in enumerate(_fields(samples, indices, numbers)):
@@ -126,7 +126,7 @@ def _balance(config: RunConfig, prepared: Prepared, samples: SampleSet) -> list[
 
     dims = ParallelDims.from_config(config.trainer, config.strategy)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-    ratios = imbalances(samples, prepared.order(config, len(samples)), plan)
+    ratios = imbalances(samples, prepared.order(config.seed, config.data, len(samples)), plan)
     if ratios is None:
         return []
     what = describe_imbalance(config.objective, plan)

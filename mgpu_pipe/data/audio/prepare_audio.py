@@ -125,7 +125,9 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
             alphabet, new = _alphabet(config.model, config.data, folder)
             tokenizer = _alphabet_folder(alphabet, sound, cache)
         else:
-            alphabet = words_of(config, _training_texts(config.data, folder, held_folder), window, cache)
+            alphabet = words_of(
+                config.model, data, config.objective, _training_texts(data, folder, held_folder), window, cache
+            )
             tokenizer, new = alphabet.folder, config.model.path is None
         written = (alphabet, limits, tokenizer.name)
         labels = _labels(folder, *written, data.speed, cache)

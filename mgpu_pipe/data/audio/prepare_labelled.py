@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.audio.listen import Sound, frames_of, notes_of_folders, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
 from mgpu_pipe.data.audio.speech_keys import LabelledAudioConfig
@@ -135,14 +135,16 @@ def prepare_labelled_sounds(config: RunConfig, progress: Progress | None = None)
     known, contents = _scan(config, progress, PreparedLabelledSounds, lambda text: [text])
     train, held_labels = known.labels("train"), known.labels("validation")
     majority = majority_accuracy(train, held_labels, config.data)
-    return _add_counts(known, config, contents, set(train.tolist()), set(held_labels.tolist()), majority)
+    return _add_counts(
+        known, config.model, config.data, contents, set(train.tolist()), set(held_labels.tolist()), majority
+    )
 
 
 def prepare_tagged_sounds(config: RunConfig, progress: Progress | None = None) -> PreparedLabelledSounds:
     """Scans the recordings with several classes of ``config``; raises as :func:`prepare_labelled_sounds`."""
     known, contents = _scan(config, progress, PreparedTaggedSounds, tags_in)
     train, held_labels = (set(np.flatnonzero(known.labels(split).any(0)).tolist()) for split in SPLITS)
-    return _add_counts(known, config, contents, train, held_labels, None)
+    return _add_counts(known, config.model, config.data, contents, train, held_labels, None)
 
 
 def _scan(
@@ -166,7 +168,7 @@ def _scan(
         folder=folder,
         held_out_folder=held_folder,
         fraction=float(held_folder == folder) if has_held_paths else data.validation_fraction,
-        classes=_classes(config, *(_names(each, names_in) for each in (folder, held_folder))),
+        classes=_classes(config.model, data, *(_names(each, names_in) for each in (folder, held_folder))),
         recordings=sum(manifest.get("recordings", 0) for manifest in manifests),
         hours=sum(manifest.get("seconds", 0.0) for manifest in manifests) / 3600,
         fewest_samples=fewest,
@@ -181,16 +183,16 @@ def _scan(
 
 def _add_counts(
     known: PreparedLabelledSounds,
-    config: RunConfig,
+    model: ModelConfig,
+    data: DataConfig,
     contents: Sequence[str],
     trained: set[int],
     evaluated: set[int],
     majority: float | None,
 ) -> PreparedLabelledSounds:
     """Adds sample counts and digests to ``known``, and notices of classes that are never trained on and of files."""
-    data = config.data
     assert isinstance(data, LabelledAudioConfig)
-    sound = Sound.from_config(data, config.model)
+    sound = Sound.from_config(data, model)
     identity = (_FORMAT, asdict(sound), known.classes, known.fewest_samples, known.most_samples, known.segment_samples)
     changes = (contents[0], known.fraction, data.speed, data.noise, data.sort_steps)
     available = len(known.chosen("validation"))
@@ -236,15 +238,15 @@ def _names(folder: Path, names_in: Callable[[str], Iterable[str]]) -> set[str]:
     return {name for text in set(transcripts(folder)[0]) for name in names_in(text)}
 
 
-def _classes(config: RunConfig, trained: set[str], evaluated: set[str]) -> list[str]:
+def _classes(model: ModelConfig, data: DataConfig, trained: set[str], evaluated: set[str]) -> list[str]:
     """Class names of the run.
 
     Raises:
         ConfigError: as :func:`class_names`; or held-out files have a class that no training file has.
     """
     unknown = sorted(evaluated - trained)
-    if unknown and not config.data.classes and speech_source(config.data).speak is None:
+    if unknown and not data.classes and speech_source(data).speak is None:
         reason = f"no training recording has the class {shortened(unknown[0])!r}"
         fix = "give training recordings of it, or name all classes by data.classes"
-        raise ConfigError("data.validation_paths", config.data.validation_paths, fix, reason)
-    return class_names(config, trained | evaluated)
+        raise ConfigError("data.validation_paths", data.validation_paths, fix, reason)
+    return class_names(model, data, trained | evaluated)

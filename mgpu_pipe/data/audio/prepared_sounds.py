@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.order import GlobalOrder, Order, SortedSteps
 from mgpu_pipe.data.prepared_splits import PreparedSplits
@@ -33,8 +33,8 @@ class PreparedSounds(PreparedSplits):
         lengths: NDArray[np.int64] = load_array(folder / "lengths.npy")
         return lengths
 
-    def order(self, config: RunConfig, samples: int) -> Order:
-        order, data = super().order(config, samples), config.data
+    def order(self, seed: int, data: DataConfig, samples: int) -> Order:
+        order = super().order(seed, data, samples)
         assert isinstance(data, AudioConfig) and isinstance(order, GlobalOrder)
         if data.sort_steps == 1:
             return order

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.alphabet import PREPROCESSOR, STRANGE
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.cache import build_once, digest_of, write_json
@@ -105,15 +105,17 @@ class Words:
         return self.fitted(STRANGE.join(self._tokenizer.decode(piece, skip_special_tokens=True) for piece in pieces))
 
 
-def words_of(config: RunConfig, texts: Iterable[str], window: LogMel, cache: Path) -> Words:
+def words_of(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, texts: Iterable[str], window: LogMel, cache: Path
+) -> Words:
     """The run's transcript tokenizer in the cache; trained on these texts where the run names none.
 
     Raises:
         ConfigError, ModelFolderError: the tokenizer is missing or does not fit the model.
     """
-    if existing_file(config) is None:
-        return Words(_trained(config.model, list(texts), window, cache))
-    known = resolve_tokenizer(config, [], cache)
+    if existing_file(model, data) is None:
+        return Words(_trained(model, list(texts), window, cache))
+    known = resolve_tokenizer(model, data, objective, [], cache)
     folder = cache / "words" / digest_of(_FORMAT, known.digest, window.settings())
 
     def copy(out: Path) -> dict[str, Any]:
@@ -125,11 +127,11 @@ def words_of(config: RunConfig, texts: Iterable[str], window: LogMel, cache: Pat
 
     build_once(folder, copy)
     words = Words(folder)
-    if config.model.path is not None:
+    if model.path is not None:
         for name, expected in (("decoder_start_token_id", words.start), ("eos_token_id", words.end)):
-            if (said := model_field(config.model, name)) not in (None, expected):
+            if (said := model_field(model, name)) not in (None, expected):
                 reason = f"the model's {name} is {said}, the tokenizer's {expected}"
-                raise ConfigError("data.tokenizer", config.data.tokenizer, "use the model's own tokenizer", reason)
+                raise ConfigError("data.tokenizer", data.tokenizer, "use the model's own tokenizer", reason)
     return words
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
@@ -50,7 +50,7 @@ class ChatSource:
     """Conversations of a source and their visual inputs.
 
     Attributes:
-        plain: the configuration that reads :attr:`source`, whose messages have one form.
+        plain: the keys that read :attr:`source`, whose messages have one form.
         together: frames of a patch.
         writes_times: the model reads the times of a video's pictures.
         pictures: numbers of each conversation's visuals, in ``visuals``.
@@ -63,7 +63,7 @@ class ChatSource:
         notes: on the rows.
     """
 
-    plain: RunConfig
+    plain: PictureChatConfig
     together: int
     writes_times: bool
     source: Source
@@ -79,15 +79,16 @@ class ChatSource:
     notes: Notes = field(default_factory=Notes)
 
     @classmethod
-    def from_config(cls, config: RunConfig, key: str, pixels: Pixels, cache: Path, progress: Progress) -> Self:
+    def from_config(
+        cls, model: ModelConfig, data: DataConfig, key: str, pixels: Pixels, cache: Path, progress: Progress
+    ) -> Self:
         """Reads the rows of a run; ``key`` names the paths in errors.
 
         Raises:
             ConfigError, DataError: a path or row that cannot work; a video that the model is not given.
         """
-        data = config.data
         assert isinstance(data, PictureChatConfig)
-        plain = replace(config, data=replace(data, messages_column=COLUMN, format="messages"))
+        plain = replace(data, messages_column=COLUMN, format="messages")
         together, writes_times = (
             (pixels.grid.frames, pixels.grid.has_timestamps) if isinstance(pixels, GridPixels) else (1, False)
         )
@@ -99,7 +100,7 @@ class ChatSource:
         known = fingerprints([path for path in paths if path not in unusable], cache, progress)
 
         def rows(faults: list[tuple[str, str]] | None = None) -> Iterator[ChatRow]:
-            return rows_of(data, paths, known, kept_in(cache), partial(check_row, config), faults)
+            return rows_of(data, paths, known, kept_in(cache), partial(check_row, model), faults)
 
         def documents_of() -> Iterator[Document]:
             return (Document(row.text, row.origin, row.size, key=row.key) for row in rows())
@@ -125,8 +126,8 @@ class ChatSource:
         return replace(chats, source=replace(chats.source, identity=digest_of("picture_chats", *content)))
 
     @classmethod
-    def _from_rules(cls, plain: RunConfig, together: int, writes_times: bool, rules: ChatRules) -> Self:
-        name = plain.data.source
+    def _from_rules(cls, plain: PictureChatConfig, together: int, writes_times: bool, rules: ChatRules) -> Self:
+        name = plain.source
         questions, visuals = rules.questions(together)
         documents = [
             Document(
@@ -151,8 +152,7 @@ class ChatSource:
             return VisualInput((), 0.0, len(self.clips) - 1)
         frames, seconds, moments = [path], PICTURE, tuple[float, ...]()
         if video:
-            data = self.plain.data
-            assert isinstance(data, PictureChatConfig)
+            data = self.plain
             try:
                 frames = [
                     frame for frame in sorted(path.iterdir()) if frame.suffix.lower() in SUFFIXES and is_file(frame)
@@ -180,8 +180,6 @@ class ChatSource:
         Raises:
             DataError: a picture or video that cannot be used, with ``data.on_bad_sample=stop``.
         """
-        data = self.plain.data
-        assert isinstance(data, PictureChatConfig)
         tokens = tokenise(self.plain, self.source, tokenizer, cache, progress)
         return (
             tokens,
@@ -200,8 +198,7 @@ class ChatSource:
         self, tokens: Path, pixels: Pixels, standing: list[int], cache: Path, progress: Progress
     ) -> tuple[Path, Path, Path]:
         """Builds or finds the folders of the index, the pictures and the videos, given the conversations' tokens."""
-        data = self.plain.data
-        assert isinstance(data, PictureChatConfig)
+        data = self.plain
         rules = chat_rules(data)
         if rules is not None:
             pictures = rules.build_pictures(cache, self.source.identity)
@@ -243,8 +240,7 @@ class ChatSource:
         """Visuals with the indices of their frames in these folders."""
         if not self.visuals or not (self.entries or self.clips):
             return self.visuals
-        data = self.plain.data
-        assert isinstance(data, PictureChatConfig)
+        data = self.plain
         place = _places(json.loads((pictures / FILES).read_text(encoding="utf-8"))["paths"])
         clip = _places(clips.paths)
         frames = [place.get(str(entry.path.absolute()), -1) for entry in self.entries]
@@ -272,7 +268,7 @@ class ChatSource:
 
     def _leaders(self, tokens: Path, contents: list[list[object]]) -> NDArray[np.int64] | None:
         """Leaders of :func:`first_of_groups`; None where no conversation changes sides."""
-        fraction = 0.0 if self.plain.data.validation_paths else self.plain.data.validation_fraction
+        fraction = 0.0 if self.plain.validation_paths else self.plain.validation_fraction
         leaders, hashes = first_of_groups(_linked(contents), self.keys), TokenStore.open(tokens).hashes
         if leaders is None or np.array_equal(held_out_groups(hashes, fraction, leaders), held_out(hashes, fraction)):
             return None
@@ -296,7 +292,7 @@ class ChatSource:
             for row in np.flatnonzero(picture_tokens != counts)
         }
         every = len(faults) >= np.count_nonzero(counts)
-        if faults and (every or self.plain.data.on_bad_sample == "stop"):
+        if faults and (every or self.plain.on_bad_sample == "stop"):
             origin, reason = next(iter(faults.values()))
             raise DataError(f"{origin}: {reason}; give another one by data.chat_template{'' if every else OR_SKIP}")
         return faults

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from mgpu_pipe.architectures.find import families_with, sight_of
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, first_rows
 from mgpu_pipe.data.images.decode_image import pillow
@@ -61,22 +61,21 @@ def check_augmentation(data: ImageConfig) -> None:
         raise ConfigErrors(errors)
 
 
-def check_picture_chats(config: RunConfig) -> None:
+def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
     """Checks pictures of conversations: as many places as pictures, and a chat template that takes them.
 
     Raises:
         ConfigErrors: the errors found.
     """
-    data = config.data
     assert isinstance(data, PictureChatConfig)
 
     def rows(patterns: list[str], key: str) -> None:
-        looked = first_rows(data, patterns, key, partial(check_row, config))
+        looked = first_rows(data, patterns, key, partial(check_row, model))
         # Rows have normalised messages.
-        plain = replace(config, data=replace(data, messages_column=COLUMN, format="messages"))
-        check_chat(plain, [(row.text, row.origin) for row in looked])
+        plain = replace(data, messages_column=COLUMN, format="messages")
+        check_chat(model, plain, [(row.text, row.origin) for row in looked])
 
-    checks: list[Callable[[], object]] = [*(pillow, lambda: chat_pixels(data, config.model)), lambda: check_rule(data)]
+    checks: list[Callable[[], object]] = [*(pillow, lambda: chat_pixels(data, model)), lambda: check_rule(data)]
     checks.append(lambda: check_augmentation(data))
     if data.paths:
         checks.append(lambda: rows(data.paths, "data.paths"))
@@ -85,7 +84,7 @@ def check_picture_chats(config: RunConfig) -> None:
     check_all(checks)
 
 
-def check_row(config: RunConfig, row: ChatRow) -> None:
+def check_row(model: ModelConfig, row: ChatRow) -> None:
     """Checks that the model takes a row's videos, that PyAV reads their files, and that a model with bidirectional
     attention before an answer learns only one answer.
 
@@ -93,7 +92,7 @@ def check_row(config: RunConfig, row: ChatRow) -> None:
         ConfigError: the model or the installation cannot take the row.
         DataError: several answers.
     """
-    kind = config.model.type or model_field(config.model, "model_type")
+    kind = model.type or model_field(model, "model_type")
     if sight_of(str(kind)).both_ways == "questions":
         messages = json.loads(row.text)[COLUMN]
         answers = sum(message["role"] == "assistant" and is_trained(message) for message in messages)
@@ -101,7 +100,7 @@ def check_row(config: RunConfig, row: ChatRow) -> None:
             reason = f"has {answers} answers to learn, and {kind} reads all before the first from both sides"
             raise DataError(f'{row.origin}: {reason}; give the others "train": false, or a row each')
     if any(row.videos):
-        sees_videos(config.model, row.origin)
+        sees_videos(model, row.origin)
     if any(video and is_file(path) for path, video in zip(row.pictures, row.videos, strict=True)):
         pyav()
 

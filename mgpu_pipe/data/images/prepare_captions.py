@@ -56,7 +56,7 @@ class PreparedCaptions(PreparedImages):
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> ArraySamples:
         from mgpu_pipe.data.array_samples import ArraySamples
 
-        return ArraySamples(config, CaptionedImages(config, split, self), reopen)
+        return ArraySamples(config.seed, config.data.source, CaptionedImages(config, split, self), reopen)
 
     def pictures(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's pictures in its folder; those with too long captions may be left out."""
@@ -108,7 +108,7 @@ class PreparedCaptions(PreparedImages):
 
     def complete(self, config: RunConfig) -> RunConfig:
         """Adds the end-of-text token: CLIP pools a caption at that token, so the model has to know it."""
-        return with_end_of_text(config, self.end_of_text)
+        return replace(config, model=with_end_of_text(config.model, self.end_of_text))
 
 
 class CaptionedImages(LabelledImages):
@@ -158,7 +158,7 @@ def prepare_captions(config: RunConfig, progress: Progress | None = None) -> Pre
             return (Document(text, str(scan.folder), 1) for text in first)
 
         source = Source("captions", digest_of("captions", first), len(first), documents)
-        tokenizer = resolve_tokenizer(config, [(config, source)], cache, report)
+        tokenizer = resolve_tokenizer(config.model, data, config.objective, [(data, source)], cache, report)
         tables = {folder: _table(config.model, config.data, each, tokenizer, cache) for folder, each in texts.items()}
     known = PreparedCaptions(
         **scan.fields(),
@@ -227,9 +227,9 @@ def _padding(model: ModelConfig, tokenizer: TokenizerInfo) -> int:
     return padding if siglip and isinstance(padding, int) else tokenizer.eos_token_id
 
 
-def with_end_of_text(config: RunConfig, token: int) -> RunConfig:
-    """``config`` with the end-of-text id in the text tower of a new model, or of a family that needs to be given it."""
-    if config.model.path is not None and not family_of(str(model_field(config.model, "model_type"))).caption_mask:
-        return config
-    text = {**config.model.config.get("text_config", {}), "eos_token_id": token}
-    return replace(config, model=replace(config.model, config={**config.model.config, "text_config": text}))
+def with_end_of_text(model: ModelConfig, token: int) -> ModelConfig:
+    """``model`` with the end-of-text id in its text tower, where it is new or of a family that needs to be given it."""
+    if model.path is not None and not family_of(str(model_field(model, "model_type"))).caption_mask:
+        return model
+    text = {**model.config.get("text_config", {}), "eos_token_id": token}
+    return replace(model, config={**model.config, "text_config": text})

@@ -22,10 +22,10 @@ from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.architectures.pictures import Grid, Parts, Tiles
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.data_source import validation_source_config
+from mgpu_pipe.data.data_source import held_out_data
 from mgpu_pipe.data.images.chat_source import ChatSource
 from mgpu_pipe.data.images.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
@@ -216,8 +216,10 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
-        sources = _open_sources(config, pixels, cache, report)
-        tokenizer = resolve_tokenizer(config, [(sources[0].plain, sources[0].source)], cache, report)
+        sources = _open_sources(config.model, data, pixels, cache, report)
+        tokenizer = resolve_tokenizer(
+            config.model, data, config.objective, [(sources[0].plain, sources[0].source)], cache, report
+        )
         has_videos = any(visual.is_video for source in sources for visual in source.visuals)
         image, video = placeholder_tokens(config.model, data, tokenizer, has_videos)
         kind = str(config.model.type or model_field(config.model, "model_type"))
@@ -256,21 +258,24 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         bad_samples=num_bad,
         told=notes.summary(),
     )
-    return _add_figures(known, config, pixels)
+    return _add_figures(known, data, resolve_packing(config), pixels)
 
 
-def _open_sources(config: RunConfig, pixels: Pixels, cache: Path, report: Progress) -> list[ChatSource]:
+def _open_sources(
+    model: ModelConfig, data: DataConfig, pixels: Pixels, cache: Path, report: Progress
+) -> list[ChatSource]:
     """The conversations of ``data.paths``, and after them those of ``data.validation_paths`` where there are any."""
-    configs = {"data.paths": config}
-    if config.data.validation_paths:
-        configs["data.validation_paths"] = validation_source_config(config)
-    return [ChatSource.from_config(source, key, pixels, cache, report) for key, source in configs.items()]
+    keys = {"data.paths": data}
+    if data.validation_paths:
+        keys["data.validation_paths"] = held_out_data(data)
+    return [ChatSource.from_config(model, each, key, pixels, cache, report) for key, each in keys.items()]
 
 
-def _add_figures(known: PreparedPictureChats, config: RunConfig, pixels: Pixels) -> PreparedPictureChats:
+def _add_figures(
+    known: PreparedPictureChats, data: PictureChatConfig, packed: str, pixels: Pixels
+) -> PreparedPictureChats:
     """Adds sample counts and digests to ``known``."""
-    data, apart = config.data, known.is_apart
-    assert isinstance(data, PictureChatConfig)
+    apart = known.is_apart
     seen: tuple[object, ...] = (asdict(pixels), *data.changes(), known.tokens_a_picture, data.seq_len, _FORMAT)
     splits: tuple[Split, ...] = ("train", "validation") if apart else ("train",)
     faults = [known.faults(split) for split in splits]
@@ -281,13 +286,13 @@ def _add_figures(known: PreparedPictureChats, config: RunConfig, pixels: Pixels)
             lengths = np.where(known.faults(split)[0], 0, known.lengths(split))
             refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "conversations, with their pictures,"), lengths)
     left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad picture"
-    if train and (packed := resolve_packing(config)) != "none":
+    if train and packed != "none":
         from mgpu_pipe.data.images.chat_tensors import rows_of_lengths
 
         chosen = known.lengths("train")[known.documents("train")]
         train, seen = len(rows_of_lengths(chosen, data.seq_len)[0]) - 1, (*seen, packed)
     return known.with_counts(
-        config.data,
+        data,
         train,
         held_out,
         f"{left}, {held_out} are held out",

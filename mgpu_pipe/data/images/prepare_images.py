@@ -50,7 +50,7 @@ class PreparedImages(PreparedSplits):
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> ArraySamples:
         from mgpu_pipe.data.array_samples import ArraySamples
 
-        return ArraySamples(config, LabelledImages(config, split, self), reopen)
+        return ArraySamples(config.seed, config.data.source, LabelledImages(config, split, self), reopen)
 
     def pictures(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's pictures in its folder."""
@@ -83,7 +83,9 @@ def prepare_images(config: RunConfig, progress: Progress | None = None) -> Prepa
     scan = scan_images(config.model, config.data, progress)
     known = PreparedImages(
         **scan.fields(),
-        classes=class_names(config, {name for manifest in scan.manifests for name in manifest["labels"]}),
+        classes=class_names(
+            config.model, config.data, {name for manifest in scan.manifests for name in manifest["labels"]}
+        ),
     )
     return add_figures(known, config.data, (known.classes, scan.seen), scan)
 

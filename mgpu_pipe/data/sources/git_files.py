@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 
 from mgpu_pipe.config.hub import DATA
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.compressed import codec_of
@@ -105,9 +105,8 @@ def _is_text(path: Path) -> bool:
     return bool(head) and b"\0" not in head and codec_of(path) is None
 
 
-def check_repositories(config: RunConfig) -> None:
+def check_repositories(model: ModelConfig, data: DataConfig) -> None:
     """Checks that the paths are of repositories, and that their first text files are UTF-8."""
-    data = config.data
 
     def check_paths(patterns: list[str], key: str) -> None:
         check_listed(data, tracked_files(patterns, key)[0], check_text_file)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.tables import row_lines
@@ -14,8 +14,8 @@ from mgpu_pipe.data.text.file_check import check_first_row, check_paths
 from mgpu_pipe.data.text.label_rows import row_of
 
 
-def check_labelled(config: RunConfig) -> None:
-    check_paths(config.data, partial(check_first_row, check_row=row_of))
+def check_labelled(model: ModelConfig, data: DataConfig) -> None:
+    check_paths(data, partial(check_first_row, check_row=row_of))
 
 
 def labels(data: DataConfig) -> Iterator[str]:

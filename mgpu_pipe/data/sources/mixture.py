@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.data_sources import TEXT_KEYS, all_sources, find_source
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.config.sections import DATA
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource, check_sources
-from mgpu_pipe.data.text.mixture_keys import MixtureConfig, slots_of, source_configs
+from mgpu_pipe.data.text.mixture_keys import MixtureConfig, slots_of, source_data
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, raised_by
 
 if TYPE_CHECKING:
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 NAME = r"[\w.-]{1,32}"
 
 
-def check_mixture(config: RunConfig) -> None:
+def check_mixture(model: ModelConfig, data: DataConfig) -> None:
     """Checks every source like :func:`mgpu_pipe.data.data_source.check_sources`.
 
     Raises:
         ConfigErrors: with the keys below ``data.sources``.
     """
-    data = cast(MixtureConfig, config.data)
+    assert isinstance(data, MixtureConfig)
     if not data.sources:
         fix = "give at least one, e.g. 'data.sources={mine: {paths: [mine.jsonl]}}'"
         raise ConfigError("data.sources", "{}", fix)
     if any(source.weight <= 0 for source in data.sources.values()):
         return  # reported with the other ranges
     errors: list[BadInputError] = []
-    for (name, source_config), slots in zip(source_configs(config), slots_of(data).values(), strict=True):
+    for (name, part), slots in zip(source_data(data), slots_of(data).values(), strict=True):
         where = f"data.sources.{name}"
         if re.fullmatch(NAME, name) is None:
             errors.append(
@@ -45,13 +45,12 @@ def check_mixture(config: RunConfig) -> None:
             fix = f"use a larger one, or leave {name} out"
             errors.append(ConfigError(f"{where}.weight", data.sources[name].weight, fix, "is a share below 0.01%"))
         else:
-            errors += [_below(where, error) for error in _errors(source_config)]
+            errors += [_below(where, error) for error in _errors(model, part)]
     if errors:
         raise ConfigErrors(errors)
 
 
-def _errors(config: RunConfig) -> list[BadInputError]:
-    data = config.data
+def _errors(model: ModelConfig, data: DataConfig) -> list[BadInputError]:
     mixed = [source.name for source in all_sources() if isinstance(source, DataSource) and _can_be_mixed(source)]
     others = [name for name in plugins.registered(plugins.DATA_GROUP) if DATA.keys(name) is DataConfig]
     if data.source not in (*mixed, *others):
@@ -64,7 +63,7 @@ def _errors(config: RunConfig) -> list[BadInputError]:
         return [
             ConfigError("data.paths", ", ".join(data.paths), "leave it out", f"source={data.source} reads no files")
         ]
-    return raised_by(lambda: check_sources(config))
+    return raised_by(lambda: check_sources(model, data))
 
 
 def _can_be_mixed(source: DataSource) -> bool:

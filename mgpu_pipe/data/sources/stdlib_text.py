@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
@@ -12,7 +12,7 @@ from mgpu_pipe.data.sources.text_files import FORMAT
 from mgpu_pipe.data.text.documents import Source
 
 
-def check_library(config: RunConfig) -> None:
+def check_library(model: ModelConfig, data: DataConfig) -> None:
     files.check_stdlib()
 
 

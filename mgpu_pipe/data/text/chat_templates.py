@@ -12,7 +12,7 @@ from mgpu_pipe.architectures.patch_grids import IMAGE_BREAK, IMAGE_CLOSE, IMAGE_
 from mgpu_pipe.architectures.pictures import BEGIN, END, IMAGE_BEGIN, IMAGE_END, PLACED
 from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.config.hub import DATA
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
@@ -127,7 +127,7 @@ def no_template(data: DataConfig) -> ConfigError:
     )
 
 
-def check_chat(config: RunConfig, first: Sequence[tuple[str, str]] | None = None) -> None:
+def check_chat(model: ModelConfig, data: DataConfig, first: Sequence[tuple[str, str]] | None = None) -> None:
     """Refuses a chat template that is missing, broken, or cannot render the first conversation within its limits.
 
     With ``data.on_bad_sample=skip`` it has to render one of the first conversations.
@@ -139,28 +139,28 @@ def check_chat(config: RunConfig, first: Sequence[tuple[str, str]] | None = None
     Raises:
         ConfigError, DataError, ModelFolderError: what is wrong.
     """
-    chosen, tokenizer_file = chosen_template(config.model, config.data), existing_file(config)
+    chosen, tokenizer_file = chosen_template(model, data), existing_file(model, data)
     text = None if chosen is None else chosen.text
     if text is None and tokenizer_file is not None:
         text = chat_template(tokenizer_file.parent)
     if text is None:
-        raise no_template(config.data)
-    template = compiled(config.data, text, tokenizer_file.parent if tokenizer_file is not None else None)
-    if first is None and config.data.paths[0].startswith(DATA):
+        raise no_template(data)
+    template = compiled(data, text, tokenizer_file.parent if tokenizer_file is not None else None)
+    if first is None and data.paths[0].startswith(DATA):
         return  # checked after the download
-    samples = samples_of(config.data.source)
+    samples = samples_of(data.source)
     refused: DataError | None = None
-    for line, origin in first if first is not None else _first_rows(config.data):
+    for line, origin in first if first is not None else _first_rows(data):
         try:
             if samples == "preferences":
-                template.preference(line, origin, config.data.messages_column)
+                template.preference(line, origin, data.messages_column)
             elif samples == "unpaired":
-                template.unpaired(line, origin, config.data.messages_column)
+                template.unpaired(line, origin, data.messages_column)
             else:
-                template.conversation(line, origin, config.data.messages_column, config.data.format)
+                template.conversation(line, origin, data.messages_column, data.format)
             return
         except DataError as error:
-            if config.data.on_bad_sample == "stop":
+            if data.on_bad_sample == "stop":
                 raise DataError(f"{error}{OR_SKIP}") from error
             if isinstance(error.__cause__, TemplateLimit):
                 raise  # each further row may take as long as the first

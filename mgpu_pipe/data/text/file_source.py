@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from mgpu_pipe.config.data_sources import DocumentKind
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.cache import Progress, digest_of
@@ -48,9 +48,9 @@ class FileFormat(Generic[Content]):
     columns: Callable[[DataConfig], object] = lambda data: None
     kind: DocumentKind = "text"
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, model: ModelConfig, data: DataConfig) -> None:
         """Checks the files of ``data.paths`` and ``data.validation_paths``; raises their errors together."""
-        check_paths(config.data, self.check_file)
+        check_paths(data, self.check_file)
 
     def open(self, data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
         """Opens the documents of the files that ``data.paths`` name; see :meth:`open_files`.
@@ -93,12 +93,12 @@ class FileFormat(Generic[Content]):
 class ChatFormat(FileFormat[str]):
     """How files hold conversations."""
 
-    def check(self, config: RunConfig) -> None:
+    def check(self, model: ModelConfig, data: DataConfig) -> None:
         """Checks the files, then that the chat template renders the first conversation."""
-        super().check(config)
+        super().check(model, data)
         from mgpu_pipe.data.text.chat_templates import check_chat  # imports numpy, which other checks do not need
 
-        check_chat(config)
+        check_chat(model, data)
 
 
 def table_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:

@@ -25,7 +25,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, rows_of_files, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_fields, class_names, class_number, in_order
-from mgpu_pipe.data.data_source import validation_source_config
+from mgpu_pipe.data.data_source import held_out_data
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.prepared_splits import held_out_share, majority_accuracy
@@ -113,10 +113,10 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
         private_folder(cache)
         report = progress or no_progress
         source = held_source = _LabelledFiles(config.data, cache, "data.paths", report)
-        tokenizer = resolve_tokenizer(config, [(config, source.as_text())], cache, report)
+        tokenizer = resolve_tokenizer(config.model, data, config.objective, [(data, source.as_text())], cache, report)
         folder = held_folder = source.encoded(tokenizer)
         if data.validation_paths:
-            held_data = validation_source_config(config).data
+            held_data = held_out_data(data)
             held_source = _LabelledFiles(held_data, cache, "data.validation_paths", report)
             held_folder = held_source.encoded(tokenizer)
         source.measure(folder, tokenizer)
@@ -129,7 +129,7 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
         tokenizer_folder=tokenizer.folder,
         padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
         seq_len=data.seq_len,
-        classes=class_names(config, {name for store in stores for name in _names(store)}),
+        classes=class_names(config.model, data, {name for store in stores for name in _names(store)}),
         num_documents=sum(TokenStore.open(store).num_documents for store in stores),
         on_too_long=rule_of(data),
         bad_samples=notes_of(map(read_manifest, stores)).bad,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -22,7 +22,7 @@ from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, writing_to_cache
 from mgpu_pipe.data.order import GlobalOrder, Order
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, weighed
-from mgpu_pipe.data.text.mixture_keys import SLOTS, MixtureConfig, slots_of, source_configs
+from mgpu_pipe.data.text.mixture_keys import SLOTS, MixtureConfig, slots_of, source_data
 from mgpu_pipe.data.text.prepare_text import OpenedSource, PreparedData, prepare_opened
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 
@@ -141,8 +141,8 @@ class PreparedMixture(Prepared):
         parts = [part for part in self.parts if split == "train" or part.validation is not None]
         return MixedSamples(tuple(part.open(config, split) for part in parts))
 
-    def order(self, config: RunConfig, samples: int) -> Order:
-        return MixedOrder(config.seed, self.slots, [part.train_samples for part in self.parts])
+    def order(self, seed: int, data: DataConfig, samples: int) -> Order:
+        return MixedOrder(seed, self.slots, [part.train_samples for part in self.parts])
 
     def evaluated_text(self) -> tuple[int, int]:
         texts = [part.evaluated_text() for part in self.parts if part.validation_tokens]
@@ -155,7 +155,7 @@ class PreparedMixture(Prepared):
         return list(self.slots)[int(np.searchsorted(ends, index, side="right"))]
 
     def source_tokens(self, config: RunConfig) -> Callable[[int, int], dict[str, int]]:
-        samples, order = self.open(config, "train"), self.order(config, self.train_samples)
+        samples, order = self.open(config, "train"), self.order(config.seed, config.data, self.train_samples)
 
         def tokens_of_steps(first: int, count: int) -> dict[str, int]:
             indices = order.indices(first, count)
@@ -214,12 +214,18 @@ def prepare_mixture(config: RunConfig, progress: Progress | None = None) -> Prep
         ConfigError, DataError, ModelFolderError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
     """
     report, cache = progress or no_progress, cache_folder(config.data.cache_dir).absolute()
-    slots = slots_of(cast(MixtureConfig, config.data))
+    data = cast(MixtureConfig, config.data)
+    slots = slots_of(data)
     with writing_to_cache(cache):
         private_folder(cache)
-        opened = [OpenedSource.from_config(source_config, cache, report) for _, source_config in source_configs(config)]
+        opened = [OpenedSource.from_config(replace(config, data=part), cache, report) for _, part in source_data(data)]
         tokenizer = resolve_tokenizer(
-            config, [(source.config, source.source) for source in opened if source.source], cache, report
+            config.model,
+            data,
+            config.objective,
+            [(source.config.data, source.source) for source in opened if source.source],
+            cache,
+            report,
         )
         parts = tuple(prepare_opened(source, tokenizer, cache, report) for source in opened)
     evaluated = [part for part in parts if part.unigram_perplexity is not None]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig
 
 SLOTS = 10_000
 """Samples in which every source has exactly its share."""
@@ -60,14 +60,15 @@ def slots_of(data: MixtureConfig) -> dict[str, int]:
     return dict(zip(names, slots, strict=True))
 
 
-def source_configs(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Yields each source as a separate run, by name in alphabetical order; weights divide the evaluated samples."""
-    data = config.data
-    assert isinstance(data, MixtureConfig)
+def source_data(data: MixtureConfig) -> Iterator[tuple[str, DataConfig]]:
+    """Yields each source's keys as those of a separate run, by name in alphabetical order.
+
+    Weights divide the evaluated samples.
+    """
     for name, slots in slots_of(data).items():
         most = data.validation_max_samples
         values = {key.name: getattr(data, key.name) for key in fields(DataConfig)}
         values |= {key.name: getattr(data.sources[name], key.name) for key in fields(MixtureSource)}
         del values["weight"]
         values["validation_max_samples"] = None if most is None else max(1, round(most * slots / SLOTS))
-        yield name, replace(config, data=DataConfig(**values))
+        yield name, DataConfig(**values)

@@ -116,7 +116,7 @@ def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> 
     with_margins = description(config.objective.name).reads_margins
     known = prepare_rows(PreparedPreferences, config, progress, with_margins=with_margins)
     if with_margins:
-        prepare_values(config, known, MARGINS, margins_of, progress)
+        prepare_values(config.data, known, MARGINS, margins_of, progress)
     equal = sum(int(are_equal(folder).sum()) for folder in known.folders)
     pairs, tokens = known.count()
     return known.with_samples(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.data_source import open_source, validation_source_config
+from mgpu_pipe.data.data_source import held_out_data, open_source
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
 from mgpu_pipe.data.text import packing
@@ -177,8 +178,9 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> PreparedData
     with writing_to_cache(cache):
         private_folder(cache)
         opened = OpenedSource.from_config(config, cache, report)
-        known = [] if opened.source is None else [(config, opened.source)]
-        return prepare_opened(opened, resolve_tokenizer(config, known, cache, report), cache, report)
+        known = [] if opened.source is None else [(config.data, opened.source)]
+        tokenizer = resolve_tokenizer(config.model, config.data, config.objective, known, cache, report)
+        return prepare_opened(opened, tokenizer, cache, report)
 
 
 @dataclass(frozen=True)
@@ -188,23 +190,26 @@ class OpenedSource:
     config: RunConfig
     source: Source | None
     """None for ``data=synthetic``."""
-    held_config: RunConfig | None
+    held_data: DataConfig | None
     held_source: Source | None
 
     @classmethod
     def from_config(cls, config: RunConfig, cache: Path, progress: Progress) -> OpenedSource:
-        held_config = validation_source_config(config) if config.data.validation_paths else None
+        held_config = replace(config, data=held_out_data(config.data)) if config.data.validation_paths else None
         source = None if makes_tokens(config.data.source) else open_source(config, cache, progress)
         held_source = open_source(held_config, cache, progress, "data.validation_paths") if held_config else None
-        return cls(config, source, held_config, held_source)
+        return cls(config, source, held_config.data if held_config else None, held_source)
 
 
 def prepare_opened(opened: OpenedSource, tokenizer: TokenizerInfo, cache: Path, progress: Progress) -> PreparedData:
     """Tokenises, splits and packs."""
-    config, held_config, held_source = opened.config, opened.held_config, opened.held_source
-    data, source = config.data, opened.source
-    folder = tokenise(config, source, tokenizer, cache, progress)
-    train = _pack(config, folder, "train", 0.0 if held_config else data.validation_fraction, tokenizer, progress)
+    config, source, data, packed = opened.config, opened.source, opened.config.data, resolve_packing(opened.config)
+    if source is None:
+        folder = _draw(config.seed, data, tokenizer, cache, progress)
+    else:
+        folder = tokenise(data, source, tokenizer, cache, progress)
+    pack = partial(_pack, data, packed, tokenizer=tokenizer, progress=progress)
+    train = pack(folder, "train", 0.0 if opened.held_data else data.validation_fraction)
     if not train.samples or not train.valid_tokens:
         long = int((TokenStore.open(folder).lengths > data.seq_len).sum())
         dropped = rule_of(data, data.holds_conversations()) == "drop" and long
@@ -214,22 +219,27 @@ def prepare_opened(opened: OpenedSource, tokenizer: TokenizerInfo, cache: Path, 
             f"give no token to learn; add documents, or lower data.validation_fraction"
         )
     validation: SplitFiles | None = None
-    if held_config is not None:
-        held_folder = tokenise(held_config, held_source, tokenizer, cache, progress)
-        validation = _pack(config, held_folder, "validation", 1.0, tokenizer, progress)
+    if opened.held_data is not None and opened.held_source is not None:
+        held_folder = tokenise(opened.held_data, opened.held_source, tokenizer, cache, progress)
+        validation = pack(held_folder, "validation", 1.0)
     elif data.validation_fraction > 0:
-        validation = _pack(config, folder, "validation", data.validation_fraction, tokenizer, progress)
+        validation = pack(folder, "validation", data.validation_fraction)
     if validation is not None and not validation.valid_tokens:
         validation = None
-    return _summary(config, folder, tokenizer, train, validation)
+    return _summary(data, packed, folder, tokenizer, train, validation)
 
 
 def _summary(
-    config: RunConfig, folder: Path, tokenizer: TokenizerInfo, train: SplitFiles, validation: SplitFiles | None
+    data: DataConfig,
+    packed: str,
+    folder: Path,
+    tokenizer: TokenizerInfo,
+    train: SplitFiles,
+    validation: SplitFiles | None,
 ) -> PreparedData:
     evaluated, perplexity, held_tokens, held_bytes = 0, None, 0, 0
     if validation is not None:
-        evaluated = min(validation.samples, config.data.validation_max_samples or validation.samples)
+        evaluated = min(validation.samples, data.validation_max_samples or validation.samples)
         chosen = evaluated_samples(validation.samples, evaluated)
         packs, valid = packing.open_packs(validation.packs)
         held_tokens = int(valid[chosen].sum())
@@ -247,8 +257,8 @@ def _summary(
         tokenizer_folder=tokenizer.folder,
         vocab_size=tokenizer.vocab_size,
         eos_token_id=tokenizer.eos_token_id,
-        seq_len=config.data.seq_len,
-        packing=resolve_packing(config),
+        seq_len=data.seq_len,
+        packing=packed,
         train=train,
         validation=validation,
         num_documents=sum(manifest["documents"] for manifest in manifests),
@@ -260,26 +270,22 @@ def _summary(
         validation_bytes=held_bytes,
         unigram_perplexity=perplexity,
         digest=digest_of(train.packs.name),
-        too_long_samples=sum(int((store.lengths > config.data.seq_len).sum()) for store in opened),
-        on_too_long=rule_of(config.data, config.data.holds_conversations()),
+        too_long_samples=sum(int((store.lengths > data.seq_len).sum()) for store in opened),
+        on_too_long=rule_of(data, data.holds_conversations()),
         bad_samples=notes.bad,
         told=notes.summary(),
         validation_digest=digest_of(validation.packs.name) if validation and validation.tokens != folder else "",
     )
 
 
-def tokenise(
-    config: RunConfig, source: Source | None, tokenizer: TokenizerInfo, cache: Path, progress: Progress
-) -> Path:
+def tokenise(data: DataConfig, source: Source, tokenizer: TokenizerInfo, cache: Path, progress: Progress) -> Path:
     """Builds or finds the folder of the source's tokens."""
-    if source is None:
-        return _draw(config.seed, config.data, tokenizer, cache, progress)
-    spec = encoder_spec(config.data, tokenizer, source)
+    spec = encoder_spec(data, tokenizer, source)
     identity = {"source": source.identity, "tokenizer": tokenizer.digest, "format": _FORMAT}
     if spec.chat_template is not None:
         identity["conversations"] = CONVERSATIONS_FORMAT
     folder = cache / "tokens" / digest_of(identity)
-    configured = config.data.tokenize_workers
+    configured = data.tokenize_workers
     workers = 1 if source.kind == "tokens" else cpu_cores() if configured == "auto" else configured
     manifest = build_once(
         folder,
@@ -287,7 +293,7 @@ def tokenise(
             out, encode_all(spec, source.documents(), workers), {"name": source.name, **identity}, source.size, progress
         ),
     )
-    report_bad(manifest, config.data.on_bad_sample, NAMES.get(source.kind, ("a document", "documents")))
+    report_bad(manifest, data.on_bad_sample, NAMES.get(source.kind, ("a document", "documents")))
     return folder
 
 
@@ -304,10 +310,16 @@ def _draw(seed: int, data: DataConfig, tokenizer: TokenizerInfo, cache: Path, pr
 
 
 def _pack(
-    config: RunConfig, tokens: Path, split: Split, fraction: float, tokenizer: TokenizerInfo, progress: Progress
+    data: DataConfig,
+    packed: str,
+    tokens: Path,
+    split: Split,
+    fraction: float,
+    tokenizer: TokenizerInfo,
+    progress: Progress,
 ) -> SplitFiles:
     """Packs the samples of one split, the held-out share ``fraction`` of documents or the rest; 1 holds out all."""
-    data, store, packed = config.data, TokenStore.open(tokens), resolve_packing(config)
+    store = TokenStore.open(tokens)
     masked, long = store.loss_mask is not None, bool((store.lengths > data.seq_len).any())
     rule = rule_of(data, data.holds_conversations())
     if rule == "refuse":

@@ -20,10 +20,10 @@ from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.data_source import open_source, validation_source_config
+from mgpu_pipe.data.data_source import held_out_data, open_shipped
 from mgpu_pipe.data.prepared_splits import PreparedSplits, held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split
-from mgpu_pipe.data.text.documents import Document
+from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.notes import notes_of
 from mgpu_pipe.data.text.prepare_text import tokenise
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
@@ -59,7 +59,7 @@ class PreparedRows(PreparedSplits):
         return self.samples_class(self, split, reopen)
 
     def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
-        """Limits of a row, each with the lengths of a folder's rows, (rows,); 0 for a row that is left out anyway."""
+        """Limits of a row, each with lengths of a folder, (rows,); 0 for a row that is left out anyway."""
         return [(LengthLimit("data.seq_len", self.seq_len, self.what), TokenStore.open(folder).lengths)]
 
     def long_documents(self, folder: Path) -> NDArray[np.bool_]:
@@ -196,16 +196,16 @@ def prepare_rows(kind: type[Rows], config: RunConfig, progress: Progress | None 
     data, cache, report = config.data, cache_folder(config.data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
-        held_config = validation_source_config(config) if data.validation_paths else None
-        source = open_source(config, cache, report)
-        held_source = open_source(held_config, cache, report, "data.validation_paths") if held_config else None
-        tokenizer = resolve_tokenizer(config, [(config, source)], cache, report)
-        folder = tokenise(config, source, tokenizer, cache, report)
-        held_folder = tokenise(held_config, held_source, tokenizer, cache, report) if held_config else folder
-    folders = list(dict.fromkeys((folder, held_folder)))
-    for store in folders:
+        source, opened = open_shipped(data, cache, report), list[tuple[DataConfig, Source]]()
+        if data.validation_paths:
+            held_data = held_out_data(data)
+            opened.append((held_data, open_shipped(held_data, cache, report, "data.validation_paths")))
+        tokenizer = resolve_tokenizer(config.model, data, config.objective, [(data, source)], cache, report)
+        folders = [tokenise(*each, tokenizer, cache, report) for each in [(data, source), *opened]]
+    folder, held_folder = folders[0], folders[-1]
+    for store in dict.fromkeys(folders):
         kind.write_facts(store)
-    notes = notes_of(map(read_manifest, folders))
+    notes = notes_of(map(read_manifest, dict.fromkeys(folders)))
     fields: dict[str, Any] = {"padding_token_id": tokenizer.eos_token_id, "told": notes.summary(), **facts}
     return kind(
         folder=folder,
@@ -220,7 +220,7 @@ def prepare_rows(kind: type[Rows], config: RunConfig, progress: Progress | None 
 
 
 def prepare_values(
-    config: RunConfig,
+    data: DataConfig,
     known: PreparedRows,
     name: str,
     values_of: Callable[[Iterable[Document]], Sequence[float]],
@@ -235,15 +235,15 @@ def prepare_values(
     Raises:
         DataError: a row has no value.
     """
-    cache = cache_folder(config.data.cache_dir).absolute()
-    settings = {known.folder: (config, "data.paths")}
-    if config.data.validation_paths:
-        settings.setdefault(known.held_out_folder, (validation_source_config(config), "data.validation_paths"))
+    cache = cache_folder(data.cache_dir).absolute()
+    settings = {known.folder: (data, "data.paths")}
+    if data.validation_paths:
+        settings.setdefault(known.held_out_folder, (held_out_data(data), "data.validation_paths"))
     for folder, (chosen, key) in settings.items():
         usable = TokenStore.open(folder).usable
 
-        def build(out: Path, chosen: RunConfig = chosen, key: str = key, usable: Any = usable) -> dict[str, Any]:
-            documents = open_source(chosen, cache, progress or no_progress, key).documents()
+        def build(out: Path, chosen: DataConfig = chosen, key: str = key, usable: Any = usable) -> dict[str, Any]:
+            documents = open_shipped(chosen, cache, progress or no_progress, key).documents()
             read = (document for index, document in enumerate(documents) if usable is None or usable[index])
             values = np.array(values_of(read), np.float64)
             save_array(out / f"{name}.npy", values)

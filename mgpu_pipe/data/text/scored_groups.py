@@ -80,7 +80,7 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     """
     known, data = prepare_groups(PreparedEmbeddingPairs, config, progress), config.data
     if getattr(data, "scores_column", None) is not None:
-        prepare_values(config, known, TEACHER_SCORES, _teacher_scores, progress)
+        prepare_values(config.data, known, TEACHER_SCORES, _teacher_scores, progress)
         known = replace(known, has_scores=True)
     if known.more_tokens is not None:
         _require_negatives(known, data, config.objective)
@@ -104,7 +104,7 @@ def prepare_scored_pairs(config: RunConfig, progress: Progress | None = None) ->
     if loss == "cosent" and config.data.global_batch_size == 1:
         reason = "the loss compares the pairs of a step"
         raise ConfigError("data.global_batch_size", 1, "use at least 2, or objective.loss=cosine", reason)
-    prepare_values(config, known, SCORES, _scores_of, progress)
+    prepare_values(config.data, known, SCORES, _scores_of, progress)
     splits = {"to train on": known.scores("train")}
     if known.held_out_samples:
         splits["held out"] = known.scores("validation")[known.evaluated_samples()]

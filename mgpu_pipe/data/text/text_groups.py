@@ -141,8 +141,12 @@ class PreparedTextGroups(PreparedRows):
         build_once(_texts(folder), partial(_find_texts, TokenStore.open(folder)))
 
     def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
-        limit = LengthLimit("data.seq_len", self.seq_len, "texts" if self.more_tokens is None else "rows")
-        return [(limit, Texts.open(folder).longest_rows(self.more_tokens))]
+        texts, joined = Texts.open(folder), self.more_tokens is not None
+        lengths = texts.longest_rows(self.more_tokens) if joined else texts.length
+        return [(LengthLimit("data.seq_len", self.seq_len, "rows" if joined else "texts"), lengths)]
+
+    def long_documents(self, folder: Path) -> NDArray[np.bool_]:
+        return Texts.open(folder).longest_rows(self.more_tokens) > self.seq_len
 
     def amounts(self) -> list[tuple[int, str]]:
         return [(self.num_pairs, "pairs"), (self.num_tokens, "tokens"), *self.left_out()]

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import OR_SKIP
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
 from mgpu_pipe.data.model_field import model_field, model_vocab_size
@@ -66,31 +66,35 @@ class TokenizerInfo:
 
 
 def resolve_tokenizer(
-    config: RunConfig, sources: Sequence[tuple[RunConfig, Source]], cache: Path, progress: Progress = no_progress
+    model: ModelConfig,
+    data: DataConfig,
+    objective: ObjectiveConfig,
+    sources: Sequence[tuple[DataConfig, Source]],
+    cache: Path,
+    progress: Progress = no_progress,
 ) -> TokenizerInfo:
     """Resolves ``data.tokenizer`` to a folder in ``cache``.
 
     Args:
-        sources: the training documents, for ``auto``, each with the configuration that names them; none for
+        sources: the training documents, for ``auto``, each with the keys that name them; none for
             ``data.source=synthetic``.
 
     Raises:
         ConfigError, ModelFolderError: it is missing, broken, larger than the model's vocabulary, or without an
             end-of-sequence token.
     """
-    file = existing_file(config)
-    template = chosen_template(config.model, config.data)
+    file = existing_file(model, data)
+    template, special = chosen_template(model, data), SPECIAL.get(str(data.chat_template), ())
     if file is not None:
-        info = _imported(config, file, template, cache)
+        info = _imported(model, data, file, template, cache)
     elif not sources:
-        info = _built(
-            cache,
-            digest_of("numbers", _BPE_VERSION, _trained_vocab_size(config)),
-            lambda out: tokenizer_train.write_number_tokenizer(_trained_vocab_size(config), out),
-        )
+        size = trained_vocab_size(model, data, objective, special)
+        name = digest_of("numbers", _BPE_VERSION, size)
+        info = _built(cache, name, lambda out: tokenizer_train.write_number_tokenizer(size, out))
     else:
-        info = _trained(config, sources, template, cache, progress)
-    _check_fits(config, info)
+        size = trained_vocab_size(model, data, objective, special)
+        info = _trained(size, sources, template, cache, progress)
+    _check_fits(model, data, objective, info)
     return info
 
 
@@ -143,35 +147,35 @@ def _vocab_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
-def _check_fits(config: RunConfig, info: TokenizerInfo) -> None:
-    model, size = model_vocab_size(config.model), info.vocab_size
-    reserved = config.objective.with_tokenizer(info.folder).reserved_ids()
-    if model is None or size <= model - reserved:
+def _check_fits(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, info: TokenizerInfo) -> None:
+    known, size = model_vocab_size(model), info.vocab_size
+    reserved = objective.with_tokenizer(info.folder).reserved_ids()
+    if known is None or size <= known - reserved:
         return
-    if size <= model:
+    if size <= known:
         reason = f"the tokenizer has no mask token, and uses all {size} ids of the model's vocabulary"
         fix = f"use model.config.vocab_size={size + reserved}, or give the id of a token that stands for a hidden one"
         raise ConfigError("objective.mask_token_id", "auto", fix, reason)
-    if config.model.path and "vocab_size" not in config.model.config:
-        if config.data.chat_template in SPECIAL:
-            reason = f"the model has {model} rows, the tokenizer {size} entries with the template's tokens"
+    if model.path and "vocab_size" not in model.config:
+        if data.chat_template in SPECIAL:
+            reason = f"the model has {known} rows, the tokenizer {size} entries with the template's tokens"
             fix = f"add model.config.vocab_size={size}, which gives the model new rows"
-            raise ConfigError("data.chat_template", config.data.chat_template, fix, reason)
+            raise ConfigError("data.chat_template", data.chat_template, fix, reason)
         raise ModelFolderError(
-            f"model.path={config.model.path}: its vocabulary has {model} entries, but the tokenizer has {size}; "
+            f"model.path={model.path}: its vocabulary has {known} entries, but the tokenizer has {size}; "
             f"set data.tokenizer to the model's own"
         )
-    raise ConfigError("model.config.vocab_size", model, f"use at least {size}", f"the tokenizer has {size} entries")
+    raise ConfigError("model.config.vocab_size", known, f"use at least {size}", f"the tokenizer has {size} entries")
 
 
-def _end_of_sequence(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> tuple[str, int]:
+def _end_of_sequence(model: ModelConfig, data: DataConfig, folder: Path, tokenizer: Tokenizer) -> tuple[str, int]:
     """Finds the token that ends a document: the folder's, else the tokenizer's or the model's.
 
     Raises:
         ConfigError: none of them has one, or it is ambiguous.
     """
     special = special_tokens(folder)
-    chosen, file = config.data.tokenizer, f"set eos_token in its {CONFIG}"
+    chosen, file = data.tokenizer, f"set eos_token in its {CONFIG}"
     named = special.get("eos_token")
     if named is not None:
         number = tokenizer.token_to_id(named)
@@ -185,7 +189,7 @@ def _end_of_sequence(config: RunConfig, folder: Path, tokenizer: Tokenizer) -> t
         return known[whole[-1]], whole[-1]
     ends = {*_USUAL_ENDS, *filter(None, [special.get("sep_token")])}
     there = {number: text for text in ends if (number := tokenizer.token_to_id(text)) is not None}
-    said = model_field(config.model, "eos_token_id")
+    said = model_field(model, "eos_token_id")
     for number in said if isinstance(said, list) else [said]:
         if isinstance(number, int) and (number in known or number in there):
             return known.get(number) or there[number], number
@@ -215,7 +219,9 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
     return TokenizerInfo(folder, manifest["digest"], manifest["vocab_size"], manifest["eos_token_id"])
 
 
-def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, cache: Path) -> TokenizerInfo:
+def _imported(
+    model: ModelConfig, data: DataConfig, file: Path, template: ChosenTemplate | None, cache: Path
+) -> TokenizerInfo:
     """Copies the tokenizer in ``file``'s folder, completed to load alone and to have the template's tokens.
 
     A missing token gets the next free id.
@@ -226,7 +232,7 @@ def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, ca
     try:
         contents = {name: path.read_bytes() for name, path in sorted(paths.items())}
     except OSError as error:
-        raise _broken(config.data, Path(error.filename or file), error.strerror or "cannot be read") from error
+        raise _broken(data, Path(error.filename or file), error.strerror or "cannot be read") from error
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
     def copy(out: Path) -> None:
@@ -236,9 +242,9 @@ def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, ca
                     json_object(content, paths[name], name)
                 except ModelFolderError as error:
                     reason = str(error).removeprefix(f"{paths[name]}: ").removesuffix(REPLACE)
-                    raise _broken(config.data, paths[name], reason) from error
+                    raise _broken(data, paths[name], reason) from error
             (out / name).write_bytes(content)
-        name, _ = _end_of_sequence(config, out, _load(config.data, out / TOKENIZER, file))
+        name, _ = _end_of_sequence(model, data, out, _load(data, out / TOKENIZER, file))
         settings = json_file(out / CONFIG) if CONFIG in contents else {}
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
         if special_tokens(out).get("eos_token") is None:
@@ -248,7 +254,7 @@ def _imported(config: RunConfig, file: Path, template: ChosenTemplate | None, ca
             (out / "chat_template.json").unlink(missing_ok=True)
             (out / TEMPLATE).write_text(template.text, encoding="utf-8")
         write_json(out / CONFIG, settings)
-        _add_tokens(config.data, file, out / TOKENIZER, () if template is None else template.special)
+        _add_tokens(data, file, out / TOKENIZER, () if template is None else template.special)
 
     return _built(cache, digest_of("imported", hashes, *_of_template(template)), copy)
 
@@ -269,30 +275,26 @@ def _add_tokens(data: DataConfig, source: Path, file: Path, special: Sequence[st
 
 
 def _trained(
-    config: RunConfig,
-    sources: Sequence[tuple[RunConfig, Source]],
+    size: int,
+    sources: Sequence[tuple[DataConfig, Source]],
     template: ChosenTemplate | None,
     cache: Path,
     progress: Progress,
 ) -> TokenizerInfo:
-    size = _trained_vocab_size(config)
-    for source_config, source in sources:
+    for data, source in sources:
         if source.kind == "tokens":
             fix = "give the folder of the tokenizer that the ids come from"
             raise ConfigError("data.tokenizer", "auto", fix, f"data.source={source.name} gives token ids, not text")
         if source.kind in CONVERSATIONS and template is None:
-            raise no_template(source_config.data)
+            raise no_template(data)
     special = () if template is None else template.special
-    fractions = [
-        0.0 if source_config.data.validation_paths else source_config.data.validation_fraction
-        for source_config, _ in sources
-    ]
+    fractions = [0.0 if data.validation_paths else data.validation_fraction for data, _ in sources]
 
     def train(out: Path) -> None:
         texts = []
-        for (source_config, source), fraction in zip(sources, fractions, strict=True):
-            chat = compiled(source_config.data, template.text) if template and source.kind in CONVERSATIONS else None
-            once, twice = (_keyed_texts(source_config.data, source, chat, special, again) for again in (False, True))
+        for (data, source), fraction in zip(sources, fractions, strict=True):
+            chat = compiled(data, template.text) if template and source.kind in CONVERSATIONS else None
+            once, twice = (_keyed_texts(data, source, chat, special, again) for again in (False, True))
             texts.append(tokenizer_train.training_texts(once, twice, fraction, progress))
         tokenizer_train.train_bpe(chain.from_iterable(texts), size, out, special)
         if template is not None:
@@ -340,7 +342,3 @@ def _keyed_texts(
         for token in special:
             text = text.replace(token, " ")
         yield document.split_key, text
-
-
-def _trained_vocab_size(config: RunConfig) -> int:
-    return trained_vocab_size(config, SPECIAL.get(str(config.data.chat_template), ()))

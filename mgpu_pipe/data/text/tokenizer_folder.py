@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.hub import local_folder
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.text.tokenizer_record import check_record
 from mgpu_pipe.errors import ConfigError, MgpuError, ModelFolderError
 from mgpu_pipe.system.local_files import (
@@ -53,13 +53,13 @@ OLDER = ("vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentence
 """Tokenizer files of formats before ``tokenizer.json``."""
 
 
-def existing_file(config: RunConfig) -> Path | None:
+def existing_file(model: ModelConfig, data: DataConfig) -> Path | None:
     """Finds the ``tokenizer.json`` to use; None where a new one is made.
 
     Raises:
         ConfigError, ModelFolderError: it is missing.
     """
-    chosen = config.data.tokenizer
+    chosen = data.tokenizer
     if chosen != "auto":
         path = local_folder(chosen, "data.tokenizer")
         file = path / TOKENIZER if is_folder(path) else path
@@ -67,12 +67,12 @@ def existing_file(config: RunConfig) -> Path | None:
             reason = f"the folder has no {TOKENIZER}" if is_folder(path) else "no such file or folder"
             raise ConfigError("data.tokenizer", chosen, f"give a folder with a {TOKENIZER}, or auto", reason)
         return file
-    if not config.model.path:
+    if not model.path:
         return None
-    file = local_folder(config.model.path) / TOKENIZER
+    file = local_folder(model.path) / TOKENIZER
     if is_file(file):
         return file
-    if makes_tokens(config.data.source):
+    if makes_tokens(data.source):
         return None
     older = next((name for name in OLDER if file.with_name(name).is_file()), None)
     problem = f"the folder has no {TOKENIZER}"
@@ -80,7 +80,7 @@ def existing_file(config: RunConfig) -> Path | None:
     if older is not None:
         problem = f"the folder keeps its tokenizer as {older}, without a {TOKENIZER}"
         fix = "write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
-    raise ModelFolderError(f"model.path={config.model.path}: {problem}; {fix}")
+    raise ModelFolderError(f"model.path={model.path}: {problem}; {fix}")
 
 
 def chat_template(folder: Path) -> str | None:

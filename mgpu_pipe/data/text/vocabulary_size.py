@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mgpu_pipe.config.data_sources import makes_tokens
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.model_field import model_vocab_size
 from mgpu_pipe.errors import ConfigError
 
@@ -13,7 +13,9 @@ BYTE_LEVEL_MINIMUM = 257
 """Smallest vocabulary: 256 bytes and the end-of-text token."""
 
 
-def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
+def trained_vocab_size(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, special: Sequence[str] = ()
+) -> int:
     """Vocabulary size of the tokenizer that ``data.tokenizer=auto`` trains for a model without a folder.
 
     Args:
@@ -22,8 +24,8 @@ def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
     Raises:
         ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.
     """
-    size = _model_size(config.model)
-    if makes_tokens(config.data.source):
+    size = _model_size(model)
+    if makes_tokens(data.source):
         least, reason = 2, ""
     else:
         least = BYTE_LEVEL_MINIMUM + len(special)
@@ -31,7 +33,7 @@ def trained_vocab_size(config: RunConfig, special: Sequence[str] = ()) -> int:
         reason += f", and the chat template {len(special)}" if special else ""
     if size < least:
         raise ConfigError("model.config.vocab_size", size, f"use at least {least}", reason)
-    return size - config.objective.reserved_ids()
+    return size - objective.reserved_ids()
 
 
 def transcripts_vocab_size(model: ModelConfig) -> int:

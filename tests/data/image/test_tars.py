@@ -52,7 +52,7 @@ def test_any_number_of_tar_files_gives_what_a_folder_does(tmp_path: Path) -> Non
         preflight(config)
     found = [prepare(config) for config in configs]
     assert len({one.digest for one in found}) == 1, "a run that began with one goes on with another"
-    order = found[0].order(configs[0], found[0].train_samples).indices(17, 8)
+    order = found[0].order(configs[0].seed, configs[0].data, found[0].train_samples).indices(17, 8)
     batches = [one.open(config, "train").batch(order, order) for one, config in zip(found, configs, strict=True)]
     for name, value in batches[0].items():
         assert all(torch.equal(batch[name], value) for batch in batches), name

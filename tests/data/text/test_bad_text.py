@@ -25,7 +25,7 @@ BAD_ROWS = (b"{broken", b'{"text": "caf\xe9"}', b'{"other": 1}', b"[1]")
 
 
 def prepared(run: RunConfig) -> Prepared:
-    check_sources(run)
+    check_sources(run.model, run.data)
     return prepare(run)
 
 
@@ -66,9 +66,9 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(
     assert trained_tokens(alone, whole) == trained_tokens(found, run)
     # Also where the tokens are in the cache already.
     strict = replace(run, data=replace(run.data, on_bad_sample="stop"))
-    for refuse in (check_sources, prepare):
+    for refuse in (lambda: check_sources(strict.model, strict.data), lambda: prepare(strict)):
         with pytest.raises(BadInputError, match=r"; data\.on_bad_sample=skip leaves it out$") as error:
-            refuse(strict)
+            refuse()
         assert "empty.jsonl: is empty" in str(error.value)
 
 
@@ -83,7 +83,7 @@ def test_the_default_names_the_row_and_the_key(tmp_path: Path, source: str) -> N
 def test_a_corpus_without_a_usable_row_is_refused(tmp_path: Path, source: str) -> None:
     run = configured(tmp_path, source, {"rows.jsonl": b"\n".join(BAD_ROWS), "e.jsonl": b""}, on_bad_sample="skip")
     with pytest.raises(BadInputError, match=r"rows\.jsonl:1: is "):
-        check_sources(run)
+        check_sources(run.model, run.data)
     with pytest.raises(BadInputError):
         prepare(run)
 
@@ -132,12 +132,13 @@ def test_check_refuses_parquet_files_that_preparation_would(tmp_path: Path) -> N
     for name, reason in cases.items():
         run = config(tmp_path, source="parquet", paths=[str(tmp_path / name)], text_column="words")
         with pytest.raises(ConfigErrors, match=reason):
-            check_sources(run)
+            check_sources(run.model, run.data)
     number = config(tmp_path, source="parquet", paths=[str(tmp_path / "good.parquet")], text_column="id")
     with pytest.raises(ConfigErrors, match="holds int64, not strings"):
-        check_sources(number)
+        check_sources(number.model, number.data)
     paths = [str(tmp_path / name) for name in cases]
-    check_sources(config(tmp_path, source="parquet", paths=paths, on_bad_sample="skip"))
+    tables = config(tmp_path, source="parquet", paths=paths, on_bad_sample="skip")
+    check_sources(tables.model, tables.data)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -192,6 +193,6 @@ def test_other_formats_that_are_valid_utf8(tmp_path: Path, head: bytes, form: st
     path = tmp_path / "a.txt"
     path.write_bytes(head + bytes(40) + b"text " * 20)
     run = config(tmp_path, source="text_files", paths=[str(path)])
-    for refusing in (lambda: check_sources(run), lambda: prepare(run)):
+    for refusing in (lambda: check_sources(run.model, run.data), lambda: prepare(run)):
         with pytest.raises(BadInputError, match=rf"a\.txt: is .*{form}, not text"):
             refusing()

@@ -258,9 +258,9 @@ def test_a_template_that_is_a_bad_program_is_refused_in_one_line(
     run = config(tmp_path, source="chat_jsonl", paths=[str(path)], chat_template=str(tmp_path / "chat.jinja"))
     monkeypatch.setattr(template_limits, "SECONDS", 0.5)
     limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)
-    for refuse in (check_chat, prepare):
+    for refuse in (lambda: check_chat(run.model, run.data), lambda: prepare(run)):
         with pytest.raises((ConfigError, DataError), match=r"chat_template=.*chat\.jinja|chat\.jsonl:1: ") as told:
-            refuse(run)
+            refuse()
         assert "\n" not in str(told.value) and len(str(told.value)) < 600
     assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGPROF)) == limits
     assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
@@ -332,9 +332,9 @@ def test_a_tokenizers_own_broken_template_is_refused_by_its_key(tmp_path: Path) 
     own = shutil.copytree(prepare(run).tokenizer_folder, tmp_path / "own")
     (own / "chat_template.jinja").write_text("{{ 'a' * 10**10 ")
     run.data.chat_template, run.data.tokenizer = None, str(own)
-    for refuse in (check_chat, prepare):
+    for refuse in (lambda: check_chat(run.model, run.data), lambda: prepare(run)):
         with pytest.raises(ConfigError, match=r"data\.tokenizer=.*own: its chat template cannot be used: line 1"):
-            refuse(run)
+            refuse()
 
 
 @pytest.mark.parametrize("make", ["fifo", "large", "folder", "endless"])
@@ -348,7 +348,7 @@ def test_a_template_that_is_no_template_file_is_refused(make: str, tmp_path: Pat
     }[make]()
     run = config(tmp_path, source="chat_jsonl", paths=["none"], chat_template=str(path))
     with pytest.raises(ConfigError, match=r"data\.chat_template=.*(is no plain file|larger than 1 MiB)"):
-        check_chat(run)
+        check_chat(run.model, run.data)
 
 
 BAD_LINES = {

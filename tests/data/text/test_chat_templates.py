@@ -254,7 +254,7 @@ def test_a_wrong_row_is_named(row: dict[str, Any], form: str, match: str) -> Non
 def test_a_name_that_is_nearly_right_is_suggested(tmp_path: Path) -> None:
     run = config(tmp_path, source="chat_jsonl", paths=["none"], chat_template="lama3")
     with pytest.raises(ConfigError, match=r"data\.chat_template=lama3: .*did you mean llama3\?"):
-        chat_templates.check_chat(run)
+        chat_templates.check_chat(run.model, run.data)
 
 
 def test_what_is_left_out_and_odd_turns_are_told_once_with_the_line(tmp_path: Path) -> None:

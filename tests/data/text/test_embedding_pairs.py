@@ -164,10 +164,11 @@ def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, row: Any, reason: 
         prepare(config)
     assert reason in str(error.value) and "pairs.jsonl:2: " in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith("data.on_bad_sample=skip leaves it out")
+    run = configured(tmp_path, [row, ROWS[0]])
     with pytest.raises(BadInputError, match=r"pairs\.jsonl:1: "):
-        check_sources(configured(tmp_path, [row, ROWS[0]]))
+        check_sources(run.model, run.data)
     skipping = configured(tmp_path, [ROWS[0], row, ROWS[3]], "data.on_bad_sample=skip")
-    check_sources(skipping)
+    check_sources(skipping.model, skipping.data)
     prepared: Any = prepare(skipping)
     assert prepared.bad_samples == 1 and prepared.num_pairs >= 1
 

@@ -62,7 +62,7 @@ def test_a_folder_says_what_ends_a_text(tmp_path: Path, shape: str):
     folder = write_folder(tmp_path / "model", special, template, settings, **model)
     run = config(tmp_path)
     run.model.path, run.model.config = str(folder), {}
-    known = resolve_tokenizer(run, [], tmp_path / "cache")
+    known = resolve_tokenizer(run.model, run.data, run.objective, [], tmp_path / "cache")
     assert known.eos_token_id == WORDS.index(ENDS[shape])
     kept = json.loads((known.folder / "tokenizer_config.json").read_text())
     assert kept["eos_token"] in (ENDS[shape], {"content": ENDS[shape], "lstrip": False})
@@ -84,5 +84,5 @@ def test_what_no_folder_says_is_refused(tmp_path: Path, special: list[str], mode
     run = config(tmp_path)
     run.model.path, run.model.config = str(folder), {}
     with pytest.raises(ConfigError) as refused:
-        resolve_tokenizer(run, [], tmp_path / "cache")
+        resolve_tokenizer(run.model, run.data, run.objective, [], tmp_path / "cache")
     assert said in str(refused.value)

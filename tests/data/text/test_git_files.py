@@ -45,7 +45,7 @@ def repository(tmp_path: Path) -> Path:
 
 def texts(tmp_path: Path, *paths: object) -> dict[str, str]:
     run = config(tmp_path, source="git_files", paths=[str(path) for path in paths])
-    check_sources(run)
+    check_sources(run.model, run.data)
     documents = list(open_source(run, tmp_path / "cache").documents())
     return {os.path.relpath(document.origin, tmp_path / "repository"): document.text for document in documents}
 
@@ -83,9 +83,9 @@ def test_a_file_that_is_no_utf8_stops_or_is_left_out(repository: Path, tmp_path:
     git(repository, "add", "latin.txt")
     run = config(tmp_path, source="git_files", paths=[str(repository)])
     with pytest.raises(ConfigErrors, match=r"latin\.txt.*data\.on_bad_sample=skip"):
-        check_sources(run)
+        check_sources(run.model, run.data)
     run.data.on_bad_sample = "skip"
-    check_sources(run)
+    check_sources(run.model, run.data)
     faults = [document.origin for document in open_source(run, tmp_path / "cache").documents() if document.fault]
     assert faults == [str(repository / "latin.txt")]
 
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_utf8_stops_or_is_left_out(repository: Path, tmp_path:
 def test_what_is_no_part_of_a_repository_is_refused(repository: Path, tmp_path: Path, path: str, problem: str) -> None:
     (tmp_path / "outside").mkdir()
     run = config(tmp_path, source="git_files", paths=[path.format(root=repository, outside=tmp_path / "outside")])
-    for refused in (lambda: check_sources(run), lambda: open_source(run, tmp_path / "cache")):
+    for refused in (lambda: check_sources(run.model, run.data), lambda: open_source(run, tmp_path / "cache")):
         with pytest.raises(BadInputError, match=problem) as error:
             refused()
         assert "\n" not in str(error.value)
@@ -131,7 +131,7 @@ def test_a_mixture_takes_it_beside_text(repository: Path, tmp_path: Path) -> Non
     code = MixtureSource(source="git_files", paths=[str(repository)])
     text = MixtureSource(source="text_files", paths=[str(tmp_path / "text.txt")])
     run.data = MixtureConfig(source="mixture", sources={"code": code, "text": text})
-    check_sources(run)
+    check_sources(run.model, run.data)
 
 
 def test_a_folder_that_became_a_link_is_not_followed(repository: Path, tmp_path: Path) -> None:

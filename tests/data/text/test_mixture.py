@@ -22,7 +22,7 @@ from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.mixed_samples import MixedOrder, PreparedMixture
-from mgpu_pipe.data.text.mixture_keys import SLOTS, source_configs
+from mgpu_pipe.data.text.mixture_keys import SLOTS, source_data
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import sentences, write_jsonl
@@ -90,7 +90,7 @@ def test_samples_are_those_of_the_sources_alone(mixed: tuple[RunConfig, Prepared
     run, prepared = mixed
     assert read_prepared(json.loads(json.dumps(prepared.as_dict()))) == prepared
     same_tokenizer = replace(run, data=replace(run.data, tokenizer=str(prepared.tokenizer_folder)))
-    alone = [prepare(own) for _, own in source_configs(same_tokenizer)]
+    alone = [prepare(replace(same_tokenizer, data=own)) for _, own in source_data(same_tokenizer.data)]
     assert list(prepared.slots.items()) == [("chat", 3000), ("notes", 1000), ("web", 6000)]
     for split, counts in (("train", "train_samples"), ("validation", "validation_samples")):
         samples, first = prepared.open(run, split), 0  # type: ignore[arg-type]

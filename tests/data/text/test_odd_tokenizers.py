@@ -62,7 +62,7 @@ def readers(model: Path, cache: Path) -> Iterator[Callable[[], object]]:
     run = config(cache, tokenizer=str(model))
 
     def prepare() -> None:
-        known = resolve_tokenizer(run, [], cache)
+        known = resolve_tokenizer(run.model, run.data, run.objective, [], cache)
         encoder = Encoder(EncoderSpec(str(known.folder / TOKENIZER), known.eos_token_id, known.vocab_size))
         encoder.encode([Document("the house \u0416 12", "here", 1)])
 

@@ -213,7 +213,11 @@ def test_processes_and_one_process_tokenise_alike(tmp_path: Path, monkeypatch: p
     _long_corpus(tmp_path)
     run = config(tmp_path, source="text_files", paths=[str(tmp_path / "corpus" / "*.txt")], validation_fraction=0.0)
     source = open_source(run, tmp_path / "cache")
-    spec = encoder_spec(run.data, resolve_tokenizer(run, [(run, source)], tmp_path / "cache"), source)
+    spec = encoder_spec(
+        run.data,
+        resolve_tokenizer(run.model, run.data, run.objective, [(run.data, source)], tmp_path / "cache"),
+        source,
+    )
     one, two = (list(encode_all(spec, source.documents(), workers)) for workers in (1, 2))
     for name in ("tokens", "lengths", "hashes"):
         joined = [np.concatenate([getattr(batch, name) for batch in batches]).tolist() for batches in (one, two)]

@@ -91,8 +91,9 @@ def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, row: Any, reason: 
     with pytest.raises(DataError) as error:
         prepare(configured(tmp_path, [ROWS[0], row]))
     assert reason in str(error.value) and "scored.jsonl:2: " in str(error.value) and "\n" not in str(error.value)
+    run = configured(tmp_path, [row, ROWS[0]])
     with pytest.raises(BadInputError, match=r"scored\.jsonl:1: "):
-        check_sources(configured(tmp_path, [row, ROWS[0]]))
+        check_sources(run.model, run.data)
 
 
 def test_scores_that_teach_nothing_are_refused(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def _refusal(run: RunConfig, match: str, also_by_preflight: bool = True) -> None
     assert not list(Path(run.data.cache_dir or "").glob("tokens/*/manifest.json"))
     if also_by_preflight:
         with pytest.raises(ConfigErrors, match=match):
-            check_sources(run)
+            check_sources(run.model, run.data)
     else:
-        check_sources(run)
+        check_sources(run.model, run.data)
 
 
 def test_text_files_are_documents_in_sorted_order_each_once(tmp_path: Path) -> None:
@@ -54,13 +54,13 @@ def test_text_files_are_documents_in_sorted_order_each_once(tmp_path: Path) -> N
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(f"{name}\r\n\u00e9".encode())
     run = config(tmp_path, source="text_files", paths=[str(tmp_path / "b" / "2.txt"), str(tmp_path / "**" / "*.txt")])
-    check_sources(run)
+    check_sources(run.model, run.data)
     assert _texts(run, tmp_path) == [f"{name}\r\n\u00e9" for name in ("b/2.txt", "a/3.txt", "b/1.txt")]
 
 
 def test_the_library_of_python_is_text_without_its_tests(tmp_path: Path) -> None:
     run = config(tmp_path, source="stdlib_text")
-    check_sources(run)
+    check_sources(run.model, run.data)
     origins = [document.origin for document in open_source(run, tmp_path / "cache").documents()]
     root = sysconfig.get_path("stdlib")
     relative = [os.path.relpath(origin, root) for origin in origins]
@@ -79,7 +79,7 @@ def test_jsonl_and_parquet_read_the_named_column(tmp_path: Path) -> None:
     )
     for source in ("jsonl", "parquet"):
         run = config(tmp_path, source=source, paths=[str(tmp_path / f"a.{source}")], text_column="body")
-        check_sources(run)
+        check_sources(run.model, run.data)
         assert _texts(run, tmp_path) == texts
         opened = open_source(run, tmp_path / "cache")
         assert sum(document.size for document in opened.documents()) == opened.size
@@ -92,7 +92,7 @@ def test_a_column_may_be_a_field_of_an_object(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     for source in ("jsonl", "parquet"):
         run = config(tmp_path, source=source, paths=[str(tmp_path / f"a.{source}")], text_column="meta.body.text")
-        check_sources(run)
+        check_sources(run.model, run.data)
         assert _texts(run, tmp_path) == texts
     write_jsonl(tmp_path / "b.jsonl", [{"meta.text": "whole name", "meta": {"text": "path"}}])
     run = config(tmp_path, source="jsonl", paths=[str(tmp_path / "b.jsonl")], text_column="meta.text")
@@ -101,7 +101,7 @@ def test_a_column_may_be_a_field_of_an_object(tmp_path: Path) -> None:
     run = config(tmp_path, source="pairs_jsonl", paths=[str(tmp_path / "pairs.jsonl")])
     run.data.source_column, run.data.target_column = "in.text", "out.text"
     (pair,) = open_source(run, tmp_path / "cache").documents()
-    check_sources(run)
+    check_sources(run.model, run.data)
     assert (pair.text, pair.target) == ("a", "b")
     line = '{"in": {"text": "a"}, "out": {"class": 3}}'
     assert row_of(replace(run.data, text_column="in.text", label_column="out.class"), line, "x:1").label == "3"
@@ -114,7 +114,7 @@ def test_a_column_may_be_a_field_of_an_object(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "chat.jsonl", [{"log": {"turns": [{"role": "user", "content": "hi"}, message]}}])
     chat = config(tmp_path, source="chat_jsonl", paths=[str(tmp_path / "chat.jsonl")], chat_template="plain")
     chat.data.messages_column = "log.turns"
-    check_sources(chat)
+    check_sources(chat.model, chat.data)
     assert prepare(replace(chat, data=replace(chat.data, validation_fraction=0.0))).train_tokens == 2
 
 
@@ -144,7 +144,7 @@ def test_compressed_text_reads_as_the_text(ending: str, tmp_path: Path) -> None:
     packed.write_bytes(_compressed(packed, 3))
     for source in ("jsonl", "text_files"):
         runs = [config(tmp_path, source=source, paths=[str(path)]) for path in (plain, packed)]
-        check_sources(runs[1])
+        check_sources(runs[1].model, runs[1].data)
         assert _texts(runs[1], tmp_path) == _texts(runs[0], tmp_path)
         opened = open_source(runs[1], tmp_path / "cache")
         size = sum(document.size for document in opened.documents())
@@ -187,7 +187,7 @@ def test_paths_that_match_nothing_are_refused_with_the_pattern(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"data\.validation_paths=.*absent\.txt: matches no file"):
         prepare(run)
     with pytest.raises(ConfigErrors, match=r"data\.validation_paths"):
-        check_sources(run)
+        check_sources(run.model, run.data)
 
 
 def test_an_empty_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -251,20 +251,22 @@ def test_a_wrong_parquet_file_is_refused(tmp_path: Path) -> None:
 def test_numbers_out_of_range_and_unknown_sources_are_refused_together(tmp_path: Path) -> None:
     run = config(tmp_path, source="text_files", paths=["/absent/*.txt"], validation_fraction=1.0, seq_len=1)
     with pytest.raises(ConfigErrors) as refused:
-        check_sources(run)
+        check_sources(run.model, run.data)
     assert [error.key for error in refused.value.errors if isinstance(error, ConfigError)] == [
         "data.validation_fraction",
         "data.seq_len",
         "data.paths",
     ]
+    run = config(tmp_path, source="text_file")
     with pytest.raises(ConfigErrors, match=r"data\.source=text_file: no such source; did you mean text_files\?"):
-        check_sources(config(tmp_path, source="text_file"))
+        check_sources(run.model, run.data)
+    run = config(tmp_path, source="stdlib_text", validation_paths=["x"])
     with pytest.raises(ConfigErrors, match=r"data\.validation_paths"):
-        check_sources(config(tmp_path, source="stdlib_text", validation_paths=["x"]))
+        check_sources(run.model, run.data)
     run = config(tmp_path, source="synthetic")
     run.data.synthetic.num_documents = 0
     with pytest.raises(ConfigErrors, match=r"data\.synthetic\.num_documents=0"):
-        check_sources(run)
+        check_sources(run.model, run.data)
 
 
 def _edit_index(cache: Path, path: Path, **entries: object) -> None:
@@ -328,7 +330,7 @@ def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_plug_in_brings_documents(plug_in: Path, tmp_path: Path) -> None:
     run = config(tmp_path, source="poems", validation_paths=["tulip"])
     assert "poems" in all_names()
-    check_sources(run)
+    check_sources(run.model, run.data)
     prepared = prepare(run)
     assert prepared.num_documents == 24
     assert prepared.validation is not None

@@ -32,7 +32,7 @@ def reads(tmp_path: Path, path: Path, *words: str) -> RunConfig:
 
 
 def texts(tmp_path: Path, run: RunConfig) -> list[str]:
-    check_sources(run)
+    check_sources(run.model, run.data)
     return [document.text for document in open_source(run, tmp_path / "cache").documents()]
 
 
@@ -116,8 +116,9 @@ def test_what_cannot_be_read_is_refused(
         database(path, ["good"])
     else:
         path.write_bytes(content)
+    run = reads(tmp_path, path, *words)
     with pytest.raises(BadInputError, match=problem) as refused:
-        check_sources(reads(tmp_path, path, *words))
+        check_sources(run.model, run.data)
     assert "\n" not in str(refused.value)
 
 

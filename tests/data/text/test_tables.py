@@ -72,7 +72,7 @@ def test_rows_are_the_same_in_every_form(tmp_path: Path, source: str, ending: st
     found = []
     for path in (tmp_path / "a.jsonl", tmp_path / f"a{ending}"):
         run = config(tmp_path, source=source, paths=[str(path)], chat_template="plain")
-        check_sources(run)
+        check_sources(run.model, run.data)
         opened = open_source(run, tmp_path / "cache")
         documents = list(opened.documents())
         assert sum(document.size for document in documents) <= opened.size
@@ -93,14 +93,14 @@ def test_labels_are_the_same_in_every_form(tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"a{ending}"
     WRITERS[ending](path, rows)
     run = config(tmp_path, source="labelled_jsonl", paths=[str(path)])
-    check_sources(run)
+    check_sources(run.model, run.data)
     read = [row_of(run.data, line, origin) for line, origin, _ in row_lines(path)]
     assert [(row.texts[0], row.label) for row in read] == [(row["text"], row["label"]) for row in rows]
 
 
 def refusal(run: RunConfig, tmp_path: Path) -> str:
     with pytest.raises(BadInputError) as found:
-        check_sources(run)
+        check_sources(run.model, run.data)
         list(open_source(run, tmp_path / "cache").documents())
     assert "\n" not in str(found.value)
     return str(found.value)
@@ -125,7 +125,7 @@ def test_texts_of_every_layout_are_read(tmp_path: Path, column: Any) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), path)
     for source in ("parquet", "jsonl"):
         run = config(tmp_path, source=source, paths=[str(path)])
-        check_sources(run)
+        check_sources(run.model, run.data)
         assert [one.text for one in open_source(run, tmp_path / "cache").documents()] == TEXTS, source
 
 
@@ -174,7 +174,7 @@ def test_a_zip_file_of_texts_is_a_document_each(tmp_path: Path) -> None:
         for name, text in (("x/1.txt", "one"), ("x/2.txt", "two"), ("__MACOSX/x/._1.txt", "\0")):
             file.writestr(name, text)
     run = config(tmp_path, source="text_files", paths=[str(tmp_path / "a.zip")])
-    check_sources(run)
+    check_sources(run.model, run.data)
     assert [one.text for one in open_source(run, tmp_path / "cache").documents()] == ["one", "two"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.checks_of_sources import check_picture_chats
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
@@ -32,10 +32,10 @@ def build_digits(cache: Path, identity: str) -> Path:
     return prepare_digits(cache)
 
 
-def check_digits(config: RunConfig) -> None:
+def check_digits(model: ModelConfig, data: DataConfig) -> None:
     from mgpu_pipe.data.images.picture_files import digits_file
 
-    check_all([lambda: check_picture_chats(config), digits_file])
+    check_all([lambda: check_picture_chats(model, data), digits_file])
 
 
 SOURCE = PictureChatSource(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.checks_of_sources import check_picture_chats
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
@@ -47,11 +47,11 @@ def _write_frames(out: Path) -> dict[str, Any]:
     return {"pictures": len(frames), "bad": []}
 
 
-def check_model(config: RunConfig) -> None:
+def check_model(model: ModelConfig, data: DataConfig) -> None:
     """Checks that the model takes videos."""
     from mgpu_pipe.data.images.check_images import sees_videos
 
-    check_all([lambda: check_picture_chats(config), lambda: sees_videos(config.model, f"data.source={SOURCE.name}")])
+    check_all([lambda: check_picture_chats(model, data), lambda: sees_videos(model, f"data.source={SOURCE.name}")])
 
 
 SOURCE = PictureChatSource(

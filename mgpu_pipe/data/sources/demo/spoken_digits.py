@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import SpeechSource
 from mgpu_pipe.data.cache import Progress
@@ -23,14 +23,13 @@ class SpokenDigitsConfig(AudioConfig):
     """Held-out voices: voices of espeak-ng that are not trained on, or flite, another synthesiser."""
 
 
-def check_programs(config: RunConfig) -> None:
+def check_programs(model: ModelConfig, data: DataConfig) -> None:
     """Checks recordings in general, and that the programs that speak are installed."""
     from mgpu_pipe.data.audio import synthesis
 
-    data = config.data
     assert isinstance(data, SpokenDigitsConfig)
     programs = [synthesis.ESPEAK, *((synthesis.FLITE,) if data.held_out == "synthesiser" else ())]
-    check_all([lambda: check_recordings(config), *(partial(synthesis.program, program) for program in programs)])
+    check_all([lambda: check_recordings(model, data), *(partial(synthesis.program, program) for program in programs)])
 
 
 def speak_digits(data: DataConfig, rate: int, cache: Path, progress: Progress) -> tuple[Path, Path]:

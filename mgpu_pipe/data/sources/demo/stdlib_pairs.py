@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
@@ -71,7 +71,7 @@ FORMAT = FileFormat(
 )
 
 
-def check_library(config: RunConfig) -> None:
+def check_library(model: ModelConfig, data: DataConfig) -> None:
     files.check_stdlib()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 
 
-def check_shape(config: RunConfig) -> None:
-    shape = config.data.synthetic
+def check_shape(model: ModelConfig, data: DataConfig) -> None:
+    shape = data.synthetic
     least_values = (
         ("num_documents", shape.num_documents, 1),
         ("mean_length", shape.mean_length, 2),
