@@ -65,10 +65,8 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
         try:
             dims = ParallelDims.from_config(config.trainer, config.strategy)
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-            errors += [
-                *_router_errors(config.model, config.objective),
-                *_reduction_errors(config.precision, config.strategy, config.trainer, dims, plan),
-            ]
+            errors += _router_errors(config.model, config.objective)
+            errors += _reduction_errors(config.precision, config.strategy, config.trainer, dims, plan)
             errors += _part_errors(config.strategy, config.data, dims, model_fields(config.model))
             if config.strategy.engine == "mesh":
                 errors += _model_axis_errors(config, dims, plan)
@@ -97,16 +95,15 @@ def _strategy_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def _mesh_errors(trainer: TrainerConfig, strategy: StrategyConfig) -> list[BadInputError]:
-    errors = list[BadInputError]()
     if strategy.engine not in ENGINES and strategy.engine not in (others := registered(STRATEGY_GROUP)):
         fix = f"use {' or '.join((*ENGINES, *others))}; or install the package that brings it"
-        errors.append(ConfigError("strategy.engine", strategy.engine, fix, "no such engine"))
-    elif strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 != world_size(trainer, strategy):
+        return [ConfigError("strategy.engine", strategy.engine, fix, "no such engine")]
+    if strategy.name == "single" and strategy.dp_replicate == strategy.dp_shard == 1 != world_size(trainer, strategy):
         key, value = "trainer.num_nodes", trainer.num_nodes
         if trainer.devices != 1 and trainer.devices != "auto":
             key, value = "trainer.devices", trainer.devices
-        errors.append(ConfigError(key, value, "use 1, or strategy=ddp", "strategy=single is one process"))
-    return errors
+        return [ConfigError(key, value, "use 1, or strategy=ddp", "strategy=single is one process")]
+    return []
 
 
 def _router_errors(model: ModelConfig, objective: ObjectiveConfig) -> list[BadInputError]:

@@ -94,12 +94,8 @@ def _writable(folder: Path) -> bool:
     return True
 
 
-def compiler_errors() -> list[BadInputError]:
+def compiler_errors() -> Iterator[BadInputError]:
     """Errors of missing tools for DeepSpeed's compiled file access: a compiler, Python's headers, ninja, libaio."""
-    return list(_compiler_errors())
-
-
-def _compiler_errors() -> Iterator[BadInputError]:
     key, value = "strategy.offload", "nvme"
     cxx = compiler()
     if cxx is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checks import lightning_needs as logger_needs
+from mgpu_pipe.checks import slots as logger_needs
 from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig

@@ -22,7 +22,7 @@ INSTALL = re.compile(r"\b(apt-get|pip) install ([a-z0-9][a-z0-9+.-]*[a-z0-9+])")
 
 def need_nvme() -> None:
     """Skip where DeepSpeed's NVMe access cannot be compiled."""
-    _need(compiler_errors())
+    _need(list(compiler_errors()))
 
 
 def need_torch_compile() -> None:

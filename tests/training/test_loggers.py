@@ -18,7 +18,7 @@ from pytorch_lightning.loggers import CSVLogger, comet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from mgpu_pipe.checks.lightning_needs import logger_errors
+from mgpu_pipe.checks.slots import logger_errors
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.hydra.interpolation import EnvironmentText
 from mgpu_pipe.config.schema import RunConfig
@@ -227,7 +227,7 @@ def test_comet_gets_the_configuration_and_every_metric(tmp_path: Path, monkeypat
     module.start = lambda **options: started.update(options) or experiment  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "comet_ml", module)
     monkeypatch.setattr(comet, "_COMET_AVAILABLE", True)
-    monkeypatch.setattr("mgpu_pipe.checks.lightning_needs.PACKAGES", {})
+    monkeypatch.setattr("mgpu_pipe.checks.slots.PACKAGES", {})
     log("comet", tmp_path)
     assert (started["project"], started["online"], started["experiment_config"]["name"]) == ("mgpu_pipe", None, "shown")
     (parameters,) = experiment.given("__internal_api__log_parameters__")
@@ -250,7 +250,7 @@ def test_comet_writes_an_archive_without_its_service(tmp_path: Path, monkeypatch
 
 
 def test_comet_that_logs_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mgpu_pipe.checks.lightning_needs.PACKAGES", {"CometLogger": ("zipfile", "zipfile")})
+    monkeypatch.setattr("mgpu_pipe.checks.slots.PACKAGES", {"CometLogger": ("zipfile", "zipfile")})
     leaf = {"_target_": "pytorch_lightning.loggers.CometLogger", "online": False}
     (error,) = logger_errors(leaf, "logger.comet")
     assert str(error).startswith("logger.comet.online=false: Lightning then logs nothing to Comet; leave it out, and")
