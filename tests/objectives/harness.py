@@ -1,4 +1,5 @@
-"""What the tests of several objectives share: small runs on answers, cuts of a batch, and gradients of an oracle."""
+"""What the tests of several objectives share: small runs on answers, cuts of a batch, gradients of an oracle,
+and what a run's folder is good for."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.objectives.sample_group import SingleProcess
+from tests.support import small_runs
 
 Batch = dict[str, torch.Tensor]
 PAIRS = [
@@ -137,3 +139,50 @@ def vector_errors(model: torch.nn.Module, whole: Any) -> dict[str, float]:
             errors[name] = float((parameter.grad - wanted).norm()) / size
     assert len(errors) == len(named) - 2
     return errors
+
+
+def check_evaluated(folder: Path, capsys: pytest.CaptureFixture[str], *lines: str) -> None:
+    """``mgpu-pipe eval`` of a run prints these texts."""
+    from mgpu_pipe.cli.main import main
+
+    assert main(["eval", str(folder), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    for line in lines:
+        assert line in printed
+
+
+def exported_model(folder: Path, kind: Any, capsys: pytest.CaptureFixture[str]) -> Any:
+    """The model of transformers' class ``kind`` from the export of a run, ``out`` next to it; it has all weights."""
+    from mgpu_pipe.cli.main import main
+
+    out = folder.parent / "out"
+    assert main(["export", str(folder), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert not kind.__name__.startswith("Auto") or kind.__name__ in printed
+    model, info = kind.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    return model
+
+
+def check_logits(folder: Path, exported: Any, **inputs: torch.Tensor) -> None:
+    """The models of a run and of its export give the same logits."""
+    from mgpu_pipe.inference.open import load_run
+
+    with torch.no_grad():
+        ours, plain = (model(**inputs).logits for model in (load_run(folder).model, exported))
+    assert torch.allclose(ours, plain.to(ours.dtype), rtol=0, atol=1e-6)
+
+
+def check_trained_on(composed: Any, folder: Path, metrics: Mapping[str, float], processes: int, *words: str) -> None:
+    """A run on the export ``out`` in ``folder`` begins with the held-out loss of ``metrics``: it keeps all of it."""
+    given = ("model=hf", f"model.path={folder / 'out'}", "optimizer.lr=0", *words)
+    tuned = small_runs.run(composed, folder / "tuned", processes, *given)
+    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+
+
+def learnt_metrics(composed: Any, folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """The metrics of four steps, the same where a run goes on under other strategies, and of 30 larger steps."""
+    whole, metrics, _ = small_runs.run_on(composed, folder)
+    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
+    words = ("strategy=single", "trainer.max_steps=30", "optimizer.lr=1e-3")
+    return whole, small_runs.run(composed, folder / "longer", 1, *words)

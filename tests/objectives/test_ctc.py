@@ -26,7 +26,7 @@ from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.ctc import CTCObjective
 from mgpu_pipe.objectives.sound_inputs import SpecAugment
 from mgpu_pipe.objectives.speech_keys import count_errors, transcribe
-from tests.objectives.harness import check_alone
+from tests.objectives.harness import check_alone, check_evaluated, check_logits, check_trained_on, exported_model
 from tests.support import small_runs
 from tests.support.command import mgpu
 from tests.support.needs import need_speech
@@ -126,33 +126,22 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     need_speech()
     from transformers import Wav2Vec2ForCTC, Wav2Vec2Processor
 
-    from mgpu_pipe.cli.main import main
-    from mgpu_pipe.inference.open import load_run
-
-    whole, metrics, _ = small_runs.run_on(listed, tmp_path)
-    for key in ("train/loss", "val/loss"):
-        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same recordings, changed and hidden alike"
-    assert metrics["val/character_error_rate"] == whole["val/character_error_rate"]
-    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{metrics['val/loss']:.6f} nats a character" in printed
-    assert f"{100 * metrics['val/word_error_rate']:.2f}%" in printed
-    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
-    exported, info = Wav2Vec2ForCTC.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    metrics = small_runs.run_moved(listed, tmp_path, "val/character_error_rate")
+    check_evaluated(
+        tmp_path / "second",
+        capsys,
+        f"{metrics['val/loss']:.6f} nats a character",
+        f"{100 * metrics['val/word_error_rate']:.2f}%",
+    )
+    exported = exported_model(tmp_path / "second", Wav2Vec2ForCTC, capsys)
     processor: Any = Wav2Vec2Processor.from_pretrained(tmp_path / "out")
     wave = tones("ab", 99)
     values = processor(wave, sampling_rate=RATE, return_tensors="pt").input_values
     config = listed(tmp_path)
     assert processor.tokenizer("b ab").input_ids == prepare(config).alphabet().encode("b ab")  # type: ignore[attr-defined]
     assert torch.allclose(values[0].mean(), torch.zeros(()), atol=1e-5)
-    with torch.no_grad():
-        ours, plain = (model(input_values=values).logits for model in (load_run(tmp_path / "second").model, exported))
-    assert torch.allclose(ours, plain.to(ours.dtype), rtol=0, atol=1e-6)
-    tuned = run(tmp_path / "tuned", 2, "model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "strategy=ddp")
-    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5), (
-        "the folder is trained on, its alphabet kept"
-    )
+    check_logits(tmp_path / "second", exported, input_values=values)
+    check_trained_on(listed, tmp_path, metrics, 2, "strategy=ddp")
 
 
 def test_samples_are_the_same_on_any_processes_and_read_from_json(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from mgpu_pipe.objectives.image_classification import ImageClassificationObjecti
 from mgpu_pipe.report.compare_runs import PNG, encoded_of
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink import shrink
+from tests.objectives.harness import check_evaluated, check_logits, exported_model
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
@@ -142,24 +143,18 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_exported_and_fine_tun
 ) -> None:
     from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-    from mgpu_pipe.cli.main import main
-    from mgpu_pipe.inference.open import load_run
-
     metrics = small_runs.run_moved(small_data, tmp_path, "val/accuracy")
-    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert f"loss           {metrics['val/loss']:.6f} nats a sample" in printed
-    assert f"accuracy       {100 * metrics['val/accuracy']:.2f}%" in printed
-    assert "over           12 samples of 12 held-out samples" in printed
-    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
-    assert "AutoModelForImageClassification" in capsys.readouterr().out
-    exported, info = AutoModelForImageClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    check_evaluated(
+        tmp_path / "second",
+        capsys,
+        f"loss           {metrics['val/loss']:.6f} nats a sample",
+        f"accuracy       {100 * metrics['val/accuracy']:.2f}%",
+        "over           12 samples of 12 held-out samples",
+    )
+    exported = exported_model(tmp_path / "second", AutoModelForImageClassification, capsys)
     assert exported.config.id2label == {0: "dark", 1: "light", 2: "stripes"}
     pixels = torch.randn(2, 1, 16, 16, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        ours, plain = (model(pixel_values=pixels).logits for model in (load_run(tmp_path / "second").model, exported))
-    assert torch.allclose(ours, plain, rtol=0, atol=1e-6)
+    check_logits(tmp_path / "second", exported, pixel_values=pixels)
     config = small_data(tmp_path)
     held_out: Any = prepare(config).open(config, "validation")
     picture = held_out._data.picture(1)

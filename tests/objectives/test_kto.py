@@ -3,7 +3,6 @@ answers that TRL 1.16 pairs prompts with."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.kto import KTOObjective
 from mgpu_pipe.objectives.preference_keys import KTOConfig
 from tests.models.tiny import tiny_model
-from tests.objectives.harness import answers_config, check_gradients, cut, gradients_of, step_loss
-from tests.support import small_runs
+from tests.objectives.harness import answers_config, check_gradients, cut, gradients_of, learnt_metrics, step_loss
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -37,9 +35,6 @@ ROWS: list[dict[str, Any]] = [
 
 def small_data(folder: Path, *overrides: str, rows: list[Any] = ROWS) -> RunConfig:
     return answers_config("kto", folder, "data=unpaired_jsonl", "data.seq_len=64", *overrides, rows=rows)
-
-
-run = partial(small_runs.run, small_data)
 
 
 def made(**keys: Any) -> KTOObjective:
@@ -179,8 +174,6 @@ def test_answers_of_one_label_are_refused(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_learns_and_goes_on_under_another_strategy(tmp_path: Path) -> None:
-    whole, metrics, _ = small_runs.run_on(small_data, tmp_path)
-    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
-    longer = run(tmp_path / "longer", 1, "strategy=single", "trainer.max_steps=30", "optimizer.lr=1e-3")
+    whole, longer = learnt_metrics(small_data, tmp_path)
     assert longer["val/loss"] < 0.9 * whole["val/loss"]
     assert longer["val/margin"] > whole["val/margin"] and longer["val/accuracy"] > 0.8

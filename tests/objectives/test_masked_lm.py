@@ -21,6 +21,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.cross_entropy import correct_predictions
 from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
+from tests.objectives.harness import check_evaluated, exported_model
 from tests.support import small_runs
 
 BERT = ("objective=masked_lm", "model=bert_tiny", "logger=none", "trainer.progress=off")
@@ -117,14 +118,13 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
     from mgpu_pipe.cli.main import main
 
     metrics = small_runs.run_moved(small_data, tmp_path, "val/accuracy")
-    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert f"loss        {metrics['val/loss']:.6f} nats a token" in printed
-    assert f"accuracy    {100 * metrics['val/accuracy']:.2f}%" in printed
+    check_evaluated(
+        tmp_path / "second",
+        capsys,
+        f"loss        {metrics['val/loss']:.6f} nats a token",
+        f"accuracy    {100 * metrics['val/accuracy']:.2f}%",
+    )
     assert main(["generate", str(tmp_path / "second"), "--prompt", "1"]) == 2
     assert "BertForMaskedLM does not generate text" in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
-    assert "AutoModelForMaskedLM" in capsys.readouterr().out
-    exported, info = AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    exported = exported_model(tmp_path / "second", AutoModelForMaskedLM, capsys)
     assert type(exported).__name__ == "BertForMaskedLM"

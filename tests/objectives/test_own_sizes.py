@@ -21,6 +21,7 @@ from mgpu_pipe.errors import DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
+from tests.objectives.harness import check_trained_on, exported_model
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.command import mgpu
@@ -162,22 +163,14 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     from mgpu_pipe.inference.open import load_run
     from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
-    whole = run(tmp_path / "whole", 1, model, "strategy=single")
-    run(tmp_path / "first", 2, model, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, model, "strategy=tp", resume=saved)
-    for key in ("train/loss", "val/loss"):
-        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and conversations"
+    metrics = small_runs.run_moved(chats, tmp_path, words=(model,))
     second, pictures = tmp_path / "second", [tmp_path / "high.png", tmp_path / "large.png"]
     asked = ["generate", str(second), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
     shown = [word for picture in pictures for word in ("--image", str(picture))]
     assert main([*asked, "--prompt", "Is <image> or <image> high?", *shown]) == 0
     answer = capsys.readouterr().out.strip()
-    assert main(["export", str(second), "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
     kind = getattr(transformers, f"{name}ForConditionalGeneration")
-    exported, info = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    exported = exported_model(second, kind, capsys)
     # Its own picture processor, positions and generation write the same.
     processor = transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil.from_pretrained(
         tmp_path / "out"
@@ -199,9 +192,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
         assert torch.allclose(loaded.model(input_ids=ids, **ours).logits, plain, rtol=0, atol=1e-5)
     wrote = exported.generate(**inputs, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
     assert tokenizer.decode(wrote, skip_special_tokens=True).strip() == answer
-    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "data.chat_template=null")
-    tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp")
-    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+    check_trained_on(chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp")
 
 
 def test_a_blank_picture_changes_nothing() -> None:

@@ -25,6 +25,7 @@ from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from mgpu_pipe.objectives.picture_inputs import NOT_ZERO
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
+from tests.objectives.harness import check_trained_on, exported_model
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import SIZES, write_chats
@@ -169,12 +170,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     from mgpu_pipe.cli.main import main
     from mgpu_pipe.inference.open import load_run
 
-    whole = run(tmp_path / "whole", 1, "strategy=single")
-    run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
-    for key in ("train/loss", "val/loss"):
-        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and conversations"
+    metrics = small_runs.run_moved(chats, tmp_path)
     second, pictures = tmp_path / "second", [tmp_path / "high.png", tmp_path / "large.png"]
     told = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
     shown = [word for picture in pictures for word in ("--image", str(picture))]
@@ -185,10 +181,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     monkeypatch.setattr("sys.stdin", talk)
     assert main(["chat", str(second), *told]) == 0
     assert capsys.readouterr().out.startswith(answer)
-    assert main(["export", str(second), "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    exported, info = SmolVLMForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    exported = exported_model(second, SmolVLMForConditionalGeneration, capsys)
     # Its own picture processor, tokens around parts and generation write the same.
     processor = SmolVLMImageProcessorPil.from_pretrained(tmp_path / "out")
     assert isinstance(processor.resample, int) and processor.resample == Image.Resampling.LANCZOS
@@ -204,6 +197,4 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     wrote = exported.generate(input_ids=ids, **made, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
     assert tokenizer.decode(wrote, skip_special_tokens=True).strip() == answer
     assert json.loads((tmp_path / "out" / "processor_config.json").read_text())["image_seq_len"] == 4
-    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "data.chat_template=null")
-    tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp", "data.max_side=auto")
-    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+    check_trained_on(chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp", "data.max_side=auto")

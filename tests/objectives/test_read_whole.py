@@ -20,6 +20,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
+from tests.objectives.harness import check_trained_on, exported_model
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import folder_of_classes, said
@@ -116,22 +117,14 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
 
     from mgpu_pipe.cli.main import main
 
-    whole = run(tmp_path / "whole", 1, "strategy=single")
-    run(tmp_path / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
-    saved = tmp_path / "first" / "checkpoints" / "step-00000002"
-    metrics = run(tmp_path / "second", 2, "strategy=tp", resume=saved)
-    for key in ("train/loss", "val/loss"):
-        assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same pictures and conversations"
+    metrics = small_runs.run_moved(chats, tmp_path)
     second, picture = tmp_path / "second", tmp_path / "p" / "dark" / "0.png"
     told = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
     assert main(["generate", str(second), *told, "--prompt", "What is it?", "--image", str(picture)]) == 0
     answer = capsys.readouterr().out.strip()
     assert main(["generate", str(second), *told, "--prompt", "What is it?"]) == 0
     unseen = capsys.readouterr().out.strip()
-    assert main(["export", str(second), "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    exported, info = PaliGemmaForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    exported = exported_model(second, PaliGemmaForConditionalGeneration, capsys)
     # Its own processor and generation write the same.
     own = SiglipImageProcessorPil.from_pretrained(tmp_path / "out")
     assert own.image_seq_length == 16  # type: ignore[attr-defined]
@@ -145,6 +138,4 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     types = {"token_type_ids": torch.zeros_like(ids)}
     wrote = exported.generate(input_ids=ids, **types, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
     assert processor.tokenizer.decode(wrote, skip_special_tokens=True).strip() == unseen
-    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "data.chat_template=null")
-    tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp")
-    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+    check_trained_on(chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp")

@@ -13,8 +13,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.preference_keys import CPOConfig, ORPOConfig, SimPOConfig
 from mgpu_pipe.objectives.preference_pairs import CPOObjective, ORPOObjective, SimPOObjective
 from tests.models.tiny import tiny_model
-from tests.objectives.harness import answers_config
-from tests.support import small_runs
+from tests.objectives.harness import answers_config, learnt_metrics
 
 
 def made(weight: float = 0.3) -> ORPOObjective:
@@ -110,14 +109,11 @@ def test_what_counts_nothing_or_is_certain_has_finite_gradients(build: Any) -> N
 
 
 small_data = partial(answers_config, "orpo")
-run = partial(small_runs.run, small_data)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_learns_and_goes_on_under_another_strategy(tmp_path: Path) -> None:
-    whole, metrics, _ = small_runs.run_on(small_data, tmp_path)
-    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
-    longer = run(tmp_path / "longer", 1, "strategy=single", "trainer.max_steps=30", "optimizer.lr=1e-3")
+    whole, longer = learnt_metrics(small_data, tmp_path)
     assert longer["val/loss"] < 0.9 * whole["val/loss"]
     assert longer["val/loss"] > longer["val/chosen_loss"] > 0

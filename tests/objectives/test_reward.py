@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,12 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.preference_keys import REWARD, RewardConfig
 from mgpu_pipe.objectives.reward import RewardObjective, SeparateConversations
 from tests.models.tiny import tiny_model
-from tests.objectives.harness import PAIRS, answers_config
-from tests.support import small_runs
+from tests.objectives.harness import PAIRS, answers_config, learnt_metrics
 from tests.support.command import mgpu, run_folder
 
 
 def small_data(folder: Path, *overrides: str, rows: list[Any] = PAIRS) -> RunConfig:
     return answers_config("reward", folder, "model.config.pad_token_id=0", *overrides, rows=rows)
-
-
-run = partial(small_runs.run, small_data)
 
 
 def made(**keys: Any) -> RewardObjective:
@@ -99,9 +94,7 @@ def test_margins_that_are_no_numbers_are_refused(tmp_path: Path, rows: list[Any]
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_run_learns_and_goes_on_under_another_strategy(tmp_path: Path) -> None:
-    whole, metrics, _ = small_runs.run_on(small_data, tmp_path)
-    assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
-    longer = run(tmp_path / "longer", 1, "strategy=single", "trainer.max_steps=30", "optimizer.lr=1e-3")
+    whole, longer = learnt_metrics(small_data, tmp_path)
     assert longer["val/accuracy"] == 1.0 and longer["val/margin"] > whole["val/margin"]
 
 

@@ -19,6 +19,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.objectives.registry import objective_class
+from tests.objectives.harness import check_evaluated, exported_model
 from tests.support import small_runs
 from tests.support.processes import run_processes
 
@@ -136,20 +137,19 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_answers_and_is
 
     metrics = small_runs.run_moved(small_data, tmp_path, "val/exact_match")
     folder = tmp_path / "second"
-    assert main(["eval", str(folder), "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert f"loss         {metrics['val/loss']:.6f} nats a token" in printed
-    assert f"exact_match  {100 * metrics['val/exact_match']:.2f}%" in printed
+    check_evaluated(
+        folder,
+        capsys,
+        f"loss         {metrics['val/loss']:.6f} nats a token",
+        f"exact_match  {100 * metrics['val/exact_match']:.2f}%",
+    )
     loaded = load_run(folder)
     tokenizer = load_tokenizer(loaded.tokenizer_folder)
     source = torch.tensor([[*tokenizer("42")["input_ids"], tokenizer.eos_token_id]])
     answer = loaded.model.generate(source, max_new_tokens=6, do_sample=False, eos_token_id=0, pad_token_id=0)[0]
     assert main(["generate", str(folder), "--prompt", "42", "--max-new-tokens", "6", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == tokenizer.decode(answer, skip_special_tokens=True) + "\n"
-    assert main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
-    assert "AutoModelForSeq2SeqLM" in capsys.readouterr().out
-    exported, info = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    exported = exported_model(folder, AutoModelForSeq2SeqLM, capsys)
     with torch.no_grad():
         same = [model.eval()(input_ids=source, labels=source).logits for model in (loaded.model, exported)]
     assert torch.equal(*same)

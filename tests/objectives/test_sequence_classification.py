@@ -21,6 +21,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.sequence_classification import SequenceClassificationObjective
 from tests.models.tiny import tiny_model
+from tests.objectives.harness import check_evaluated, exported_model
 from tests.support import small_runs
 from tests.support.command import environment, run_folder
 from tests.support.program import run_program
@@ -187,15 +188,14 @@ def test_a_checkpoint_goes_on_under_another_strategy_is_evaluated_and_exported(
     from mgpu_pipe.cli.main import main
 
     metrics = small_runs.run_moved(small_data, tmp_path, "val/accuracy")
-    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert f"loss        {metrics['val/loss']:.6f} nats a sample" in printed
-    assert f"accuracy    {100 * metrics['val/accuracy']:.2f}%" in printed
-    assert "over        12 samples of 12 held-out samples" in printed
-    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
-    assert "AutoModelForSequenceClassification" in capsys.readouterr().out
-    exported, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    check_evaluated(
+        tmp_path / "second",
+        capsys,
+        f"loss        {metrics['val/loss']:.6f} nats a sample",
+        f"accuracy    {100 * metrics['val/accuracy']:.2f}%",
+        "over        12 samples of 12 held-out samples",
+    )
+    exported = exported_model(tmp_path / "second", AutoModelForSequenceClassification, capsys)
     assert exported.config.id2label == {0: "animal", 1: "plant", 2: "stone"}
     # The exported folder is evaluated by itself, on data that lacks a class and lists the others anew.
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]

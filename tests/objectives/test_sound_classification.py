@@ -23,7 +23,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.sound_classification import SoundClassificationObjective, SoundTaggingObjective
-from tests.objectives.harness import check_alone
+from tests.objectives.harness import check_alone, check_evaluated, check_trained_on
 from tests.objectives.test_ctc import FIELDS
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
@@ -290,10 +290,9 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     from mgpu_pipe.inference.open import load_run
 
     metrics = small_runs.run_moved(labelled, tmp_path, "val/accuracy")
-    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{metrics['val/loss']:.6f} nats a sample" in printed
-    assert f"{100 * metrics['val/accuracy']:.2f}%" in printed
+    check_evaluated(
+        tmp_path / "second", capsys, f"{metrics['val/loss']:.6f} nats a sample", f"{100 * metrics['val/accuracy']:.2f}%"
+    )
     assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
     classify = pipeline("audio-classification", str(tmp_path / "out"))
     wave = heard(next((tmp_path / "sounds" / "mixed").iterdir()))
@@ -308,8 +307,7 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     assert {answer["label"]: answer["score"] for answer in answers} == pytest.approx(
         dict(zip(["high", "low", "mixed"], logits, strict=True)), abs=1e-5
     )
-    tuned = run(tmp_path / "tuned", 1, "model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0")
-    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5), "the folder is trained on"
+    check_trained_on(labelled, tmp_path, metrics, 1)
 
 
 @pytest.mark.slow

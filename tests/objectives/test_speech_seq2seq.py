@@ -22,6 +22,7 @@ from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.objectives.speech_keys import count_errors
+from tests.objectives.harness import check_evaluated, check_logits, check_trained_on, exported_model
 from tests.support import small_runs
 from tests.support.needs import need_speech
 from tests.support.sampling import one_in
@@ -102,7 +103,6 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
     from mgpu_pipe.cli.main import main
-    from mgpu_pipe.inference.open import load_run
 
     whole, metrics, saved = small_runs.run_on(listed, tmp_path)
     third = run(tmp_path / "third", 2, "strategy=zero3", resume=saved)
@@ -110,13 +110,13 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
         assert [metrics[key], third[key]] == pytest.approx([whole[key]] * 2, rel=1e-5), "changed and hidden alike"
     rates = [one["val/character_error_rate"] for one in (whole, metrics, third)]
     assert rates[0] == rates[1] == rates[2]
-    assert main(["eval", str(tmp_path / "second"), "--device", "cpu"]) == 0
-    printed = capsys.readouterr().out
-    assert f"{metrics['val/loss']:.6f} nats a token" in printed
-    assert f"{100 * metrics['val/word_error_rate']:.2f}%" in printed
-    assert main(["export", str(tmp_path / "second"), "--out", str(tmp_path / "out")]) == 0
-    exported, info = WhisperForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    check_evaluated(
+        tmp_path / "second",
+        capsys,
+        f"{metrics['val/loss']:.6f} nats a token",
+        f"{100 * metrics['val/word_error_rate']:.2f}%",
+    )
+    exported = exported_model(tmp_path / "second", WhisperForConditionalGeneration, capsys)
     processor: Any = WhisperProcessor.from_pretrained(tmp_path / "out")
     inputs = processor(tones("ab", 99, 16000), sampling_rate=16000, return_tensors="pt")
     words = prepare(listed(tmp_path)).alphabet()  # type: ignore[attr-defined]
@@ -124,13 +124,10 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     assert ids[1:] == words.encode("b ab")[-len(ids[1:]) :] and ids[0] == exported.config.decoder_start_token_id
     before = torch.tensor([[1, 80, 81]])
     given = {"input_features": inputs.input_features, "decoder_input_ids": before}
-    with torch.no_grad():
-        ours, plain = (model(**given).logits for model in (load_run(tmp_path / "second").model, exported))
-    assert torch.allclose(ours, plain.to(ours.dtype), rtol=0, atol=1e-6)
+    check_logits(tmp_path / "second", exported, **given)
     assert main(["generate", str(tmp_path / "second"), "--prompt", "one", "--device", "cpu"]) == 2
     assert "hears recordings and continues no text: use mgpu-pipe eval" in capsys.readouterr().err
-    tuned = run(tmp_path / "tuned", 2, "model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "strategy=ddp")
-    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5), "the folder's tokenizer is kept"
+    check_trained_on(listed, tmp_path, metrics, 2, "strategy=ddp")
 
 
 def test_samples_are_the_same_on_any_processes_and_what_is_hidden_is_keyed(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
+from tests.objectives.harness import check_logits, check_trained_on, exported_model
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
@@ -270,10 +271,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     assert main(["chat", str(second), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]) == 0
     spoken = capsys.readouterr()
     assert spoken.out.startswith(answer) and "gone.png: cannot be read" in spoken.err
-    assert main(["export", str(second), "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    exported, info = LlavaForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    exported = exported_model(second, LlavaForConditionalGeneration, capsys)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": 16 * "<image>" + "What is it?"}], tokenize=False, add_generation_prompt=True
@@ -294,13 +292,9 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     assert visuals is not None and torch.allclose(visuals.pictures[0].values, made["pixel_values"].float(), atol=1e-5)
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     inputs = {"pixel_values": pixels, "input_ids": ids}
-    with torch.no_grad():
-        ours, plain = (model(**inputs).logits for model in (load_run(second).model, exported))
-    assert torch.allclose(ours, plain, rtol=0, atol=1e-6)
+    check_logits(second, exported, **inputs)
     # The folder is trained on: its own token of a picture, its own template.
-    given = ("model=hf", f"model.path={tmp_path / 'out'}", "optimizer.lr=0", "data.chat_template=null")
-    tuned = run(tmp_path / "tuned", 2, *given, "strategy=fsdp")
-    assert tuned["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+    check_trained_on(chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp")
 
 
 def answered(composed: Any, folder: str, overrides: list[str], _: object) -> Any:

@@ -49,22 +49,26 @@ def run(
     return run_processes(processes, trained, composed, str(folder), given, step)[0]
 
 
-def run_on(composed: Composed, folder: Path) -> tuple[dict[str, float], dict[str, float], Path]:
+def run_on(composed: Composed, folder: Path, *words: str) -> tuple[dict[str, float], dict[str, float], Path]:
     """The metrics of a run of one process, those of the same run that began under fsdp and went on under tp (in
     ``folder / "second"``), and the step from which it went on."""
-    whole = run(composed, folder / "whole", 1, "strategy=single")
-    run(composed, folder / "first", 2, "strategy=fsdp", "checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    whole = run(composed, folder / "whole", 1, "strategy=single", *words)
+    saves = ("checkpoint.every_n_steps=2", "checkpoint.keep_last=0")
+    run(composed, folder / "first", 2, "strategy=fsdp", *saves, *words)
     saved = folder / "first" / "checkpoints" / "step-00000002"
-    return whole, run(composed, folder / "second", 2, "strategy=tp", resume=saved), saved
+    return whole, run(composed, folder / "second", 2, "strategy=tp", *words, resume=saved), saved
 
 
-def run_moved(composed: Composed, folder: Path, equal: str | None = None) -> dict[str, float]:
+def run_moved(
+    composed: Composed, folder: Path, equal: str | None = None, words: tuple[str, ...] = ()
+) -> dict[str, float]:
     """The metrics of the run that went on under other strategies (:func:`run_on`), once they are those of one process.
 
     Args:
         equal: a metric that is the same, to the last bit.
+        words: overrides of all runs.
     """
-    whole, metrics, _ = run_on(composed, folder)
+    whole, metrics, _ = run_on(composed, folder, *words)
     for key in ("train/loss", "val/loss"):
         assert metrics[key] == pytest.approx(whole[key], rel=1e-5), "the same samples, changed the same way"
     assert equal is None or metrics[equal] == whole[equal]
