@@ -301,7 +301,7 @@ def check_built(config: RunConfig) -> None:
     names_parts = config.model.freeze or config.peft.name != "none" or config.optimizer.groups or caches_features
     if names_parts or unknown_activations(config.model):
         from mgpu_pipe.models.build import run_model
-        from mgpu_pipe.optim.groups import treatments
+        from mgpu_pipe.optim.optimizers import treatments
 
         model = run_model(config)
         treatments(model, config.optimizer)

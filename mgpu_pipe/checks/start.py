@@ -10,8 +10,7 @@ from mgpu_pipe.config.paths import RunPaths, cache_folder
 from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, RunConfig, RunOptions
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 from mgpu_pipe.system.joined_world import joined_processes
-from mgpu_pipe.system.local_files import exists, expand_home, is_folder, name_problem, shortened
-from mgpu_pipe.system.machine_errors import creation_problem
+from mgpu_pipe.system.local_files import creation_problem, exists, expand_home, is_folder, name_problem, shortened
 
 
 def base_run_errors(config: RunConfig) -> list[ConfigError]:

@@ -25,8 +25,7 @@ from mgpu_pipe.errors import (
     print_text,
 )
 from mgpu_pipe.launch.signals import asks_for_a_run
-from mgpu_pipe.system.local_files import is_text, shortened
-from mgpu_pipe.system.machine_errors import FIXES
+from mgpu_pipe.system.local_files import FIXES, is_text, shortened
 from mgpu_pipe.system.process_end import exit_now
 from mgpu_pipe.system.standard_streams import outliving_streams, print_logs_safely
 

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.system.local_files import flush_folder, replace_file
-from mgpu_pipe.system.machine_errors import fix_of_writing
+from mgpu_pipe.system.local_files import fix_of_writing, flush_folder, replace_file
 
 BLOCK_BYTES = 4 << 20
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.errors import MgpuError, print_line
+from mgpu_pipe.config.targets.build_target import resolve_target
+from mgpu_pipe.errors import ConfigError, MgpuError, print_line
 from mgpu_pipe.import_path import allow_own_classes
-from mgpu_pipe.optim.optimizer_class import optimizer_class
 
 STEPS = 4
 OUTLIER = 1e4
@@ -45,6 +45,20 @@ class Findings:
     scope: str = "model"
     in_place: bool = True
     state_at_start: bool = False
+
+
+def optimizer_class(target: str, lr: float, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
+    """Class of ``optimizer._target_``, and its constructor's arguments without the parameters.
+
+    Raises:
+        ConfigError: no subclass of ``torch.optim.Optimizer``, an unknown option, or its ``step`` evaluates the loss.
+    """
+    cls, arguments = resolve_target({"_target_": target, "lr": lr, **options}, "torch.optim.Optimizer", "optimizer")
+    closure = inspect.signature(getattr(cls, "step")).parameters.get("closure")  # noqa: B009
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        reason = f"{cls.__name__} evaluates the loss itself, several times a step"
+        raise ConfigError("optimizer._target_", target, "use an optimizer that takes given gradients", reason)
+    return cls, arguments
 
 
 Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]

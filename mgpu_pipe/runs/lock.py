@@ -22,8 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mgpu_pipe.errors import RunFolderError, print_line
-from mgpu_pipe.system.local_files import NotPlainError, check_plain, read_bytes
-from mgpu_pipe.system.machine_errors import fix_of_writing
+from mgpu_pipe.system.local_files import NotPlainError, check_plain, fix_of_writing, read_bytes
 
 BEAT_S = 4.0
 MISSED_BEATS = 5

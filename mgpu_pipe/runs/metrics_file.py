@@ -17,8 +17,7 @@ from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.errors import RunFolderError
-from mgpu_pipe.system.local_files import MAX_TABLE_BYTES, NotPlainError, read_bytes, replace_file
-from mgpu_pipe.system.machine_errors import fix_of_writing
+from mgpu_pipe.system.local_files import MAX_TABLE_BYTES, NotPlainError, fix_of_writing, read_bytes, replace_file
 
 STEP_COLUMNS = (
     "step",

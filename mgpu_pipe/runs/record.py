@@ -20,8 +20,7 @@ from mgpu_pipe.runs import history
 from mgpu_pipe.runs.environment import write_environment
 from mgpu_pipe.runs.latest import RUN, STARTS_FROM, attempts, recorded, start_time
 from mgpu_pipe.runs.run_folder import RunFolder, writing_to
-from mgpu_pipe.system.local_files import MAX_JSON_BYTES, expand_home, read_bytes, replace_file
-from mgpu_pipe.system.machine_errors import fix_of_writing
+from mgpu_pipe.system.local_files import MAX_JSON_BYTES, expand_home, fix_of_writing, read_bytes, replace_file
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared

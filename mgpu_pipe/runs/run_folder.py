@@ -27,8 +27,7 @@ from mgpu_pipe.errors import ConfigError, RunFolderError
 from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.runs.latest import HASH_DIGITS, find_own, is_run_folder, named_after, recorded, runs_in
 from mgpu_pipe.runs.resume_command import line_for
-from mgpu_pipe.system.local_files import exists, expand_home, is_file, is_folder
-from mgpu_pipe.system.machine_errors import fix_of_writing
+from mgpu_pipe.system.local_files import exists, expand_home, fix_of_writing, is_file, is_folder
 
 if TYPE_CHECKING:
     pass

@@ -6,10 +6,12 @@ link could lead elsewhere, and a file may exceed the memory. None of these is re
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,23 @@ MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """Linux's limits in bytes: of a file name, and of a path."""
 SHOWN = 80
 """Characters of a longer path in an error."""
+FIXES = {
+    errno.ENAMETOOLONG: "shorten the path",
+    errno.ELOOP: "remove the link that leads to itself",
+    errno.EACCES: "change its permissions, or choose another place",
+    errno.EPERM: "change its permissions, or choose another place",
+    errno.EROFS: "choose a place that can be written",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "give a file",
+    errno.ENOSPC: "make room on the disk",
+    errno.EDQUOT: "make room in your quota",
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close some programs",
+    errno.EIO: "the disk failed; look at the system's log",
+    errno.ESTALE: "mount the network file system again",
+}
+"""Fixes of the machine's errors by errno. Any other OSError keeps its traceback."""
 
 
 def expand_home(path: str | os.PathLike[str]) -> Path:
@@ -293,3 +312,25 @@ def _hub_blobs(root: Path) -> list[Path]:
 
 def _no_plain_file(path: Path) -> NotPlainError:
     return NotPlainError(f"{path}: is not a plain file; a run or a model holds plain files only")
+
+
+def fix_of_writing(why: str, otherwise: str) -> str:
+    """Fix for a file that cannot be written.
+
+    Args:
+        why: the error, or a text that holds its ``strerror``.
+        otherwise: for any error but the limit of the size of files, which no other folder and no free space mends.
+    """
+    return FIXES[errno.EFBIG] if os.strerror(errno.EFBIG) in why else otherwise
+
+
+def creation_problem(folder: Path) -> str:
+    """Reason why nothing can be made in a folder that is there; empty if something can.
+
+    It makes a folder and removes it: permissions do not tell of ``/proc``, a quota or a full disk.
+    """
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".", dir=folder))
+    except OSError as error:
+        return f"no folder can be made in {folder} ({error.strerror})"
+    return ""

@@ -26,7 +26,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.errors import CheckpointSaveError, NonFiniteError
-from mgpu_pipe.system.machine_errors import fix_of_writing
+from mgpu_pipe.system.local_files import fix_of_writing
 from mgpu_pipe.training.run_clock import RunClock
 
 _log = logging.getLogger(__name__)

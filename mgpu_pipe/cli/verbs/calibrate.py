@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.errors import EXIT_OK, ConfigError, ConfigErrors, print_line
-from mgpu_pipe.system.local_files import expand_home, replace_file
-from mgpu_pipe.system.machine_errors import creation_problem
+from mgpu_pipe.system.local_files import creation_problem, expand_home, replace_file
 
 if TYPE_CHECKING:
     from mgpu_pipe.config.hydra.compose import Composition
