@@ -123,7 +123,7 @@ def _data_errors(
     """
     if state.get("data_digest") != prepared.digest:
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
-        changed = content + [f"the tokenizer: {_listed(tokens)}"] if tokens else []
+        changed = [*content, *([f"the tokenizer: {_listed(tokens)}"] if tokens else [])]
         reason = f"the data is not what it was trained on ({', '.join(changed) or 'the files changed'})"
         return [ConfigError("checkpoint.resume", step, "give the same data, or use checkpoint.init_from", reason)]
     held_out = state.get("validation_digest")
