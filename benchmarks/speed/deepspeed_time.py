@@ -50,7 +50,10 @@ def deepspeed_block(config: RunConfig, prepared: PreparedData) -> list[float]:
     import deepspeed
 
     plan = BatchPlan.resolve(config.data, WORLD)
-    settings = {**deepspeed_config(config, plan), "gradient_clipping": config.trainer.gradient_clip_val}
+    settings = {
+        **deepspeed_config(config.strategy, config.precision, config.trainer, plan),
+        "gradient_clipping": config.trainer.gradient_clip_val,
+    }
     model = materialise(build_meta(config.model), config.seed, "cpu")
     build = optimizer_factory(config.optimizer, model)
     module = LossModule(CausalLMObjective(model, build, lambda step: 1.0, "auto"))

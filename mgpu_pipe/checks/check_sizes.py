@@ -90,7 +90,7 @@ def update_errors(config: RunConfig) -> list[ConfigError]:
 
 def _strategy_errors(config: RunConfig) -> list[BadInputError]:
     if config.strategy.engine == ENGINE:
-        return [*deepspeed_errors(config), *offload_errors(config)]
+        return [*deepspeed_errors(config.strategy, config.precision, config.model), *offload_errors(config)]
     return _mesh_errors(config.trainer, config.strategy)
 
 

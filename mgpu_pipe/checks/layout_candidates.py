@@ -189,8 +189,10 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
 
 def _sharding_errors(config: RunConfig) -> list[BadInputError]:
     """Errors of a sharding that are the same for all its layouts."""
-    zero = config.strategy.engine != "mesh"
-    return [*([*deepspeed_errors(config), *offload_errors(config)] if zero else []), *update_errors(config)]
+    if config.strategy.engine == "mesh":
+        return [*update_errors(config)]
+    errors = deepspeed_errors(config.strategy, config.precision, config.model)
+    return [*errors, *offload_errors(config), *update_errors(config)]
 
 
 def _alone(config: RunConfig, sharding: Sharding) -> RunConfig:

@@ -33,7 +33,8 @@ def write_engine_settings(paths: RunPaths, config: RunConfig, processes: int) ->
     if config.strategy.engine != ENGINE:
         return
     dims = ParallelDims.resolve(config.strategy, processes)
-    settings = deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp))
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    settings = deepspeed_config(config.strategy, config.precision, config.trainer, plan)
     paths.deepspeed.write_text(json.dumps(written(settings), indent=2) + "\n", encoding="utf-8")
 
 

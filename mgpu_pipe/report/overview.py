@@ -70,7 +70,8 @@ def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     details = []
     if strategy.engine == ENGINE:
-        details.append(("deepspeed", _deepspeed(deepspeed_config(config, plan), strategy.deepspeed_config)))
+        settings = deepspeed_config(strategy, config.precision, config.trainer, plan)
+        details.append(("deepspeed", _deepspeed(settings, strategy.deepspeed_config)))
     if strategy.engine == "mesh" and dims.pp > 1:
         room = shutil.get_terminal_size().columns - NAMES_WIDTH
         costs = layer_costs(model_fields(config.model), config.data.seq_len)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -15,6 +16,7 @@ from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.parallel.random_streams import STATISTICAL, uses_dropout
 from mgpu_pipe.training.attempt import Attempt, TrainResult
 from mgpu_pipe.training.build_attempt import BuiltModel, Engine
+from mgpu_pipe.training.profiling.advice import findings
 from mgpu_pipe.training.rank_memory import by_rank, memory_by_rank
 from mgpu_pipe.training.recorder import peak_memory_gib
 from mgpu_pipe.training.strategy import EngineStrategy
@@ -124,4 +126,13 @@ def _profile(attempt: Attempt, objective: Objective, engine: Engine) -> dict[str
     config = attempt.config
     samples = objective.samples(config, attempt.prepared.open(config, "train"))
     uneven = imbalances(samples, attempt.prepared.order(config.seed, config.data, len(samples)), attempt.plan)
-    return engine.profiler.finish(config, attempt.plan, peak_memory_gib(attempt.device), uneven)
+    advise = partial(
+        findings,
+        strategy=config.strategy,
+        data=config.data,
+        objective=config.objective,
+        dims=attempt.dims,
+        plan=attempt.plan,
+        uneven=uneven,
+    )
+    return engine.profiler.finish(advise, peak_memory_gib(attempt.device))

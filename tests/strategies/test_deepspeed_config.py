@@ -28,7 +28,8 @@ def settings(*overrides: str) -> dict[str, object]:
     config, _ = compose([*BASE, *overrides])
     preflight(config)
     dims = ParallelDims.from_config(config.trainer, config.strategy)
-    return deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size))
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size)
+    return deepspeed_config(config.strategy, config.precision, config.trainer, plan)
 
 
 @pytest.mark.parametrize(

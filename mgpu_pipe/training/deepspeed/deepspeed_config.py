@@ -17,7 +17,7 @@ from typing import Any, Literal
 from mgpu_pipe.config.convert import leaves
 from mgpu_pipe.config.group_keys import DeepSpeedOptions, StrategyConfig
 from mgpu_pipe.config.resolve import device_type, resolve_precision
-from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, TrainerConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.system.local_files import expand_home
@@ -165,18 +165,20 @@ STAGE_3_PREFIX = "zero_optimization.stage3_"
 STAGE_1_2_ONLY = ("zero_optimization.use_multi_rank_bucket_allreduce", "zero_optimization.ignore_unused_parameters")
 
 
-def deepspeed_config(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
+def deepspeed_config(
+    strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig, plan: BatchPlan
+) -> dict[str, Any]:
     """DeepSpeed's settings for a run in which :func:`deepspeed_errors` finds nothing wrong."""
     return generate(
         plan,
-        stage=config.strategy.deepspeed.stage,
-        precision=resolve_precision(config.precision, config.trainer),
-        reduce=config.precision.reduce,
-        bucket_mib=config.strategy.bucket_mib,
-        offload=config.strategy.offload,
-        offload_path=config.strategy.offload_path,
-        pinned=device_type(config.trainer) == "cuda",
-        raw=config.strategy.deepspeed_config,
+        stage=strategy.deepspeed.stage,
+        precision=resolve_precision(precision, trainer),
+        reduce=precision.reduce,
+        bucket_mib=strategy.bucket_mib,
+        offload=strategy.offload,
+        offload_path=strategy.offload_path,
+        pinned=device_type(trainer) == "cuda",
+        raw=strategy.deepspeed_config,
     )
 
 
@@ -254,9 +256,9 @@ def _merged(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
+def deepspeed_errors(strategy: StrategyConfig, precision: PrecisionConfig, model: ModelConfig) -> list[BadInputError]:
     """Errors in a configuration of this engine: sizes, stage, raw settings."""
-    strategy, errors = config.strategy, list[BadInputError]()
+    errors = list[BadInputError]()
     for axis in ("dp_replicate", "tp", "pp", "cp", "ep"):
         size = getattr(strategy, axis)
         if size != 1:
@@ -271,7 +273,7 @@ def deepspeed_errors(config: RunConfig) -> list[BadInputError]:
         fix = "use strategy.deepspeed.stage=3, or strategy.offload=cpu"
         reason = f"ZeRO-{strategy.deepspeed.stage} offloads to the CPU only"
         errors.append(ConfigError("strategy.offload", "nvme", fix, reason))
-    return [*errors, *_feature_errors(config.precision, config.model, strategy.deepspeed), *_raw_errors(strategy)]
+    return [*errors, *_feature_errors(precision, model, strategy.deepspeed), *_raw_errors(strategy)]
 
 
 def _feature_errors(

@@ -103,8 +103,9 @@ class DeepSpeedStrategy(EngineStrategy):
 
     @classmethod
     def run_options(cls, config: RunConfig, dims: ParallelDims) -> dict[str, Any]:
+        plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
         return {
-            "settings": deepspeed_config(config, BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)),
+            "settings": deepspeed_config(config.strategy, config.precision, config.trainer, plan),
             "precision": resolve_precision(config.precision, config.trainer),
             "seed": config.seed,
             "activation_checkpointing": config.strategy.activation_checkpointing,

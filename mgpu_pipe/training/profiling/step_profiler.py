@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -21,11 +21,9 @@ from pytorch_lightning.profilers import Profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import print_line
 from mgpu_pipe.runs.lock import boot_id
-from mgpu_pipe.topology import BatchPlan, ParallelDims
-from mgpu_pipe.training.profiling.advice import findings
+from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.profiling.device_trace import (
     COMPUTE,
     DATA,
@@ -189,13 +187,11 @@ class StepProfiler(Profiler):
 
     # -- the result ---------------------------------------------------------------------------------------------
 
-    def finish(
-        self, config: RunConfig, plan: BatchPlan, peak_gib: float, uneven: tuple[float, float] | None
-    ) -> dict[str, Any]:
+    def finish(self, advise: Callable[[StepTimes], Sequence[str]], peak_gib: float) -> dict[str, Any]:
         """Time of every rank by phase, as an entry of the run's summary. Collective.
 
         Args:
-            uneven: see :func:`mgpu_pipe.data.balance.imbalances`.
+            advise: returns a line for each finding.
 
         Raises:
             OSError: the trace cannot be written.
@@ -211,8 +207,7 @@ class StepProfiler(Profiler):
         values = {"first": self.first, "last": self.last, "ranks": ranks, "findings": [], "memory": memory}
         times = StepTimes.read(values)
         assert times is not None
-        advice = findings(times, config.strategy, config.data, config.objective, self._dims, plan, uneven)
-        lines = [*advice, *self._slow_links()]
+        lines = [*advise(times), *self._slow_links()]
         return {"step_times": {**values, "findings": lines}}
 
     def _slow_links(self) -> list[str]:
