@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,11 @@ from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples
+from mgpu_pipe.data.samples import Prepared, Split, evaluated_samples, random_of
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.array_samples import ArraySamples
+    import torch
 
 
 class ArrayData(ABC):
@@ -79,8 +79,6 @@ class PreparedArrays(Prepared):
     unigram_perplexity: float | None = None
 
     def open(self, config: RunConfig, split: Split) -> ArraySamples:
-        from mgpu_pipe.data.array_samples import ArraySamples
-
         data = open_arrays(config, split)
         expected = self.digest if split == "train" else self.validation_digest
         if data.digest != expected:
@@ -156,3 +154,51 @@ def prepare_arrays(config: RunConfig, progress: Progress | None = None) -> Prepa
         held_out_samples=available,
         validation_samples=min(available, data.validation_max_samples or available),
     )
+
+
+class ArraySamples:
+    """A :class:`mgpu_pipe.data.samples.SampleSet` over the arrays that ``data.source`` names.
+
+    Args:
+        reopen: opens the same samples in another process; picklable.
+    """
+
+    def __init__(self, seed: int, source: str, data: ArrayData, reopen: Callable[[], ArraySamples]) -> None:
+        self._seed, self._source, self._data, self._reopen = seed, source, data, reopen
+        self._units = data.valid_units
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the set itself."""
+        return self._reopen, ()
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
+        return int(self._units[indices].sum())
+
+    def positions(self, indices: NDArray[np.int64]) -> int:
+        return sum(self._data.positions(int(index)) for index in indices)
+
+    def padding(self, indices: NDArray[np.int64]) -> int:
+        return 0
+
+    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
+        """Raises:
+        DataError: the samples have different fields, shapes or types.
+        """
+        import torch
+
+        stacked: dict[str, NDArray[Any]] = {}
+        for position, (index, number) in enumerate(zip(indices.tolist(), numbers.tolist(), strict=True)):
+            row = self._data.sample(index, random_of(self._seed, number))
+            values = {name: np.asarray(value) for name, value in row.items()}
+            if not position:
+                stacked = {name: np.empty((len(indices), *array.shape), array.dtype) for name, array in values.items()}
+            kinds = {name: (value.shape[1:], value.dtype) for name, value in stacked.items()}
+            if {name: (value.shape, value.dtype) for name, value in values.items()} != kinds:
+                where = f"data.source={self._source}: sample {index}"
+                raise DataError(f"{where} has other fields, shapes or types than sample {indices[0]}; make them equal")
+            for name, value in values.items():  # at once, while it is near; its memory is the next sample's
+                stacked[name][position] = value
+        return {name: torch.from_numpy(value) for name, value in stacked.items()}

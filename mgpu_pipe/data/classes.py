@@ -1,14 +1,19 @@
-"""Classes of labelled data: names and numbers."""
+"""Classes of labelled data: names, numbers, and the most frequent one."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.system.local_files import shortened
 
 MOST_DIGITS = sys.int_info.default_max_str_digits
@@ -76,3 +81,42 @@ def in_order(name: str) -> tuple[bool, int, str]:
 def _is_number(name: str) -> bool:
     """Whether a class is a number without a sign; Python reads no longer ones."""
     return name.isascii() and name.isdigit() and len(name) <= MOST_DIGITS
+
+
+COUNTED = 100_000
+"""Rows that are counted, so that a check answers at once."""
+
+
+@dataclass(frozen=True)
+class Majority:
+    """The most frequent class among ``samples`` and its count.
+
+    Attributes:
+        whole: whether these are all samples, not only the first :data:`COUNTED`.
+    """
+
+    name: str
+    count: int
+    samples: int
+    classes: int
+    whole: bool
+
+    @property
+    def share(self) -> float:
+        return self.count / self.samples
+
+
+def count_majority(data: DataConfig) -> Majority | None:
+    """Counts the majority class; None where the source has no classes, or would have to be read as a whole."""
+    source = shipped_source(data.source)
+    if source is None or source.labels is None or any(path.startswith(DATA) for path in data.paths):
+        return None
+    try:
+        classes = list(islice(source.labels(data), COUNTED + 1))
+    except BadInputError:  # the checks report it, or it is left out as a bad sample
+        return None
+    counts = Counter(classes[:COUNTED])
+    if not counts:
+        return None
+    (name, count) = min(counts.items(), key=lambda item: (-item[1], item[0]))
+    return Majority(name, count, counts.total(), len(counts), len(classes) <= COUNTED)

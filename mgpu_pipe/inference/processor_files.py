@@ -16,9 +16,9 @@ import torch
 from mgpu_pipe.architectures.find import family_of, sight_of
 from mgpu_pipe.architectures.patch_grids import PooledGrid
 from mgpu_pipe.data.audio.alphabet import wave_extractor
+from mgpu_pipe.data.audio.filter_bank import window_of
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
-from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.images.decode_image import MODES, decode, pillow
 from mgpu_pipe.data.images.grids import GridPixels, chat_pixels

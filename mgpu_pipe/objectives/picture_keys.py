@@ -9,8 +9,7 @@ from typing import Any
 from mgpu_pipe.architectures.find import families_in_role, families_with, sight_of
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
-from mgpu_pipe.data.images.augment_keys import AugmentConfig
-from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.image_keys import AugmentConfig, ImageConfig
 from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.errors import ConfigError

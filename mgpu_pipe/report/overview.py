@@ -219,7 +219,7 @@ def _majority(data: DataConfig, objective: ObjectiveConfig) -> str:
     """The accuracy of the most frequent class, the baseline of a classifier; empty for other objectives."""
     if not description(objective.name).samples.startswith("labelled"):
         return ""
-    from mgpu_pipe.data.majority import count_majority
+    from mgpu_pipe.data.classes import count_majority
 
     majority = count_majority(data)
     if majority is None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.decode_audio import soundfile
+from mgpu_pipe.data.audio.filter_bank import window_of
 from mgpu_pipe.data.audio.listen import Sound, listed, with_splits
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import speech_source
-from mgpu_pipe.data.audio.windows import window_of
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.errors import ConfigError, ConfigErrors, check_all
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
+from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
 from mgpu_pipe.errors import ModelFolderError
 
@@ -155,3 +156,12 @@ class FilterBank:
             "padding_side": "right",
             "return_attention_mask": False,
         }
+
+
+def window_of(model: ModelConfig, rate: int) -> LogMel | FilterBank | None:
+    """The window that ``model`` reads at ``rate`` samples a second; None where it reads waveforms.
+
+    Raises:
+        ConfigError, ModelFolderError: the window does not fit the model.
+    """
+    return LogMel.from_model(model, rate) or FilterBank.from_model(model, rate)

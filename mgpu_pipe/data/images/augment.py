@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.images.augment_keys import AugmentConfig
+from mgpu_pipe.data.images.image_keys import AugmentConfig
 from mgpu_pipe.data.images.rand_augment import RAND_OPERATORS, enhance, rand_operator, turn_hue
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from mgpu_pipe.data.samples import SampleSet, Split, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.document_encoder import TRAINED
 from mgpu_pipe.data.text.packing import best_fit, ranges
-from mgpu_pipe.data.text.token_store import TokenStore
+from mgpu_pipe.data.text.prepared_rows import RowSamples
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +47,7 @@ class PackedChats:
     ) -> None:
         self.alone, self._seq_len, self._reopen = alone, seq_len, reopen
         one_each = np.arange(len(alone) + 1), np.arange(len(alone))
-        self._offsets, self._members = rows_of_lengths(alone.lengths, seq_len) if together else one_each
+        self._offsets, self._members = rows_of_lengths(alone.length, seq_len) if together else one_each
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``reopen``: another process maps the files itself."""
@@ -64,7 +64,7 @@ class PackedChats:
         return len(indices) * self._seq_len
 
     def padding(self, indices: NDArray[np.int64]) -> int:
-        return self.positions(indices) - int(self.alone.lengths[self._members_of(indices)[0]].sum())
+        return self.positions(indices) - int(self.alone.length[self._members_of(indices)[0]].sum())
 
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Sums of the costs of each row's conversations."""
@@ -80,7 +80,7 @@ class PackedChats:
         # A row holds fewer than seq_len conversations, so each gets its own number.
         apart = np.repeat(numbers, counts) * self._seq_len + ranges(np.zeros_like(counts), counts)
         alone = self.alone.batch(members, np.where(np.repeat(numbers, counts) < 0, np.repeat(numbers, counts), apart))
-        row_of, lengths = np.repeat(np.arange(len(indices)), counts), self.alone.lengths[members]
+        row_of, lengths = np.repeat(np.arange(len(indices)), counts), self.alone.length[members]
         begins = np.cumsum(lengths) - lengths
         begins -= np.repeat(begins[np.cumsum(counts) - counts], counts)
         rows = {
@@ -132,47 +132,28 @@ def _joined(values: torch.Tensor, amounts: NDArray[np.int64], row_of: NDArray[np
     return joined
 
 
-class PictureChatSamples:
-    """One split of conversations with pictures, unpacked; a :class:`mgpu_pipe.data.samples.SampleSet`.
-
-    Args:
-        reopen: opens the same samples in another process; picklable.
-    """
+class PictureChatSamples(RowSamples):
+    """One split of conversations with pictures, unpacked."""
 
     def __init__(
         self, config: RunConfig, prepared: PreparedPictureChats, split: Split, reopen: Callable[[], SampleSet]
     ) -> None:
-        assert isinstance(config.data, PictureChatConfig)
-        self._config, self._data, self._known, self._reopen = config, config.data, prepared, reopen
+        super().__init__(prepared, split, reopen)
+        assert isinstance(config.data, PictureChatConfig) and self.store.loss_mask is not None
+        self._seed, self._data, self._known = config.seed, config.data, prepared
         self._pixels, self._trains = chat_pixels(config.data, config.model), split == "train"
         self._stored = StoredPictures(prepared.pictures_of(split), self._pixels.channels)
         self._clips = StoredClips(prepared.clips_of(split))
-        store, documents = TokenStore.open(prepared.folder_of(split)), prepared.documents(split)
-        assert store.loss_mask is not None
-        self._tokens, self._mask = store.tokens, store.loss_mask
-        self._start, self._end = store.offsets[documents], store.offsets[documents + 1]
         self._all = prepared.visual_index(split)
-        self._first, self._last = self._all.offsets[documents], self._all.offsets[documents + 1]
+        self._first, self._last = self._all.offsets[self.documents], self._all.offsets[self.documents + 1]
         self._places, self._standing, self._written = prepared.places_in(split), prepared.standing, prepared.written()
-        self.lengths = prepared.lengths(split)[documents]
-        before = np.concatenate([[0], np.cumsum(store.loss_mask & TRAINED != 0)])
-        self._units = before[self._end] - before[np.minimum(self._start + 1, self._end)]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as ``reopen``: another process maps the files itself."""
-        return self._reopen, ()
-
-    def __len__(self) -> int:
-        return len(self._start)
+        before = np.concatenate([[0], np.cumsum(self.store.loss_mask & TRAINED != 0)])
+        end = self.start + self.length
+        self._units = before[end] - before[np.minimum(self.start + 1, end)]
+        self._stored_length, self.length = self.length, prepared.lengths(split)[self.documents]
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
         return int(self._units[indices].sum())
-
-    def positions(self, indices: NDArray[np.int64]) -> int:
-        return len(indices) * self._known.seq_len
-
-    def padding(self, indices: NDArray[np.int64]) -> int:
-        return self.positions(indices) - int(self.lengths[indices].sum())
 
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Places of each conversation's pictures, which the vision tower computes; rows are equally long."""
@@ -180,14 +161,14 @@ class PictureChatSamples:
         tokens: NDArray[np.int64] = places[self._last[indices]] - places[self._first[indices]]
         return tokens
 
-    def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Batch of the conversations ``indices``, in the form of :mod:`mgpu_pipe.objectives.vision_language`."""
-        ids = np.full((len(indices), self._known.seq_len + 1), self._known.padding_token_id, np.int64)
+    def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """Arrays of the conversations ``indices``, in the form of :mod:`mgpu_pipe.objectives.vision_language`."""
+        ids = np.full((len(indices), self.seq_len + 1), self.padding_token_id, np.int64)
         labels = np.full_like(ids, IGNORE_INDEX)
         for row, index in enumerate(indices.tolist()):
             self._fill(index, ids[row], labels[row])
         pictures_of = [self._seen_pictures(*place) for place in zip(indices.tolist(), numbers.tolist(), strict=True)]
-        arrays = {"input_ids": ids[:, :-1], "labels": labels[:, 1:]}
+        arrays: dict[str, NDArray[Any]] = {"input_ids": ids[:, :-1], "labels": labels[:, 1:]}
         slices = [self._pictures_of(index) for index in indices.tolist()]
         if isinstance(self._pixels, PatchPixels):
             merge, values = self._pixels.parts.merge, self._pixels.parts.values
@@ -214,7 +195,7 @@ class PictureChatSamples:
                 arrays["shown"] = _together(
                     [self._all.pictures[self._pictures_of(index)] for index in indices.tolist()], (), np.int64
                 )
-        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
+        return arrays
 
     def _pictures_of(self, index: int) -> slice:
         """Slice of a conversation's pictures among all shown."""
@@ -222,7 +203,7 @@ class PictureChatSamples:
 
     def _seen_pictures(self, index: int, number: int) -> list[NDArray[np.float32]]:
         """Pictures of a conversation as the model sees them."""
-        random, arrays = random_of(self._config.seed, number), list[NDArray[np.float32]]()
+        random, arrays = random_of(self._seed, number), list[NDArray[np.float32]]()
         for images in self.images(index):
             if self._trains:  # every frame of a video gets the same change
                 before = random.bit_generator.state
@@ -243,8 +224,8 @@ class PictureChatSamples:
 
     def prompt_tokens(self, index: int) -> list[int]:
         """Tokens of a conversation before its first answer, without those of pictures."""
-        piece = slice(int(self._start[index]), int(self._end[index]))
-        tokens = self._tokens[piece][: int(np.flatnonzero(self._mask[piece] & TRAINED)[0])]
+        tokens, trained = self._conversation(index)
+        tokens = tokens[: int(np.flatnonzero(trained)[0])]
         return [int(token) for token in tokens[~np.isin(tokens, self._standing)]]
 
     def images(self, index: int) -> list[list[Image]]:
@@ -259,8 +240,7 @@ class PictureChatSamples:
 
     def _fill(self, index: int, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:
         """Writes tokens and labels of a conversation; replaces each picture's token by its placeholder tokens."""
-        piece = slice(int(self._start[index]), int(self._end[index]))
-        tokens = self._tokens[piece].astype(np.int64)
+        tokens, trained = self._conversation(index)
         positions = np.flatnonzero(np.isin(tokens, self._standing))
         places, times = self._places[self._pictures_of(index)].tolist(), self._times(index)
         many = [self._written.ids(*place) for place in zip(tokens[positions].tolist(), places, times, strict=True)]
@@ -270,8 +250,13 @@ class PictureChatSamples:
         ids[:length] = np.repeat(tokens, often)
         for first, ids_of_place in zip((often.cumsum() - often)[positions], many, strict=True):
             ids[first : first + len(ids_of_place)] = ids_of_place
-        trained = np.repeat(self._mask[piece] & TRAINED != 0, often)
+        trained = np.repeat(trained, often)
         labels[:length][trained] = ids[:length][trained]
+
+    def _conversation(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Tokens of a conversation, each picture one of them, and which are trained."""
+        positions = self.start[index] + np.arange(self._stored_length[index])
+        return self.tokens_at(positions), self.mask_at(positions, TRAINED)
 
 
 def _flat(pictures_of: Sequence[list[NDArray[np.float32]]], values: int) -> list[NDArray[np.float32]]:

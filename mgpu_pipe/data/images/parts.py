@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PartPixels(Pixels):
+class CutPixels(Pixels):
+    """Converts pictures to squares of one size and the whole picture."""
+
+    @classmethod
+    def whole_picture(cls, data: PictureChatConfig, model: ModelConfig, what: str) -> tuple[Pixels, dict[str, Any]]:
+        """How the whole picture is converted, and the settings of the model's preprocessor.
+
+        Raises:
+            ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped.
+        """
+        if data.fit != "squash":
+            raise ConfigError("data.fit", data.fit, "leave it out", f"the model sees pictures in {what}")
+        return Pixels.from_config(data, model), preprocessor(model)
+
+    def resized(self, image: Image, width: int, height: int) -> Image:
+        """The picture in this size; itself where it has it."""
+        filtered = pillow().Resampling[self.resampling]
+        return image if image.size == (width, height) else image.resize((width, height), filtered)
+
+    def cut(self, values: NDArray[np.float32], small: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Squares of a picture, row by row, then the whole picture; float32, (squares + 1, channels, size, size)."""
+        down, across = (side // self.size for side in values.shape[1:])
+        cut = values.reshape(self.channels, down, self.size, across, self.size).transpose(1, 3, 0, 2, 4)
+        return np.concatenate([cut.reshape(-1, self.channels, self.size, self.size), small[None]])
+
+
+@dataclass(frozen=True)
+class PartPixels(CutPixels):
     """Converts pictures to parts.
 
     Attributes:
@@ -40,16 +67,10 @@ class PartPixels(Pixels):
         """Reads the settings of a run.
 
         Raises:
-            ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped; patches that do not merge; a longer
-                side that is shorter than a part.
+            ConfigError: see :meth:`whole_picture`; patches that do not merge; a longer side shorter than a part.
         """
-        if data.fit != "squash":
-            raise ConfigError("data.fit", data.fit, "leave it out", "the model sees pictures in parts")
-        whole, folder, kind = (
-            Pixels.from_config(data, model),
-            preprocessor(model),
-            model.type or model_field(model, "model_type"),
-        )
+        whole, folder = cls.whole_picture(data, model, "parts")
+        kind = model.type or model_field(model, "model_type")
         side, patch = whole.size, vision_field(model, "patch_size")
         known = config_class(str(kind))
         merge = model_field(model, "scale_factor") or (known.defaults["scale_factor"] if known else None)
@@ -82,17 +103,14 @@ class PartPixels(Pixels):
     def clip(self, images: Sequence[Image]) -> NDArray[np.float32]:
         """Parts of a picture, row by row, then the whole picture; float32, (parts, channels, size, size)."""
         (image,) = images
-        size, whole = (self.size, self.size), self.array(image)
-        down, across = (side // self.size for side in whole.shape[1:])
-        if down * across == 1:
-            return whole[None]
-        cut = whole.reshape(self.channels, down, self.size, across, self.size).transpose(1, 3, 0, 2, 4)
-        small = self.array(image.resize(size, pillow().Resampling[self.resampling]))
-        return np.concatenate([cut.reshape(-1, self.channels, *size), small[None]])
+        values = self.array(image)
+        if image.size == (self.size, self.size):
+            return values[None]
+        return self.cut(values, self.array(self.resized(image, self.size, self.size)))
 
 
 @dataclass(frozen=True)
-class TilePixels(Pixels):
+class TilePixels(CutPixels):
     """Converts pictures to tiles.
 
     Attributes:
@@ -107,11 +125,9 @@ class TilePixels(Pixels):
         """Reads the settings of a run.
 
         Raises:
-            ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped; bounds that no tile keeps.
+            ConfigError: see :meth:`whole_picture`; bounds that no tile keeps.
         """
-        if data.fit != "squash":
-            raise ConfigError("data.fit", data.fit, "leave it out", "the model sees pictures in tiles")
-        whole, folder = Pixels.from_config(data, model), preprocessor(model)
+        whole, folder = cls.whole_picture(data, model, "tiles")
         area = whole.size**2
         fewest, most = (folder.get(name) or usual for name, usual in (("min_patches", 1), ("max_patches", MOST_TILES)))
         if data.min_pixels != "auto":
@@ -136,17 +152,10 @@ class TilePixels(Pixels):
         """Tiles of a picture, row by row, then the whole picture; float32, (tiles, channels, size, size)."""
         (image,) = images
         down, across = self.parts.places(image.height, image.width)
-        filtered = pillow().Resampling[self.resampling]
-
-        def scaled(width: int, height: int) -> NDArray[np.float32]:
-            return self.array(image if image.size == (width, height) else image.resize((width, height), filtered))
-
-        whole = scaled(self.size, self.size)[None]
+        whole = self.array(self.resized(image, self.size, self.size))
         if down * across == 1:
-            return whole
-        grid = scaled(across * self.size, down * self.size)
-        cut = grid.reshape(self.channels, down, self.size, across, self.size).transpose(1, 3, 0, 2, 4)
-        return np.concatenate([cut.reshape(-1, self.channels, self.size, self.size), whole])
+            return whole[None]
+        return self.cut(self.array(self.resized(image, across * self.size, down * self.size)), whole)
 
 
 def picture_tokens_of(model: ModelConfig, size: int) -> int:

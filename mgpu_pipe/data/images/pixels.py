@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from mgpu_pipe.architectures.config_source import NO_DEFAULT, config_class
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.images.augment import augment, random_crop_box
-from mgpu_pipe.data.images.augment_keys import AugmentConfig
 from mgpu_pipe.data.images.decode_image import MODES, pillow
-from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.image_keys import AugmentConfig, ImageConfig
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
 from mgpu_pipe.errors import ConfigError
 

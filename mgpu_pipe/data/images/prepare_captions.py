@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.images.image_keys import CaptionConfig
@@ -31,9 +32,6 @@ from mgpu_pipe.data.text.label_rows import Row
 from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
-
-if TYPE_CHECKING:
-    from mgpu_pipe.data.array_samples import ArraySamples
 
 TABLE, LENGTHS = "captions.npy", "lengths.npy"
 _FORMAT = 1
@@ -54,8 +52,6 @@ class PreparedCaptions(PreparedImages):
     on_too_long: str = "truncate"
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> ArraySamples:
-        from mgpu_pipe.data.array_samples import ArraySamples
-
         return ArraySamples(config.seed, config.data.source, CaptionedImages(config, split, self), reopen)
 
     def pictures(self, split: Split) -> NDArray[np.int64]:

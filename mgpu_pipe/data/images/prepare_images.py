@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_fields, class_names, class_number
@@ -26,9 +27,6 @@ from mgpu_pipe.data.prepared_splits import PreparedSplits, majority_accuracy
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.tables import kept_in
 from mgpu_pipe.data.text.token_store import load_array
-
-if TYPE_CHECKING:
-    from mgpu_pipe.data.array_samples import ArraySamples
 
 Images = TypeVar("Images", bound="PreparedImages")
 _log = logging.getLogger(__name__)
@@ -48,8 +46,6 @@ class PreparedImages(PreparedSplits):
     """Accuracy of always predicting the most frequent training class, on the evaluated samples."""
 
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> ArraySamples:
-        from mgpu_pipe.data.array_samples import ArraySamples
-
         return ArraySamples(config.seed, config.data.source, LabelledImages(config, split, self), reopen)
 
     def pictures(self, split: Split) -> NDArray[np.int64]:

@@ -7,10 +7,8 @@ from functools import partial
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.text.conversations import messages_of
-from mgpu_pipe.data.text.file_check import check_first_row
-from mgpu_pipe.data.text.file_source import ChatFormat, nested_rows, whole_document
+from mgpu_pipe.data.text.file_source import ChatFormat, check_first_row, nested_rows, whole_document
 
 
 def check_row(data: DataConfig, line: str, origin: str) -> None:
@@ -25,11 +23,4 @@ FORMAT = ChatFormat(
     columns=lambda data: data.messages_column if data.format == "auto" else [data.messages_column, data.format],
     kind="chat",
 )
-SOURCE = DataSource(
-    name="chat_jsonl",
-    documents="chat",
-    reads=(*TEXT_KEYS, "messages_column", "format"),
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-)
+SOURCE = FORMAT.source(reads=(*TEXT_KEYS, "messages_column", "format"))

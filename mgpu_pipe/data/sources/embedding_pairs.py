@@ -5,13 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
-from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
-from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
-from mgpu_pipe.data.text.embedding_rows import check_pair_row, pair_document, pair_rows
-from mgpu_pipe.data.text.file_check import check_first_row
-from mgpu_pipe.data.text.file_source import FileFormat
+from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig, check_pair_row, pair_document, pair_rows
+from mgpu_pipe.data.text.file_source import FileFormat, check_first_row
 
 
 def identity_of(data: DataConfig) -> object:
@@ -29,13 +25,4 @@ FORMAT = FileFormat(
     columns=identity_of,
     kind="text_groups",
 )
-SOURCE = DataSource(
-    name="embedding_pairs",
-    samples="embedding_pairs",
-    documents="text_groups",
-    keys=EmbeddingPairsConfig,
-    reads=TEXT_KEYS,
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-)
+SOURCE = FORMAT.source(samples="embedding_pairs", keys=EmbeddingPairsConfig)

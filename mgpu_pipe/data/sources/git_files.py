@@ -20,7 +20,7 @@ from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.sources.text_files import FORMAT, check_text_file
 from mgpu_pipe.data.text.documents import Source
-from mgpu_pipe.data.text.file_check import check_listed
+from mgpu_pipe.data.text.file_source import check_listed
 from mgpu_pipe.errors import ConfigError, ConfigErrors, raised_by
 
 HEAD_BYTES = 8000

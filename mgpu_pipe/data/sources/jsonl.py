@@ -7,10 +7,8 @@ from functools import partial
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.file_check import check_columns, check_first_row
-from mgpu_pipe.data.text.file_source import FileFormat, table_rows, text_of
+from mgpu_pipe.data.text.file_source import FileFormat, check_columns, check_first_row, table_rows, text_of
 
 
 def text_document(data: DataConfig, line: str, origin: str, size: int) -> Document:
@@ -29,6 +27,4 @@ FORMAT = FileFormat(
     check_file=partial(check_first_row, check_row=check_row),
     columns=lambda data: data.text_column,
 )
-SOURCE = DataSource(
-    name="jsonl", reads=(*TEXT_KEYS, "text_column"), reads_files=True, check=FORMAT.check, open=FORMAT.open
-)
+SOURCE = FORMAT.source(reads=(*TEXT_KEYS, "text_column"))

@@ -7,10 +7,8 @@ from functools import partial
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.file_check import check_columns, check_first_row
-from mgpu_pipe.data.text.file_source import FileFormat, table_rows, text_of
+from mgpu_pipe.data.text.file_source import FileFormat, check_columns, check_first_row, table_rows, text_of
 from mgpu_pipe.errors import DataError
 
 
@@ -36,12 +34,4 @@ FORMAT = FileFormat(
     columns=lambda data: [data.source_column, data.target_column],
     kind="pairs",
 )
-SOURCE = DataSource(
-    name="pairs_jsonl",
-    samples="pairs",
-    documents="pairs",
-    reads=(*TEXT_KEYS, "source_column", "target_column", "target_len"),
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-)
+SOURCE = FORMAT.source(samples="pairs", reads=(*TEXT_KEYS, "source_column", "target_column", "target_len"))

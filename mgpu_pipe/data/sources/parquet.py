@@ -7,7 +7,6 @@ from pathlib import Path
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.parquet_rows import check_column, is_parquet, parquet_rows
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, whole_document
@@ -25,6 +24,4 @@ def check_parquet(data: DataConfig, path: Path, whole: bool) -> None:
 
 
 FORMAT = FileFormat("parquet", read_column, whole_document, check_parquet, columns=lambda data: data.text_column)
-SOURCE = DataSource(
-    name="parquet", reads=(*TEXT_KEYS, "text_column"), reads_files=True, check=FORMAT.check, open=FORMAT.open
-)
+SOURCE = FORMAT.source(reads=(*TEXT_KEYS, "text_column"))

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.text.answer_format import answer_format
 from mgpu_pipe.data.text.preference_rows import preference_of
 
 FORMAT = answer_format("preferences_jsonl", "preferences", preference_of)
-SOURCE = DataSource(
-    name="preferences_jsonl",
-    samples="preferences",
-    documents="preferences",
-    reads=(*TEXT_KEYS, "messages_column"),
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-)
+SOURCE = FORMAT.source(samples="preferences", reads=(*TEXT_KEYS, "messages_column"))

@@ -5,13 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
-from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
-from mgpu_pipe.data.data_source import DataSource
-from mgpu_pipe.data.text.embedding_keys import ScoredPairsConfig
-from mgpu_pipe.data.text.file_check import check_first_row
-from mgpu_pipe.data.text.file_source import FileFormat, table_rows
-from mgpu_pipe.data.text.scored_rows import check_scored_row, scored_document
+from mgpu_pipe.data.text.embedding_rows import ScoredPairsConfig, check_scored_row, scored_document
+from mgpu_pipe.data.text.file_source import FileFormat, check_first_row, table_rows
 
 
 def identity_of(data: DataConfig) -> object:
@@ -27,13 +23,4 @@ FORMAT = FileFormat(
     columns=identity_of,
     kind="text_groups",
 )
-SOURCE = DataSource(
-    name="scored_pairs",
-    samples="scored_pairs",
-    documents="text_groups",
-    keys=ScoredPairsConfig,
-    reads=TEXT_KEYS,
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-)
+SOURCE = FORMAT.source(samples="scored_pairs", keys=ScoredPairsConfig)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, open_data
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, whole_document
 from mgpu_pipe.errors import DataError
@@ -144,11 +143,4 @@ FORMAT = FileFormat(
     check_file=check_table,
     columns=lambda data: [getattr(data, "table", None), data.text_column],
 )
-SOURCE = DataSource(
-    name="sqlite",
-    reads=(*TEXT_KEYS, "text_column"),
-    keys=SqliteConfig,
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-)
+SOURCE = FORMAT.source(reads=(*TEXT_KEYS, "text_column"), keys=SqliteConfig)

@@ -9,7 +9,6 @@ from pathlib import Path
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.compressed import HEAD, codec_of
-from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.long_text import LongText, UndecodableError
 from mgpu_pipe.data.text.documents import Text
@@ -57,4 +56,4 @@ def check_text_file(data: DataConfig, path: Path, whole: bool) -> None:
 
 
 FORMAT = FileFormat("text_files", read_texts, whole_document, check_text_file)
-SOURCE = DataSource(name="text_files", reads_files=True, check=FORMAT.check, open=FORMAT.open)
+SOURCE = FORMAT.source()

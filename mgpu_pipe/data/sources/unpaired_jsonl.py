@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.text.answer_format import answer_format
-from mgpu_pipe.data.text.unpaired_rows import unpaired_of
+from mgpu_pipe.data.text.preference_rows import unpaired_of
 
 FORMAT = answer_format("unpaired_jsonl", "unpaired", unpaired_of)
-SOURCE = DataSource(
-    name="unpaired_jsonl",
-    samples="unpaired",
-    documents="unpaired",
-    reads=(*TEXT_KEYS, "messages_column"),
-    reads_files=True,
-    check=FORMAT.check,
-    open=FORMAT.open,
-)
+SOURCE = FORMAT.source(samples="unpaired", reads=(*TEXT_KEYS, "messages_column"))

@@ -10,8 +10,7 @@ from mgpu_pipe.config.data_sources import DocumentKind
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.file_check import check_first_row
-from mgpu_pipe.data.text.file_source import ChatFormat, nested_rows
+from mgpu_pipe.data.text.file_source import ChatFormat, check_first_row, nested_rows
 from mgpu_pipe.data.text.preference_rows import Messages, prompt_of
 
 ReadRow = Callable[[dict[str, Any], str, str], tuple[Messages, Any]]

@@ -1,21 +1,114 @@
-"""Rows of a query, a text that it is to find, and texts that it is not to find."""
+"""Rows of texts that are compared, and their keys.
+
+They are a query, a text to find and texts not to find; or two sentences and how similar they are.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from mgpu_pipe.config.identity import CONTENT
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
-from mgpu_pipe.data.text.file_source import Rows
-from mgpu_pipe.data.text.scored_rows import finite_number
+from mgpu_pipe.data.text.file_source import Rows, text_of
 from mgpu_pipe.errors import DataError
+
+
+@dataclass
+class EmbeddingPairsConfig(DataConfig):
+    query_column: str = field(default="query", metadata=CONTENT)
+    """Name of the text that searches (embedding_pairs)."""
+    positive_column: str = field(default="positive", metadata=CONTENT)
+    """Name of the text to find, or of a list of them, each of which makes a sample (embedding_pairs)."""
+    negative_column: str = field(default="negative", metadata=CONTENT)
+    """Name of a text that the query is not to find, or of a list of them; rows may have none (embedding_pairs)."""
+    scores_column: str | None = field(default=None, metadata=CONTENT)
+    """Name of a teacher's scores of a row, a list: the positive's, then each negative's, of any range;
+    null: no scores. For objective.loss=margin_mse and kl (embedding_pairs)."""
+    query_prompt: str | None = field(default=None, metadata=CONTENT)
+    """Text before every query, such as 'query: '; the exported folder has it too."""
+    document_prompt: str | None = field(default=None, metadata=CONTENT)
+    """Text before every positive and negative, such as 'passage: '; the exported folder has it too."""
+
+    def sample_text(self) -> str:
+        return f"texts of {self.seq_len} tokens, padded"
+
+    def tokens(self) -> int:
+        """Tokens of a query and a positive with padding."""
+        return 2 * self.seq_len
+
+
+@dataclass
+class ScoredPairsConfig(DataConfig):
+    sentence1_column: str = field(default="sentence1", metadata=CONTENT)
+    """Name of the first sentence (scored_pairs)."""
+    sentence2_column: str = field(default="sentence2", metadata=CONTENT)
+    """Name of the second sentence (scored_pairs)."""
+    score_column: str = field(default="score", metadata=CONTENT)
+    """Name of the number that says how similar both are, of any range (scored_pairs)."""
+
+    def sample_text(self) -> str:
+        return f"sentences of {self.seq_len} tokens, padded"
+
+    def tokens(self) -> int:
+        """Tokens of both sentences with padding."""
+        return 2 * self.seq_len
+
+
+def scored_document(data: DataConfig, line: str, origin: str, size: int) -> Document:
+    """Makes the document of a row: its sentences, a JSON list. The first one decides the held-out split.
+
+    Raises:
+        DataError: the row is broken, a sentence is empty, or the score is no number.
+    """
+    keys = cast(ScoredPairsConfig, data)
+    columns = {
+        f"data.sentence{number}_column": name
+        for number, name in ((1, keys.sentence1_column), (2, keys.sentence2_column))
+    }
+    row = files.json_row(line, origin, *columns.values(), keys.score_column)
+    texts = [text_of(row, key, column, origin) for key, column in columns.items()]
+    for text, column in zip(texts, columns.values(), strict=True):
+        if not text.strip():
+            raise DataError(f"{origin}: column '{column}' is empty; {files.FIX}")
+    score = _score(row, keys.score_column, origin)
+    return Document(json.dumps(texts, ensure_ascii=False), origin, size, score=score, key=texts[0])
+
+
+def check_scored_row(data: DataConfig, line: str, origin: str) -> None:
+    """Checks a row of a file; raises as :func:`scored_document` does."""
+    scored_document(data, line, origin, 0)
+
+
+def _score(row: dict[str, Any], column: str, origin: str) -> float:
+    """The score of a row; CSV holds texts."""
+    if column not in row:
+        raise files.missing_column(origin, "data.score_column", column, list(row))
+    return finite_number(row[column], column, origin)
+
+
+def finite_number(value: Any, column: str, origin: str) -> float:
+    """The number that ``value`` is, or that its text says.
+
+    Raises:
+        DataError: it is none, or not finite.
+    """
+    try:
+        score = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        score = math.nan
+    if not math.isfinite(score):
+        raise DataError(f"{origin}: column '{column}' holds {value!r}, not a number; {files.FIX}")
+    return score
+
 
 SCORE = "score"
 """Column that is refused where ``data.scores_column`` does not name it."""

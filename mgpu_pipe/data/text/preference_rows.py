@@ -1,7 +1,8 @@
-"""Converts a row with a chosen and a rejected answer to two conversations.
+"""Converts a row with a chosen and a rejected answer to two conversations, one with a labelled answer to one.
 
 The forms are TRL's (``prompt``, ``chosen`` and ``rejected``, each a text or a list of messages), UltraFeedback's, with
-whole conversations as ``chosen`` and ``rejected``, and rows with ``system``, ``question`` or ``instruction``.
+whole conversations as ``chosen`` and ``rejected``, and rows with ``system``, ``question`` or ``instruction``. A
+labelled answer has TRL's form: ``prompt``, ``completion`` and ``label``.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _users_texts(messages: list[Any]) -> list[str]:
     return [text.strip() for text in texts if isinstance(text, str)]
 
 
-def columns_read(column: str) -> list[str]:
+def preference_columns(column: str) -> list[str]:
     """Columns that become pairs."""
     return [*BESIDE, *SIDES, column, *PROMPTS, INPUT, HISTORY]
 
@@ -125,3 +126,42 @@ def _prompt(row: dict[str, Any], origin: str, column: str) -> list[Any]:
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{origin}: the prompt must be a text or a list of messages; {FIX}")
     return prompt
+
+
+COMPLETION, LABEL = "completion", "label"
+LABELS: dict[object, bool] = {True: True, False: False, "true": True, "false": False}
+"""Values of a label; 1 and 0 equal true and false, and CSV holds texts."""
+
+
+def unpaired_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages, bool]:
+    """Converts a row to its conversation, of which only the completion is trained, and whether it is desirable.
+
+    Args:
+        column: ``data.messages_column``, the prompt as a list of messages.
+
+    Raises:
+        ConfigError: the column is that of the completion or of the label.
+        DataError: the row is broken; names ``origin``.
+    """
+    if column in (COMPLETION, LABEL):
+        raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds something else")
+    if LABEL not in row:
+        raise DataError(f"{origin}: has no column '{LABEL}'; columns: {', '.join(row) or 'none'}")
+    written = row[LABEL]
+    label = written.lower() if isinstance(written, str) else written
+    if not isinstance(label, (bool, int, str)) or label not in LABELS:
+        raise DataError(f"{origin}: column '{LABEL}' holds {written!r}, not true or false; {FIX}")
+    answer = row.get(COMPLETION)
+    last = answer if isinstance(answer, list) else [answer]
+    first = last[0] if last else None
+    if isinstance(first, dict) and first.get("role", first.get("from")) not in ("assistant", "gpt"):
+        raise DataError(f"{origin}: {COMPLETION} must begin with the assistant's message; {FIX}")
+    messages = conversation_of(row, COMPLETION, origin, column)
+    prompt = len(messages) - len(last)
+    before = [{**message, "train": False} for message in messages[:prompt]]
+    return [*before, *messages[prompt:]], LABELS[label]
+
+
+def unpaired_columns(column: str) -> list[str]:
+    """Columns that become a conversation and its label."""
+    return [*BESIDE, COMPLETION, LABEL, column, *PROMPTS, INPUT, HISTORY]

@@ -35,11 +35,8 @@ from mgpu_pipe.data.text.conversations import (
     unused_columns,
 )
 from mgpu_pipe.data.text.notes import Notes
-from mgpu_pipe.data.text.preference_rows import columns_read as preference_columns
-from mgpu_pipe.data.text.preference_rows import preference_of
+from mgpu_pipe.data.text.preference_rows import preference_columns, preference_of, unpaired_columns, unpaired_of
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
-from mgpu_pipe.data.text.unpaired_rows import columns_read as unpaired_columns
-from mgpu_pipe.data.text.unpaired_rows import unpaired_of
 from mgpu_pipe.errors import BadInputError, DataError
 
 _TYPE = re.compile(r"""['"]type['"]|\.type\b""")

@@ -11,8 +11,7 @@ import torch
 
 from mgpu_pipe.data import files
 from mgpu_pipe.data.tables import row_lines
-from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
-from mgpu_pipe.data.text.embedding_rows import check_pair_row
+from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig, check_pair_row
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.encode import TextEncoder, batches_of
 from mgpu_pipe.inference.batch.texts import TextRow, prompt_of, vectors_of, width_of

@@ -17,8 +17,7 @@ from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.text.documents import Document, Source
-from mgpu_pipe.data.text.embedding_keys import EmbeddingPairsConfig
-from mgpu_pipe.data.text.embedding_rows import document_of
+from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig, document_of
 from mgpu_pipe.data.text.file_source import FileFormat, Rows
 
 FEWEST_WORDS = 4
