@@ -22,7 +22,7 @@ from mgpu_pipe.data.audio.transcript_tokens import Words
 from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
-from mgpu_pipe.objectives.speech_keys import SpeechSeq2SeqConfig, jiwer
+from mgpu_pipe.objectives.transcript_keys import SpeechSeq2SeqConfig, jiwer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,8 +15,8 @@ from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.picture_keys import cached_features_errors
-from mgpu_pipe.objectives.speech_keys import WaveEncoderConfig
 from mgpu_pipe.objectives.text_keys import TextHeadConfig, measure_accuracy, untrained_head
+from mgpu_pipe.objectives.transcript_keys import WaveEncoderConfig
 
 CLASS_METRICS = (
     Metric("val/loss", "held-out loss", "nats a sample"),

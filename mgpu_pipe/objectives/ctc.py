@@ -18,7 +18,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, step_generator
 from mgpu_pipe.objectives.packed_text import skips_last
 from mgpu_pipe.objectives.sound_inputs import VERIFY_MAX_FRAMES, WaveInputs, hide_spans
-from mgpu_pipe.objectives.speech_keys import CTC, count_errors, transcribe
+from mgpu_pipe.objectives.transcript_keys import CTC, count_errors, transcribe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

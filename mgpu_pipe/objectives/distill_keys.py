@@ -18,7 +18,7 @@ from mgpu_pipe.data.text.tokenizer_folder import token_differences
 from mgpu_pipe.errors import CheckpointError, ConfigError, ModelFolderError
 from mgpu_pipe.models.weights.folder import read_config_json
 from mgpu_pipe.objectives.text_keys import CAUSAL_LM as CAUSAL
-from mgpu_pipe.objectives.text_keys import LOSS, SampledTextConfig, perplexity
+from mgpu_pipe.objectives.text_keys import TOKEN_LOSS, SampledTextConfig, perplexity
 from mgpu_pipe.system.local_files import expand_home, is_file, is_folder
 
 DRAWN = "drawn"
@@ -110,7 +110,7 @@ def measure_distill(sums: Sequence[float]) -> dict[str, float]:
 DISTILL = Description(
     name="distill",
     keys=DistillConfig,
-    metrics=(LOSS, CAUSAL.headline, Metric("val/divergence", "held-out divergence", "nats a token")),
+    metrics=(TOKEN_LOSS, CAUSAL.headline, Metric("val/divergence", "held-out divergence", "nats a token")),
     measured=measure_distill,
     refused_axes=("cp",),
 )

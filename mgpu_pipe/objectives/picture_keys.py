@@ -13,7 +13,7 @@ from mgpu_pipe.data.images.image_keys import AugmentConfig, ImageConfig
 from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.text_keys import TokenLossConfig
+from mgpu_pipe.objectives.text_keys import EXACT_MATCH, TOKEN_LOSS, TokenLossConfig
 
 CHANGES = {"shift": 0, "turn": 0.0, "flip": False, "random_crop": 1.0}
 """Data keys that change training pictures, with the value that does not."""
@@ -162,10 +162,7 @@ def measure_vision_language(sums: Sequence[float]) -> dict[str, float]:
 VISION_LANGUAGE = Description(
     name="vision_language",
     keys=VisionLanguageConfig,
-    metrics=(
-        Metric("val/loss", "held-out loss", "nats a token"),
-        Metric("val/exact_match", "held-out exact match", percent=True, higher_is_better=True, headline=True),
-    ),
+    metrics=(TOKEN_LOSS, EXACT_MATCH),
     measured=measure_vision_language,
     counts="tokens",
     model_class="AutoModelForImageTextToText",

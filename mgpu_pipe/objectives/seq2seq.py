@@ -25,8 +25,8 @@ from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, R
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import skips_last
 from mgpu_pipe.objectives.sound_inputs import Spectrograms
-from mgpu_pipe.objectives.speech_keys import SPEECH_SEQ2SEQ, SpeechSeq2SeqConfig, count_errors
 from mgpu_pipe.objectives.text_keys import SEQ2SEQ, Seq2SeqConfig
+from mgpu_pipe.objectives.transcript_keys import SPEECH_SEQ2SEQ, SpeechSeq2SeqConfig, count_errors
 from mgpu_pipe.system.compat.transformers_private import hide_nothing
 
 if TYPE_CHECKING:

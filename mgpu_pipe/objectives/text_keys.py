@@ -141,12 +141,14 @@ def perplexity(sums: Sequence[float]) -> dict[str, float]:
     return {"val/loss": loss, "val/perplexity": math.exp(min(loss, HIGHEST_EXPONENT))}
 
 
-LOSS = Metric("val/loss", "held-out loss", "nats a token")
+TOKEN_LOSS = Metric("val/loss", "held-out loss", "nats a token")
+TOKEN_ACCURACY = Metric("val/accuracy", "held-out accuracy", "of tokens", percent=True, higher_is_better=True)
+EXACT_MATCH = Metric("val/exact_match", "held-out exact match", percent=True, higher_is_better=True, headline=True)
 CAUSAL_LM = Description(
     name="causal_lm",
     keys=CausalLMConfig,
     metrics=(
-        LOSS,
+        TOKEN_LOSS,
         Metric(
             "val/perplexity",
             "held-out perplexity",
@@ -210,7 +212,7 @@ MASKED_LM = Description(
     name="masked_lm",
     keys=MaskedLMConfig,
     metrics=(
-        Metric("val/loss", "held-out loss", "nats a token"),
+        TOKEN_LOSS,
         Metric("val/accuracy", "held-out accuracy", percent=True, higher_is_better=True, headline=True),
     ),
     measured=measure_accuracy,
@@ -245,11 +247,7 @@ def measure_seq2seq(sums: Sequence[float]) -> dict[str, float]:
 SEQ2SEQ = Description(
     name="seq2seq",
     keys=Seq2SeqConfig,
-    metrics=(
-        Metric("val/loss", "held-out loss", "nats a token"),
-        Metric("val/accuracy", "held-out accuracy", "of tokens", percent=True, higher_is_better=True),
-        Metric("val/exact_match", "held-out exact match", percent=True, higher_is_better=True, headline=True),
-    ),
+    metrics=(TOKEN_LOSS, TOKEN_ACCURACY, EXACT_MATCH),
     measured=measure_seq2seq,
     counts="target tokens",
     samples="pairs",

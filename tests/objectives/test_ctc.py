@@ -25,7 +25,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.ctc import CTCObjective
 from mgpu_pipe.objectives.sound_inputs import SpecAugment
-from mgpu_pipe.objectives.speech_keys import count_errors, transcribe
+from mgpu_pipe.objectives.transcript_keys import count_errors, transcribe
 from tests.objectives.harness import check_alone, check_evaluated, check_logits, check_trained_on, exported_model
 from tests.support import small_runs
 from tests.support.command import mgpu

@@ -21,7 +21,7 @@ from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
-from mgpu_pipe.objectives.speech_keys import count_errors
+from mgpu_pipe.objectives.transcript_keys import count_errors
 from tests.objectives.harness import check_evaluated, check_logits, check_trained_on, exported_model
 from tests.support import small_runs
 from tests.support.needs import need_speech

@@ -11,7 +11,7 @@ from mgpu_pipe.objectives.contrastive import ContrastiveObjective
 from mgpu_pipe.objectives.ctc import CTCObjective
 from mgpu_pipe.objectives.image_classification import ImageClassificationObjective
 from mgpu_pipe.objectives.seq2seq import SpeechSeq2SeqObjective
-from mgpu_pipe.objectives.speech_keys import SpeechSeq2SeqConfig
+from mgpu_pipe.objectives.transcript_keys import SpeechSeq2SeqConfig
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
 from tests.support.learned import Learned
 from tests.support.tiny import COMMON, SEQ_LEN, VOCABULARY

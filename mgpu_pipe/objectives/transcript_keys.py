@@ -13,7 +13,7 @@ from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.audio.alphabet import own_alphabet
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.text_keys import TokenLossConfig
+from mgpu_pipe.objectives.text_keys import TOKEN_ACCURACY, TOKEN_LOSS, TokenLossConfig
 from mgpu_pipe.system.import_package import import_package
 
 REFUSED_FIELDS = {
@@ -159,11 +159,7 @@ def measure_speech_seq2seq(sums: Sequence[float]) -> dict[str, float]:
 SPEECH_SEQ2SEQ = Description(
     name="speech_seq2seq",
     keys=SpeechSeq2SeqConfig,
-    metrics=(
-        Metric("val/loss", "held-out loss", "nats a token"),
-        Metric("val/accuracy", "held-out accuracy", "of tokens", percent=True, higher_is_better=True),
-        *RATES,
-    ),
+    metrics=(TOKEN_LOSS, TOKEN_ACCURACY, *RATES),
     measured=measure_speech_seq2seq,
     counts="tokens",
     model_class="AutoModelForSpeechSeq2Seq",
