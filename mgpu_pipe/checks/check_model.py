@@ -87,69 +87,66 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
         raise ConfigError("model.attn_implementation", attn_implementation, "use sdpa, or data.packing=none", reason)
 
 
-def check_model(config: RunConfig) -> None:
+def check_model(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
     from mgpu_pipe.models.activations import check_activations
     from mgpu_pipe.models.field_ranges import check_ranges
     from mgpu_pipe.models.reached_fields import check_reached
 
-    model = config.model
     if (model.type is None) == (model.path is None):
         return  # value_errors reports it
     if model.path is not None:
         if is_at_commit(model.path):  # the launch fetches and checks its weights
             check_weights_listed(model.path)
             folder = local_folder(model.path)
-            ids, made_for = _tokenizer_ids(config.model, config.data)
+            ids, made_for = _tokenizer_ids(model, data)
             if ids is not None:
                 check_vocabulary(folder, read_config_json(folder), ids, made_for)
         elif not model.path.strip() or not is_folder(expand_home(model.path)):
             return  # value_errors reports it
         else:
-            check_model_folder(model.path, *_tokenizer_ids(config.model, config.data))
-            if _reads_text(config.data, config.objective):
-                existing_file(config.model, config.data)
-    elif _tokenizer_is_here(config.data) and _reads_text(config.data, config.objective):
-        existing_file(config.model, config.data)
-    objective = description(config.objective.name)
+            check_model_folder(model.path, *_tokenizer_ids(model, data))
+            if _reads_text(data, objective):
+                existing_file(model, data)
+    elif _tokenizer_is_here(data) and _reads_text(data, objective):
+        existing_file(model, data)
     try:
-        check_model_config(model, objective.model_class)
+        check_model_config(model, description(objective.name).model_class)
     except ModelClassError as error:
-        raise ConfigError(
-            error.key, error.value, model_fix(config.model, config.data, config.objective, error.fix), error.reason
-        ) from error
+        fix = model_fix(model, data, objective, error.fix)
+        raise ConfigError(error.key, error.value, fix, error.reason) from error
     check_activations(model)
     check_ranges(model)
     check_reached(model)
 
 
-def check_tokenizer_size(config: RunConfig) -> None:
+def check_tokenizer_size(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
     """Refuse a model vocabulary smaller than the data's tokenizer or alphabet.
 
     :func:`check_model_folder` compares the vocabulary of a folder without overrides.
     """
     from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size, transcripts_vocab_size
 
-    samples = samples_of(config.data.source)
-    model, template, spoken = config.model, config.data.chat_template, samples == "speech"
-    if spoken and description(config.objective.name).alphabet:
-        _check_alphabet(config.model, config.data)
-    if not samples or not _reads_text(config.data, config.objective):
+    samples = samples_of(data.source)
+    template, spoken = data.chat_template, samples == "speech"
+    if spoken and description(objective.name).alphabet:
+        _check_alphabet(model, data)
+    if not samples or not _reads_text(data, objective):
         return
     if template is not None:
         from mgpu_pipe.data.text.chat_templates import chosen_template
 
-        chosen_template(config.model, config.data)  # a source without conversations keeps it for the export
-    if model.path is None and config.data.tokenizer == "auto" and spoken:
-        transcripts_vocab_size(config.model)
-    elif model.path is None and config.data.tokenizer == "auto":
+        chosen_template(model, data)  # a source without conversations keeps it for the export
+    if model.path is None and data.tokenizer == "auto" and spoken:
+        transcripts_vocab_size(model)
+    elif model.path is None and data.tokenizer == "auto":
         special: Sequence[str] = ()
         if template is not None:
             from mgpu_pipe.data.text.chat_templates import SPECIAL
 
             special = SPECIAL.get(template, ())
-        trained_vocab_size(config.model, config.data, config.objective, special)
-    elif "vocab_size" in model.config if model.path else _tokenizer_is_here(config.data):
-        size, ids = model_vocab_size(model), _tokenizer_ids(config.model, config.data)[0]
+        trained_vocab_size(model, data, objective, special)
+    elif "vocab_size" in model.config if model.path else _tokenizer_is_here(data):
+        size, ids = model_vocab_size(model), _tokenizer_ids(model, data)[0]
         if size is not None and ids is not None and ids > size:
             raise ConfigError(
                 "model.config.vocab_size", size, f"use at least {ids}", f"the tokenizer has {ids} entries"
@@ -209,50 +206,49 @@ def _tokenizer_ids(model: ModelConfig, data: DataConfig) -> tuple[int | None, in
     return max(ids) + 1, made_for if isinstance(made_for, int) else None
 
 
-def check_attention(config: RunConfig) -> None:
-
-    fields = model_fields(config.model)
-    objective = description(config.objective.name)
-    model_type, flash = fields.get("model_type"), config.model.attn_implementation in FLASH
+def check_attention(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
+    fields = model_fields(model)
+    trained = description(objective.name)
+    model_type, flash = fields.get("model_type"), model.attn_implementation in FLASH
     if model_type is None:
         return
-    if objective.families and model_type not in objective.families:
-        key = "model.type" if config.model.path is None else "model.path"
-        value = config.model.type if config.model.path is None else config.model.path
-        reason = f"objective.name={objective.name} does not train the {model_type} family"
-        raise ConfigError(key, value, f"use one of the families {', '.join(objective.families)}", reason)
-    if config.model.bidirectional:
-        check_bidirectional(config.objective, str(model_type))
-    refused = config.objective.model_errors(fields)
+    if trained.families and model_type not in trained.families:
+        key = "model.type" if model.path is None else "model.path"
+        value = model.type if model.path is None else model.path
+        reason = f"objective.name={trained.name} does not train the {model_type} family"
+        raise ConfigError(key, value, f"use one of the families {', '.join(trained.families)}", reason)
+    if model.bidirectional:
+        check_bidirectional(objective, str(model_type))
+    refused = objective.model_errors(fields)
     if refused:
         raise refused[0]
-    if objective.attention == "causal":
+    if trained.attention == "causal":
         check_causality(fields, fitting_objectives)
-        pairs = objective.samples == "preferences"
+        pairs = trained.samples == "preferences"
         if pairs and document_isolation(str(model_type), fields) == "none":
             reason = f"attention of the {model_type} family is not known to stay inside one of a pair's conversations"
-            raise ConfigError("objective.name", objective.name, "use a model of another family, such as llama", reason)
-        check_packing(fields, "best_fit" if pairs else resolve_packing(config), config.model.attn_implementation)
-    elif objective.samples == "picture_chats" and resolve_packing(config) != "none":
+            raise ConfigError("objective.name", trained.name, "use a model of another family, such as llama", reason)
+        check_packing(
+            fields, "best_fit" if pairs else resolve_packing(model, data, objective), model.attn_implementation
+        )
+    elif trained.samples == "picture_chats" and resolve_packing(model, data, objective) != "none":
         text = {"model_type": "llama", **(fields.get("text_config") or {})}
         if flash or document_isolation(text["model_type"], text) not in ("positions", "axes"):
             reason = f"attention{' of ' + text['model_type'] if not flash else ''} does not separate conversations"
-            raise ConfigError(
-                "data.packing", config.data.packing, "use none, or model.attn_implementation=auto", reason
-            )
+            raise ConfigError("data.packing", data.packing, "use none, or model.attn_implementation=auto", reason)
     elif (
-        objective.attention == "bidirectional"
-        and config.data.packing == "best_fit"
+        trained.attention == "bidirectional"
+        and data.packing == "best_fit"
         and not family_of(str(model_type)).token_mask
     ):
         reason = f"attention of the {model_type} family does not separate documents of a row"
-        raise ConfigError("data.packing", config.data.packing, "use data.packing=none", reason)
-    elif flash and objective.attention != "own":
+        raise ConfigError("data.packing", data.packing, "use data.packing=none", reason)
+    elif flash and trained.attention != "own":
         fix, reason = (
             "use sdpa or eager",
-            f"objective.name={objective.name} needs a mask, which flash attention does not take",
+            f"objective.name={trained.name} needs a mask, which flash attention does not take",
         )
-        raise ConfigError("model.attn_implementation", config.model.attn_implementation, fix, reason)
+        raise ConfigError("model.attn_implementation", model.attn_implementation, fix, reason)
 
 
 def check_bidirectional(objective: ObjectiveConfig, model_type: str) -> None:

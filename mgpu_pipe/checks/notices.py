@@ -142,7 +142,8 @@ class Notice:
 
 def notices(config: RunConfig) -> list[Notice]:
     notices = [Notice(key, f"does nothing here: {why}") for key, why in unused_options(config)]
-    if config.data.packing == "auto" and resolve_packing(config) == "none" and config.data.tokens():
+    packs = resolve_packing(config.model, config.data, config.objective) == "best_fit"
+    if config.data.packing == "auto" and not packs and config.data.tokens():
         text = (
             "auto means none: this model is not known to separate documents of one row; each document has a padded row"
         )

@@ -62,7 +62,7 @@ def checks(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = False
     """
     return [
         Check(lambda: value_errors(config), composed=False),
-        Check(_raised(lambda: check_model(config)), ("model",), composed=False),
+        Check(_raised(lambda: check_model(config.model, config.data, config.objective)), ("model",), composed=False),
         Check(_raised(lambda: _check_data(config)), ("data",), composed=False),
         Check(lambda: relation_errors(config, joined(), elsewhere)),
         Check(lambda: sample_errors(config.data, config.objective), ("model",)),
@@ -74,10 +74,10 @@ def checks(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = False
         Check(lambda: size_errors(config, elsewhere), ranges=True),
         Check(lambda: sequence_errors(config.model, config.data), ("model", "data"), ranges=True),
         Check(lambda: update_errors(config), ("optimizer",), ranges=True),
-        Check(_raised(lambda: check_attention(config)), ("model", "data")),
+        Check(_raised(lambda: check_attention(config.model, config.data, config.objective)), ("model", "data")),
         Check(lambda: task_errors(config), ranges=True),
         Check(lambda: name_errors(config.model, config.optimizer, config.peft), ("model", "peft", "objective")),
-        Check(_raised(lambda: check_tokenizer_size(config)), last=True),
+        Check(_raised(lambda: check_tokenizer_size(config.model, config.data, config.objective)), last=True),
         Check(_raised(lambda: _check_plug_ins(config.objective, config.strategy, config.trainer)), last=True),
         Check(_raised(lambda: check_built(config)), last=True),
     ]

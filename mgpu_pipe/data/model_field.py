@@ -11,7 +11,7 @@ from mgpu_pipe.architectures.find import document_isolation, family_of, sight_of
 from mgpu_pipe.config.convert import merged
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.text.tokenizer_folder import json_file
 from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.system.local_files import MAX_JSON_BYTES, parse_json, read_bytes
@@ -74,22 +74,22 @@ def _read(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def resolve_packing(config: RunConfig) -> Literal["best_fit", "none"]:
+def resolve_packing(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> Literal["best_fit", "none"]:
     """Resolves ``data.packing``: auto is best_fit or none.
 
     It depends on the model and the objective only, so a resumed run packs as before.
     """
-    if config.data.packing != "auto":
-        return config.data.packing
-    kind = str(config.model.type or model_field(config.model, "model_type"))
-    objective = description(config.objective.name)
-    if objective.samples == "picture_chats":
-        text = {"model_type": "llama", **(model_field(config.model, "text_config") or {})}
+    if data.packing != "auto":
+        return data.packing
+    kind = str(model.type or model_field(model, "model_type"))
+    trained = description(objective.name)
+    if trained.samples == "picture_chats":
+        text = {"model_type": "llama", **(model_field(model, "text_config") or {})}
         apart = not sight_of(kind).both_ways and document_isolation(text["model_type"], text) in ("positions", "axes")
-    elif objective.attention == "bidirectional":
+    elif trained.attention == "bidirectional":
         apart = family_of(kind).token_mask
     else:
-        apart = objective.attention != "causal" or document_isolation(kind, _fields(config.model, kind)) != "none"
+        apart = trained.attention != "causal" or document_isolation(kind, _fields(model, kind)) != "none"
     return "best_fit" if apart else "none"
 
 

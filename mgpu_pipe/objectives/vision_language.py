@@ -74,7 +74,7 @@ class VisionLanguageObjective(PictureObjective):
         cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
     ) -> Self:
         keys = cast(VisionLanguageConfig, config.objective)
-        packed = resolve_packing(config) != "none"
+        packed = resolve_packing(config.model, config.data, config.objective) != "none"
         return cls(
             model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, caches_features(config.data), packed
         )

@@ -133,6 +133,7 @@ def summary(
         conf_options: options from ``./conf`` in the working folder.
     """
     strategy, trainer, peft = config.strategy, config.trainer, config.peft
+    packing = resolve_packing(config.model, config.data, config.objective)
     dims = ParallelDims.resolve(strategy, world or world_size(trainer, strategy))
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     parts = _parts(config.model, peft, config.optimizer.groups, strategy.parts, dims)
@@ -140,7 +141,7 @@ def summary(
         ("model", _model(config.seed, config.model, config.objective)),
         *([("adapters", _adapters(peft))] if peft.name != "none" else []),
         *([("parts", parts)] if parts else []),
-        ("data", _data(replace(config.data, packing=resolve_packing(config)), prepared)),
+        ("data", _data(replace(config.data, packing=packing), prepared)),
         ("strategy", _strategy(strategy, trainer, dims, hardware)),
         ("batch", _batch(config.data, plan)),
         ("steps", _steps(config.data, trainer, prepared)),

@@ -153,7 +153,8 @@ def build_model(
     long_rows = device.type == "cuda" or config.data.seq_len >= LONG_ROW
     if long_rows and config.model.attn_implementation == "auto":
         # Of a model that sees, the part that writes has the rows.
-        seeing = isinstance(config.data, PictureChatConfig) and resolve_packing(config) != "none"
+        data = config.data
+        seeing = isinstance(data, PictureChatConfig) and resolve_packing(config.model, data, config.objective) != "none"
         use_packed_attention(model.get_decoder() if seeing else model)
     return model, fill
 

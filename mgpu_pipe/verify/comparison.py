@@ -59,7 +59,7 @@ def compare(
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
     steps = config.trainer.max_steps or 1
     strategy, objective = _configured(config, dims)
-    packed = resolve_packing(config) != "none"
+    packed = resolve_packing(config.model, config.data, config.objective) != "none"
     batches = [global_batch(objective, config.data, config.seed, step, packed=packed) for step in range(steps)]
     data_parallel_rank = dims.data_parallel_rank(dist.get_rank())
     watch = _Comparison(config, objective, plan, batches, on_start)

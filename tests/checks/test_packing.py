@@ -100,27 +100,28 @@ ISOLATION = {"llama": "best_fit", "bloom": "none", "gptj": "none", "gpt_oss": "n
 @pytest.mark.parametrize("kind", ISOLATION)
 def test_auto_packs_where_documents_are_kept_apart(kind: str) -> None:
     config = RunConfig(model=ModelConfig(type=kind))
-    assert config.data.packing == "auto" and resolve_packing(config) == ISOLATION[kind]
-    check_attention(config)
+    assert config.data.packing == "auto"
+    assert resolve_packing(config.model, config.data, config.objective) == ISOLATION[kind]
+    check_attention(config.model, config.data, config.objective)
     noticed = [notice.text for notice in notices(config) if notice.key == "data.packing"]
     assert len(noticed) == (ISOLATION[kind] == "none")
     explicit = replace(config, data=replace(config.data, packing="best_fit"))
     assert mathematics_hash(explicit) == mathematics_hash(config) and not differences(explicit, config)
     if ISOLATION[kind] == "none":
         with pytest.raises(ConfigError, match=r"data\.packing=best_fit: .*; use data\.packing=none"):
-            check_attention(explicit)
+            check_attention(explicit.model, explicit.data, explicit.objective)
 
 
 def test_auto_reads_the_fields_that_decide() -> None:
     falcon = RunConfig(model=ModelConfig(type="falcon"))
-    assert resolve_packing(falcon) == "best_fit"
+    assert resolve_packing(falcon.model, falcon.data, falcon.objective) == "best_fit"
     falcon.model.config = {"alibi": True}
-    assert resolve_packing(falcon) == "none"
+    assert resolve_packing(falcon.model, falcon.data, falcon.objective) == "none"
     seeing = RunConfig(model=ModelConfig(type="paligemma"))
     seeing.objective = description("vision_language").keys()
-    assert resolve_packing(seeing) == "none"
+    assert resolve_packing(seeing.model, seeing.data, seeing.objective) == "none"
     seeing.model.type = "llava"
-    assert resolve_packing(seeing) == "best_fit"
+    assert resolve_packing(seeing.model, seeing.data, seeing.objective) == "best_fit"
 
 
 def test_documents_of_a_family_that_cannot_pack_have_a_row_each(tmp_path: Path) -> None:

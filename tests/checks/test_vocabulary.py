@@ -33,7 +33,7 @@ def test_check_refuses_what_the_run_refuses(
     config, _ = compose(["model=llama_tiny", *overrides.split()])
     for refuse in (
         lambda: resolve_tokenizer(config.model, config.data, config.objective, [], tmp_path / "cache"),
-        lambda: check_tokenizer_size(config),
+        lambda: check_tokenizer_size(config.model, config.data, config.objective),
     ):
         with pytest.raises(ConfigError) as refused:
             refuse()
@@ -47,7 +47,7 @@ def test_check_refuses_what_the_run_refuses(
 def test_check_refuses_vocabularies_that_no_tokenizer_can_be_trained_for(overrides: str, least: str) -> None:
     config, _ = compose(["model=llama_tiny", SMALL, *overrides.split()])
     with pytest.raises(ConfigError) as refused:
-        check_tokenizer_size(config)
+        check_tokenizer_size(config.model, config.data, config.objective)
     assert str(refused.value).startswith(f"{SMALL}: a byte-level tokenizer needs") and least in str(refused.value)
 
 
@@ -55,7 +55,8 @@ def test_check_refuses_vocabularies_that_no_tokenizer_can_be_trained_for(overrid
 def test_check_takes_vocabularies_that_fit(overrides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_number_tokenizer(300, tmp_path)
-    check_tokenizer_size(compose(["model=llama_tiny", *overrides.split()])[0])
+    config = compose(["model=llama_tiny", *overrides.split()])[0]
+    check_tokenizer_size(config.model, config.data, config.objective)
 
 
 WHISPER = ("model=whisper_tiny", "objective=speech_seq2seq", "data=audio_list")
@@ -77,12 +78,13 @@ def test_check_refuses_vocabularies_too_small_for_transcripts(
     config, _ = compose([*WHISPER, *overrides.split()])
     for refuse in (
         lambda: words_of(config.model, config.data, config.objective, [], None, tmp_path),
-        lambda: check_tokenizer_size(config),
+        lambda: check_tokenizer_size(config.model, config.data, config.objective),
     ):  # type: ignore[arg-type]
         with pytest.raises(ConfigError) as refused:
             refuse()
         assert str(refused.value).startswith(error)
-    check_tokenizer_size(compose(WHISPER)[0])
+    config = compose(WHISPER)[0]
+    check_tokenizer_size(config.model, config.data, config.objective)
 
 
 def test_check_reads_the_alphabet_of_recordings(tmp_path: Path) -> None:
@@ -92,12 +94,13 @@ def test_check_reads_the_alphabet_of_recordings(tmp_path: Path) -> None:
         Alphabet.from_texts(letters).write(folder, 8000, normalise=True)
     (model / "config.json").write_text('{"model_type": "wav2vec2", "vocab_size": 5}')
     given = ("objective=ctc", "data=audio_list", "model=hf", f"model.path={model}")
-    check_tokenizer_size(compose(given)[0])
+    config = compose(given)[0]
+    check_tokenizer_size(config.model, config.data, config.objective)
     wider = compose([*given, f"data.tokenizer={other}"])[0]
     with pytest.raises(
         ConfigError, match=r"vocab_size=5: the alphabet of .*other has 9 entries; use at least 9, or the"
     ):
-        check_tokenizer_size(wider)
+        check_tokenizer_size(wider.model, wider.data, wider.objective)
     (other / "vocab.json").write_text('{"a": 0}')
     with pytest.raises(ModelFolderError, match=r"vocab\.json: is no vocabulary of characters"):
-        check_tokenizer_size(wider)
+        check_tokenizer_size(wider.model, wider.data, wider.objective)

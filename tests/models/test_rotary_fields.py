@@ -224,7 +224,8 @@ def test_the_check_leaves_the_configuration_as_it_is() -> None:
 
 def test_check_refuses_what_would_be_dropped() -> None:
     with pytest.raises(ConfigErrors, match=r"use model\.config\.rope_parameters\.rope_theta=5\.0"):
-        check_model(compose(["model=llama_tiny", "model.config.rope_theta=5.0"])[0])
+        config = compose(["model=llama_tiny", "model.config.rope_theta=5.0"])[0]
+        check_model(config.model, config.data, config.objective)
 
 
 @pytest.mark.exhaustive

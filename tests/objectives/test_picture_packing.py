@@ -89,7 +89,8 @@ def test_what_cannot_be_packed_is_refused() -> None:
     (error,) = config.objective.run_errors(config)
     assert str(error).startswith("data.packing=best_fit: paligemma reads questions from both sides")
     with pytest.raises(ConfigError, match=r"use none, or model\.attn_implementation=auto"):
-        check_attention(compose([*given, "model.attn_implementation=flash_attention_2"])[0])
+        config = compose([*given, "model.attn_implementation=flash_attention_2"])[0]
+        check_attention(config.model, config.data, config.objective)
 
 
 @pytest.mark.exhaustive

@@ -37,7 +37,7 @@ TARGET = "bert.encoder.layer.1.output.dense"
 def test_a_family_that_reads_more_than_padded_rows_is_refused(family: str) -> None:
     config = replace(compose([*BERT])[0], model=ModelConfig(type=family))
     with pytest.raises(ConfigError, match=f"model.type={family}: a padded row of tokens is not what its classifier"):
-        check_attention(config)
+        check_attention(config.model, config.data, config.objective)
 
 
 OTHERS = ["the", "a", "of", "in", "on", "at", "by", "to"]

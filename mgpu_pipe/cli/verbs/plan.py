@@ -56,7 +56,7 @@ def plan(words: list[str]) -> int:
         errors = composition.errors or range_errors(composition.config)
         if errors:
             raise ConfigErrors(errors)
-        check_model(composition.config)
+        check_model(composition.config.model, composition.config.data, composition.config.objective)
         if traces and _chooses_layout(composition):
             return _trace(composition, typed_layout(composition.config), composition.overrides, as_json)
         if traces:

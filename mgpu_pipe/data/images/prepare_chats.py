@@ -83,7 +83,7 @@ class PreparedPictureChats(PreparedRows):
     def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
         from mgpu_pipe.data.images.chat_tensors import PictureChatSamples
 
-        if resolve_packing(config) == "none":
+        if resolve_packing(config.model, config.data, config.objective) == "none":
             return PictureChatSamples(config, self, split, reopen)
         from mgpu_pipe.data.images.chat_tensors import PackedChats
 
@@ -258,7 +258,7 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         bad_samples=num_bad,
         told=notes.summary(),
     )
-    return _add_figures(known, data, resolve_packing(config), pixels)
+    return _add_figures(known, data, resolve_packing(config.model, config.data, config.objective), pixels)
 
 
 def _open_sources(

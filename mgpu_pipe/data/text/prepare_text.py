@@ -203,7 +203,8 @@ class OpenedSource:
 
 def prepare_opened(opened: OpenedSource, tokenizer: TokenizerInfo, cache: Path, progress: Progress) -> PreparedData:
     """Tokenises, splits and packs."""
-    config, source, data, packed = opened.config, opened.source, opened.config.data, resolve_packing(opened.config)
+    config, source, data = opened.config, opened.source, opened.config.data
+    packed = resolve_packing(config.model, data, config.objective)
     if source is None:
         folder = _draw(config.seed, data, tokenizer, cache, progress)
     else:
