@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mgpu_pipe.architectures.family import PARTS
 from mgpu_pipe.architectures.formulas.flops import Shape
 from mgpu_pipe.architectures.formulas.kept_memory import FP32, HALF, chunk_rows, optimizer_bytes, sharded_stage
 from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
@@ -37,7 +38,7 @@ from mgpu_pipe.planning.memory_terms import (
     passes_in_flight,
 )
 from mgpu_pipe.planning.model_work import NEEDED, run_work, stages_per_rank
-from mgpu_pipe.planning.other_models import TOWERS, four_bits, other_bytes, tower_parameters
+from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters, trained_apart
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 MIB = 1 << 20
@@ -135,7 +136,7 @@ def memory_by_rank(config: RunConfig, overheads: Overheads | None = None) -> Mem
 
 def _uncertain_terms(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[str, ...]:
     """Terms that may be far smaller than predicted: by optimizers and patterns of frozen parts that are not counted."""
-    if set(model.freeze) - {"language", "*"}:
+    if set(model.freeze) - {*PARTS, "*"}:
         return ("optimizer", "gradients", "second gradients", "gradients under way")
     known = optimizer._target_.rpartition(".")[2] in KNOWN_OPTIMIZERS
     return () if known else ("optimizer",)
@@ -202,7 +203,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     block = sum(layers) / max(1, len(layers))
     shape, final_norm = Shape.from_fields(fields), final_norm_parameters(fields)
     shares_table = bool(fields.get("tie_word_embeddings")) and dims.pp == 1
-    table, towers = embedding_parameters(fields), {part: tower_parameters(fields, part) for part in TOWERS}
+    table, towers = embedding_parameters(fields), tower_parameters(fields)
     shards, adapts = dims.dp_shard * dims.cp, peft.name != "none"
     item = FP32 if precision == "fp32" else HALF
     by_fsdp = shards > 1 or dims.uses_model_axes or precision != "fp32" or strategy.offload != "none"
@@ -213,7 +214,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     return State(
         block=block,
         embedding=table + sum(towers.values()) + final_norm * shares_table,
-        uncut=sum(towers[part] for part in strategy.parts.whole),
+        uncut=sum(towers.get(part, 0.0) for part in strategy.parts.whole),
         head=0.0 if shares_table else head_parameters(fields) + final_norm,
         experts=max(layers) - min(dense_parameters(fields), max(layers)) if experts_of(fields) else 0.0,
         norms=layer_norm_parameters(fields),
@@ -222,6 +223,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         block_copy=four * by_fsdp if four else storage["copy"],
         dequantised=DEQUANTISED * _largest_matrix(fields) if four else 0.0,
         trained=trained,
+        trained_apart=trained_apart(towers, config.model.freeze, peft),
         added=_adapter_parameters(config.peft, fields, shape) if adapts else 0.0,
         units=1 + strategy.fsdp.prefetch if device_type(config.trainer) == "cuda" else 1,
         other=other_bytes(config.objective, item, shards),

@@ -64,6 +64,8 @@ class State:
         gradient: bytes of a gradient that is kept.
         optimizer: bytes of the optimizer's state of a trained parameter.
         trained: share of the parameters that is trained.
+        trained_apart: parameters of towers and projector that train although others do not, less those that do not
+            although others do.
         added: trained parameters of a block's adapters.
         gathers_units: 1 if weights are gathered unit by unit and freed; 0 if the copy is kept whole.
         sums_whole: 1 if several micro-batches are summed up in whole gradients.
@@ -91,6 +93,7 @@ class State:
     gradient: Numbers = FP32
     optimizer: Numbers = ADAM_STATE
     trained: Numbers = 1.0
+    trained_apart: Numbers = 0.0
     added: Numbers = 0.0
     gathers_units: Numbers = 1.0
     sums_whole: Numbers = 0.0
@@ -127,7 +130,8 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     ends = embedding + place.last * state.head / work.tp
     blocks = place.layers * a_block
     adapters = place.layers * state.added / work.tp
-    trained = state.trained * (blocks + ends) + adapters
+    apart = place.first * state.trained_apart / choose(state.uncut, 1, work.tp)
+    trained = state.trained * (blocks + ends) + adapters + apart
     weights_split = choose(work.zero > 2, shards, 1)
     weights = (state.block_weight * blocks + state.weight * (ends + adapters)) / weights_split
     weights = weights * choose(work.zero > 2, 1 - state.offloads, 1.0)
@@ -139,7 +143,7 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     others = (state.block - state.experts - state.norms) / work.tp + state.norms
     unit = choose(state.experts, others + state.experts / maximum(work.ep, work.tp), a_block)
     whole_blocks = place.layers * unit
-    whole_trained = state.trained * (whole_blocks + ends) + adapters
+    whole_trained = state.trained * (whole_blocks + ends) + adapters + apart
     gradients = state.gradient * choose(whole, whole_trained, trained / shards)
     summed = work.micro_batches > place.passes
     twice = overheads.second_gradients * keeps.compiled * (shards == 1) * whole * (state.copy > 0)
@@ -153,7 +157,7 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     in_block = backward_bytes(work, keeps, state.dequantised / work.tp)
     in_unit = state.trained * unit * choose(shards > 1, state.copy + state.gradient, state.copy)
     early = maximum(gathered_at_loss + at_loss, gathered_in_block + in_block + in_unit)
-    late = in_block + maximum(in_unit, state.trained * embedding * (state.copy + state.gradient))
+    late = in_block + maximum(in_unit, (state.trained * embedding + apart) * (state.copy + state.gradient))
     late_activations = (place.passes - 1) * a_pass + kept_bytes(work, keeps)
     starts = choose(summed, gradients, 0.0) * here + second + tokens_kept + early
     ends_with = gradients * here + late_activations + gathered_in_block + late
@@ -175,7 +179,7 @@ def host_bytes(work: Work, state: State, place: Place) -> Numbers:
     """Bytes of weights, gradients and optimizer state that a rank of data parallelism alone keeps in host memory."""
     blocks, ends = place.layers * state.block, state.embedding + state.head
     adapters = place.layers * state.added
-    trained = state.trained * (blocks + ends) + adapters
+    trained = state.trained * (blocks + ends) + adapters + state.trained_apart
     weights = choose(work.zero > 2, state.block_weight * blocks + state.weight * (ends + adapters), 0.0)
     gradients = choose(work.zero < 2, 0.0, state.gradient * trained)
     optimizer = (1 - state.on_disk) * state.optimizer * trained

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mgpu_pipe.architectures.family import CONFIGS
+from mgpu_pipe.architectures.family import CONFIGS, PROJECTOR
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
+from mgpu_pipe.architectures.formulas.towers import vision_parameters
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig
 from mgpu_pipe.errors import BadInputError
@@ -24,10 +25,25 @@ def four_bits(peft: PeftConfig) -> float:
     return FOUR_BITS if peft.name == "qlora" else 0.0
 
 
-def tower_parameters(fields: Mapping[str, Any], part: str) -> float:
-    """Parameters of a multimodal model's tower: four squared widths of attention and two matrices a layer; 0 without
-    that ``part``."""
-    tower = fields.get(CONFIGS[part])
+def tower_parameters(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Parameters of a multimodal model's parts next to the language model; of an unknown tower, those of its usual
+    layers."""
+    vision = vision_parameters(fields)
+    if vision is not None:
+        return {"vision": vision.total - vision.projector, PROJECTOR: vision.projector}
+    return {part: _usual_parameters(fields.get(CONFIGS[part])) for part in TOWERS}
+
+
+def trained_apart(towers: Mapping[str, float], freeze: Sequence[str], peft: PeftConfig) -> float:
+    """Parameters of ``towers`` that train although the language model does not, less those of which the opposite is
+    true."""
+    also = set(peft.train_also) if peft.name != "none" else {"language", *towers} - set(freeze)
+    trained = set() if "*" in freeze else also
+    return sum(size * ((part in trained) - ("language" in trained)) for part, size in towers.items())
+
+
+def _usual_parameters(tower: Any) -> float:
+    """Four squared widths of attention and two matrices a layer; 0 without a tower."""
     if not isinstance(tower, Mapping):
         return 0.0
     width, depth = (next((tower[key] for key in keys if key in tower), 0) for keys in (WIDTHS, DEPTHS))

@@ -19,6 +19,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
     head_parameters,
     layer_parameters,
 )
+from mgpu_pipe.architectures.formulas.towers import vision_parameters
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class LayerCosts:
     is_exact: bool = True
     """Whether parameters are exact, not estimated from a layer's usual shape."""
     sees: bool = False
-    """Whether the first stage also has the vision parts, which are not counted."""
+    """Whether the first stage also has the vision parts, whose work is not counted."""
 
     @property
     def total(self) -> float:
@@ -80,11 +81,12 @@ def layer_costs(fields: Mapping[str, Any], seq_len: int) -> LayerCosts:
     shape = Shape.from_fields(fields)
     attention = attention_forward_flops(shape, seq_len)
     layers = [layer_parameters(fields, layer) for layer in range(shape.layers)]
+    vision = vision_parameters(fields)
     return LayerCosts(
         embedding=2.0 * shape.width,
         layers=tuple(forward_flops(layer.active) + attention for layer in layers),
         head=forward_flops(head_parameters(fields)),
-        embedding_parameters=embedding_parameters(fields),
+        embedding_parameters=embedding_parameters(fields) + (0 if vision is None else vision.total),
         layer_parameters=tuple(layer.total for layer in layers),
         head_parameters=head_parameters(fields),
         norm_parameters=final_norm_parameters(fields),

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_pipe.architectures.family import Sizes
+from mgpu_pipe.architectures.family import CONFIGS, Sizes
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.encoders import count_encoder, encoder_parameters
 from mgpu_pipe.architectures.formulas.flops import Shape
+from mgpu_pipe.architectures.formulas.towers import vision_parameters
 
 CAUSAL = "AutoModelForCausalLM"
 
@@ -45,14 +46,21 @@ def has_exact_sizes(fields: Mapping[str, Any]) -> bool:
 
 
 def _family_sizes(fields: Mapping[str, Any]) -> Sizes | None:
-    return family_of(fields.get("model_type") or "").sizes
+    """Traits of the language model; None where they or the model's other parts are unknown."""
+    alone = not any(isinstance(fields.get(name), Mapping) for name in CONFIGS.values())
+    is_known = alone or (vision_parameters(fields) is not None and not fields.get("audio_config"))
+    return family_of(_language_type(fields)).sizes if is_known else None
+
+
+def _language_type(fields: Mapping[str, Any]) -> str:
+    text = fields.get("text_config")
+    kind = text.get("model_type") if isinstance(text, Mapping) else None
+    return kind or fields.get("model_type") or ""
 
 
 def sizes_of(fields: Mapping[str, Any]) -> Sizes:
     """Traits of a layer of the language model; in a family without any, those that the names of its fields suggest."""
-    text = fields.get("text_config")
-    kind = text.get("model_type") if isinstance(text, Mapping) else None
-    known = family_of(kind or fields.get("model_type") or "").sizes
+    known = family_of(_language_type(fields)).sizes
     if known is not None:
         return known
     activation = fields.get("hidden_act") or fields.get("hidden_activation") or fields.get("activation_function")
@@ -97,6 +105,8 @@ def count_parameters(fields: Mapping[str, Any], model_class: str = CAUSAL) -> Pa
     layers = [layer_parameters(fields, layer) for layer in range(fields["num_hidden_layers"])]
     ends = embedding_parameters(fields) + final_norm_parameters(fields)
     ends += 0 if fields["tie_word_embeddings"] else head_parameters(fields)
+    vision = vision_parameters(fields)
+    ends += vision.total if vision is not None else 0
     return ParameterCount(ends + sum(layer.total for layer in layers), ends + sum(layer.active for layer in layers))
 
 

@@ -1,0 +1,187 @@
+"""Parameter counts of the vision towers and projectors of vision-language models, from fields; exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_pipe.architectures.config_source import NO_DEFAULT, config_class
+
+Read = Callable[[str], Any]
+"""Value of a field of a configuration, or its class's default; None without either."""
+
+
+@dataclass(frozen=True)
+class VisionParameters:
+    """Parameters of a model's vision part.
+
+    Attributes:
+        layer: of each layer of the tower.
+        layers: number of the tower's layers.
+        around: of the tower outside of its layers.
+        projector: of what lies between tower and language model.
+    """
+
+    layer: int
+    layers: int
+    around: int
+    projector: int
+
+    @property
+    def total(self) -> int:
+        return self.layers * self.layer + self.around + self.projector
+
+
+def vision_parameters(fields: Mapping[str, Any]) -> VisionParameters | None:
+    """Vision part of the model with these ``fields``; None for other models, or an unknown tower.
+
+    Args:
+        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`; the language model's width is ``hidden_size``.
+    """
+    nested, model_type = fields.get("vision_config"), str(fields.get("model_type"))
+    if not isinstance(nested, Mapping) or model_type not in _PROJECTORS:
+        return None
+    kind = str(nested.get("model_type") or model_type)
+    kind = f"{kind}_vision" if kind == model_type else kind
+    if kind not in _TOWERS:
+        return None
+    tower, model = _reader(nested, kind), _reader(fields, model_type)
+    layer, around = _TOWERS[kind](tower)
+    layers = int(tower("num_hidden_layers") or tower("depth"))
+    return VisionParameters(layer, layers, around, _PROJECTORS[model_type](tower, model, int(fields["hidden_size"])))
+
+
+def _reader(fields: Mapping[str, Any], model_type: str) -> Read:
+    known = config_class(model_type)
+
+    def read(name: str) -> Any:
+        value = fields.get(name)
+        default = known.defaults.get(name) if value is None and known is not None else value
+        return None if default is NO_DEFAULT else default
+
+    return read
+
+
+def _side(size: Any) -> int:
+    return int(size[0] if isinstance(size, list | tuple) else size)
+
+
+def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
+    return inputs * outputs + outputs * bias
+
+
+def _layer(tower: Read, biases: bool, gated: bool, norms: int) -> int:
+    """Parameters of a layer; ``norms``: vectors of its norms."""
+    width, inner = int(tower("hidden_size")), int(tower("intermediate_size"))
+    feed_forward = (1 + gated) * _linear(width, inner, biases) + _linear(inner, width, biases)
+    return 4 * _linear(width, width, biases) + feed_forward + norms * width
+
+
+def _patches(tower: Read, bias: bool) -> int:
+    """Parameters of the projection of patches."""
+    channels, frames = tower("num_channels") or tower("in_channels") or 3, tower("temporal_patch_size") or 1
+    return _linear(channels * frames * _side(tower("patch_size")) ** 2, int(tower("hidden_size")), bias)
+
+
+def _positions(tower: Read) -> int:
+    """Patches of a picture of one size."""
+    return int((_side(tower("image_size")) // _side(tower("patch_size"))) ** 2)
+
+
+def _clip(tower: Read) -> tuple[int, int]:
+    width = int(tower("hidden_size"))
+    return _layer(tower, True, False, 4), _patches(tower, False) + (_positions(tower) + 2 + 4) * width
+
+
+def _siglip(tower: Read) -> tuple[int, int]:
+    width, layer = int(tower("hidden_size")), _layer(tower, True, False, 4)
+    # the head: a query, and a layer with one norm
+    head = layer - width if tower("vision_use_head") else 0
+    return layer, _patches(tower, True) + (_positions(tower) + 2) * width + head
+
+
+def _internvl(tower: Read) -> tuple[int, int]:
+    width, layer = int(tower("hidden_size")), _layer(tower, True, False, 4 + 2)
+    layer += width * (2 * bool(tower("use_qk_norm")) - 3 * (not tower("attention_bias")))
+    positions = (_positions(tower) + 1) * bool(tower("use_absolute_position_embeddings"))
+    vectors = 1 + bool(tower("use_mask_token")) + positions + 2 * (not tower("use_mean_pooling"))
+    return layer, _patches(tower, True) + vectors * width
+
+
+def _pixtral(tower: Read) -> tuple[int, int]:
+    return _layer(tower, False, True, 2), _patches(tower, False) + int(tower("hidden_size"))
+
+
+def _qwen25(tower: Read) -> tuple[int, int]:
+    return _layer(tower, True, True, 2), _patches(tower, False)
+
+
+def _qwen3(tower: Read) -> tuple[int, int]:
+    around = _patches(tower, True) + int(tower("num_position_embeddings") * tower("hidden_size"))
+    return _layer(tower, True, False, 4), around
+
+
+def _gemma4(tower: Read) -> tuple[int, int]:
+    width, layer = int(tower("hidden_size")), _layer(tower, False, True, 4) + 2 * int(tower("head_dim"))
+    around = _patches(tower, False) + 2 * int(tower("position_embedding_size")) * width
+    return layer, around + 2 * width * bool(tower("standardize"))
+
+
+_TOWERS: Mapping[str, Callable[[Read], tuple[int, int]]] = {
+    "clip_vision_model": _clip,
+    **dict.fromkeys(("siglip_vision_model", "smolvlm_vision", "idefics3_vision"), _siglip),
+    "internvl_vision": _internvl,
+    "pixtral": _pixtral,
+    "qwen2_5_vl_vision": _qwen25,
+    **dict.fromkeys(("qwen3_vl_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _qwen3),
+    "gemma4_vision": _gemma4,
+}
+"""Parameters of a layer, and outside of the layers, by type of tower."""
+
+
+def _two_layers(tower: Read, model: Read, width: int) -> int:
+    """Two layers for the outputs of one layer of the tower, or of several."""
+    seen, bias = model("vision_feature_layer"), bool(model("multimodal_projector_bias"))
+    inputs = int(tower("hidden_size")) * (1 if isinstance(seen, int) else len(seen))
+    return _linear(inputs, width, bias) + _linear(width, width, bias)
+
+
+def _internvl_projector(tower: Read, model: Read, width: int) -> int:
+    inputs = int(tower("hidden_size")) * round(1 / model("downsample_ratio")) ** 2
+    return 2 * inputs + _linear(inputs, width) + _linear(width, width)
+
+
+def _mistral3_projector(tower: Read, model: Read, width: int) -> int:
+    inputs = int(tower("hidden_size"))
+    merged = inputs * int(model("spatial_merge_size")) ** 2
+    return inputs + merged * inputs + _two_layers(tower, model, width)
+
+
+def _merger(tower: Read, norm: int) -> int:
+    """Norm of some vectors, and two layers for the patches of a place."""
+    inputs = int(tower("hidden_size") * tower("spatial_merge_size") ** 2)
+    return norm + _linear(inputs, inputs) + _linear(inputs, int(tower("out_hidden_size")))
+
+
+def _qwen3_projector(tower: Read, model: Read, width: int) -> int:
+    norm = 2 * int(tower("hidden_size"))
+    deep = len(tower("deepstack_visual_indexes") or ())
+    return _merger(tower, norm) + deep * _merger(tower, norm * tower("spatial_merge_size") ** 2)
+
+
+_PROJECTORS: Mapping[str, Callable[[Read, Read, int], int]] = {
+    "gemma3": lambda tower, model, width: int(tower("hidden_size")) * (width + 1),
+    "gemma4": lambda tower, model, width: int(tower("hidden_size")) * width,
+    "internvl": _internvl_projector,
+    "llava": _two_layers,
+    "mistral3": _mistral3_projector,
+    "paligemma": lambda tower, model, width: _linear(int(tower("hidden_size")), width),
+    "qwen2_5_vl": lambda tower, model, width: _merger(tower, int(tower("hidden_size"))),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _qwen3_projector),
+    **dict.fromkeys(
+        ("smolvlm", "idefics3"),
+        lambda tower, model, width: int(tower("hidden_size") * model("scale_factor") ** 2) * width,
+    ),
+}
+"""Parameters of the projector by type of the whole model."""
