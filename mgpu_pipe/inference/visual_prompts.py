@@ -29,19 +29,94 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PromptVisuals:
-    """Prepared pictures and videos of a prompt.
+class VisualReader:
+    """Prepares pictures and videos for a model.
 
     Attributes:
         kind: builds the model's inputs.
         token: stands for a picture in a prompt.
         written: the tokens that replace it, or that of a video.
-        pictures, videos: in their order.
+        pixels: the form in which the model takes pictures.
+        data: settings of the run's pictures.
     """
 
+    model_class: str
+    model_type: str
     kind: PictureInputs
     token: int
     written: PlaceholderTokens
+    pixels: Any
+    data: PictureChatConfig
+
+    @classmethod
+    def from_run(cls, run: LoadedRun) -> VisualReader:
+        """The reader of a run's model, which sees pictures (:func:`sees_pictures`)."""
+        config, data = run.model.config, picture_settings(run)
+        model = ModelConfig(path=str(run.source)) if run.config is None else run.config.model
+        pixels, kind = chat_pixels(data, model), build_picture_inputs(config)
+        assert run.tokenizer_folder is not None, "the caller has read it"
+        opener = opener_of(run.tokenizer_folder, config.model_type, lambda name: getattr(config, name, None))
+        opened = None if opener is None else (opener, kind.token)
+        written = PlaceholderTokens(run.tokenizer_folder, getattr(pixels, "parts", None), opened)
+        token = kind.token if opener is None else opener
+        return cls(type(run.model).__name__, config.model_type, kind, token, written, pixels, data)
+
+    def read(
+        self,
+        pictures: Sequence[Path],
+        videos: Sequence[Path] = (),
+        rates: Sequence[float] = (),
+        options: tuple[str, str] = ("", ""),
+    ) -> PromptVisuals:
+        """Reads the pictures and videos (files or folders of frames) of a prompt.
+
+        Args:
+            rates: frames a second of each video; 0, or none at all, for a video file and for the run's setting.
+            options: what errors write before a picture's and a video's name.
+
+        Raises:
+            BadInputError: a file is no picture or no video, or the model takes none.
+        """
+        picture_option, video_option = options
+        pixels, kind = self.pixels, self.kind
+        if videos:
+            first = f"{video_option}{videos[0]}"
+            if not (isinstance(pixels, GridPixels) and sight_of(self.model_type).videos):
+                raise BadInputError(f"{first}: {self.model_class} sees no videos; leave it out")
+            if kind.video is None or not self.written.knows(kind.video):
+                raise BadInputError(f"{first}: the model was shown no videos in training; leave it out")
+        clips = [
+            _video(f"{video_option}{file}", expand_home(file), pixels, self.data, rate)
+            for file, rate in zip(videos, rates or [0.0] * len(videos), strict=True)
+        ]
+        read = [_picture(f"{picture_option}{file}", file, pixels, kind) for file in pictures]
+        if pictures and isinstance(kind, PatchPictures) and sum(picture.tokens for picture in read) < kind.fewest:
+            reason = f"{self.model_class} of transformers fails for a picture of one place"
+            raise BadInputError(f"{picture_option}{pictures[0]}: {reason}; give a larger picture")
+        return PromptVisuals(self, read, clips)
+
+
+def sees_pictures(run: LoadedRun) -> bool:
+    """Whether the run's model takes pictures."""
+    return getattr(run.model.config, "image_token_id", None) is not None
+
+
+def reads_questions_whole(run: LoadedRun) -> bool:
+    """Whether the model needs inputs next to a question without pictures, as it reads questions in both directions."""
+    return sight_of(run.model.config.model_type).both_ways == "questions"
+
+
+def picture_settings(run: LoadedRun) -> PictureChatConfig:
+    """The keys of the data that the run was trained on; the defaults for a model folder or a run on texts."""
+    data = None if run.config is None else run.config.data
+    return data if isinstance(data, PictureChatConfig) else PictureChatConfig()
+
+
+@dataclass(frozen=True)
+class PromptVisuals:
+    """Prepared pictures and videos of a prompt, in their order."""
+
+    reader: VisualReader
     pictures: list[Picture]
     videos: list[Picture]
 
@@ -53,50 +128,23 @@ class PromptVisuals:
         Raises:
             BadInputError: a file is no picture or no video, or the model takes none.
         """
-        config = run.model.config
-        if not files and not videos and sight_of(config.model_type).both_ways != "questions":
+        if not files and not videos and not reads_questions_whole(run):
             return None
-        first = f"--image={files[0]}" if files else f"--video={videos[0]}" if videos else ""
-        if getattr(config, "image_token_id", None) is None:
-            what = "pictures" if files else "videos"
+        if not sees_pictures(run):
+            first, what = (f"--image={files[0]}", "pictures") if files else (f"--video={videos[0]}", "videos")
             raise BadInputError(f"{first}: {type(run.model).__name__} sees no {what}; leave it out")
-        model = ModelConfig(path=str(run.source)) if run.config is None else run.config.model
-        data = PictureChatConfig() if run.config is None else run.config.data
-        assert isinstance(data, PictureChatConfig)
-        pixels, kind = chat_pixels(data, model), build_picture_inputs(config)
-        assert run.tokenizer_folder is not None, "the caller has read it"
-        opener = opener_of(run.tokenizer_folder, config.model_type, lambda name: getattr(config, name, None))
-        opened = None if opener is None else (opener, kind.token)
-        written = PlaceholderTokens(run.tokenizer_folder, getattr(pixels, "parts", None), opened)
-        if videos and not (isinstance(pixels, GridPixels) and sight_of(config.model_type).videos):
-            raise BadInputError(f"--video={videos[0]}: {type(run.model).__name__} sees no videos; leave it out")
-        if videos and (kind.video is None or not written.knows(kind.video)):
-            raise BadInputError(f"--video={videos[0]}: the model was shown no videos in training; leave it out")
-        clips = [_video(expand_home(file), pixels, data) for file in videos if isinstance(pixels, GridPixels)]
-        token, pictures = kind.token if opener is None else opener, [_picture(file, pixels, kind) for file in files]
-        if isinstance(kind, PatchPictures) and sum(picture.tokens for picture in pictures) < kind.fewest:
-            reason = f"{type(run.model).__name__} of transformers fails for a picture of one place"
-            raise BadInputError(f"{first}: {reason}; give a larger picture")
-        return cls(kind, token, written, pictures, clips)
+        return VisualReader.from_run(run).read(files, videos, options=("--image=", "--video="))
 
     def inputs(self, prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
         """The model's inputs next to these expanded prompts, each of which has all pictures and videos."""
-        longest = max(map(len, prompts))
-        rows = torch.tensor([[*[0] * (longest - len(ids)), *ids] for ids in prompts])
-        if not self.pictures and not self.videos:
-            return {name: value.to(device) for name, value in self.kind.text_inputs(rows).items()}
-        visuals = [self._in_order(ids) for ids in prompts]
-        inputs = self.kind.inputs({"input_ids": rows, **self.kind.collate(rows, visuals)})
-        if self.videos and isinstance(self.kind, NativeSizePictures):  # the prompt's ids keep the token of a video
-            several = [visual for row in visuals for visual in row]
-            inputs = {"position_ids": inputs["position_ids"], **self.kind.image_and_video_inputs(several)}
-        return {name: value.to(device) for name, value in inputs.items() if name not in ("input_ids", "use_cache")}
+        return visual_inputs(prompts, [self] * len(prompts), device)
 
-    def _in_order(self, ids: Sequence[int]) -> list[Picture]:
+    def in_order(self, ids: Sequence[int]) -> list[Picture]:
         """Pictures and videos in the order of an expanded prompt's tokens."""
         if not self.videos:
             return self.pictures
-        remaining = {self.kind.token: iter(self.pictures), self.kind.video: iter(self.videos)}
+        kind = self.reader.kind
+        remaining = {kind.token: iter(self.pictures), kind.video: iter(self.videos)}
         visual_ids, ordered = [token for token in ids if token in remaining], list[Picture]()
         while (position := sum(visual.tokens for visual in ordered)) < len(visual_ids):
             ordered.append(next(remaining[visual_ids[position]]))
@@ -110,8 +158,8 @@ class PromptVisuals:
         """
         remaining = dict[int | None, Iterator[Picture]]()
         for token, place, what, visuals in (
-            (self.token, PLACE, "pictures", self.pictures),
-            (self.kind.video, VIDEO, "videos", self.videos),
+            (self.reader.token, PLACE, "pictures", self.pictures),
+            (self.reader.kind.video, VIDEO, "videos", self.videos),
         ):
             num_places = sum(prompt_id == token for prompt_id in ids)
             if token is not None and num_places != len(visuals):
@@ -124,8 +172,28 @@ class PromptVisuals:
         return [int(token) for part in parts for token in part]
 
     def _tokens(self, token: int, visual: Picture) -> list[int]:
-        tokens: list[int] = self.written.ids(token, visual.places, visual.times).tolist()
+        tokens: list[int] = self.reader.written.ids(token, visual.places, visual.times).tolist()
         return tokens
+
+
+def visual_inputs(
+    prompts: Sequence[Sequence[int]], visuals: Sequence[PromptVisuals], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The model's inputs next to expanded prompts, each with its pictures and videos.
+
+    Args:
+        prompts: token ids; shorter ones are filled up on the left.
+    """
+    kind, longest = visuals[0].reader.kind, max(map(len, prompts))
+    rows = torch.tensor([[*[0] * (longest - len(ids)), *ids] for ids in prompts])
+    shown = [visual.in_order(ids) for ids, visual in zip(prompts, visuals, strict=True)]
+    if not any(shown):
+        return {name: value.to(device) for name, value in kind.text_inputs(rows).items()}
+    inputs = kind.inputs({"input_ids": rows, **kind.collate(rows, shown)})
+    if isinstance(kind, NativeSizePictures) and any(visual.videos for visual in visuals):
+        several = [picture for row in shown for picture in row]  # the prompt's ids keep the token of a video
+        inputs = {"position_ids": inputs["position_ids"], **kind.image_and_video_inputs(several)}
+    return {name: value.to(device) for name, value in inputs.items() if name not in ("input_ids", "use_cache")}
 
 
 def with_places(text: str, pictures: int, videos: int = 0) -> str:
@@ -134,44 +202,47 @@ def with_places(text: str, pictures: int, videos: int = 0) -> str:
     return "".join(place * count for place, count in counts if place not in text) + text
 
 
-def _picture(file: Path, pixels: Any, kind: PictureInputs) -> Picture:
-    image, places = _decode_file("--image", file, pixels.channels), kind.blank().places
+def _picture(named: str, file: Path, pixels: Any, kind: PictureInputs) -> Picture:
+    image, places = decode_file(named, file, pixels.channels), kind.blank().places
     cut = getattr(pixels, "grid", None) or getattr(pixels, "parts", None)
     if cut is not None:
         places = (1, *cut.places(image.height, image.width))
     if not all(places):
-        raise BadInputError(f"--image={file}: {TOO_LONG}; give another picture")
+        raise BadInputError(f"{named}: {TOO_LONG}; give another picture")
     return Picture(torch.from_numpy(pixels.clip([pixels.fitted(image)])), places)
 
 
-def _video(file: Path, pixels: GridPixels, data: PictureChatConfig) -> Picture:
-    """The frames of a video file or a folder."""
-    option, grid = f"--video={file}", pixels.grid
+def _video(named: str, file: Path, pixels: GridPixels, data: PictureChatConfig, rate: float) -> Picture:
+    """The frames of a video file or a folder, which has ``rate`` of them a second; 0 for the run's setting."""
+    grid = pixels.grid
     if is_folder(file):
         frames = [frame for frame in sorted(file.iterdir()) if frame.suffix.lower() in SUFFIXES and is_file(frame)]
         total = len(frames)
         if total < 2:
-            raise BadInputError(f"{option}: {ONE if total else 'it has no pictures'}; give another video")
-        facts: ClipFacts | str = ClipFacts(total, 0, 0, data.frames_per_second)
+            raise BadInputError(f"{named}: {ONE if total else 'it has no pictures'}; give another video")
+        facts: ClipFacts | str = ClipFacts(total, 0, 0, rate or data.frames_per_second)
     else:
         try:
             pyav()
         except ConfigError as error:
-            raise BadInputError(f"{option}: {error.reason}; {error.fix}") from error
+            raise BadInputError(f"{named}: {error.reason}; {error.fix}") from error
         facts = look(file) if is_file(file) else "no such file or folder"
         if isinstance(facts, str):
-            raise BadInputError(f"{option}: {facts}; give another video")
+            raise BadInputError(f"{named}: {facts}; give another video")
     assert isinstance(facts, ClipFacts)
     selection = choose_frames(facts, data, grid.frames, grid.has_timestamps)
     if is_folder(file):
-        images = [_decode_file("--video", frames[number], pixels.channels) for number in selection.numbers]
+        images = [
+            decode_file(f"{named}/{frames[number].name}", frames[number], pixels.channels)
+            for number in selection.numbers
+        ]
     else:
         images = frames_of(file, None, selection.numbers, pixels.channels)
     if len({image.size for image in images}) > 1:
-        raise BadInputError(f"{option}: has frames of different sizes; give another video")
+        raise BadInputError(f"{named}: has frames of different sizes; give another video")
     places = (-(-len(images) // grid.frames), *grid.places(images[0].height, images[0].width))
     if not all(places):
-        raise BadInputError(f"{option}: {TOO_LONG}; give another video")
+        raise BadInputError(f"{named}: {TOO_LONG}; give another video")
     times = (
         VisualInput((), selection.seconds, moments=selection.moments).times(grid.frames) if grid.has_timestamps else ()
     )
@@ -180,10 +251,11 @@ def _video(file: Path, pixels: GridPixels, data: PictureChatConfig) -> Picture:
     )
 
 
-def _decode_file(option: str, file: Path, channels: int) -> Any:
+def decode_file(named: str, file: Path, channels: int) -> Any:
+    """The picture in a file, which errors call ``named``."""
     try:
         return decode(expand_home(file).read_bytes(), channels)
     except OSError as error:
-        raise BadInputError(f"{option}={file}: cannot be read ({error.strerror}); give a picture's file") from error
+        raise BadInputError(f"{named}: cannot be read ({error.strerror}); give a picture's file") from error
     except BadSampleError as error:
-        raise BadInputError(f"{option}={file}: {error}; give another picture") from error
+        raise BadInputError(f"{named}: {error}; give another picture") from error

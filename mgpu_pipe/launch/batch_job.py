@@ -111,7 +111,8 @@ def _answer_together(settings: AnswerSettings, config: RunConfig, device: torch.
     if model.config.is_encoder_decoder:  # generate() cannot call the encoder of a sharded model alone
         forward = forward or partial(encoder_decoder_forward, model)
     run = LoadedRun(model, source.folder, source.tokenizer, source.config, None, source.is_trusted)
-    answer_prompts(settings, run, Share(parallel.share, parallel.shares, parallel.is_share_first), forward)
+    share = Share(parallel.share, parallel.shares, parallel.is_share_first)
+    answer_prompts(settings, run, share, forward, is_cut=True)
 
 
 def _compute_share(settings: JobSettings, device: torch.device | str, rank: int = 0, processes: int = 1) -> None:

@@ -367,7 +367,8 @@ def test_generate_and_chat_are_shown_videos_and_an_export_says_how_they_are_prep
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     exported = getattr(transformers, f"{name}ForConditionalGeneration").from_pretrained(tmp_path / "out")
     ids = visuals.expand(encode(loaded.tokenizer(), [{"role": "user", "content": question}], template))
-    plain = visuals.kind.single_row(torch.tensor(ids), [visuals.videos[0], visuals.pictures[0], visuals.videos[1]], 0)
+    shown = [visuals.videos[0], visuals.pictures[0], visuals.videos[1]]
+    plain = visuals.reader.kind.single_row(torch.tensor(ids), shown, 0)
     if name == "Qwen3VL":
         del plain["second_per_grid_ts"]  # its text tells the times
     wrote = exported.generate(**plain, max_new_tokens=8, do_sample=False)[0][len(ids) :]

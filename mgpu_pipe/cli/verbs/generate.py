@@ -54,7 +54,7 @@ def generate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--raw", action="store_true", help="continue the prompt, also where the model has a chat template"
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="prompts to answer, one JSON object a line")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="prompts or recordings, one JSON object a line")
     parser.add_argument("--output", type=Path, metavar="FILE", help="answers to --input, one a line in their order")
     parser.add_argument(
         "--batch-size",

@@ -135,12 +135,12 @@ def rows_of(
 def _checked_row(
     line: str, origin: str, size: int, check: Check, data: PictureChatConfig, folder: Path, keep: Keep, missing: bool
 ) -> ChatRow:
-    row = _row(line, origin, size, data, folder, keep, missing)
+    row = read_chat_row(line, origin, size, data, folder, keep, missing)
     check(row)
     return row
 
 
-def _row(
+def read_chat_row(
     line: str, origin: str, size: int, data: PictureChatConfig, folder: Path, keep: Keep, missing: bool
 ) -> ChatRow:
     """Parses a row; ``missing`` accepts names of missing files."""

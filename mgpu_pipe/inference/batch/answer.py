@@ -5,38 +5,74 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.data.images.chat_rows import ChatRow
 from mgpu_pipe.errors import BadInputError, print_line
-from mgpu_pipe.inference.batch.prompts import PromptRow, encode_prompts, make_batches, read_prompts, refuse_bad_rows
+from mgpu_pipe.inference.batch.prompts import (
+    PromptRow,
+    has_places,
+    make_batches,
+    names_visuals,
+    prompt_of,
+    read_prompts,
+    refuse_bad_rows,
+    visual_prompt_of,
+)
 from mgpu_pipe.inference.batch.settings import AnswerSettings
 from mgpu_pipe.inference.batch.share import Share, compute_batches
-from mgpu_pipe.inference.generation import continue_batch, end_tokens, generation_mode, keeps_cache
+from mgpu_pipe.inference.batch.transcribe import TranscriptEngine, answer_record, is_transcriber
+from mgpu_pipe.inference.generation import (
+    continue_batch,
+    encode,
+    end_tokens,
+    generation_mode,
+    input_device,
+    keeps_cache,
+)
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.inference.sampling import Sampling, row_seed
+from mgpu_pipe.inference.visual_prompts import (
+    PromptVisuals,
+    VisualReader,
+    picture_settings,
+    reads_questions_whole,
+    sees_pictures,
+    visual_inputs,
+)
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.text.render_chat import ChatTemplate
 
 
 def answer_prompts(
-    settings: AnswerSettings, run: LoadedRun, share: Share, forward: Callable[..., Any] | None = None
+    settings: AnswerSettings,
+    run: LoadedRun,
+    share: Share,
+    forward: Callable[..., Any] | None = None,
+    is_cut: bool = False,
 ) -> None:
     """Answer this process's batches; the first process then waits for the others and writes the output.
 
     Args:
         forward: replaces the model's forward pass; see :func:`~mgpu_pipe.inference.generation.generate_text`.
+        is_cut: whether this process holds a part of the model alone; then rows are texts.
 
     Raises:
         DataError: a row is bad and ``settings.on_bad_row`` is ``refuse``.
         BadInputError: the model does not generate text.
     """
-    if not run.model.can_generate() or run.model.main_input_name == "input_features":
+    if not run.model.can_generate():
         raise BadInputError(f"{run.source}: {type(run.model).__name__} does not generate text; use mgpu-pipe eval")
-    engine = AnswerEngine(settings, run, use_cache=keeps_cache(forward))
-    rows = list(
-        encode_prompts(read_prompts(settings.input), settings.input, engine.tokenizer, engine.chat, engine.room)
-    )
+    engine: AnswerEngine | TranscriptEngine
+    if is_transcriber(run.model):
+        if is_cut:
+            raise BadInputError(f"{run.source}: transcribes with the whole model in each process; use strategy=ddp")
+        engine = TranscriptEngine(settings, run)
+    else:
+        engine = AnswerEngine(settings, run, use_cache=keeps_cache(forward), is_cut=is_cut)
+    rows = read_prompts(settings.input, engine.encode)
     if settings.on_bad_row == "refuse":
         refuse_bad_rows(rows)
     batches = make_batches(rows, settings.batch_size, engine.room, settings.max_new_tokens)
@@ -63,14 +99,15 @@ class AnswerEngine:
 
     Args:
         use_cache: whether the model keeps keys and values of earlier tokens.
+        is_cut: whether rows must be texts, as other processes hold the other parts of the model.
 
     Attributes:
         chat: template of the conversation; None continues texts.
         room: most tokens of prompt and answer; None for a model without a limit.
     """
 
-    def __init__(self, settings: AnswerSettings, run: LoadedRun, use_cache: bool = True) -> None:
-        self._settings, self._run, self._use_cache = settings, run, use_cache
+    def __init__(self, settings: AnswerSettings, run: LoadedRun, use_cache: bool = True, is_cut: bool = False) -> None:
+        self._settings, self._run, self._use_cache, self._is_cut = settings, run, use_cache, is_cut
         self.tokenizer = run.tokenizer()
         is_encoder_decoder = bool(run.model.config.is_encoder_decoder)
         self.chat: ChatTemplate | None = None if settings.raw or is_encoder_decoder else run.chat()
@@ -81,6 +118,53 @@ class AnswerEngine:
             temperature = 0.0 if is_encoder_decoder else 0.8
         self._sampling = Sampling(settings.max_new_tokens, temperature, settings.top_k, settings.top_p)
         self._ends = end_tokens(self.tokenizer, self.chat)
+
+    @cached_property
+    def _reader(self) -> VisualReader:
+        return VisualReader.from_run(self._run)
+
+    def encode(self, line: int, row: dict[str, Any], origin: str) -> PromptRow:
+        """The prompt of a row.
+
+        Raises:
+            DataError, BadInputError: the row is bad, has no template, or has no room in the context.
+        """
+        shown, name = None, type(self._run.model).__name__
+        data = picture_settings(self._run)
+        if names_visuals(row, data) and (self._is_cut or not sees_pictures(self._run)):
+            what = "strategy=ddp" if self._is_cut else "a vision-language model"
+            raise BadInputError(f"names pictures or videos, which {name} does not see here; use {what}")
+        if names_visuals(row, data) or (sees_pictures(self._run) and not self._is_cut and has_places(row)):
+            prompt, shown = visual_prompt_of(row, origin, data, self._settings.input.parent)
+        else:
+            prompt = prompt_of(row, origin)
+        if self.chat is None and not isinstance(prompt, str):
+            raise BadInputError("the model has no chat template for messages; give a prompt")
+        ids = encode(self.tokenizer, prompt, self.chat)
+        ids = ids if shown is None else self._read(shown).expand(ids)
+        if self.room is not None and len(ids) >= self.room:
+            raise BadInputError(
+                f"prompt of {len(ids)} tokens: the model's context is {self.room}; give a shorter prompt"
+            )
+        return PromptRow(line, tuple(ids), shown)
+
+    def _read(self, shown: ChatRow | None) -> PromptVisuals:
+        if shown is None:
+            return self._reader.read([])
+        files = list(zip(shown.pictures, shown.videos, shown.rates, strict=True))
+        return self._reader.read(
+            [file for file, is_video, _ in files if not is_video],
+            [file for file, is_video, _ in files if is_video],
+            [rate for _, is_video, rate in files if is_video],
+        )
+
+    def _visual_inputs(self, rows: Sequence[PromptRow]) -> Mapping[str, Any] | None:
+        """The model's inputs next to the prompts; None where it needs none."""
+        is_needed = reads_questions_whole(self._run) and not self._is_cut
+        if not is_needed and all(row.shown is None for row in rows):
+            return None
+        visuals = [self._read(row.shown) for row in rows]
+        return visual_inputs([row.ids for row in rows], visuals, input_device(self._run.model))
 
     def answer(self, rows: Sequence[PromptRow]) -> Mapping[int, bytes]:
         """The answers of a batch, a line of JSON for each row."""
@@ -93,16 +177,10 @@ class AnswerEngine:
             is_answer=self.chat is not None,
             use_cache=self._use_cache,
             row_seeds=[row_seed(self._settings.seed, row.line) for row in rows],
+            visual_inputs=self._visual_inputs(rows),
         )
         lead = "" if self.chat is None else self.chat.lead()
-        objects = [
-            {
-                "line": row.line,
-                "answer": answer.text.removeprefix(lead),
-                "finish_reason": "stop" if answer.is_ended else "length",
-                "tokens": answer.num_tokens,
-            }
+        return {
+            row.line: answer_record(row.line, answer.text.removeprefix(lead), answer.is_ended, answer.num_tokens)
             for row, answer in zip(rows, answers, strict=True)
-        ]
-        lines = [json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in objects]
-        return {row.line: line for row, line in zip(rows, lines, strict=True)}
+        }

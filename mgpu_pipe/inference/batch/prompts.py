@@ -1,23 +1,30 @@
-"""Reads a file of prompts, one JSON object a line: ``{"prompt": ...}`` or ``{"messages": [...]}``."""
+"""Reads a file of prompts: a JSON object a line, with a text, messages, pictures and videos, or a recording.
+
+A row has the form of training data; the answer at the end of a row of training data is not read. Files are named as
+seen from the folder of the prompts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.data import files
-from mgpu_pipe.data.text.conversations import prompt_messages
-from mgpu_pipe.errors import BadInputError, DataError, MgpuError
-from mgpu_pipe.inference.generation import Prompt, encode
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from mgpu_pipe.data.text.render_chat import ChatTemplate
+from mgpu_pipe.data.images.chat_rows import ALSO, COLUMN, ChatRow, read_chat_row
+from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.tables import kept_in
+from mgpu_pipe.data.text.conversations import PLACES, SHAREGPT, prompt_messages
+from mgpu_pipe.errors import DataError, MgpuError
+from mgpu_pipe.inference.generation import Prompt
+from mgpu_pipe.inference.visual_prompts import with_places
 
 PROMPT, MESSAGES = "prompt", "messages"
+ANSWER = {"role": "assistant", "content": "."}
+"""Stands for the answer to come, which a row of training data has."""
 
 
 @dataclass(frozen=True)
@@ -26,76 +33,116 @@ class PromptRow:
 
     Attributes:
         line: its number in the file, from 1.
-        prompt: None for a bad row.
-        ids: the prompt's tokens, once it is encoded.
+        ids: the prompt's tokens; empty for a recording.
+        shown: its pictures and videos.
+        recording: its file.
         error: names file, line and problem of a bad row; empty for a good one.
     """
 
     line: int
-    prompt: Prompt | None
     ids: tuple[int, ...] = ()
+    shown: ChatRow | None = None
+    recording: Path | None = None
     error: str = ""
 
 
-def read_prompts(path: Path) -> list[PromptRow]:
-    """The rows of the file; blank lines are skipped.
+EncodeRow = Callable[[int, dict[str, Any], str], PromptRow]
+"""Makes a prompt of a line's number, its object and its origin."""
+
+
+def read_prompts(path: Path, encode: EncodeRow) -> list[PromptRow]:
+    """The rows of the file; blank lines are skipped. A row that ``encode`` refuses becomes a bad one.
 
     Raises:
         DataError: the file cannot be read or has no row.
     """
-    return [_row(line, origin) for line, origin, _ in files.read_lines(path)]
+    return [_row(line, origin, encode) for line, origin, _ in files.read_lines(path)]
 
 
-def _row(line: str, origin: str) -> PromptRow:
+def _row(line: str, origin: str, encode: EncodeRow) -> PromptRow:
     number = int(origin.rpartition(":")[2])
     try:
-        return PromptRow(number, _prompt(files.json_row(line, origin), origin))
+        row = files.json_row(line, origin)
+        if SHAREGPT in row:
+            row = {MESSAGES: row[SHAREGPT], **row}
+        return encode(number, row, origin)
     except DataError as error:
-        return PromptRow(number, None, error=str(error))
+        return PromptRow(number, error=str(error))
+    except MgpuError as error:
+        return PromptRow(number, error=f"{origin}: {error}")
 
 
-def _prompt(row: dict[str, Any], origin: str) -> Prompt:
-    if (PROMPT in row) == (MESSAGES in row):
-        problem = f"has both {PROMPT} and {MESSAGES}" if PROMPT in row else f"has neither {PROMPT} nor {MESSAGES}"
-        raise DataError(f'{origin}: {problem}; write {{"prompt": "..."}} or {{"messages": [...]}}')
+def prompt_of(row: Mapping[str, Any], origin: str) -> Prompt:
+    """The text or the messages of a row.
+
+    Raises:
+        DataError: it has neither, both, or another type.
+    """
+    _check_form(row, origin)
     if MESSAGES in row:
-        messages = prompt_messages(row[MESSAGES], MESSAGES, origin)
+        messages = prompt_messages(_without_answer(row[MESSAGES]), MESSAGES, origin)
         for message in messages:
             files.check_unicode(str(message["content"]), origin)
         return messages
-    if not isinstance(row[PROMPT], str):
-        raise DataError(f"{origin}: {PROMPT} is a {type(row[PROMPT]).__name__}; write a string")
     files.check_unicode(row[PROMPT], origin)
     return str(row[PROMPT])
 
 
-def encode_prompts(
-    rows: list[PromptRow],
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatTemplate | None,
-    context: int | None,
-) -> Iterator[PromptRow]:
-    """The rows with their tokens; a row that has no template, or no room in the context, becomes a bad one.
+def _check_form(row: Mapping[str, Any], origin: str) -> None:
+    if (PROMPT in row) == (MESSAGES in row):
+        problem = f"has both {PROMPT} and {MESSAGES}" if PROMPT in row else f"has neither {PROMPT} nor {MESSAGES}"
+        raise DataError(f'{origin}: {problem}; write {{"prompt": "..."}} or {{"messages": [...]}}')
+    if not isinstance(row.get(PROMPT, ""), str):
+        raise DataError(f"{origin}: {PROMPT} is a {type(row[PROMPT]).__name__}; write a string")
+
+
+def _without_answer(messages: object) -> object:
+    while isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        if messages[-1].get("role", messages[-1].get("from")) not in ("assistant", "gpt"):
+            break
+        messages = messages[:-1]
+    return messages
+
+
+def names_visuals(row: Mapping[str, Any], data: PictureChatConfig) -> bool:
+    """Whether a row names pictures or videos, in a column."""
+    return any(row.get(column) for column in (data.image_column, data.video_column, *ALSO.values()))
+
+
+def has_places(row: Mapping[str, Any]) -> bool:
+    """Whether a text of the row has a place of a picture, or a message has parts."""
+    messages = row.get(MESSAGES)
+    contents = [message.get("content") for message in messages if isinstance(message, dict)] if messages else []
+    return any(isinstance(text, list) or PLACES.search(str(text)) for text in (*contents, row.get(PROMPT)))
+
+
+def visual_prompt_of(row: dict[str, Any], origin: str, data: PictureChatConfig, folder: Path) -> tuple[Prompt, ChatRow]:
+    """The text or the messages of a row with places, and its pictures and videos.
 
     Args:
-        context: most tokens of prompt and answer; None for a model without a limit.
+        folder: that the row's files are named from.
+
+    Raises:
+        DataError: a file is missing, or the row has more or fewer places than pictures.
     """
-    for row in rows:
-        if row.prompt is None:
-            yield row
-            continue
-        try:
-            if chat is None and not isinstance(row.prompt, str):
-                raise BadInputError("the model has no chat template for messages; give a prompt")
-            ids = encode(tokenizer, row.prompt, chat)
-            if context is not None and len(ids) >= context:
-                raise BadInputError(
-                    f"prompt of {len(ids)} tokens: the model's context is {context}; give a shorter prompt"
-                )
-            yield replace(row, ids=tuple(ids))
-        except MgpuError as error:
-            yield replace(row, prompt=None, error=f"{path}:{row.line}: {error}")
+    _check_form(row, origin)
+    messages = _without_answer(row.get(MESSAGES))
+    if PROMPT in row:
+        counts = (_count(row, data.image_column, "image"), _count(row, data.video_column, "video"))
+        messages = [{"role": "user", "content": with_places(row[PROMPT], *counts)}]
+    others = {name: value for name, value in row.items() if name not in (PROMPT, MESSAGES, SHAREGPT)}
+    given = {**others, COLUMN: [*messages, ANSWER] if isinstance(messages, list) and messages else messages}
+    data = PictureChatConfig(image_column=data.image_column, video_column=data.video_column, messages_column=COLUMN)
+    keep = kept_in(cache_folder(None))
+    shown = read_chat_row(json.dumps(given), origin, 0, data, folder, keep, missing=False)
+    files.check_unicode(shown.text, origin)
+    *asked, _ = json.loads(shown.text)[COLUMN]
+    return str(asked[0]["content"]) if PROMPT in row else asked, shown
+
+
+def _count(row: Mapping[str, Any], column: str, also: str) -> int:
+    named = row.get(column, row.get(also))
+    return len(named) if isinstance(named, list) else int(named is not None)
 
 
 def refuse_bad_rows(rows: list[PromptRow]) -> None:
@@ -116,13 +163,16 @@ def make_batches(
     """The good rows in batches of about equal length, longest first.
 
     They depend on the file and the settings alone, so that every number of processes computes the same batches. Rows
-    that the context cuts short share a batch only with rows of their length, so that all end after as many tokens.
+    that the context cuts short share a batch only with rows of their length, so that all end after as many tokens. So
+    do rows with pictures, whose families count positions in their own ways.
     """
     batches: list[list[PromptRow]] = []
     for row in sorted((row for row in rows if not row.error), key=lambda row: (-len(row.ids), row.line)):
         last = batches[-1] if batches else []
-        is_cut = context is not None and len(last[0].ids if last else row.ids) + max_new_tokens > context
-        if not last or len(last) == batch_size or (is_cut and len(row.ids) != len(last[0].ids)):
+        first = last[0] if last else row
+        is_cut = context is not None and len(first.ids) + max_new_tokens > context
+        needs_equal = is_cut or first.shown is not None or row.shown is not None
+        if not last or len(last) == batch_size or (needs_equal and len(row.ids) != len(first.ids)):
             batches.append([])
         batches[-1].append(row)
     return batches

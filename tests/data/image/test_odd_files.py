@@ -18,7 +18,7 @@ from mgpu_pipe.data.images.decode_image import ORIENTATION, decode, size_of
 from mgpu_pipe.data.images.videos import ClipFacts, frames_of, look
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.inference.visual_prompts import _decode_file
+from mgpu_pipe.inference.visual_prompts import decode_file
 from tests.data.image.test_pictures import configured
 from tests.objectives.test_videos import chats
 from tests.support.fuzzing import changed
@@ -117,7 +117,7 @@ def test_odd_exif_leaves_the_picture_as_it_lies(exif: bytes, tmp_path: Path) -> 
         raw = stored(wide, form, exif=exif)
         assert {decode(raw, 3).size} <= {(12, 6), (6, 12)}
         (tmp_path / "odd").write_bytes(raw)
-        assert (pixels(_decode_file("--image", tmp_path / "odd", 3)) == pixels(decode(raw, 3))).all()
+        assert (pixels(decode_file("odd", tmp_path / "odd", 3)) == pixels(decode(raw, 3))).all()
 
 
 def test_the_first_frame_of_a_phones_jpeg_is_the_picture() -> None:
