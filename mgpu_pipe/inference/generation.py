@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,8 +115,8 @@ def generate_text(
     if isinstance(tokenizer, Path):
         tokenizer = load_tokenizer(tokenizer)
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
-    if is_encoder_decoder and together:  # generate() cannot call the encoder of a sharded model alone
-        forward = forward or partial(encoder_decoder_forward, model)
+    if is_encoder_decoder and together:
+        forward = forward or EncoderDecoderForward(model)
     if temperature is None:
         temperature = 0.0 if is_encoder_decoder else 0.8
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p)
@@ -137,6 +137,7 @@ def generate_text(
                 is_answer=chat is not None,
                 together=together,
                 use_cache=keeps_cache(forward),
+                encoder_alone=forward is None,
                 streamer=streamer,
                 visual_inputs=None if visuals is None else visuals.inputs(batch, device),
                 draft=draft,
@@ -176,11 +177,35 @@ def generation_mode(model: PreTrainedModel, forward: Callable[..., Any] | None =
         model.train(was_training)
 
 
-def encoder_decoder_forward(model: PreTrainedModel, encoder_outputs: BaseModelOutput, **inputs: Any) -> Any:
-    """Encoder and decoder for each new token; ``encoder_outputs`` holds the source's ids instead of hidden states."""
-    ids = encoder_outputs.last_hidden_state
-    assert ids is not None
-    return model(**{**inputs, "input_ids": ids[..., 0].long()})
+class EncoderDecoderForward:
+    """The forward pass of a sharded encoder-decoder model, whose encoder ``generate()`` cannot call alone.
+
+    The first pass of a batch runs encoder and decoder; the next ones run the decoder on the encoder's result, with a
+    key-value cache.
+    """
+
+    takes_cache = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._encoded = model, None
+
+    def __call__(self, encoder_outputs: BaseModelOutput, past_key_values: Any = None, **inputs: Any) -> Any:
+        """The model's output; ``encoder_outputs`` holds the source's ids (:func:`source_ids`), not hidden states."""
+        if past_key_values is None or not past_key_values.get_seq_length():
+            assert encoder_outputs.last_hidden_state is not None
+            inputs["input_ids"] = encoder_outputs.last_hidden_state[..., 0].long()
+            output = self._model(**inputs, past_key_values=past_key_values)
+            self._encoded = output.encoder_last_hidden_state
+            return output
+        encoded = (self._encoded,)
+        return self._model(**inputs, encoder_outputs=encoded, past_key_values=past_key_values)
+
+
+def source_ids(inputs: torch.Tensor) -> BaseModelOutput:
+    """Token ids in the place of an encoder's result, for :class:`EncoderDecoderForward`."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(inputs[..., None].float())
 
 
 @contextmanager
@@ -236,6 +261,7 @@ def continue_batch(
     row_seeds: Sequence[int] | None = None,
     together: bool = False,
     use_cache: bool = True,
+    encoder_alone: bool = True,
     streamer: BaseStreamer | None = None,
     visual_inputs: Mapping[str, torch.Tensor] | None = None,
     draft: PreTrainedModel | None = None,
@@ -247,12 +273,12 @@ def continue_batch(
         is_answer: whether a continuation stands by itself.
         row_seeds: seeds of the draws of each prompt; None draws from the process's random state.
         together, draft: see :func:`generate_text`.
+        encoder_alone: whether an encoder may run without its decoder; else the forward pass is
+            :class:`EncoderDecoderForward`.
 
     Raises:
         BadInputError: the longest prompt fills the model's context.
     """
-    from transformers.modeling_outputs import BaseModelOutput
-
     is_encoder_decoder, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
     if is_encoder_decoder and end is not None:
         token_ids = [
@@ -268,9 +294,7 @@ def continue_batch(
     if draft is not None:
         _require_context(draft, longest + settings.max_new_tokens)
     inputs, mask = _padded_left(token_ids, filler, input_device(model))
-    encoded = (
-        {"encoder_outputs": BaseModelOutput(inputs[..., None].float())} if is_encoder_decoder and not use_cache else {}
-    )
+    encoded = {} if encoder_alone or not is_encoder_decoder else {"encoder_outputs": source_ids(inputs)}
     output = model.generate(  # type: ignore[operator]
         inputs,
         generation_config=settings,
@@ -288,7 +312,7 @@ def continue_batch(
         if is_encoder_decoder:
             text = str(tokenizer.decode(row, skip_special_tokens=True))
         else:
-            text = _decode_answer(tokenizer, ids, new, is_answer)
+            text = decode_answer(tokenizer, ids, new, is_answer)
         answers.append(Answer(text, len(new), len(new) < len(row)))
     return answers
 
@@ -342,15 +366,18 @@ def _cut_at_end(ids: list[int], end_ids: list[int]) -> list[int]:
     return ids[: next((position for position, token in enumerate(ids) if token in end_ids), len(ids))]
 
 
-def _decode_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int], new_ids: list[int], is_answer: bool) -> str:
+def decode_answer(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], new_ids: Sequence[int], is_answer: bool
+) -> str:
+    """The text of new tokens after a prompt's tokens ``ids``; ``is_answer`` as in :func:`continue_batch`."""
     if is_answer:
-        return str(tokenizer.decode(new_ids, skip_special_tokens=True))
-    prompt = str(tokenizer.decode(ids, skip_special_tokens=True))
+        return str(tokenizer.decode(list(new_ids), skip_special_tokens=True))
+    prompt = str(tokenizer.decode(list(ids), skip_special_tokens=True))
     text = str(tokenizer.decode([*ids, *new_ids], skip_special_tokens=True))
     # Decoding only the new tokens would lose the space before their first word.
     if text.startswith(prompt):
         return text[len(prompt) :]
-    return str(tokenizer.decode(new_ids, skip_special_tokens=True))
+    return str(tokenizer.decode(list(new_ids), skip_special_tokens=True))
 
 
 def end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None) -> list[int]:

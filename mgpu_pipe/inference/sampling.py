@@ -40,6 +40,41 @@ class Sampling:
         return {"do_sample": False}
 
 
+class RowDraws:
+    """Chooses the next token of each row: the likeliest, or the one drawn from a random stream of the row."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling, self._warpers = sampling, LogitsProcessorList()
+        if sampling.temperature > 0:
+            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k is not None:
+                self._warpers.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p is not None:
+                self._warpers.append(TopPLogitsWarper(sampling.top_p))
+
+    def numbers(self, seed: int) -> torch.Tensor:
+        """Uniform numbers of a row with ``seed``, one for each new token, float64; empty for the likeliest tokens."""
+        if self._sampling.temperature == 0:
+            return torch.empty(0, dtype=torch.float64)
+        stream = torch.Generator().manual_seed(seed)
+        return torch.rand(self._sampling.max_new_tokens, dtype=torch.float64, generator=stream)
+
+    def choose(self, scores: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The next tokens, int64, (rows,).
+
+        Args:
+            scores: logits, float32, (rows, vocabulary).
+            numbers: of each row; the first of them decides.
+        """
+        if self._sampling.temperature == 0:
+            return scores.argmax(-1)
+        warped: torch.Tensor = self._warpers(scores, scores)  # type: ignore[arg-type]  # they read no tokens
+        sums = warped.double().softmax(-1).cumsum(-1)
+        uniform = torch.stack([row[0] for row in numbers]).to(sums.device) * sums[:, -1]
+        # right: a token of probability 0 is never drawn, also where the number drawn is 0
+        return torch.searchsorted(sums, uniform[:, None], right=True)[:, 0]
+
+
 class RowSampling(LogitsProcessor):
     """Leaves one token of each row: the one drawn. Used with a greedy search, which takes it.
 
@@ -49,24 +84,13 @@ class RowSampling(LogitsProcessor):
     """
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int], prompt_length: int) -> None:
-        self._prompt_length = prompt_length
-        self._warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-        if sampling.top_k is not None:
-            self._warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p is not None:
-            self._warpers.append(TopPLogitsWarper(sampling.top_p))
-        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-        draws = [torch.rand(sampling.max_new_tokens, dtype=torch.float64, generator=stream) for stream in streams]
-        self._draws = torch.stack(draws, 1)
-        """Uniform numbers of shape ``(new tokens, rows)``."""
+        self._prompt_length, self._draws = prompt_length, RowDraws(sampling)
+        self._numbers = [self._draws.numbers(seed) for seed in seeds]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        warped: torch.Tensor = self._warpers(input_ids, scores)
-        sums = warped.double().softmax(-1).cumsum(-1)
-        draws = self._draws[input_ids.shape[1] - self._prompt_length].to(sums.device) * sums[:, -1]
-        # right: a token of probability 0 is never drawn, also where the number drawn is 0
-        tokens = torch.searchsorted(sums, draws[:, None], right=True)
-        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)  # type: ignore[return-value]
+        place = input_ids.shape[1] - self._prompt_length
+        tokens = self._draws.choose(scores, [numbers[place:] for numbers in self._numbers])
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)  # type: ignore[return-value]
 
 
 def row_seed(seed: int, line: int) -> int:

@@ -186,12 +186,12 @@ def visual_inputs(
     """
     kind, longest = visuals[0].reader.kind, max(map(len, prompts))
     rows = torch.tensor([[*[0] * (longest - len(ids)), *ids] for ids in prompts])
-    shown = [visual.in_order(ids) for ids, visual in zip(prompts, visuals, strict=True)]
-    if not any(shown):
+    pictures = [visual.in_order(ids) for ids, visual in zip(prompts, visuals, strict=True)]
+    if not any(pictures):
         return {name: value.to(device) for name, value in kind.text_inputs(rows).items()}
-    inputs = kind.inputs({"input_ids": rows, **kind.collate(rows, shown)})
+    inputs = kind.inputs({"input_ids": rows, **kind.collate(rows, pictures)})
     if isinstance(kind, NativeSizePictures) and any(visual.videos for visual in visuals):
-        several = [picture for row in shown for picture in row]  # the prompt's ids keep the token of a video
+        several = [picture for row in pictures for picture in row]  # the prompt's ids keep the token of a video
         inputs = {"position_ids": inputs["position_ids"], **kind.image_and_video_inputs(several)}
     return {name: value.to(device) for name, value in inputs.items() if name not in ("input_ids", "use_cache")}
 

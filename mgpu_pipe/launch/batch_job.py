@@ -93,12 +93,10 @@ def _compute_in(world: World, store: Store, settings: JobSettings, config: RunCo
 
 def _answer_together(settings: AnswerSettings, config: RunConfig, device: torch.device) -> None:
     """Answer prompts with a model of which this rank holds a part. A collective call."""
-    from functools import partial
-
     from mgpu_pipe.inference.batch.answer import answer_prompts
     from mgpu_pipe.inference.batch.share import Share
     from mgpu_pipe.inference.find_model import find_model
-    from mgpu_pipe.inference.generation import encoder_decoder_forward
+    from mgpu_pipe.inference.generation import EncoderDecoderForward
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.open import LoadedRun
     from mgpu_pipe.inference.parallel_run import evaluation_config, open_parallel
@@ -108,8 +106,8 @@ def _answer_together(settings: AnswerSettings, config: RunConfig, device: torch.
     source = find_model(settings.model)
     parallel = open_parallel(source, evaluation_config(source, config), device)
     model, forward = parallel.model, parallel.forward
-    if model.config.is_encoder_decoder:  # generate() cannot call the encoder of a sharded model alone
-        forward = forward or partial(encoder_decoder_forward, model)
+    if model.config.is_encoder_decoder:
+        forward = forward or EncoderDecoderForward(model)
     run = LoadedRun(model, source.folder, source.tokenizer, source.config, None, source.is_trusted)
     share = Share(parallel.share, parallel.shares, parallel.is_share_first)
     answer_prompts(settings, run, share, forward, is_cut=True)

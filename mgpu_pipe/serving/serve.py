@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.export_folder import check_target
+from mgpu_pipe.serving.adapters import NamedAdapter
 from mgpu_pipe.serving.answer_comparison import address_of, compare, print_address
 from mgpu_pipe.serving.client import EngineClient
 from mgpu_pipe.serving.engine_process import EngineProcess, wait_for_any
@@ -39,6 +40,7 @@ class ServeOptions:
         is_trial: end after the comparison.
         variables: added to the engine's environment, such as its GPUs.
         draft: a smaller model that proposes tokens; None for none.
+        adapters: that requests choose by name.
     """
 
     engine: Engine
@@ -60,6 +62,11 @@ class ServeOptions:
     is_verbose: bool
     variables: Mapping[str, str] = field(default_factory=dict)
     draft: ServedModel | None = None
+    adapters: Sequence[NamedAdapter] = ()
+
+    def elements(self, model: ServedModel) -> int:
+        """Numbers in the weights of ``model`` and of its adapters."""
+        return model.elements + sum(adapter.elements for adapter in self.adapters)
 
 
 def serve(models: Sequence[tuple[ServedModel, ServeOptions]]) -> None:
@@ -133,7 +140,7 @@ def sizes_of(model: ServedModel, options: ServeOptions) -> EngineSizes:
             raise BadInputError(f"--draft={draft.source}: was made for {longest} tokens; add --context {longest}")
     return choose_sizes(
         model.fields,
-        model.elements,
+        options.elements(model),
         options.dtype,
         context,
         options.concurrency,
@@ -150,10 +157,10 @@ def need_of(model: ServedModel, options: ServeOptions, gpus: Gpus) -> Need:
     else:
         context = choose_context(model.fields, None)
         on_gpu = Gpus(min(1, gpus.count) if options.device != "cpu" else 0, gpus.memory)
-        sizes = choose_sizes(model.fields, model.elements, options.dtype, context, 1, on_gpu, 1.0)
+        sizes = choose_sizes(model.fields, options.elements(model), options.dtype, context, 1, on_gpu, 1.0)
     if sizes.gpu_bytes:
         return Need(sizes.tensor_parallel, sizes.gpu_bytes)
-    elements = model.elements + (0 if options.draft is None else options.draft.elements)
+    elements = options.elements(model) + (0 if options.draft is None else options.draft.elements)
     return Need(0, int(elements * ITEM_BYTES[options.dtype]) + sizes.cache_bytes)
 
 
@@ -183,6 +190,7 @@ def engine_request(
         memory_share=options.memory_share,
         token=options.token,
         draft=None if options.draft is None else _target(options.draft, _of_draft(options)).absolute(),
+        adapters=options.adapters,
     )
 
 
@@ -198,12 +206,13 @@ def print_command(model: ServedModel, options: ServeOptions) -> None:
     if engine.is_embedded:
         words = ["mgpu-pipe", "serve", str(model.source), "--name", model.name, "--dtype", options.dtype]
         words += ["--host", options.host, "--port", str(options.port), "--device", options.device]
+        words += [word for adapter in options.adapters for word in ("--adapter", adapter.word)]
         print_line(" ".join([*variables, shlex.join(words)]))
         return
+    command = engine.command(engine_request(model, options, folder, sizes, options.port, None), engine.program)
     _print_export(model, options)
     if options.draft is not None:
         _print_export(options.draft, _of_draft(options))
-    command = engine.command(engine_request(model, options, folder, sizes, options.port, None), engine.program)
     variables += [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
     print_line(" ".join([*variables, shlex.join([*engine.program, *command.words])]))
 
@@ -221,7 +230,7 @@ def _print_export(model: ServedModel, options: ServeOptions) -> None:
 
 def _of_draft(options: ServeOptions) -> ServeOptions:
     """The options by which the draft model is exported."""
-    return replace(options, draft=None, out=None, force=False, frozen=None, average=False)
+    return replace(options, draft=None, adapters=(), out=None, force=False, frozen=None, average=False)
 
 
 def _is_exported(model: ServedModel, engine: Engine) -> bool:

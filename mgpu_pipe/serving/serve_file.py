@@ -14,7 +14,7 @@ from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, parse_yaml, read_byte
 
 KEYS = (
     *("folder", "engine", "name", "host", "port", "dtype", "context", "concurrency", "engine_env", "weights"),
-    *("frozen_weights", "device", "draft"),
+    *("frozen_weights", "device", "draft", "adapter"),
 )
 """Keys of a model: the options of ``serve``."""
 
@@ -64,9 +64,10 @@ def _words(model: object, where: str) -> list[str]:
         raise BadInputError(f"{where}.{unknown[0]}: no such key; use {', '.join(KEYS)}")
     words = [model["folder"]]
     for key, value in model.items():
-        if isinstance(value, bool) or not isinstance(value, (str, int)):
+        values = value if key == "adapter" and isinstance(value, list) else [value]
+        if any(isinstance(each, bool) or not isinstance(each, (str, int)) for each in values):
             raise BadInputError(f"{where}.{key}={value}: is neither a text nor a number; correct it")
-        words += [] if key == "folder" else [f"--{key.replace('_', '-')}={value}"]
+        words += [] if key == "folder" else [f"--{key.replace('_', '-')}={each}" for each in values]
     return words
 
 

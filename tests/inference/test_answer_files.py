@@ -15,7 +15,11 @@ import pytest
 from transformers import T5Config, T5ForConditionalGeneration
 
 from mgpu_pipe.cli.main import main
+from mgpu_pipe.inference.generation import EncoderDecoderForward, generate_text
+from mgpu_pipe.inference.open import load_run
 from tests.inference.support import WORDS, write_run, write_texts
+from tests.objectives.test_seq2seq import small_data
+from tests.support import small_runs
 from tests.support.command import launched, mgpu
 from tests.support.sampling import one_in
 
@@ -242,8 +246,6 @@ def test_a_chat_model_answers_messages_and_prompts_by_its_template(
     from transformers import AutoTokenizer
 
     from mgpu_pipe.data.text.tokenizer_folder import chat_of
-    from mgpu_pipe.inference.generation import generate_text
-    from mgpu_pipe.inference.open import load_run
 
     if not (place / "exported").exists():
         assert main(["export", str(place / "run"), "--out", str(place / "exported")]) == 0
@@ -264,3 +266,31 @@ def test_a_chat_model_answers_messages_and_prompts_by_its_template(
         for prompt in ("a fox", talk)
     ]
     assert told == expected and all(expected)
+
+
+@pytest.mark.slow
+def test_an_encoder_decoder_keeps_its_cache_under_a_strategy(tmp_path: Path, cache: Path) -> None:
+    """Oracle: transformers' own generation, row by row."""
+    small_runs.run(small_data, tmp_path / "run", 1, "model.config.initializer_factor=9", "trainer.max_steps=1")
+    sources = ["one hundred two", "three", "ninety nine", "seven thousand", "twelve"]
+    write_rows(tmp_path / "sources.jsonl", [{"prompt": source} for source in sources])
+    loaded = load_run(tmp_path / "run")
+    tokenizer = loaded.tokenizer()
+    alone = [
+        generate_text(loaded.model, tokenizer, [source], max_new_tokens=9, temperature=0.0)[0] for source in sources
+    ]
+    encoded: list[int] = []
+    loaded.model.get_encoder().register_forward_pre_hook(lambda *_: encoded.append(1))
+    steps: list[int] = []
+    loaded.model.get_decoder().register_forward_pre_hook(
+        lambda _, __, inputs: steps.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    forward = EncoderDecoderForward(loaded.model)
+    words: dict[str, Any] = {"max_new_tokens": 9, "temperature": 0.0, "forward": forward, "batch_size": 5}
+    assert generate_text(loaded.model, tokenizer, sources, **words) == alone and len(set(alone)) > 2
+    assert len(encoded) == 1 and set(steps) == {1}, "the encoder runs once, the decoder on a token at a time"
+    for strategy in ("tp", "fsdp"):
+        given = ["run", "--input", "sources.jsonl", "--output", f"{strategy}.jsonl", "--max-new-tokens", "9"]
+        mgpu(cache, tmp_path, "generate", *given, *STRATEGIES[strategy], "trainer.accelerator=cpu")
+        rows = [json.loads(line)["answer"] for line in (tmp_path / f"{strategy}.jsonl").read_text().splitlines()]
+        assert rows == alone, strategy

@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.serving.adapters import read_adapters
 from mgpu_pipe.serving.engines import EngineRequest, find_engine
 from mgpu_pipe.serving.sizes import Gpus, choose_sizes
 from tests.inference.support import write_run, write_texts
@@ -151,6 +154,64 @@ def test_a_draft_takes_memory_and_divides_as_the_model_does() -> None:
     cache = 2 * 8 * 2 * 4096 * 2 * 8192 * 16  # heads of 8192 / 2
     assert drafted.cache_bytes == alone.cache_bytes + cache
     assert drafted.gpu_bytes == int((2 * (ELEMENTS_70B + 10**9) + drafted.cache_bytes) / 2 + 1.5e9)
+
+
+def write_adapter(folder: Path, **settings: Any) -> Path:
+    """A folder of the peft package whose weights no model reads."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 24, **settings}))
+    save_file({"base_model.model.a.lora_A.weight": torch.zeros(24, 5)}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def last_line(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The words that start the server, of ``serve --print``; an export that is there already has no line."""
+    assert main(["serve", *words, "--print"]) == 0
+    return shlex.split(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_adapters_go_to_each_engine_by_name(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = (f"{name}={write_adapter(tmp_path / name)}" for name in ("polite", "rude"))
+    given = [str(runs / "llama"), "--adapter", first, "--adapter", second]
+    words = last_line(capsys, *given, "--engine", "vllm", *GPUS)
+    assert options(words)["--max-lora-rank"] == "32" and options(words)["--max-loras"] == "2"
+    place = words.index("--lora-modules")
+    assert words[place + 1 : place + 3] == [first, second] and "--enable-lora" in words
+    words = last_line(capsys, *given, "--engine", "sglang", *GPUS)
+    place = words.index("--lora-paths")
+    assert words[place + 1 : place + 3] == [first, second] and "--enable-lora" in words
+    words = last_line(capsys, *given)
+    assert [words[place + 1] for place, word in enumerate(words) if word == "--adapter"] == [first, second]
+    serve_file = tmp_path / "serve.yaml"
+    model = f"{{folder: {runs / 'llama'}, port: 1, engine: vllm, adapter: [{first}, {second}]}}"
+    serve_file.write_text(f"models: [{model}]")
+    assert main(["serve", str(serve_file), "--print", "--gpus", "1", "--gpu-memory", "80GB"]) == 0
+    assert f"--lora-modules {first} {second}" in capsys.readouterr().out
+
+
+def test_adapters_that_an_engine_does_not_take_are_one_line(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = write_adapter(tmp_path / "plain")
+    dora = write_adapter(tmp_path / "dora", use_dora=True)
+    whole = write_adapter(tmp_path / "whole", modules_to_save=["lm_head"])
+    for words, part in (
+        (("vllm", f"a={dora}"), "has weights of DoRA, which vllm does not take; use --engine transformers"),
+        (("sglang", f"a={whole}"), "has weights of whole modules, which sglang does not take"),
+        (("llama_cpp", f"a={plain}"), "llama.cpp chooses no adapter by the model of a request"),
+        (("vllm", str(plain)), "has no name or no folder; write --adapter NAME=FOLDER"),
+        (("vllm", f"llama={plain}"), "the name llama is taken"),
+        (("vllm", f"a={runs / 'llama'}"), "give a folder of the peft package, as export --format peft writes it"),
+    ):
+        given = ["--name", "llama", "--print", *(GPUS if words[0] != "llama_cpp" else ())]
+        assert main(["serve", str(runs / "llama"), "--engine", words[0], "--adapter", words[1], *given]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1 and part in said.err
+
+
+def test_adapters_take_memory(runs: Path, tmp_path: Path) -> None:
+    [adapter] = read_adapters([f"polite={write_adapter(tmp_path / 'polite')}"], "llama")
+    assert (adapter.name, adapter.rank, adapter.elements, adapter.extra) == ("polite", 24, 24 * 5, "")
 
 
 @pytest.mark.parametrize(

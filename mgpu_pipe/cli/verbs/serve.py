@@ -19,6 +19,7 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     resolve_device,
 )
+from mgpu_pipe.serving.adapters import read_adapters
 from mgpu_pipe.serving.engines import ENGINES, Engine, find_engine
 from mgpu_pipe.serving.serve import ServeOptions, need_of, print_command, serve, with_share
 from mgpu_pipe.serving.serve_file import check_host, read_serve_file, share_gpus
@@ -59,7 +60,7 @@ def run_serve(argv: Sequence[str]) -> int:
 
 def _model_and_options(arguments: argparse.Namespace, token: str | None) -> tuple[ServedModel, ServeOptions]:
     model = find_served(folder_of(arguments), arguments.frozen_weights, arguments.weights == "ema", arguments.name)
-    options = _options(arguments, token)
+    options = replace(_options(arguments, token), adapters=read_adapters(arguments.adapter, model.name))
     return model, options if arguments.draft is None else replace(options, draft=find_draft(arguments.draft, model))
 
 
@@ -162,6 +163,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of each of these GPUs, e.g. 80GB")
     parser.add_argument("--memory-share", type=share, default=0.9, metavar="P", help="of each GPU; default 0.9")
     parser.add_argument("--draft", type=Path, metavar="FOLDER", help="smaller model that proposes tokens")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="adapter of the peft package, which requests choose by its name; repeatable",
+    )
     parser.add_argument("--check", action="store_true", help="compare five answers with the run's, and end")
     parser.add_argument("--verbose", action="store_true", help="show all that the engine prints")
     add_device_argument(parser)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.data.images.chat_rows import ChatRow
 from mgpu_pipe.errors import BadInputError, print_line
+from mgpu_pipe.inference.batch.continuous import Row, RowBatch, answer_rows, takes_rows
 from mgpu_pipe.inference.batch.prompts import (
     PromptRow,
     has_places,
@@ -24,7 +25,9 @@ from mgpu_pipe.inference.batch.settings import AnswerSettings
 from mgpu_pipe.inference.batch.share import Share, compute_batches
 from mgpu_pipe.inference.batch.transcribe import TranscriptEngine, answer_record, is_transcriber
 from mgpu_pipe.inference.generation import (
+    Answer,
     continue_batch,
+    decode_answer,
     encode,
     end_tokens,
     generation_mode,
@@ -32,7 +35,7 @@ from mgpu_pipe.inference.generation import (
     keeps_cache,
 )
 from mgpu_pipe.inference.open import LoadedRun
-from mgpu_pipe.inference.sampling import Sampling, row_seed
+from mgpu_pipe.inference.sampling import RowDraws, Sampling, row_seed
 from mgpu_pipe.inference.visual_prompts import (
     PromptVisuals,
     VisualReader,
@@ -44,6 +47,11 @@ from mgpu_pipe.inference.visual_prompts import (
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.text.render_chat import ChatTemplate
+
+
+MOST_BATCHES, LEAST_PARTS = 8, 16
+"""Most batches of rows, and least parts of a file, in which rows take each other's places. One process
+computes a part in one go, so neither their number nor a kill changes which rows go through the model together."""
 
 
 def answer_prompts(
@@ -75,7 +83,10 @@ def answer_prompts(
     rows = read_prompts(settings.input, engine.encode)
     if settings.on_bad_row == "refuse":
         refuse_bad_rows(rows)
-    batches = make_batches(rows, settings.batch_size, engine.room, settings.max_new_tokens)
+    batch_size = settings.batch_size
+    if engine.is_continuous:
+        batch_size = max(batch_size, min(MOST_BATCHES * batch_size, len(rows) // LEAST_PARTS))
+    batches = make_batches(rows, batch_size, engine.room, settings.max_new_tokens)
     folder, good = settings.folder(), sum(map(len, batches))
     before = set(folder.numbers())
     if share.is_first:
@@ -104,6 +115,7 @@ class AnswerEngine:
     Attributes:
         chat: template of the conversation; None continues texts.
         room: most tokens of prompt and answer; None for a model without a limit.
+        is_continuous: whether prompts take the places of rows that ended.
     """
 
     def __init__(self, settings: AnswerSettings, run: LoadedRun, use_cache: bool = True, is_cut: bool = False) -> None:
@@ -118,6 +130,7 @@ class AnswerEngine:
             temperature = 0.0 if is_encoder_decoder else 0.8
         self._sampling = Sampling(settings.max_new_tokens, temperature, settings.top_k, settings.top_p)
         self._ends = end_tokens(self.tokenizer, self.chat)
+        self.is_continuous = not is_cut and takes_rows(run.model)
 
     @cached_property
     def _reader(self) -> VisualReader:
@@ -129,29 +142,29 @@ class AnswerEngine:
         Raises:
             DataError, BadInputError: the row is bad, has no template, or has no room in the context.
         """
-        shown, name = None, type(self._run.model).__name__
+        chat_row, name = None, type(self._run.model).__name__
         data = picture_settings(self._run)
         if names_visuals(row, data) and (self._is_cut or not sees_pictures(self._run)):
             what = "strategy=ddp" if self._is_cut else "a vision-language model"
             raise BadInputError(f"names pictures or videos, which {name} does not see here; use {what}")
         if names_visuals(row, data) or (sees_pictures(self._run) and not self._is_cut and has_places(row)):
-            prompt, shown = visual_prompt_of(row, origin, data, self._settings.input.parent)
+            prompt, chat_row = visual_prompt_of(row, origin, data, self._settings.input.parent)
         else:
             prompt = prompt_of(row, origin)
         if self.chat is None and not isinstance(prompt, str):
             raise BadInputError("the model has no chat template for messages; give a prompt")
         ids = encode(self.tokenizer, prompt, self.chat)
-        ids = ids if shown is None else self._read(shown).expand(ids)
+        ids = ids if chat_row is None else self._read(chat_row).expand(ids)
         if self.room is not None and len(ids) >= self.room:
             raise BadInputError(
                 f"prompt of {len(ids)} tokens: the model's context is {self.room}; give a shorter prompt"
             )
-        return PromptRow(line, tuple(ids), shown)
+        return PromptRow(line, tuple(ids), chat_row)
 
-    def _read(self, shown: ChatRow | None) -> PromptVisuals:
-        if shown is None:
+    def _read(self, chat_row: ChatRow | None) -> PromptVisuals:
+        if chat_row is None:
             return self._reader.read([])
-        files = list(zip(shown.pictures, shown.videos, shown.rates, strict=True))
+        files = list(zip(chat_row.pictures, chat_row.videos, chat_row.rates, strict=True))
         return self._reader.read(
             [file for file, is_video, _ in files if not is_video],
             [file for file, is_video, _ in files if is_video],
@@ -161,14 +174,39 @@ class AnswerEngine:
     def _visual_inputs(self, rows: Sequence[PromptRow]) -> Mapping[str, Any] | None:
         """The model's inputs next to the prompts; None where it needs none."""
         is_needed = reads_questions_whole(self._run) and not self._is_cut
-        if not is_needed and all(row.shown is None for row in rows):
+        if not is_needed and all(row.chat_row is None for row in rows):
             return None
-        visuals = [self._read(row.shown) for row in rows]
+        visuals = [self._read(row.chat_row) for row in rows]
         return visual_inputs([row.ids for row in rows], visuals, input_device(self._run.model))
 
-    def answer(self, rows: Sequence[PromptRow]) -> Mapping[int, bytes]:
-        """The answers of a batch, a line of JSON for each row."""
-        answers = continue_batch(
+    def answer(self, rows: Sequence[PromptRow]) -> Iterator[tuple[int, bytes]]:
+        """Yields the line of each row and its answer, a line of JSON."""
+        if self.is_continuous and all(row.chat_row is None for row in rows):
+            answers = self._answer_continuously(rows)
+        else:
+            answers = zip([row.line for row in rows], self._answer_together(rows), strict=True)
+        lead = "" if self.chat is None else self.chat.lead()
+        for line, answer in answers:
+            yield line, answer_record(line, answer.text.removeprefix(lead), answer.is_ended, answer.num_tokens)
+
+    def _answer_continuously(self, prompts: Sequence[PromptRow]) -> Iterator[tuple[int, Answer]]:
+        """The answers in the order in which they end; at most a batch of rows goes through the model at a time."""
+        most, seed, draws = self._settings.max_new_tokens, self._settings.seed, RowDraws(self._sampling)
+        rooms = [most if self.room is None else min(most, self.room - len(prompt.ids)) for prompt in prompts]
+        waiting = [
+            Row(place, prompt.ids, room, draws.numbers(row_seed(seed, prompt.line)))
+            for place, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
+        ]
+        filler = self.tokenizer.eos_token_id or 0
+        device = input_device(self._run.model)
+        batch = RowBatch(self._run.model, self._sampling, self._ends, filler, device)
+        for row in answer_rows(batch, waiting, self._settings.batch_size):
+            text = decode_answer(self.tokenizer, row.prompt, row.new, self.chat is not None)
+            yield prompts[row.number].line, Answer(text, len(row.new), row.is_ended)
+
+    def _answer_together(self, rows: Sequence[PromptRow]) -> list[Answer]:
+        """The answers of rows that go through the model together, to the end of the longest."""
+        return continue_batch(
             self._run.model,
             self.tokenizer,
             [list(row.ids) for row in rows],
@@ -176,11 +214,7 @@ class AnswerEngine:
             self._ends,
             is_answer=self.chat is not None,
             use_cache=self._use_cache,
+            encoder_alone=not self._is_cut,
             row_seeds=[row_seed(self._settings.seed, row.line) for row in rows],
             visual_inputs=self._visual_inputs(rows),
         )
-        lead = "" if self.chat is None else self.chat.lead()
-        return {
-            row.line: answer_record(row.line, answer.text.removeprefix(lead), answer.is_ended, answer.num_tokens)
-            for row, answer in zip(rows, answers, strict=True)
-        }

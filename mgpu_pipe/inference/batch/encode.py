@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,9 @@ def encode_texts(settings: EncodeSettings, run: LoadedRun, share: Share) -> None
         TextEncoder(run, settings.input, settings.prompt, settings.size),
     )
 
-    def compute(rows: Sequence[TextRow]) -> Mapping[int, bytes]:
+    def compute(rows: Sequence[TextRow]) -> Iterable[tuple[int, bytes]]:
         vectors = encoder.encode(rows)
-        return folder.records([row.line for row in rows], vectors.cpu().numpy())
+        return folder.records([row.line for row in rows], vectors.cpu().numpy()).items()
 
     texts = read_texts(settings.input, settings.column)
     seconds = compute_batches(folder, share, batches_of(texts, settings.batch_size), settings.rows, compute, "vector")

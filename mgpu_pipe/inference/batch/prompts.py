@@ -34,14 +34,14 @@ class PromptRow:
     Attributes:
         line: its number in the file, from 1.
         ids: the prompt's tokens; empty for a recording.
-        shown: its pictures and videos.
+        chat_row: its pictures and videos.
         recording: its file.
         error: names file, line and problem of a bad row; empty for a good one.
     """
 
     line: int
     ids: tuple[int, ...] = ()
-    shown: ChatRow | None = None
+    chat_row: ChatRow | None = None
     recording: Path | None = None
     error: str = ""
 
@@ -131,13 +131,13 @@ def visual_prompt_of(row: dict[str, Any], origin: str, data: PictureChatConfig, 
         counts = (_count(row, data.image_column, "image"), _count(row, data.video_column, "video"))
         messages = [{"role": "user", "content": with_places(row[PROMPT], *counts)}]
     others = {name: value for name, value in row.items() if name not in (PROMPT, MESSAGES, SHAREGPT)}
-    given = {**others, COLUMN: [*messages, ANSWER] if isinstance(messages, list) and messages else messages}
+    training_row = {**others, COLUMN: [*messages, ANSWER] if isinstance(messages, list) and messages else messages}
     data = PictureChatConfig(image_column=data.image_column, video_column=data.video_column, messages_column=COLUMN)
     keep = kept_in(cache_folder(None))
-    shown = read_chat_row(json.dumps(given), origin, 0, data, folder, keep, missing=False)
-    files.check_unicode(shown.text, origin)
-    *asked, _ = json.loads(shown.text)[COLUMN]
-    return str(asked[0]["content"]) if PROMPT in row else asked, shown
+    chat_row = read_chat_row(json.dumps(training_row), origin, 0, data, folder, keep, missing=False)
+    files.check_unicode(chat_row.text, origin)
+    *before_answer, _ = json.loads(chat_row.text)[COLUMN]
+    return str(before_answer[0]["content"]) if PROMPT in row else before_answer, chat_row
 
 
 def _count(row: Mapping[str, Any], column: str, also: str) -> int:
@@ -171,7 +171,7 @@ def make_batches(
         last = batches[-1] if batches else []
         first = last[0] if last else row
         is_cut = context is not None and len(first.ids) + max_new_tokens > context
-        needs_equal = is_cut or first.shown is not None or row.shown is not None
+        needs_equal = is_cut or first.chat_row is not None or row.chat_row is not None
         if not last or len(last) == batch_size or (needs_equal and len(row.ids) != len(first.ids)):
             batches.append([])
         batches[-1].append(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -29,13 +29,12 @@ def score_rows(settings: ScoreSettings, run: LoadedRun, share: Share) -> None:
     """Score this process's rows; the first process then waits for the others and writes the output."""
     folder, scorer = settings.folder(), PairScorer(run, settings.batch_size)
 
-    def compute(rows: Sequence[ScoredRow]) -> Mapping[int, bytes]:
+    def compute(rows: Sequence[ScoredRow]) -> Iterator[tuple[int, bytes]]:
         scores = scorer.score([(row.query, document) for row in rows for document in row.documents])
         taken = iter(scores)
-        return {
-            row.line: json.dumps({"line": row.line, SCORES: [*islice(taken, len(row.documents))]}).encode() + b"\n"
-            for row in rows
-        }
+        for row in rows:
+            record = {"line": row.line, SCORES: [*islice(taken, len(row.documents))]}
+            yield row.line, json.dumps(record).encode() + b"\n"
 
     batches = _batches_of(read_scored_rows(settings.input))
     seconds = compute_batches(folder, share, batches, settings.rows, compute, "row")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
@@ -53,7 +53,7 @@ def compute_batches(
     share: Share,
     batches: Iterable[Sequence[AnyRow]],
     rows: int,
-    compute: Callable[[Sequence[AnyRow]], Mapping[int, bytes]],
+    compute: Callable[[Sequence[AnyRow]], Iterable[tuple[int, bytes]]],
     unit: str,
 ) -> float:
     """Compute this process's batches; the first process then waits for the others.
@@ -61,7 +61,7 @@ def compute_batches(
     Args:
         batches: the same in every process.
         rows: of all batches.
-        compute: the records of a batch, by number of the row.
+        compute: yields the number of each row of a batch and its record, in any order.
         unit: what a record is, in the singular.
 
     Returns:
@@ -80,9 +80,9 @@ def compute_batches(
             missing = {row.line for row in batch} - done
             if not missing:
                 continue
-            records = b"".join(record for line, record in compute(batch).items() if line in missing)
-            if writer is not None:
-                writer.write(records)
+            for line, record in compute(batch):
+                if writer is not None and line in missing:
+                    writer.write(record)
             if share.is_first:
                 progress.update(folder.count())
     if share.is_first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ class TranscriptEngine:
         BadInputError: settings draw tokens.
     """
 
-    room = None
+    room, is_continuous = None, False
 
     def __init__(self, settings: AnswerSettings, run: LoadedRun) -> None:
         if settings.temperature:
@@ -81,20 +81,18 @@ class TranscriptEngine:
     def _read(self, recording: Path) -> Wave:
         return self._sound.fitted(decode(recording.read_bytes(), self._sound.rate, self._data.max_seconds))
 
-    def answer(self, rows: Sequence[PromptRow]) -> Mapping[int, bytes]:
-        """The transcripts of a batch, a line of JSON for each row."""
+    def answer(self, rows: Sequence[PromptRow]) -> Iterator[tuple[int, bytes]]:
+        """Yields the line of each row and its transcript, a line of JSON."""
         model: Any = self._run.model
         waves = [self._read(row.recording) for row in rows if row.recording is not None]
         features = torch.from_numpy(self._window.extract(waves)).to(input_device(model))
         most = min(self._settings.max_new_tokens, int(model.config.max_target_positions) - PREFIX_TOKENS)
         written = model.generate(features, max_new_tokens=most, do_sample=False)
         end = self._tokenizer.eos_token_id
-        records = {}
         for row, ids in zip(rows, written.tolist(), strict=True):
             new = ids[: ids.index(end)] if end in ids else ids
             text = str(self._tokenizer.decode(new, skip_special_tokens=True)).strip()
-            records[row.line] = answer_record(row.line, text, len(new) < len(ids), len(new))
-        return records
+            yield row.line, answer_record(row.line, text, len(new) < len(ids), len(new))
 
 
 def answer_record(line: int, text: str, is_ended: bool, tokens: int) -> bytes:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.serving.adapters import NamedAdapter
 from mgpu_pipe.serving.sizes import EngineSizes
 from mgpu_pipe.system.local_files import expand_home
 
@@ -31,6 +32,7 @@ class EngineRequest:
         dtype: of the weights.
         memory_share: of each GPU's memory that the engine may take.
         draft: folder of a smaller model that proposes tokens; None for none.
+        adapters: that requests choose by name.
     """
 
     folder: Path
@@ -44,6 +46,7 @@ class EngineRequest:
     memory_share: float
     token: str | None
     draft: Path | None = None
+    adapters: Sequence[NamedAdapter] = ()
 
 
 @dataclass(frozen=True)

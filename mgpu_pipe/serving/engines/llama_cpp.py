@@ -14,6 +14,7 @@ from typing import Any
 
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf import FILE
+from mgpu_pipe.serving.adapters import OPTION
 from mgpu_pipe.serving.engines import Engine, EngineCommand, EngineRequest, find_program, install_error
 from mgpu_pipe.system.local_files import expand_home
 
@@ -42,6 +43,9 @@ def _check(fields: Mapping[str, Any], is_on_gpu: bool) -> None:
 
 
 def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
+    if request.adapters:
+        reason = "llama.cpp chooses no adapter by the model of a request"
+        raise BadInputError(f"{OPTION}={request.adapters[0].word}: {reason}; use another --engine, or merge it")
     sizes, file = request.sizes, str(request.folder / FILE)
     address = ["--host", request.host, "--port", str(request.port)]
     layers = ALL_LAYERS if sizes.gpu_bytes else "0"

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.serving.adapters import refuse_extra
 from mgpu_pipe.serving.engines import (
     OFFLINE,
     TORCH_DTYPES,
@@ -47,6 +48,10 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
         words += ["--device", "cpu"]
     if request.draft is not None:
         words += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(request.draft)]
+    if request.adapters:
+        refuse_extra("sglang", request.adapters)
+        words += ["--enable-lora", "--max-loras-per-batch", str(len(request.adapters) + 1)]  # one without any
+        words += ["--lora-paths", *(adapter.word for adapter in request.adapters)]
     if request.token is not None:
         words += ["--api-key", request.token]  # it reads no variable: other users of the machine see it
     return EngineCommand(words, OFFLINE)

@@ -33,7 +33,8 @@ def _check(fields: Mapping[str, Any], is_on_gpu: bool) -> None:
 
 
 def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
-    words = (str(request.folder), request.name, request.host, str(request.fd), request.device)
+    words = [str(request.folder), request.name, request.host, str(request.fd), request.device]
+    words += [adapter.word for adapter in request.adapters]
     return EngineCommand(words, {TOKEN: request.token or ""})
 
 

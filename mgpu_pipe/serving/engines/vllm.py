@@ -10,6 +10,7 @@ from typing import Any
 
 from mgpu_pipe.architectures.formulas.flops import Shape
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.serving.adapters import OPTION, refuse_extra
 from mgpu_pipe.serving.engines import (
     OFFLINE,
     TORCH_DTYPES,
@@ -24,6 +25,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Of vllm/v1/attention/backends/cpu_attn.py."""
 GPU_HEAD_MULTIPLE, GPU_HEAD_MAX = 8, 256
 """Of vllm/v1/attention/backends/flash_attn.py."""
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of vllm/config/lora.py."""
 DRAFT_TOKENS = 5
 """Tokens that a draft model proposes at a time, as in https://docs.vllm.ai/en/latest/features/speculative_decoding/."""
 
@@ -55,6 +58,14 @@ def _command(request: EngineRequest, program: Sequence[str]) -> EngineCommand:
     if request.draft is not None:
         draft = {"method": "draft_model", "model": str(request.draft), "num_speculative_tokens": DRAFT_TOKENS}
         words += ["--speculative-config", json.dumps(draft)]
+    if request.adapters:
+        refuse_extra("vllm", request.adapters)
+        rank = max(adapter.rank for adapter in request.adapters)
+        if rank > LORA_RANKS[-1]:
+            raise BadInputError(f"{OPTION}: has rank {rank}, and vllm takes {LORA_RANKS[-1]} at most; merge it")
+        words += ["--enable-lora", "--max-loras", str(len(request.adapters))]
+        words += ["--max-lora-rank", str(next(size for size in LORA_RANKS if size >= rank))]
+        words += ["--lora-modules", *(adapter.word for adapter in request.adapters)]
     environment = {**OFFLINE, "VLLM_NO_USAGE_STATS": "1"}
     if sizes.gpu_bytes:
         words += ["--tensor-parallel-size", str(sizes.tensor_parallel)]

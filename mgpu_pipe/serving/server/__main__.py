@@ -1,4 +1,6 @@
-"""Program of the embedded server: ``... FOLDER NAME HOST FD DEVICE``, its token in ``MGPU_PIPE_SERVE_TOKEN``.
+"""Program of the embedded server: ``... FOLDER NAME HOST FD DEVICE [ADAPTER=FOLDER ...]``.
+
+Its token is in ``MGPU_PIPE_SERVE_TOKEN``.
 
 It listens on the socket of the descriptor ``FD``, which its parent has bound.
 """
@@ -9,12 +11,15 @@ import os
 import resource
 import socket
 import sys
+from pathlib import Path
 from threading import Thread
 from typing import NoReturn
 
 import uvicorn
 
+from mgpu_pipe.errors import MgpuError, one_line
 from mgpu_pipe.inference.model_arguments import silence_transformers
+from mgpu_pipe.inference.named_adapters import with_adapter
 from mgpu_pipe.inference.open import load_run
 from mgpu_pipe.serving.engines.transformers import TOKEN
 from mgpu_pipe.serving.server.answerer import Answerer
@@ -22,13 +27,20 @@ from mgpu_pipe.serving.server.app import build_app
 from mgpu_pipe.serving.server.slow_clients import BoundedProtocol
 
 
-def main(folder: str, name: str, host: str, fd: str, device: str) -> NoReturn:
+def main(folder: str, name: str, host: str, fd: str, device: str, *adapters: str) -> NoReturn:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     token = os.environ.pop(TOKEN, "") or None
     silence_transformers()
-    answerer = Answerer(load_run(folder, device))
-    app = build_app(answerer, name, token, host)
+    run = load_run(folder, device)
+    models = {name: run.model}
+    for adapter, _, place in (word.partition("=") for word in adapters):
+        try:
+            models[adapter] = with_adapter(run.model, Path(place))
+        except MgpuError as error:
+            sys.exit(f"--adapter={adapter}={place}: {one_line(error)}")
+    answerer = Answerer(run, models)
+    app = build_app(answerer, token, host)
     config = uvicorn.Config(
         app,
         http=BoundedProtocol,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
@@ -17,7 +17,7 @@ from mgpu_pipe.serving.server.requests import AnswerRequest, RequestError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from mgpu_pipe.inference.open import LoadedRun
 
@@ -137,13 +137,23 @@ class Job:
 
 
 class Answerer:
-    """The model of a server. The main thread computes, as chat templates are bounded by a signal; others ask."""
+    """The models of a server. The main thread computes, as chat templates are bounded by a signal; others ask.
 
-    def __init__(self, run: LoadedRun) -> None:
-        self._run, self._tokenizer = run, run.tokenizer()
+    Args:
+        run: its tokenizer and chat template are those of every model.
+        models: by name; requests that name none get the first.
+    """
+
+    def __init__(self, run: LoadedRun, models: Mapping[str, PreTrainedModel]) -> None:
+        self._models, self._tokenizer = models, run.tokenizer()
         self._chat = None if run.tokenizer_folder is None else chat_of(run.tokenizer_folder)
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._waiting = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the models."""
+        return list(self._models)
 
     async def answer(self, request: AnswerRequest) -> AsyncIterator[Piece]:
         """The pieces of an answer; closing the iterator ends its generation at the next token.
@@ -196,7 +206,7 @@ class Answerer:
         lead, ends = "" if chat is None else chat.lead(), end_tokens(self._tokenizer, chat)
         streamer = PieceStreamer(self._tokenizer, job.send, job.cancelled, lead, ends, request.stops, request.is_chat)
         generate_text(
-            self._run.model,
+            self._models[request.model or self.names[0]],
             self._tokenizer,
             [request.prompt],
             chat=chat,

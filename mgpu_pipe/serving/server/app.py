@@ -37,15 +37,14 @@ PAGE_HEADERS = {
 T = TypeVar("T")
 
 
-def build_app(answerer: Answerer, name: str, token: str | None, host: str) -> Starlette:
+def build_app(answerer: Answerer, token: str | None, host: str) -> Starlette:
     """The application.
 
     Args:
-        name: of the model in requests and answers.
         token: that requests to ``/v1`` must bear; None accepts every request that a browser cannot forge.
         host: the address that the server is bound to.
     """
-    routes = Routes(answerer, name)
+    routes = Routes(answerer)
     return Starlette(
         routes=[
             Route("/v1/models", routes.models),
@@ -105,14 +104,16 @@ class Guard:
 
 
 class Routes:
-    """Answers to requests about one model."""
+    """Answers to requests about a model and its adapters."""
 
-    def __init__(self, answerer: Answerer, name: str) -> None:
-        self._answerer, self._name, self._created = answerer, name, int(time.time())
+    def __init__(self, answerer: Answerer) -> None:
+        self._answerer, self._names, self._created = answerer, answerer.names, int(time.time())
 
     async def models(self, request: Request) -> Response:
-        entry = {"id": self._name, "object": "model", "created": self._created, "owned_by": "mgpu_pipe"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        common = {"object": "model", "created": self._created, "owned_by": "mgpu_pipe"}
+        base, *adapters = self._names
+        entries = [{"id": base, **common}, *({"id": name, **common, "parent": base} for name in adapters)]
+        return JSONResponse({"object": "list", "data": entries})
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, is_chat=False)
@@ -122,8 +123,9 @@ class Routes:
 
     async def _answer(self, http_request: Request, is_chat: bool) -> Response:
         query = read_request(await _json_body(http_request), is_chat)
-        if query.model not in ("", self._name):
-            raise RequestError(f"model={query.model!r}: is {self._name!r} here; correct it", "model", 404)
+        if query.model not in ("", *self._names):
+            known = ", ".join(map(repr, self._names))
+            raise RequestError(f"model={query.model!r}: no such model; use {known}", "model", 404, "model_not_found")
         pieces = self._answerer.answer(query)
         first = await _or_disconnect(http_request, anext(pieces))
         if query.stream:
@@ -165,7 +167,7 @@ class Routes:
     def _head(self, query: AnswerRequest, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if query.is_chat else "cmpl"
         name = f"{prefix}-{secrets.token_hex(12)}"
-        return {"id": name, "object": kind, "created": int(time.time()), "model": self._name}
+        return {"id": name, "object": kind, "created": int(time.time()), "model": query.model or self._names[0]}
 
 
 def _event(content: dict[str, Any]) -> str:
