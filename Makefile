@@ -41,8 +41,8 @@ test-fast: $(DEVELOPMENT)
 	$(PYTEST) -m "not slow and not exhaustive"
 
 lint: $(DEVELOPMENT)
-	$(BIN)/ruff check mgpu_pipe tests benchmarks examples docs setup.py
-	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks examples docs setup.py
+	$(BIN)/ruff check mgpu_pipe tests benchmarks scripts examples docs setup.py
+	$(BIN)/ruff format --check --quiet mgpu_pipe tests benchmarks scripts examples docs setup.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

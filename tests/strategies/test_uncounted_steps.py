@@ -25,13 +25,19 @@ WAYS: dict[str, tuple[ParallelDims, dict[str, Any]]] = {
 SAMPLED = ("pp 2", "zero3 2")
 
 
-def averaged(case: Case, dims: ParallelDims, first_step: int = 0) -> Outcome:
-    """Trains with an average of the weights, which is optimizer state too."""
+SILENT = ((0, 0), (1, 2))
+"""The first step, and the one without labels: before the step that counts, and after it."""
+
+
+def averaged(more: dict[str, Any], dims: ParallelDims) -> list[Outcome]:
+    """Training of the counted step alone, then with each silent one; an average of the weights is state too."""
 
     def watch(strategy: Any) -> None:
         strategy.average.decay = 0.5
 
-    return trained(case, dims, first_step, on_start=watch)
+    cases = [(Case(steps=1, layers=2, **more), 1)]
+    cases += [(Case(steps=2, layers=2, uncounted=(silent,), **more), first) for first, silent in SILENT]
+    return [trained(case, dims, first_step, on_start=watch) for case, first_step in cases]
 
 
 def compare(shards: list[LocalShard], expected: list[LocalShard], where: str) -> None:
@@ -46,14 +52,10 @@ def compare(shards: list[LocalShard], expected: list[LocalShard], where: str) ->
 )
 def test_a_step_without_labels_changes_nothing(way: str) -> None:
     dims, more = WAYS[way]
-    expected = run_processes(dims.world_size, averaged, Case(steps=1, layers=2, **more), dims, 1)
-    for first_step, uncounted in ((0, 0), (1, 2)):  # before the step that counts, and after it
-        case = Case(steps=2, layers=2, uncounted=(uncounted,), **more)
-        silent = uncounted - first_step
-        for result, single in zip(
-            run_processes(dims.world_size, averaged, case, dims, first_step), expected, strict=True
-        ):
-            assert math.isnan(result.losses[silent]) and result.norms[silent] == 0.0
-            assert result.losses[1 - silent] == single.losses[0]
-            compare(result.weights, single.weights, way)
-            compare(result.optimizer, single.optimizer, way)
+    for alone, *others in run_processes(dims.world_size, averaged, more, dims):
+        for outcome, (first_step, silent) in zip(others, SILENT, strict=True):
+            at = silent - first_step
+            assert math.isnan(outcome.losses[at]) and outcome.norms[at] == 0.0
+            assert outcome.losses[1 - at] == alone.losses[0]
+            compare(outcome.weights, alone.weights, way)
+            compare(outcome.optimizer, alone.optimizer, way)
