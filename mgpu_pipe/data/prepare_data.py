@@ -12,13 +12,13 @@ from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.images import prepare_captions, prepare_chats, prepare_images
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.text import labels, mixed_samples, pairs, preferences, prepare_text, scored_groups, unpaired
+from mgpu_pipe.data.text import labelled_text, mixed_samples, pairs, preferences, prepare_text, scored_groups, unpaired
 
 Prepare = Callable[[RunConfig, Progress | None], Prepared]
 PREPARE: dict[type[Prepared], Prepare] = {
     prepare_text.PreparedData: prepare_text.prepare,
     mixed_samples.PreparedMixture: mixed_samples.prepare_mixture,
-    labels.PreparedLabelled: labels.prepare_labelled,
+    labelled_text.PreparedLabelled: labelled_text.prepare_labelled,
     pairs.PreparedPairs: pairs.prepare_pairs,
     preferences.PreparedPreferences: preferences.prepare_preferences,
     unpaired.PreparedUnpaired: unpaired.prepare_unpaired,

@@ -68,7 +68,7 @@ def test_a_picture_keeps_its_shape_and_tokens_stand_where_transformers_puts_them
     amounts = [sum(int(side[name].prod()) // 16 for name in names) for names in shown]
     pictured = batch["input_ids"] == prepared.image_token_id
     assert pictured.sum(1).tolist() == amounts
-    assert samples.padding(every) == 160 * len(every) - int(samples.lengths.sum())
+    assert samples.padding(every) == 160 * len(every) - int(samples.length.sum())
     # transformers' processor makes the same patches and grids of each picture ...
     grid, pixels = prepared.grid, samples._pixels
     processor = Qwen2VLImageProcessorPil(
@@ -91,7 +91,7 @@ def test_a_picture_keeps_its_shape_and_tokens_stand_where_transformers_puts_them
     assert torch.equal(batch["position_ids"][-1], torch.arange(160).expand(3, -1))
     text = ["".join(part.text for part in one) for one in parts_of(prepared, samples, every, every, True)]
     assert [one.count("<image>") for one in text] == list(map(len, shown)), "as people are shown them"
-    most = int(samples.lengths.max()) - 1
+    most = int(samples.length.max()) - 1
     short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={most}"))
     assert short.train_samples == 5 and short.too_long_samples == 1
 

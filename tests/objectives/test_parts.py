@@ -103,7 +103,7 @@ def test_parts_and_the_tokens_around_them_are_those_of_transformers(tmp_path: Pa
     assert [one.count("<image>") for one in text] == [3, 3, 5, 5, 6, 0] and "<row_2_col_1><image>" in text[1]
     whole: Any = prepare(chats(tmp_path, "data.validation_fraction=0", "data.max_side=16"))
     assert whole.open(config, "train") is not None and whole.places_in("train")[:, 1:].tolist() == [[1, 1]] * 6
-    most = int(samples.lengths.max()) - 1
+    most = int(samples.length.max()) - 1
     short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={most}"))
     assert short.train_samples == 5 and short.too_long_samples > 0
 

@@ -187,7 +187,7 @@ def test_pictures_of_a_video_that_are_told_their_times_are_those_of_transformers
         with torch.no_grad():
             alone = model(input_ids=ids, mm_token_type_ids=kinds, **given).logits[0]
         assert torch.allclose(together[row, :length], alone, rtol=0, atol=1e-5)
-    lengths = (samples.lengths, batch["input_ids"] != prepared.padding_token_id)
+    lengths = (samples.length, batch["input_ids"] != prepared.padding_token_id)
     assert (lengths[0] - lengths[1].sum(1).numpy() <= 1).all(), "known before any is read"
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.data.text.labels import PreparedLabelled
+from mgpu_pipe.data.text.labelled_text import PreparedLabelled
 from mgpu_pipe.data.text.mixed_samples import PreparedMixture
 from mgpu_pipe.data.text.packing import masked_counts
 from mgpu_pipe.data.text.pairs import PreparedPairs
