@@ -57,6 +57,7 @@ UNKNOWN_FAMILY = 0.3
 """Uncertainty of the state of a family whose parameters are estimated."""
 SPREADS: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(MOVING, (0.85, 1.2)),
+    "activations of the tower": (0.0, 2.0),  # no pictures, or nothing else
     "second gradients": (0.0, 1.0),
     "communication": (0.5, 2.0),
     "context": (0.6, 2.0),

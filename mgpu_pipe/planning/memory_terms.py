@@ -152,19 +152,22 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     gathered_at_loss, gathered_in_block = _gathered_weights(state, place, unit, head, ends)
 
     a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)
-    tokens_kept = place.passes * a_pass + place.last * around_bytes(work, keeps)
+    tower = place.first * _tower_bytes(work, keeps)
+    tokens_kept = place.passes * (a_pass + tower) + place.last * around_bytes(work, keeps)
     at_loss = place.last * loss_bytes(work, keeps, state.head_trains * head)
     in_block = backward_bytes(work, keeps, state.dequantised / work.tp)
     in_unit = state.trained * unit * choose(shards > 1, state.copy + state.gradient, state.copy)
     early = maximum(gathered_at_loss + at_loss, gathered_in_block + in_block + in_unit)
     late = in_block + maximum(in_unit, (state.trained * embedding + apart) * (state.copy + state.gradient))
-    late_activations = (place.passes - 1) * a_pass + kept_bytes(work, keeps)
+    late_activations = (place.passes - 1) * (a_pass + tower) + kept_bytes(work, keeps) + tower
     starts = choose(summed, gradients, 0.0) * here + second + tokens_kept + early
     ends_with = gradients * here + late_activations + gathered_in_block + late
     at_start = starts >= ends_with
     terms["gradients"] = here * choose(at_start, choose(summed, gradients, 0.0), gradients)
     terms["second gradients"] = choose(at_start, second, 0.0)
-    terms["activations"] = choose(at_start, tokens_kept, late_activations)
+    seen = place.passes * tower
+    terms["activations"] = choose(at_start, tokens_kept, late_activations) - seen
+    terms["activations of the tower"] = seen + 0.0 * weights
     head_first = at_start & (gathered_at_loss + at_loss >= gathered_in_block + in_block + in_unit)
     terms["gathered weights"] = choose(head_first, gathered_at_loss, gathered_in_block)
     terms["loss head"] = choose(head_first, at_loss, 0.0)
@@ -173,6 +176,11 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     terms.update(_steady_terms(state, overheads, weights))
     terms["fragmentation"] = overheads.fragmentation * sum(terms[name] for name in MOVING)
     return terms
+
+
+def _tower_bytes(work: Work, keeps: Activations) -> Numbers:
+    """Bytes that a vision tower which trains keeps of a micro-batch's pictures."""
+    return work.tower_trains * work.tower_layers * kept_bytes(work.of_tower(), keeps)
 
 
 def host_bytes(work: Work, state: State, place: Place) -> Numbers:
@@ -216,7 +224,10 @@ def _steady_terms(state: State, overheads: Overheads, weights: Numbers) -> Terms
     }
 
 
-MOVING = ("gathered weights", "activations", "loss head", "backward pass of a block", "gradients under way")
+MOVING = (
+    *("gathered weights", "activations", "activations of the tower", "loss head", "backward pass of a block"),
+    "gradients under way",
+)
 """Terms that the allocator frees and gives again."""
 OUTSIDE = ("communication", "context", "fragmentation")
 """Terms that torch's count of allocated bytes leaves out."""

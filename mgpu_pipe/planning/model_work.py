@@ -9,7 +9,9 @@ from typing import Any
 from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
 from mgpu_pipe.architectures.formulas.parameters import experts_of, experts_per_token, sizes_of
+from mgpu_pipe.architectures.formulas.towers import vision_shape
 from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
@@ -22,6 +24,8 @@ NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size
 FOUR_BITS = 0.5
 CAST_BYTES = 10.0
 """FSDP2 on one process rounds fp32 weights (6 bytes) and copies the result (4)."""
+PICTURE_SHARE = 0.5
+"""Share of a row's tokens that are places of pictures, which only the data says."""
 ADAPTERS = 0.01
 """Share of the parameters that adapters are taken to be."""
 
@@ -67,7 +71,27 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         trained=ADAPTERS if adapts else 1.0,
         adapter_rank=float(config.peft.r) if adapts else 0.0,
         cast_bytes=CAST_BYTES if precision in ("bf16", "fp16", "fp8") and config.strategy.engine == "mesh" else 0.0,
+        **_tower(config, fields, tokens),
     )
+
+
+def _tower(config: RunConfig, fields: Mapping[str, Any], tokens: int) -> dict[str, float]:
+    """Fields of :class:`Work` for the vision tower; none where no pictures are shown. Pictures are taken to fill
+    :data:`PICTURE_SHARE` of a row."""
+    shape = vision_shape(fields)
+    if shape is None or description(config.objective.name).samples != "picture_chats":
+        return {}
+    patches, frozen = PICTURE_SHARE * tokens * shape.patches_of_place, {"vision", "*"} & set(config.model.freeze)
+    return {
+        "tower_layers": float(shape.layers),
+        "tower_width": float(shape.width),
+        "tower_inner": float(shape.inner),
+        "tower_heads": float(shape.heads),
+        "tower_gated": float(shape.is_gated),
+        "patches": patches,
+        "patches_in_view": min(patches, shape.patches or patches),
+        "tower_trains": float(not frozen if config.peft.name == "none" else "vision" in config.peft.train_also),
+    }
 
 
 def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:

@@ -74,6 +74,7 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
     """Predict a step's seconds, by part; arrays broadcast."""
     forward = _forward(work, hardware, constants)
     backward = _backward(work, hardware, constants)
+    tower = _tower_seconds(work, hardware, constants)
     head = _head_seconds(work, hardware, constants)
     layer = forward.total + backward.total
     on_rank, layers = _slowest_stage(work, layer, head)
@@ -88,7 +89,7 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
     fill = constants.bubble * (work.pp - 1) / work.stages_per_rank * (stage + hop)
     head_share = on_rank - layers * layer
     parts = {
-        "compute": each * (layers * (forward.compute + backward.compute) + head_share),
+        "compute": each * (layers * (forward.compute + backward.compute) + head_share + tower),
         "tensor_parallel": each * layers * (forward.tensor + backward.tensor),
         "context_parallel": each * layers * (forward.context + backward.context),
         "expert_parallel": each * layers * (forward.experts + backward.experts),
@@ -103,6 +104,15 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
     nodes = np.maximum(1, work.world / hardware.gpus_per_node)
     total = known * (1 + constants.stragglers * np.log2(nodes)) + constants.step
     return StepTime(**parts, overhead=total - sum(parts.values()))
+
+
+def _tower_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds of a micro-batch in a vision tower; without a backward pass if it is frozen."""
+    if not np.any(np.asarray(work.tower_layers) > 0):
+        return 0.0
+    tower = work.of_tower()
+    forward, backward = _forward(tower, hardware, constants), _backward(tower, hardware, constants)
+    return work.tower_layers * (forward.total + work.tower_trains * backward.total)
 
 
 def _slowest_stage(work: Work, layer: Numbers, head: Numbers) -> tuple[Numbers, Numbers]:

@@ -6,7 +6,7 @@ all layouts of a search, or all rows of a table of measured runs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from mgpu_pipe.planning.elementwise import Numbers, maximum
 
@@ -79,6 +79,18 @@ class Work:
     """1 if the optimizer state is on an NVMe disk."""
     host_weight_bytes: Numbers = 4.0
     """Bytes of a weight in host memory, which are copied to the GPU."""
+    tower_layers: Numbers = 0.0
+    """Layers of a vision tower before the decoder, on the first pipeline stage; 0 without pictures."""
+    tower_width: Numbers = 0.0
+    tower_inner: Numbers = 0.0
+    tower_heads: Numbers = 1.0
+    tower_gated: Numbers = 0.0
+    patches: Numbers = 0.0
+    """Patches of the pictures in a row of tokens."""
+    patches_in_view: Numbers = 0.0
+    """Patches that a patch attends to."""
+    tower_trains: Numbers = 1.0
+    """1 if the tower has gradients."""
 
     @property
     def world(self) -> Numbers:
@@ -107,13 +119,38 @@ class Work:
     def layer_parameters(self) -> Numbers:
         return self.attention_parameters + maximum(1, self.experts) * self.expert_parameters
 
+    def of_tower(self) -> Work:
+        """Work of the tower alone: patches for tokens, which see both ways."""
+        return replace(
+            self,
+            layers=self.tower_layers,
+            width=self.tower_width,
+            inner=self.tower_inner,
+            heads=self.tower_heads,
+            key_value_heads=self.tower_heads,
+            head_dim=self.tower_width / self.tower_heads,
+            vocabulary=0.0,
+            sequence=self.patches,
+            context=2 * self.patches_in_view,  # twice what a causal model sees
+            gated=self.tower_gated,
+            experts=0.0,
+            chosen=1.0,
+            adapter_rank=0.0,
+            trained=self.tower_trains,
+            tower_layers=0.0,
+        )
+
     @property
     def model_flops(self) -> Numbers:
         """FLOPs of a step by the convention of :mod:`mgpu_pipe.architectures.formulas.flops`, causal."""
         active = self.layers * (self.attention_parameters + self.chosen * self.expert_parameters)
         active = active + self.width * self.vocabulary
         attention = self.layers * 2 * self.context * self.heads * self.head_dim
-        return self.tokens_per_step * ((4 + 2 * self.trained) * active + 3 * attention)
+        decoder = self.tokens_per_step * ((4 + 2 * self.trained) * active + 3 * attention)
+        tower = self.of_tower()
+        patches = self.tokens_per_step / self.sequence * self.patches
+        a_patch = tower.layers * (tower.attention_parameters + tower.expert_parameters + tower.context * tower.width)
+        return decoder + patches * 2 * (1 + 2 * self.tower_trains) * a_patch  # frozen: no backward pass
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 GIB = 1 << 30
 PARTS = ("weights", "gradients", "optimizer", "activations")
-ACTIVATIONS = ("activations", "loss head", "backward pass of a block")
+ACTIVATIONS = ("activations", "activations of the tower", "loss head", "backward pass of a block")
 """Terms of :func:`mgpu_pipe.planning.memory.memory_by_rank` that come and go with a micro-batch's activations."""
 SHOWN = 3
 """Settings named to a user who ran out of memory."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from mgpu_pipe.architectures.formulas.parameters import count_parameters, has_exact_sizes
 from mgpu_pipe.architectures.formulas.towers import vision_parameters
@@ -12,9 +15,12 @@ from mgpu_pipe.config.convert import merged
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.models.build import build_meta
+from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.model_parts import freeze_parameters, part_patterns, unused_parameters
+from mgpu_pipe.planning.activation_bytes import Activations, kept_bytes
+from mgpu_pipe.planning.memory import memory_by_rank
+from mgpu_pipe.planning.model_work import model_work
 from mgpu_pipe.planning.other_models import tower_parameters, trained_apart
 
 CLASS = "AutoModelForImageTextToText"
@@ -90,3 +96,90 @@ def test_adapters_train_a_part_that_is_named() -> None:
     assert trained_apart(towers, [], PeftConfig(name="lora")) == 0
     assert trained_apart(towers, [], PeftConfig(name="lora", train_also=["projector"])) == 3
     assert trained_apart(towers, ["*"], PeftConfig()) == 0
+
+
+SIDE = 8
+"""Patches across a picture."""
+PER_PICTURE = SIDE**2
+
+
+def tower_of(name: str) -> tuple[Any, dict[str, Any]]:
+    """A real tower, and arguments of pictures of :data:`PER_PICTURE` patches: two, or one in native size."""
+    fields = {"vision_config": {"image_size": 2 * SIDE}} if name in ("llava", "paligemma", "internvl") else {}
+    model = materialise(build_meta(tiny(name, **fields), CLASS), 1, "cpu")
+    config: Any = model.config.vision_config
+    config._attn_implementation = "eager"
+    tower: Any = getattr(model.model, "vision_tower", None) or model.model.visual
+    if name in ("llava", "paligemma", "internvl"):
+        return tower, {"pixel_values": torch.randn(2, config.num_channels, 2 * SIDE, 2 * SIDE)}
+    if name == "mistral3":
+        sizes = torch.tensor([[2 * SIDE, 2 * SIDE]])
+        return tower, {"pixel_values": torch.randn(1, config.num_channels, 2 * SIDE, 2 * SIDE), "image_sizes": sizes}
+    values = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    return tower, {"hidden_states": torch.randn(PER_PICTURE, values), "grid_thw": torch.tensor([[1, SIDE, SIDE]])}
+
+
+def work_of(name: str) -> Any:
+    """Work of the same tower alone, by the formulas."""
+    words = [f"model={name}_tiny", "objective=vision_language", "data=picture_chats"]
+    config = compose(words)[0]
+    work = model_work(config, resolved_fields(config.model))
+    assert work.tower_layers
+    pictures = 2 if name in ("llava", "paligemma", "internvl") else 1
+    return replace(work, patches=pictures * PER_PICTURE, patches_in_view=PER_PICTURE).of_tower()
+
+
+TOWERS = ("llava", "paligemma", "internvl", "mistral3", "qwen3_vl", "qwen25_vl")
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_flops_of_a_tower_are_those_that_torch_counts(name: str) -> None:
+    """Of a block that attends to whole pictures; LLaVA has a token more than patches."""
+    tower, pictures = tower_of(name)
+    blocks = next(each for each in tower.modules() if isinstance(each, torch.nn.ModuleList))
+    block = blocks[getattr(tower.config, "fullatt_block_indexes", [0])[0]]
+    counter = FlopCounterMode(display=False)
+    block.register_forward_pre_hook(lambda *_: counter.__enter__() and None)
+    block.register_forward_hook(lambda *_: counter.__exit__(None, None, None))
+    with torch.no_grad():
+        tower(**pictures)
+    work = replace(work_of(name), rows=1.0, micro_batches=1.0)
+    assert work.model_flops / 3 == pytest.approx(counter.get_total_flops() * len(blocks), rel=0.02)
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_a_tower_keeps_about_the_bytes_that_its_blocks_save(name: str) -> None:
+    tower, pictures = tower_of(name)
+    tower.config._attn_implementation = "sdpa"
+    weights = {parameter.untyped_storage().data_ptr() for parameter in tower.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        tower(**pictures)
+    saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    work = replace(work_of(name), rows=1.0)
+    formula = work.layers * kept_bytes(work, Activations(item=4.0, compiled=0.0, copies=1.0))
+    assert formula == pytest.approx(saved, rel=0.2)
+
+
+def test_a_frozen_tower_costs_less_memory_and_work() -> None:
+    words = ("model=qwen25_vl_7b", "objective=vision_language", "data=picture_chats", "trainer.accelerator=cpu")
+    alone, frozen = (compose([*words, f"model.freeze={freeze}"])[0] for freeze in ("[]", "[vision]"))
+    plans, works = [], []
+    for config in (alone, frozen):
+        plan = memory_by_rank(config)
+        assert plan is not None and not plan.assumes
+        plans.append(plan)
+        works.append(model_work(config, resolved_fields(config.model)))
+    assert plans[0].terms["activations of the tower"] > 0 and "activations of the tower" not in plans[1].terms
+    vision = vision_parameters(resolved_fields(alone.model))
+    assert vision is not None
+    saved = plans[0].terms["optimizer"] - plans[1].terms["optimizer"]
+    assert saved == pytest.approx(8 * (vision.total - vision.projector), rel=1e-6)
+    without = replace(works[0], tower_layers=0.0).model_flops
+    assert works[0].model_flops - without == pytest.approx(3 * (works[1].model_flops - without))

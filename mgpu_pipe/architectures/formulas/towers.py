@@ -1,4 +1,4 @@
-"""Parameter counts of the vision towers and projectors of vision-language models, from fields; exact."""
+"""Vision towers and projectors of vision-language models, from fields: shapes, and exact counts of parameters."""
 
 from __future__ import annotations
 
@@ -33,23 +33,74 @@ class VisionParameters:
         return self.layers * self.layer + self.around + self.projector
 
 
+@dataclass(frozen=True)
+class VisionShape:
+    """Shape of a vision tower.
+
+    Attributes:
+        inner: width of the feed-forward layer.
+        is_gated: whether that layer has a third matrix, a gate.
+        patches_of_place: patches that make a vector of the language model.
+        patches: most patches of a picture; None in native size.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    inner: int
+    is_gated: bool
+    patches_of_place: int
+    patches: int | None
+
+
+def vision_shape(fields: Mapping[str, Any]) -> VisionShape | None:
+    """Shape of the tower of the model with these ``fields``; None as in :func:`vision_parameters`."""
+    known = _known_tower(fields)
+    if known is None:
+        return None
+    kind, tower, model = known
+    return VisionShape(
+        width=int(tower("hidden_size")),
+        layers=_layers(tower),
+        heads=int(tower("num_attention_heads") or tower("num_heads")),
+        inner=int(tower("intermediate_size")),
+        is_gated=kind in _GATED,
+        patches_of_place=_patches_of_place(tower, model),
+        patches=_positions(tower) if tower("image_size") else None,
+    )
+
+
+def _patches_of_place(tower: Read, model: Read) -> int:
+    if model("mm_tokens_per_image"):
+        return _positions(tower) // int(model("mm_tokens_per_image"))
+    ratio = model("downsample_ratio")
+    merge = tower("spatial_merge_size") or model("spatial_merge_size") or tower("pooling_kernel_size")
+    return int(merge or model("scale_factor") or (round(1 / ratio) if ratio else 1)) ** 2
+
+
 def vision_parameters(fields: Mapping[str, Any]) -> VisionParameters | None:
     """Vision part of the model with these ``fields``; None for other models, or an unknown tower.
 
     Args:
         fields: see :func:`mgpu_pipe.models.fields.resolved_fields`; the language model's width is ``hidden_size``.
     """
+    known = _known_tower(fields)
+    if known is None:
+        return None
+    kind, tower, model = known
+    layer, around = _TOWERS[kind](tower)
+    projector = _PROJECTORS[str(fields["model_type"])](tower, model, int(fields["hidden_size"]))
+    return VisionParameters(layer, _layers(tower), around, projector)
+
+
+def _known_tower(fields: Mapping[str, Any]) -> tuple[str, Read, Read] | None:
+    """The tower's type, and readers of its fields and of the model's; None where no formula knows them."""
     nested, model_type = fields.get("vision_config"), str(fields.get("model_type"))
     if not isinstance(nested, Mapping) or model_type not in _PROJECTORS:
         return None
     kind = str(nested.get("model_type") or model_type)
     kind = f"{kind}_vision" if kind == model_type else kind
-    if kind not in _TOWERS:
-        return None
-    tower, model = _reader(nested, kind), _reader(fields, model_type)
-    layer, around = _TOWERS[kind](tower)
-    layers = int(tower("num_hidden_layers") or tower("depth"))
-    return VisionParameters(layer, layers, around, _PROJECTORS[model_type](tower, model, int(fields["hidden_size"])))
+    return (kind, _reader(nested, kind), _reader(fields, model_type)) if kind in _TOWERS else None
 
 
 def _reader(fields: Mapping[str, Any], model_type: str) -> Read:
@@ -61,6 +112,10 @@ def _reader(fields: Mapping[str, Any], model_type: str) -> Read:
         return None if default is NO_DEFAULT else default
 
     return read
+
+
+def _layers(tower: Read) -> int:
+    return int(tower("num_hidden_layers") or tower("depth"))
 
 
 def _side(size: Any) -> int:
@@ -138,6 +193,8 @@ _TOWERS: Mapping[str, Callable[[Read], tuple[int, int]]] = {
     "gemma4_vision": _gemma4,
 }
 """Parameters of a layer, and outside of the layers, by type of tower."""
+_GATED = ("pixtral", "qwen2_5_vl_vision", "gemma4_vision")
+"""Types of towers with a gate."""
 
 
 def _two_layers(tower: Read, model: Read, width: int) -> int:
