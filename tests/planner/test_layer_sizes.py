@@ -16,7 +16,7 @@ from mgpu_pipe.models.fields import model_types, resolved_fields
 
 LAYERS = 4
 EXACT = ["gpt_oss", "gemma3_text", "deepseek_v3", "qwen2_moe", "phi3", "gemma2", "olmo2", "starcoder2", "gemma", "glm4"]
-FAR = {"bitnet": 0.3, "jetmoe": 0.25, "gemma4_text": 0.45, "gpt_bigcode": 0.2, "whisper": 0.3, "jamba": 0.8}
+FAR = {"bitnet": 0.3, "jetmoe": 0.25, "gemma4_text": 0.45, "whisper": 0.3, "jamba": 0.8}
 """Relative errors of families whose layers have more than their fields say."""
 TYPICAL = 0.08
 
@@ -25,11 +25,16 @@ def sizes(family: str) -> tuple[list[int], list[int], bool]:
     """Parameters of four layers of the family's default width, built and by the formula; whether that is exact."""
     model = ModelConfig(name=family, type=family, config={"num_hidden_layers": LAYERS})
     built = build_meta(model)
-    blocks = next(each for each in built.modules() if isinstance(each, nn.ModuleList) and len(each) == LAYERS)
+    lists = (_lists_of_layers(each) for each in built.modules())
+    blocks = zip(*next(found for found in lists if found), strict=True)  # XLM has a list for each part of a layer
     fields = resolved_fields(model)
     formula = [layer_parameters(fields, layer).total for layer in range(LAYERS)]
-    in_blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    in_blocks = [sum(p.numel() for part in block for p in part.parameters()) for block in blocks]
     return in_blocks, formula, has_exact_sizes(fields)
+
+
+def _lists_of_layers(module: nn.Module) -> list[nn.ModuleList]:
+    return [child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == LAYERS]
 
 
 @pytest.mark.parametrize("family", EXACT)

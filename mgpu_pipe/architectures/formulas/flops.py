@@ -108,10 +108,11 @@ class Shape:
             return fields.get(name) if isinstance(fields, Mapping) else getattr(fields, name, None)
 
         width, heads = read("hidden_size"), read("num_attention_heads") or 1
+        shares_a_head = read("multi_query") and not read("new_decoder_architecture")  # Falcon and GPT-BigCode
         return cls(
             width=width,
             layers=read("num_hidden_layers"),
             heads=heads,
-            key_value_heads=read("num_key_value_heads") or heads,
+            key_value_heads=1 if shares_a_head else read("num_key_value_heads") or read("num_kv_heads") or heads,
             head_dim=read("head_dim") or width // heads,
         )
