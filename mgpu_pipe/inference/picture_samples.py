@@ -1,10 +1,10 @@
-"""Predicted classes or captions of held-out pictures, with the pictures."""
+"""Predicted classes, captions or answers about held-out pictures, with the pictures."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,17 +13,28 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.images.chat_tensors import PackedChats, PictureChatSamples
 from mgpu_pipe.data.images.prepare_captions import CaptionedImages, PreparedCaptions
+from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
 from mgpu_pipe.data.images.prepare_images import PreparedImages
 from mgpu_pipe.data.images.scan_images import LabelledImages
 from mgpu_pipe.data.samples import SampleSet, evaluation_numbers
+from mgpu_pipe.data.step_batch import IGNORE_INDEX
+from mgpu_pipe.data.text.conversations import SEEN
+from mgpu_pipe.data.text.render_chat import ChatTemplate
+from mgpu_pipe.data.text.tokenizer_folder import chat_of
+from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.objectives.contrastive import two_tower_inputs
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from transformers import PreTrainedModel
 
 PICTURES, SHOWN, SIDE, BATCH_SIZE = 64, 12, 64, 8
-"""Pictures to classify, pictures to show, pixels of their longer side, and pictures of a forward pass."""
+"""Pictures to classify, pictures to show, pixels of their longer side, and pictures or questions of a forward pass."""
+QUESTIONS, FRAME_SIDE, FRAMES = 32, 48, 6
+"""Questions to ask, pixels of the longer side of their pictures, and most pictures of a question."""
 
 
 def picture_samples(config: RunConfig, prepared: PreparedImages, model: PreTrainedModel) -> list[dict[str, str]]:
@@ -108,4 +119,101 @@ def _encode_png(data: LabelledImages, index: int) -> str:
     picture, content = data.picture(index), io.BytesIO()
     picture.thumbnail((SIDE, SIDE))
     picture.save(content, "PNG")
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def answer_samples(
+    config: RunConfig, prepared: PreparedPictureChats, model: PreTrainedModel, forward: Callable[..., Any] | None = None
+) -> list[dict[str, str]]:
+    """Samples of held-out conversations, wrong answers first: the question without the chat template's text, the
+    likeliest token at each place of the right answer, and the pictures side by side as PNG. A collective call for a
+    sharded model.
+
+    Args:
+        forward: takes a micro-batch's fields; see :meth:`EngineStrategy.sampling_forward`.
+    """
+    from mgpu_pipe.inference.generation import load_tokenizer
+
+    chosen = prepared.evaluated_samples()[:QUESTIONS]
+    if not len(chosen):
+        return []
+    samples = prepared.open(config, "validation")
+    samples = samples.alone if isinstance(samples, PackedChats) else samples
+    assert isinstance(samples, PictureChatSamples)
+    tokenizer, kind = load_tokenizer(prepared.tokenizer_folder), build_picture_inputs(model.config)
+    was_training, device = model.training, next(model.parameters()).device
+    results = list[tuple[str, str, str, int]]()
+
+    def text(ids: Any) -> str:
+        return " ".join(str(tokenizer.decode(ids, skip_special_tokens=True)).split())
+
+    before, after = _template_affixes(
+        chat_of(prepared.tokenizer_folder), lambda words: text(tokenizer(words)["input_ids"])
+    )
+    model.eval()
+    try:
+        for start in range(0, len(chosen), BATCH_SIZE):
+            indices = chosen[start : start + BATCH_SIZE]
+            batch = samples.batch(indices, evaluation_numbers(indices))
+            fields = {name: value.to(device) for name, value in batch.items()}
+            with torch.no_grad():
+                output = model(**kind.inputs(fields)) if forward is None else forward(**fields, logits_to_keep=0)
+            logits = output.logits
+            predicted = logits.argmax(-1).cpu()
+            for row, index in enumerate(indices.tolist()):
+                question = text(samples.prompt_tokens(index)).removeprefix(before).removesuffix(after).strip()
+                right, answer = _answer_texts(batch["labels"][row], predicted[row], text)
+                results.append((question, right, answer, index))
+    finally:
+        model.train(was_training)
+    results.sort(key=lambda result: result[1] == result[2])
+    return [
+        {
+            "prompt": question,
+            "text": f" \u2192 {answer}{'' if answer == right else f', wrong: {right}'}",
+            "image": _encode_strip([image for several in samples.images(index) for image in several]),
+        }
+        for question, right, answer, index in results[:SHOWN]
+    ]
+
+
+def _answer_texts(labels: torch.Tensor, predicted: torch.Tensor, text: Callable[[Any], str]) -> tuple[str, str]:
+    """The right and the predicted answer of a row, turn by turn.
+
+    Args:
+        labels, predicted: token ids, shape ``(seq_len,)``.
+        text: decodes token ids.
+    """
+    answered = labels != IGNORE_INDEX
+    turns = np.flatnonzero(np.diff(np.flatnonzero(answered)) > 1) + 1
+    right, answer = (
+        " ".join(text(turn) for turn in np.split(ids[answered].numpy(), turns)) for ids in (labels, predicted)
+    )
+    return right, answer
+
+
+def _template_affixes(chat: ChatTemplate | None, plain: Callable[[str], str]) -> tuple[str, str]:
+    """The chat template's text before and after a question, decoded; empty strings where it cannot be determined."""
+    try:
+        parts = chat.prompt([{"role": "user", "content": SEEN}]).split(SEEN) if chat is not None else []
+    except BadInputError:
+        parts = []
+    return (plain(parts[0]), plain(parts[1])) if len(parts) == 2 else ("", "")
+
+
+def _encode_strip(images: Sequence[Image]) -> str:
+    """The pictures side by side as base64 PNG; an empty string without pictures."""
+    if not images:
+        return ""
+    frames = [images[index] for index in np.unique(np.linspace(0, len(images) - 1, FRAMES).round().astype(int))]
+    for frame in frames:
+        frame.thumbnail((FRAME_SIDE, FRAME_SIDE))
+    size = sum(frame.width + 1 for frame in frames) - 1, max(frame.height for frame in frames)
+    strip, content = frames[0].resize(size), io.BytesIO()
+    strip.paste(255 if strip.mode == "L" else (255, 255, 255), (0, 0, *size))
+    left = 0
+    for frame in frames:
+        strip.paste(frame, (left, 0))
+        left += frame.width + 1
+    strip.save(content, "PNG")
     return base64.b64encode(content.getvalue()).decode()

@@ -16,8 +16,7 @@ from mgpu_pipe.data.images.prepare_images import PreparedImages
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.inference.audio_samples import sound_samples, transcript_samples
-from mgpu_pipe.inference.picture_answers import answer_samples
-from mgpu_pipe.inference.picture_samples import picture_samples, retrieval_samples
+from mgpu_pipe.inference.picture_samples import answer_samples, picture_samples, retrieval_samples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

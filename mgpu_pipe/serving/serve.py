@@ -16,8 +16,7 @@ from typing import Any
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.export_folder import check_target
 from mgpu_pipe.serving.adapters import NamedAdapter
-from mgpu_pipe.serving.answer_comparison import address_of, compare, print_address
-from mgpu_pipe.serving.client import EngineClient
+from mgpu_pipe.serving.client import EngineClient, address_of, compare, print_address
 from mgpu_pipe.serving.engine_process import EngineProcess, wait_for_any
 from mgpu_pipe.serving.engines import Engine, EngineRequest
 from mgpu_pipe.serving.prepare import Preparation

@@ -16,9 +16,8 @@ from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.libllama import LlamaLibrary
 from mgpu_pipe.inference.gguf.model_metadata import metadata_of
-from mgpu_pipe.inference.gguf.pre_tokenizers import PRE_TOKENIZERS
 from mgpu_pipe.inference.gguf.read_tokenizer import write_tokenizer_folder
-from mgpu_pipe.inference.gguf.sentence_pieces import merges_of
+from mgpu_pipe.inference.gguf.tokenizer_kinds import PRE_TOKENIZERS, merges_of
 from mgpu_pipe.inference.gguf.write import lay_out, write_gguf
 from mgpu_pipe.inference.open import read_from
 from mgpu_pipe.models.build import build_meta, materialise

@@ -299,7 +299,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
 
 def answered(composed: Any, folder: str, overrides: list[str], _: object) -> Any:
     """The metrics of a run, and what is shown of its model behind it."""
-    from mgpu_pipe.inference.picture_answers import answer_samples
+    from mgpu_pipe.inference.picture_samples import answer_samples
     from mgpu_pipe.training.train import train
 
     config = composed(Path(folder).parent, *overrides)

@@ -15,9 +15,15 @@ from mgpu_pipe.data.text.tokenizer_folder import (
     token_texts,
 )
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.gguf.pre_tokenizers import PRE_TOKENIZERS, same_steps
 from mgpu_pipe.inference.gguf.read_tokenizer import CONTROL, SPECIAL_IDS, USER_DEFINED
-from mgpu_pipe.inference.gguf.sentence_pieces import begins_with_space, is_sentence_pieces, kind_of_piece, scores_of
+from mgpu_pipe.inference.gguf.tokenizer_kinds import (
+    PRE_TOKENIZERS,
+    begins_with_space,
+    is_sentence_pieces,
+    kind_of_piece,
+    same_steps,
+    scores_of,
+)
 from mgpu_pipe.system.local_files import is_file
 
 NORMAL, UNUSED = 1, 5

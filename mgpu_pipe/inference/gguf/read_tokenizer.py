@@ -12,8 +12,7 @@ import numpy as np
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TEMPLATE, TOKENIZER, load_tokenizer_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.file import GgufFile
-from mgpu_pipe.inference.gguf.pre_tokenizers import OTHER_NAMES, PRE_TOKENIZERS
-from mgpu_pipe.inference.gguf.sentence_pieces import NORMAL, tokenizer_parts
+from mgpu_pipe.inference.gguf.tokenizer_kinds import NORMAL, OTHER_NAMES, PRE_TOKENIZERS, tokenizer_parts
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Values of ``tokenizer.ggml.token_type`` of tokens that a text is searched for before it is cut into words."""
