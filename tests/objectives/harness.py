@@ -186,3 +186,8 @@ def learnt_metrics(composed: Any, folder: Path) -> tuple[dict[str, float], dict[
     assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
     words = ("strategy=single", "trainer.max_steps=30", "optimizer.lr=1e-3")
     return whole, small_runs.run(composed, folder / "longer", 1, *words)
+
+
+def shown_as(text: str) -> str:
+    """Text as a terminal gets it, without control characters."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

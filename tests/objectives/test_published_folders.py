@@ -22,6 +22,7 @@ from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
+from tests.objectives.harness import shown_as
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import SIZES, write_chats
@@ -121,11 +122,6 @@ def test_pictures_have_as_many_places_as_transformers_gives() -> None:
         assert tuple(28 * places for places in rows.places(height, width)) == found
         found = get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
         assert tuple(48 * places for places in pooled.places(height, width)) == found
-
-
-def shown_as(text: str) -> str:
-    """Text as a terminal gets it, without control characters."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
-from tests.objectives.harness import check_trained_on, exported_model
+from tests.objectives.harness import check_trained_on, exported_model, shown_as
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import folder_of_classes, said
@@ -132,10 +132,10 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     made = processor(images=Image.open(picture).convert("RGB"), text="<image>What is it?", return_tensors="pt")
     made.pop("labels", None)
     wrote = exported.generate(**made, max_new_tokens=8, do_sample=False)[0][made["input_ids"].shape[1] :]
-    assert processor.tokenizer.decode(wrote, skip_special_tokens=True).strip() == answer
+    assert shown_as(processor.tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
     text = processor.tokenizer.bos_token + "What is it?\n"
     ids = processor.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     types = {"token_type_ids": torch.zeros_like(ids)}
     wrote = exported.generate(input_ids=ids, **types, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
-    assert processor.tokenizer.decode(wrote, skip_special_tokens=True).strip() == unseen
+    assert shown_as(processor.tokenizer.decode(wrote, skip_special_tokens=True)).strip() == unseen
     check_trained_on(chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp")
