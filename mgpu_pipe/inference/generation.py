@@ -116,6 +116,8 @@ def generate_text(
         tokenizer = load_tokenizer(tokenizer)
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
     if is_encoder_decoder and together:
+        from mgpu_pipe.inference.parallel_run import EncoderDecoderForward
+
         forward = forward or EncoderDecoderForward(model)
     if temperature is None:
         temperature = 0.0 if is_encoder_decoder else 0.8
@@ -177,32 +179,8 @@ def generation_mode(model: PreTrainedModel, forward: Callable[..., Any] | None =
         model.train(was_training)
 
 
-class EncoderDecoderForward:
-    """The forward pass of a sharded encoder-decoder model, whose encoder ``generate()`` cannot call alone.
-
-    The first pass of a batch runs encoder and decoder; the next ones run the decoder on the encoder's result, with a
-    key-value cache.
-    """
-
-    takes_cache = True
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._encoded = model, None
-
-    def __call__(self, encoder_outputs: BaseModelOutput, past_key_values: Any = None, **inputs: Any) -> Any:
-        """The model's output; ``encoder_outputs`` holds the source's ids (:func:`source_ids`), not hidden states."""
-        if past_key_values is None or not past_key_values.get_seq_length():
-            assert encoder_outputs.last_hidden_state is not None
-            inputs["input_ids"] = encoder_outputs.last_hidden_state[..., 0].long()
-            output = self._model(**inputs, past_key_values=past_key_values)
-            self._encoded = output.encoder_last_hidden_state
-            return output
-        encoded = (self._encoded,)
-        return self._model(**inputs, encoder_outputs=encoded, past_key_values=past_key_values)
-
-
 def source_ids(inputs: torch.Tensor) -> BaseModelOutput:
-    """Token ids in the place of an encoder's result, for :class:`EncoderDecoderForward`."""
+    """Token ids in the place of an encoder's result, for :class:`.parallel_run.EncoderDecoderForward`."""
     from transformers.modeling_outputs import BaseModelOutput
 
     return BaseModelOutput(inputs[..., None].float())
@@ -274,7 +252,7 @@ def continue_batch(
         row_seeds: seeds of the draws of each prompt; None draws from the process's random state.
         together, draft: see :func:`generate_text`.
         encoder_alone: whether an encoder may run without its decoder; else the forward pass is
-            :class:`EncoderDecoderForward`.
+            :class:`.parallel_run.EncoderDecoderForward`.
 
     Raises:
         BadInputError: the longest prompt fills the model's context.

@@ -24,6 +24,7 @@ from mgpu_pipe.training.trainer import objective_class, strategy_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutput
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,30 @@ class ParallelRun:
     share: int
     shares: int
     is_share_first: bool
+
+
+class EncoderDecoderForward:
+    """The forward pass of a sharded encoder-decoder model, whose encoder ``generate()`` cannot call alone.
+
+    The first pass of a batch runs encoder and decoder; the next ones run the decoder on the encoder's result, with a
+    key-value cache.
+    """
+
+    takes_cache = True
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._encoded = model, None
+
+    def __call__(self, encoder_outputs: BaseModelOutput, past_key_values: Any = None, **inputs: Any) -> Any:
+        """The model's output; ``encoder_outputs`` holds the source's ids, see :func:`.generation.source_ids`."""
+        if past_key_values is None or not past_key_values.get_seq_length():
+            assert encoder_outputs.last_hidden_state is not None
+            inputs["input_ids"] = encoder_outputs.last_hidden_state[..., 0].long()
+            output = self._model(**inputs, past_key_values=past_key_values)
+            self._encoded = output.encoder_last_hidden_state
+            return output
+        encoded = (self._encoded,)
+        return self._model(**inputs, encoder_outputs=encoded, past_key_values=past_key_values)
 
 
 def open_parallel(source: ModelSource, config: RunConfig, device: torch.device) -> ParallelRun:

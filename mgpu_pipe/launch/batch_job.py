@@ -96,10 +96,9 @@ def _answer_together(settings: AnswerSettings, config: RunConfig, device: torch.
     from mgpu_pipe.inference.batch.answer import answer_prompts
     from mgpu_pipe.inference.batch.share import Share
     from mgpu_pipe.inference.find_model import find_model
-    from mgpu_pipe.inference.generation import EncoderDecoderForward
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.open import LoadedRun
-    from mgpu_pipe.inference.parallel_run import evaluation_config, open_parallel
+    from mgpu_pipe.inference.parallel_run import EncoderDecoderForward, evaluation_config, open_parallel
 
     limit_torch_threads()
     silence_transformers()

@@ -15,8 +15,9 @@ import pytest
 from transformers import T5Config, T5ForConditionalGeneration
 
 from mgpu_pipe.cli.main import main
-from mgpu_pipe.inference.generation import EncoderDecoderForward, generate_text
+from mgpu_pipe.inference.generation import generate_text
 from mgpu_pipe.inference.open import load_run
+from mgpu_pipe.inference.parallel_run import EncoderDecoderForward
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.objectives.test_seq2seq import small_data
 from tests.support import small_runs

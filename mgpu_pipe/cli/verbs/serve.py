@@ -73,10 +73,11 @@ def _read_models(
         BadInputError: the file is wrong, or the models do not fit.
     """
     flags = [f"--{name}" for name in ("print", "check", "verbose") if getattr(arguments, name)]
-    flags += [] if arguments.gpus is None else [f"--gpus={arguments.gpus}", f"--gpu-memory={arguments.gpu_memory}"]
     flags += ["--no-token"] if arguments.no_token else []
     entries = [parse_arguments(_parser(), [*words, *flags]) for words in read_serve_file(file)]
     for entry in entries:
+        if not find_engine(entry.engine).is_embedded:
+            entry.gpus, entry.gpu_memory = arguments.gpus, arguments.gpu_memory
         _check(entry)
     models = [_model_and_options(entry, token) for entry in entries]
     gpus = _gpus(arguments)
