@@ -116,7 +116,7 @@ def _compute_share(settings: JobSettings, device: torch.device | str, rank: int 
     """Open the run and compute the share of this process."""
     from mgpu_pipe.inference.batch.answer import answer_prompts
     from mgpu_pipe.inference.batch.encode import encode_texts
-    from mgpu_pipe.inference.batch.score import score_rows
+    from mgpu_pipe.inference.batch.pair_scorer import score_rows
     from mgpu_pipe.inference.batch.share import Share
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.open import load_run

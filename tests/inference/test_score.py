@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mgpu_pipe.cli.main import main
-from mgpu_pipe.inference.batch import score
+from mgpu_pipe.inference.batch import pair_scorer
 from tests.data.support import write_jsonl
 from tests.inference.support import WORDS
 from tests.support.command import mgpu
@@ -70,7 +70,7 @@ def test_scores_are_those_of_sentence_transformers(place: Path, kind: str) -> No
 
 
 def test_processes_change_nothing(place: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score, "ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(pair_scorer, "ROWS_AT_ONCE", 64)
     scored(place, "bert", "one.jsonl")
     words = ("bert", "--input", "rows.jsonl", "--output", "two.jsonl", "--processes", "2", "trainer.accelerator=cpu")
     assert mgpu(cache, place, "score", *words) == ""
@@ -78,9 +78,9 @@ def test_processes_change_nothing(place: Path, cache: Path, monkeypatch: pytest.
 
 
 def test_an_unfinished_job_computes_what_is_missing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(score, "ROWS_AT_ONCE", 8)
+    monkeypatch.setattr(pair_scorer, "ROWS_AT_ONCE", 8)
     scored(place, "bert", "whole.jsonl")
-    compute, calls = score.PairScorer.score, list[int]()
+    compute, calls = pair_scorer.PairScorer.score, list[int]()
 
     def stop(self: Any, pairs: Any) -> Any:
         calls.append(len(pairs))
@@ -88,7 +88,7 @@ def test_an_unfinished_job_computes_what_is_missing(place: Path, monkeypatch: py
             raise KeyboardInterrupt
         return compute(self, pairs)
 
-    monkeypatch.setattr(score.PairScorer, "score", stop)
+    monkeypatch.setattr(pair_scorer.PairScorer, "score", stop)
     words = ["score", str(place / "bert"), "--input", str(place / "rows.jsonl"), "--output", str(place / "cut.jsonl")]
     assert main(words) not in (0, 2)
     assert main([*words, "--batch-size", "5"]) == 2
