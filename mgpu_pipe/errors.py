@@ -150,8 +150,8 @@ class CheckpointSaveError(MgpuError):
 
 
 class NonFiniteError(MgpuError):
-    """Something became NaN or infinite: the loss or the gradient norm, told before the update, or, by the update, a
-    weight or the optimizer's state, told when it is to be saved. Raised by all ranks.
+    """Something became NaN or infinite: the loss or the gradient norm, reported before the update, or, by the update, a
+    weight or the optimizer's state, reported when it is to be saved. Raised by all ranks.
 
     Args:
         last_good: the newest checkpoint that a finite step followed.

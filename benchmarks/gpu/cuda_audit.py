@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.new_process import call_in_new_process
 from benchmarks.support import RESULTS
-from mgpu_pipe.training.tracing.pretended_cuda import load
+from mgpu_pipe.training.tracing.fake_cuda import load
 
 TABLE = RESULTS / "cuda_audit.json"
 PACKAGES = ("torch", "pytorch-lightning", "transformers", "deepspeed")
@@ -66,7 +66,7 @@ def write(rows: Sequence[dict[str, Any]]) -> None:
     before = (
         json.loads(TABLE.read_text())["before"] if TABLE.exists() else [{k: row[k] for k in COLUMNS} for row in rows]
     )
-    parts = {"title": "A training step on a pretended GPU", "versions": versions()}
+    parts = {"title": "A training step on a fake GPU", "versions": versions()}
     head = "".join(f"{json.dumps(key)}: {json.dumps(value)},\n" for key, value in parts.items())
     tables = (
         f"{json.dumps(key)}: [\n" + ",\n".join(json.dumps(row) for row in table) + "\n]"

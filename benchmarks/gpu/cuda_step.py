@@ -1,4 +1,4 @@
-"""One process's training steps on a pretended GPU, among others that are not there: a row of the audit."""
+"""One process's training steps on a fake GPU, among others that are not there: a row of the audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts what code does on a pretended ``cuda:0`` (:mod:`mgpu_pipe.training.tracing.fake_device`)."""
+"""Counts what code does on a fake ``cuda:0`` (:mod:`mgpu_pipe.training.tracing.fake_device`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data source of arrays: sequences that count up by a step of their own, modulo the vocabulary.
+"""A data source of arrays: sequences that count up by their own step, modulo the vocabulary.
 
 mgpu-pipe data.source=counting data.longest_step=5 model=llama_tiny model.config.vocab_size=64 trainer.max_steps=50
 """

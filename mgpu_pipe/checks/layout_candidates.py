@@ -43,7 +43,7 @@ INTERLEAVED = (1, 2, 4)
 """Stages of a rank that are tried in a pipeline."""
 MESH = Sharding()
 ON_GPUS = (Sharding(0, "cpu"), Sharding(2, "cpu"), Sharding(3, "cpu"), Sharding(3, "nvme"))
-"""Shardings of data parallelism that keep state beside the GPU."""
+"""Shardings of data parallelism that keep state outside of the GPU."""
 ZERO = (Sharding(1), Sharding(2), Sharding(3))
 Array = NDArray[np.float64]
 

@@ -68,7 +68,7 @@ class PlannedRun:
 
     @property
     def largest_loss(self) -> tuple[str, float]:
-        """Part that takes most time beside computation, and its share of the step."""
+        """Part that takes most time besides computation, and its share of the step."""
         losses = {name: seconds for name, seconds in self.parts.items() if name != "compute"}
         name = max(losses, key=losses.__getitem__)
         return name, losses[name] / self.seconds
@@ -232,7 +232,7 @@ LAYOUT_KEYS = (
 
 
 def words_against(base: StrategyConfig, plan: PlannedRun) -> list[str]:
-    """Overrides beside the plan's that set what ``base`` has otherwise.
+    """Overrides besides the plan's that set what ``base`` has otherwise.
 
     Args:
         base: what the other words of the command compose with the plan's ``strategy=<name>``.

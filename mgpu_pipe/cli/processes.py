@@ -30,7 +30,7 @@ def compose_processes(verb: str, overrides: Sequence[str], device: str, *, strat
         strategies: whether a strategy may be given; else each process holds the whole model.
 
     Raises:
-        BadInputError: another override, or one beside ``--device``.
+        BadInputError: another override, or one besides ``--device``.
     """
     allowed = (*PROCESSES, *STRATEGY) if strategies else PROCESSES
     strange = [text for text in overrides if not text.lstrip("+").startswith(allowed)]

@@ -20,7 +20,7 @@ class EvalTask:
     """answers: the share of generated answers that are right, word for word; choice: of questions whose right choice
     is the likeliest; perplexity: of texts, a token."""
     paths: list[str] = field(default_factory=list)
-    """Files or globs: lines as of data=chat_jsonl (answers), of {prompt, choices, answer} (choice), text files or JSON
+    """Files or globs: lines as in data=chat_jsonl (answers), of {prompt, choices, answer} (choice), text files or JSON
     lines with a text (perplexity)."""
     source: Literal["rule_chat"] | None = None
     """Instead of paths: the held-out conversations of data=rule_chat (answers)."""

@@ -291,4 +291,4 @@ class PlanConfig:
     save_stall_s: float = field(default=10.0, metadata={"at_least": 0})
     """Seconds that a save stops training for, with plan.failure_hours."""
     restart_s: float = field(default=600.0, metadata={"at_least": 0})
-    """Seconds from a failure until training goes on, with plan.failure_hours."""
+    """Seconds from a failure until training resumes, with plan.failure_hours."""

@@ -1,7 +1,7 @@
 """Folders of derived data: built once under a lock, committed by a rename, checked before use.
 
 A cached folder is complete when its ``manifest.json``, written last, lists every file with its size and the hash of
-each 4 MiB, and has a hash of its own. Readers take no lock: a folder appears under its final name only when it is
+each 4 MiB, and has its own hash. Readers take no lock: a folder appears under its final name only when it is
 whole. Sizes are checked at each use, hashes once a machine and file: ``verified/<host>/`` remembers what was read since
 the machine started, by inode, size and times.
 """
@@ -209,7 +209,7 @@ def read_hashed(path: Path) -> dict[str, Any]:
     """
     value = json.loads(path.read_bytes())
     if isinstance(value, dict) and _HASH not in value:
-        raise EarlierVersion(f"{path}: has no hash of its own")
+        raise EarlierVersion(f"{path}: has no hash")
     if not isinstance(value, dict) or value.pop(_HASH) != _hash_of(value):
         raise ValueError(f"{path}: is damaged")
     return value

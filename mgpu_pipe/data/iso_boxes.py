@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 TYPES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"meta", b"free", b"skip", b"wide", b"uuid", b"sidx", b"mfra")
-"""Types of outer boxes. What else stands behind the last one was appended, as by phones and editors of tags."""
+"""Types of outer boxes. What else stands after the last one was appended, as by phones and editors of tags."""
 
 
 def brands_of(head: bytes) -> tuple[bytes, ...]:
@@ -31,5 +31,5 @@ def outer_boxes(raw: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def is_cut_short(raw: bytes) -> bool:
-    """Whether a box ends behind the end of the file."""
+    """Whether a box ends after the end of the file."""
     return any(end > len(raw) for _, _, end in outer_boxes(raw))

@@ -180,7 +180,7 @@ def generation_mode(model: PreTrainedModel, forward: Callable[..., Any] | None =
 
 
 def source_ids(inputs: torch.Tensor) -> BaseModelOutput:
-    """Token ids in the place of an encoder's result, for :class:`.parallel_run.EncoderDecoderForward`."""
+    """Token ids instead of an encoder's result, for :class:`.parallel_run.EncoderDecoderForward`."""
     from transformers.modeling_outputs import BaseModelOutput
 
     return BaseModelOutput(inputs[..., None].float())

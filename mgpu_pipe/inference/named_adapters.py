@@ -77,7 +77,7 @@ def other_weights(names: Iterable[str]) -> list[str]:
 
 
 def _unshare(model: nn.Module, names: set[str]) -> None:
-    """Gives ``model`` parameters of its own under these names, and under other names that they are tied to."""
+    """Gives ``model`` its own parameters under these names, and under other names that they are tied to."""
     every = dict(model.named_parameters(remove_duplicate=False))
     copies = {id(every[name]): nn.Parameter(every[name].detach().clone()) for name in names}
     for name, parameter in every.items():

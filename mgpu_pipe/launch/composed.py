@@ -61,7 +61,7 @@ options:
   -cn, --config-name NAME
                        another primary configuration than config
   -cp, --config-path DIR
-                       a folder in the place of the shipped configurations
+                       a folder instead of the shipped configurations
   -c, --cfg job        print the composed configuration, and do nothing else;
                        with --resolve: interpolations resolved, with
                        -p, --package KEY: that section

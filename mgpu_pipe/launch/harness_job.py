@@ -39,7 +39,7 @@ def measure(settings: HarnessSettings, config: RunConfig, device: str) -> tuple[
 
     Args:
         config: gives strategy, processes and threads.
-        device: as of ``--device``, for a single process.
+        device: see ``--device``, for a single process.
 
     Returns:
         The exit code, and lm-eval's results where this process has them: not where it failed or is another rank.

@@ -87,7 +87,7 @@ def _launch_here(
         if not paths.config.exists():
             record.begin(folder, config, command_line.overrides, command_line.command)
         print_line("stopped before training began; there was nothing to save", file=sys.stderr)
-        print_line(f"go on: {command_line.line(paths.root)}")
+        print_line(f"resume: {command_line.line(paths.root)}")
         print_line(f"run: {paths.root}", flush=True)
         return LaunchResult("stopped", EXIT_STOPPED, paths.root)
 

@@ -47,7 +47,7 @@ def show_sweep(runs: Sequence[RunPaths], write: Callable[[], Path], again: str =
     except (RunFolderError, OSError) as error:
         print_line(f"error: the sweep's report could not be written: {error}", file=sys.stderr)
     if again:
-        print_line(f"go on: {again}")
+        print_line(f"resume: {again}")
     sys.stdout.flush()
 
 
@@ -179,7 +179,7 @@ def _show_end(data: DataConfig, objective: ObjectiveConfig, paths: RunPaths, aga
     summary = read_summary(paths)
     if summary.get("status") == "failed":
         if summary.get("checkpoint") and outcome.failure is not None and outcome.failure.can_be_retried:
-            print_line(f"go on: {again}")
+            print_line(f"resume: {again}")
         return
     after_table(summary, {"report": str(report), **_next_commands(data, objective, paths, summary, again)})
     sys.stdout.flush()
@@ -190,9 +190,9 @@ def _next_commands(
 ) -> dict[str, str]:
     """Commands to copy, by what they do."""
     if summary.get("status") == "stopped":
-        return {"go on": again}
+        return {"resume": again}
     if summary.get("checkpoint") is None:
-        return {"go on": "no checkpoint was saved; set checkpoint.save_last=true"}
+        return {"resume": "no checkpoint was saved; set checkpoint.save_last=true"}
     program, root = this_program(), str(paths.root)
     generates = description(str(summary.get("objective"))).attention == "causal"
     prompt = next(iter(getattr(objective, "sample_prompts", ())), "The ")

@@ -117,7 +117,7 @@ def trace_ranks(ranks: Sequence[int], world: int, words: Sequence[str], model_ty
         model_type: of the model, for an error.
 
     Raises:
-        BadInputError: the pretended GPU cannot be made here.
+        BadInputError: the fake GPU cannot be made here.
         ConfigError: the model does not run on fake tensors.
     """
 

@@ -1,4 +1,4 @@
-"""How a run starts, in every world: its folder is settled and begun, then its attempt is prepared and recorded."""
+"""How a run starts, in every world: its folder is settled and created, then its attempt is prepared and recorded."""
 
 from __future__ import annotations
 

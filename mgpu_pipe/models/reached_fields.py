@@ -1,4 +1,4 @@
-"""Refuses fields that a user sets and transformers drops in silence.
+"""Refuses fields that a user sets and transformers drops silently.
 
 The oracle is the configuration that transformers builds. Its classes drop rotary fields of an older form where the
 model has the newer one, and windows of attention that another field turns off. A folder's fields alone are not refused.

@@ -78,7 +78,7 @@ class SequenceClassificationConfig(TextHeadConfig):
     name: str = "sequence_classification"
 
     sample_texts: list[str] = field(default_factory=list, metadata=FREE)
-    """Texts whose class is told after training and shown with the result."""
+    """Texts whose class is predicted after training and printed with the result."""
 
     def shrunk(self, tokens: int) -> Self:
         return replace(self, sample_texts=[])

@@ -37,7 +37,7 @@ def packed_text(labels_on: Stages = "last") -> BatchSpec:
 
     ``input_ids``; ``labels``, already shifted (``labels[:, t]`` is the token after ``input_ids[:, t]`` in the same
     document, or ``IGNORE_INDEX``); ``position_ids``, which restart at 0 with every document of a pack.
-    Padding is a document of its own whose labels are all ``IGNORE_INDEX``.
+    Padding is its own document whose labels are all ``IGNORE_INDEX``.
 
     Args:
         labels_on: the pipeline stages that need the labels.

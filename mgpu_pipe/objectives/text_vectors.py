@@ -114,7 +114,7 @@ def pool(hidden: torch.Tensor, mask: torch.Tensor, pooling: str) -> torch.Tensor
 
     Args:
         mask: 1 for a token and 0 for padding, which follows the tokens, (texts, seq_len).
-        pooling: as of ``objective.pooling``.
+        pooling: see ``objective.pooling``.
     """
     states = at_least_fp32(hidden)
     if pooling == "cls":

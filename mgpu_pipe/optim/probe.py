@@ -125,7 +125,7 @@ def _run(
     """Take ``steps`` with the ``tensors`` of the indices ``only``, of each the part that ``cut`` gives.
 
     Args:
-        state: of every parameter, to go on from.
+        state: of every parameter, to resume from.
     """
     torch.manual_seed(seed)
     indices = range(len(tensors)) if only is None else only

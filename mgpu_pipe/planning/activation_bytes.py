@@ -103,10 +103,10 @@ def message_bytes(work: Work, keeps: Activations) -> Numbers:
 def loss_bytes(work: Work, keeps: Activations, head: Numbers) -> Numbers:
     """Bytes of the loss on the last stage at its end: logits, or a chunk of them, and the head's gradient.
 
-    Over several chunks a chunk's gradient is there with the next one's logits, beside which eager code has fp32 ones;
+    Over several chunks a chunk's gradient is there with the next one's logits, next to which eager code has fp32 ones;
     the gradient of the head's matrix is summed in fp32, until the backward pass scales and rounds it. A single chunk
     has logits in fp32, their gradient in the compute type, and the matrix's gradient. Whole logits exist in the compute
-    type, as fp32, as their log-softmax and as its gradient, which eager code rounds beside it; over a split vocabulary
+    type, as fp32, as their log-softmax and as its gradient, which eager code rounds next to it; over a split vocabulary
     their exponentials exist too.
 
     Args:

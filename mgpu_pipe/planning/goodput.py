@@ -1,7 +1,7 @@
 """Share of a run's time that is useful, under failures, and the time between saves that makes it largest.
 
 Failures come at random with a mean time M between them. A save stops training for C seconds; a failure costs the work
-since the last save and R seconds until training goes on. To get ``t`` useful seconds between two saves takes
+since the last save and R seconds until training resumes. To get ``t`` useful seconds between two saves takes
 ``M * exp(R / M) * (exp((t + C) / M) - 1)`` on average (Daly 2006, doi:10.1016/j.future.2004.11.016, equation 20).
 """
 
@@ -22,7 +22,7 @@ class Failures:
     Attributes:
         between: mean time between failures of the whole run.
         stall: time that a save stops training for.
-        restart: time from a failure until training goes on: detection, restart and load.
+        restart: time from a failure until training resumes: detection, restart and load.
     """
 
     between: float

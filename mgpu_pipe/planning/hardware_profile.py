@@ -181,7 +181,7 @@ def yaml_of(file: Path, name: str, key: str) -> Any:
     except FileNotFoundError:
         raise ConfigError(key, name, "check the path", "there is no such file") from None
     except NotPlainError as error:
-        raise ConfigError(key, name, "copy the profile to a file of its own", str(error)) from None
+        raise ConfigError(key, name, "copy the profile to its own file", str(error)) from None
 
 
 def read_profile(text: str, name: str, key: str) -> HardwareProfile:

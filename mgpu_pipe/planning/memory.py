@@ -51,7 +51,7 @@ MAX_LAYERS = 10_000
 KNOWN_OPTIMIZERS = ("Adam", "AdamW", "AdamWBf16")
 """Classes whose state is counted exactly."""
 DEQUANTISED = 6.125
-"""Bytes of a weight in :func:`mgpu_pipe.models.adapters.qlora.dequantise`: fp32, beside it its codes or the compute
+"""Bytes of a weight in :func:`mgpu_pipe.models.adapters.qlora.dequantise`: fp32, next to it its codes or the compute
 type, and 2 of the 64th part of fp32 scales."""
 UNKNOWN_FAMILY = 0.3
 """Uncertainty of the state of a family whose parameters are estimated."""
@@ -144,7 +144,7 @@ def _uncertain_terms(model: ModelConfig, optimizer: OptimizerConfig) -> tuple[st
 
 
 def overheads_of(trainer: TrainerConfig) -> Overheads:
-    """Memory of a run's processes beside its tensors, on GPUs or on the CPU."""
+    """Memory of a run's processes besides its tensors, on GPUs or on the CPU."""
     return Overheads() if device_type(trainer) == "cuda" else Overheads(group=0.0, second_gradients=0.0)
 
 
@@ -282,7 +282,7 @@ def _largest_matrix(fields: Mapping[str, Any]) -> int:
 
 
 def _adapter_parameters(peft: PeftConfig, fields: Mapping[str, Any], shape: Shape) -> float:
-    """Parameters of a block's adapters beside all its linear layers: ``r`` for each input and output."""
+    """Parameters of a block's adapters next to all its linear layers: ``r`` for each input and output."""
     sizes = sizes_of(fields)
     inner = fields.get(sizes.inner) or 4 * shape.width
     query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim

@@ -58,7 +58,7 @@ class State:
         head_trains: 1 if the matrix of the output head gets a gradient.
         block_weight: bytes of a block's weight; of the embedding's and head's, ``weight``.
         weight: bytes of a weight that the optimizer updates, without a half copy.
-        copy: bytes of a weight in the compute type beside it; 0 for none.
+        copy: bytes of a weight in the compute type next to it; 0 for none.
         block_copy: bytes of a block's weight that are gathered; those of a four-bit weight keep their four bits.
         dequantised: bytes of the largest four-bit matrix while it is multiplied by.
         gradient: bytes of a gradient that is kept.
@@ -238,7 +238,7 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bub
 
 
 def passes_in_flight(schedule: str, rank: Numbers, pp: Numbers, stages: Numbers, micro_batches: Numbers) -> Numbers:
-    """The most micro-batches of all its layers whose backward pass has not begun on a pipeline rank.
+    """The most micro-batches of all its layers whose backward pass has not started on a pipeline rank.
 
     Args:
         stages: stages of each rank; a fraction of a micro-batch is in some of them.

@@ -223,7 +223,7 @@ def _expert_seconds(work: Work, hardware: Hardware, constants: Constants) -> Num
 
 
 def _exposed(compute: Numbers, sent: Numbers, constants: Constants) -> Numbers:
-    """Seconds that communication beside computation adds to it."""
+    """Seconds that communication during computation adds to it."""
     return np.maximum(compute, sent) + constants.overlap_loss * np.minimum(compute, sent) - compute
 
 

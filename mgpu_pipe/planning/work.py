@@ -72,7 +72,7 @@ class Work:
     """Bytes read and written per parameter where a rank that has whole weights makes their compute copy, which it does
     for each micro-batch."""
     overlaps: Numbers = 1.0
-    """1 if collectives of weights and gradients run beside computation; DeepSpeed's here do not."""
+    """1 if collectives of weights and gradients run during computation; DeepSpeed's here do not."""
     offloads: Numbers = 0.0
     """1 if gradients and optimizer state are in host memory, with ZeRO-3 and FSDP the weights too."""
     on_disk: Numbers = 0.0
@@ -225,9 +225,9 @@ class Constants:
     optimizer_bytes: float = field(default=30.0, metadata={"spread": 0.2})
     """Bytes read and written per parameter in an update."""
     micro_batch: float = 1e-3
-    """Seconds of a micro-batch beside its layers."""
+    """Seconds of a micro-batch besides its layers."""
     step: float = 1e-2
-    """Seconds of a step beside its micro-batches."""
+    """Seconds of a step besides its micro-batches."""
     stragglers: float = 0.008
     """Share by which a step is longer per doubling of nodes."""
     bubble: float = field(default=1.0, metadata={"spread": 0.1})

@@ -25,12 +25,12 @@ EXPOSED = {
 }
 """Names of parts of a step that are communication in its open, where the name of the part is not it."""
 LEAST_TERM = 0.01
-"""Share of a layout's memory from which a term has a bar of its own."""
+"""Share of a layout's memory from which a term has its own bar."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A linear axis, with room beside its ends, as places from 0 to 1."""
+    """A linear axis, with room next to its ends, as places from 0 to 1."""
 
     largest: float
     smallest: float = 0.0
@@ -178,7 +178,7 @@ def _bar(number: int, plan: PlannedRun, names: Sequence[str], scale: Scale) -> d
 
 
 def _scaling(plans: Sequence[PlannedRun]) -> dict[str, Any] | None:
-    """Tokens a second of each number of GPUs, beside as many times those of the fewest; None for one number."""
+    """Tokens a second of each number of GPUs, next to as many times those of the fewest; None for one number."""
     if len(plans) < 2:
         return None
     first = plans[0]

@@ -43,7 +43,7 @@ class Preparation:
     answers: str | None
 
     def run(self) -> dict[str, Any]:
-        """Do it in a process of its own; returns ``{"is_chat": bool, "answers": [[prompt, answer], ...]}``.
+        """Do it in its own process; returns ``{"is_chat": bool, "answers": [[prompt, answer], ...]}``.
 
         Raises:
             BadInputError: the run cannot be exported so, or generates no text.

@@ -336,7 +336,7 @@ class FilePoints:
 def _await_change(taken: Path, written: Callable[[], bool]) -> None:
     """Return when the change is written or its lock file is gone; remove a stale lock file.
 
-    Polls are counted, because a clock goes on while a server hangs. A new file of that name belongs to another process.
+    Polls are counted, because a clock runs while a server hangs. A new file of that name belongs to another process.
     """
     first = _file_identity(taken)
     for _ in range(round(STALE_S / POLL_S)):

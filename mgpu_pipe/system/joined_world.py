@@ -95,7 +95,7 @@ def _number(environment: Mapping[str, str], name: str, least: int, most: int | N
 
 def _refused(name: str, text: str, reason: str) -> ConfigError:
     variable = "SLURM_STEP_NUM_TASKS" if name.startswith("SLURM") else "RANK"
-    fix = f"start it by {'srun' if variable != 'RANK' else 'torchrun'}, or unset {variable} for a run of its own"
+    fix = f"start it by {'srun' if variable != 'RANK' else 'torchrun'}, or unset {variable} to start a new world"
     return ConfigError(name, text, fix, reason)
 
 

@@ -57,7 +57,7 @@ class MeasuredWeights:
     Args:
         first: the checkpoint that the run's first weights come from, where it is open already.
         resumed: the step that this attempt resumes from.
-        weights: as of :attr:`.WeightMeasurer.measures_weights`.
+        weights: see :attr:`.WeightMeasurer.measures_weights`.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Lightning loggers, started before the first step: one that cannot start is refused there, in one line.
 
-A run's folder keeps which run of W&B or MLflow is its own (``logger.json``), so that a resume goes on in it.
+A run's folder keeps which run of W&B or MLflow is its own (``logger.json``), so that a resume writes to it.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def start_loggers(config: RunConfig, folder: Path, dims: ParallelDims) -> list[L
             _describe(logger, parameters, marks, command)
         except BadInputError:
             raise
-        except Exception as error:  # each library has errors of its own
+        except Exception as error:  # each library has its own errors
             said = f"cannot be started ({type(error).__name__}: {error})"
             for value in node.values():
                 if isinstance(value, EnvironmentText):

@@ -1,6 +1,6 @@
 """The time that a run has trained, its end by ``trainer.max_time``, and saves by the clock.
 
-Ranks have clocks of their own: what one finds due, all are told at the end of a step, and do alike.
+Ranks have their own clocks: what one finds due, all learn at the end of a step, and act alike.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ StoredState = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True)
 class SamplingForward:
-    """The forward pass of a model whose ranks generate text together, in the place of the model's own.
+    """The forward pass of a model whose ranks generate text together, instead of the model's own.
 
     Attributes:
         forward: takes what transformers' ``generate()`` passes, of whole texts or, with a cache, of new tokens; see

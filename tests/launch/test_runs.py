@@ -160,7 +160,7 @@ def test_a_run_whose_worker_was_killed_says_the_line_that_goes_on(place: Path) -
     (worker,) = workers_of(launcher)
     os.kill(worker, signal.SIGKILL)
     said, _ = launcher.communicate(timeout=60)
-    (line,) = (line.removeprefix("go on: ") for line in said.splitlines() if line.startswith("go on: "))
+    (line,) = (line.removeprefix("resume: ") for line in said.splitlines() if line.startswith("resume: "))
     assert launcher.returncode == 1
     assert line.startswith("mgpu-pipe ")
     again = ForkedProgram([*shlex.split(line)[1:], "trainer.max_steps=12"], place, environment_at(place))

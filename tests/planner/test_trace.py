@@ -18,7 +18,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_OK
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.training.tracing.trace_rank import trace
-from tests.strategies.test_cuda_audit import needs_pretended_gpu
+from tests.strategies.test_cuda_audit import needs_fake_gpu
 from tests.support.command import REPOSITORY
 
 LAYOUTS = (
@@ -97,7 +97,7 @@ def test_what_cannot_be_traced_is_refused_in_a_line(
     assert said in line
 
 
-@needs_pretended_gpu
+@needs_fake_gpu
 @pytest.mark.slow
 def test_a_typed_layout_is_traced_and_stands_beside_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SMALL, *WORLD, *ON_H100, "--json"]) == EXIT_OK
@@ -111,7 +111,7 @@ def test_a_typed_layout_is_traced_and_stands_beside_the_formulas(capsys: pytest.
 LARGE = ("model=llama3_70b", "data.seq_len=4096", "trainer.devices=8")
 
 
-@needs_pretended_gpu
+@needs_fake_gpu
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("words", "error"),
@@ -144,7 +144,7 @@ def traced_on_a_gpu(rank: int, ranks: int, *words: str, batch: tuple[str, ...] =
 
 
 @pytest.mark.exhaustive
-@needs_pretended_gpu
+@needs_fake_gpu
 def test_rows_of_unlike_documents_pass_a_pipeline_on_gpus() -> None:
     words = ("model=llama_tiny", "strategy=megatron", "strategy.pp=2", "trainer.devices=2", "data.seq_len=1024")
     found = traced_on_a_gpu(0, 2, *words)

@@ -38,7 +38,7 @@ COMMAND = (
 
 def hint(said: str) -> list[str]:
     """The words of the last line that says how to go on, as a shell reads them."""
-    lines = re.findall(r"^go on:? +(.*)$", said, re.MULTILINE)
+    lines = re.findall(r"^resume:? +(.*)$", said, re.MULTILINE)
     assert lines, said
     words = shlex.split(lines[-1])
     assert words.pop(0) == "mgpu-pipe"
@@ -97,7 +97,7 @@ def test_a_stopped_sweep_goes_on_point_by_point_and_alone(cache: Path, tmp_path:
         first, second = second, first
     wait_for_step(second, 7, sweep)
     out = stopped(sweep)
-    member, whole = (shlex.split(line)[1:] for line in re.findall(r"^go on:? +(.*)$", out, re.MULTILINE))
+    member, whole = (shlex.split(line)[1:] for line in re.findall(r"^resume:? +(.*)$", out, re.MULTILINE))
     assert whole[:2] == ["sweeps", "resume"]
     before = {folder: dict(rates(folder)) for folder in (first, second)}
     assert max(before[first].values()) == 1e-3 and max(before[second].values()) == 2e-4
@@ -126,7 +126,7 @@ def test_a_signal_after_a_runs_last_step_ends_the_sweep(cache: Path, tmp_path: P
     out, said = sweep.communicate()
     assert sweep.returncode == 75, said
     assert "1 of 2 runs are left" in said and len(list((tmp_path / "outputs" / "run").iterdir())) == 1
-    (line,) = re.findall(r"^go on: (.*)$", out, re.MULTILINE)
+    (line,) = re.findall(r"^resume: (.*)$", out, re.MULTILINE)
     mgpu(cache, tmp_path, *shlex.split(line)[1:])
     assert [len(metrics(folder)) for folder in (tmp_path / "outputs" / "run").iterdir()] == [2, 2]
 

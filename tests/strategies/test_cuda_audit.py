@@ -21,7 +21,7 @@ RECORDED = json.loads(TABLE.read_text())
 SAMPLED = ("pp2 x tp2 x cp2, last",)
 WATCHED = """
 import json
-from mgpu_pipe.training.tracing.pretended_cuda import load
+from mgpu_pipe.training.tracing.fake_cuda import load
 
 load()
 import torch
@@ -48,9 +48,9 @@ print(json.dumps([quiet, sorted(key.split(",")[0] for key in events.waits.elemen
 """
 
 
-needs_pretended_gpu = pytest.mark.skipif(
+needs_fake_gpu = pytest.mark.skipif(
     which("g++") is None or torch.version.cuda is not None,
-    reason="a pretended GPU is compiled by g++ (apt-get install g++), for a torch without CUDA of its own",
+    reason="a fake GPU is compiled by g++ (apt-get install g++), for a torch without CUDA of its own",
 )
 
 
@@ -68,7 +68,7 @@ def compare(names: list[str]) -> None:
 
 
 @pytest.mark.slow
-@needs_pretended_gpu
+@needs_fake_gpu
 def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
     ((quiet, waits, refused),) = python("-c", WATCHED)
     assert quiet == 0
@@ -85,13 +85,13 @@ def test_the_watch_sees_waits_and_tensors_of_two_devices() -> None:
 
 
 @pytest.mark.slow
-@needs_pretended_gpu
+@needs_fake_gpu
 def test_steps_are_as_the_table_says() -> None:
     compare(list(SAMPLED))
 
 
 @pytest.mark.exhaustive
-@needs_pretended_gpu
+@needs_fake_gpu
 def test_every_row_is_as_the_table_says() -> None:
     compare([row["case"] for row in RECORDED["rows"] if row["case"] not in SAMPLED])
 

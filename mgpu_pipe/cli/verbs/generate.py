@@ -199,7 +199,7 @@ def _answer(arguments: argparse.Namespace, run: LoadedRun, prompts: Sequence[str
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         if number:
             print_line("---")
-        # An answer stands by itself: it does not go on from the prompt.
+        # An answer stands by itself: it does not continue the prompt.
         print_text(text if run.model.config.is_encoder_decoder or chat is not None else prompt + text)
 
 

@@ -20,13 +20,13 @@ README = """\
 ```bash
 mgpu-pipe experiment=first                  # trains; needs nothing but this folder
 mgpu-pipe check experiment=first            # prints what it would do
-mgpu-pipe ls experiment                     # this folder's experiments stand beside the shipped ones
+mgpu-pipe ls experiment                     # this folder's experiments stand next to the shipped ones
 ```
 
 The options in `conf/` are this project's own: `conf/experiment/first.yaml` is `experiment=first`. They come after the
 shipped ones and need names of their own. Run `mgpu-pipe` in this folder: it looks for `conf/` there.
 
-`PROJECT/data.py` is a data source, with a key of its own in `PROJECT/keys.py`. Installed, it is there in every folder:
+`PROJECT/data.py` is a data source, with its own key in `PROJECT/keys.py`. Installed, it is there in every folder:
 
 ```bash
 pip install --editable .

@@ -30,9 +30,9 @@ GROWTH = (1, 2, 4)
 LISTS = ("plan.hardware", "plan.gpus")
 """Keys whose values may be typed with commas alone."""
 REPLACED = ("data.micro_batch_size", "trainer.devices", "trainer.num_nodes", "trainer.accelerator")
-"""Keys beside ``strategy`` that a plan sets."""
+"""Keys besides ``strategy`` that a plan sets."""
 NUMERIC = ("", "gpus", "rows", "step", "tokens/s", "MFU", "memory", "$ a billion tokens")
-SPARE = ("rows", "checkpointing", "most beside computing")
+SPARE = ("rows", "checkpointing", "largest overhead")
 BILLION, KILO, HOUR = 1e9, 1e3, 3600.0
 SMALL_STEP = 1024
 """Tokens a GPU and step, below which no layout keeps a GPU busy."""
@@ -165,7 +165,7 @@ def _is_replaced(word: str) -> bool:
 
 
 def _with_all_words(plans: Sequence[PlannedRun], words: Sequence[str]) -> list[PlannedRun]:
-    """The plans with all overrides that they need beside ``words``, whose experiment may set keys of a strategy."""
+    """The plans with all overrides that they need besides ``words``, whose experiment may set keys of a strategy."""
     from mgpu_pipe.checks.plan_layouts import words_against
     from mgpu_pipe.config.hydra.command_line import compose_one, parse
 
@@ -225,7 +225,7 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
                 f"{lost.replace('_', ' ')} {100 * share:.0f}%",
             ]
         )
-    columns = (*names, "$ a billion tokens", "most beside computing")
+    columns = (*names, "$ a billion tokens", "largest overhead")
     print_columns(columns, cells, NUMERIC, below=(), spare=SPARE)
     print_line()
     for number, each in enumerate(plans, start=1):

@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strategy", metavar="NAME", help="of this strategy")
     parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="with this tag; several: with all")
     parser.add_argument("--older", type=_seconds, metavar="AGE", help="started longer ago: 30m, 12h, 7d or 2w")
-    parser.add_argument("--newer", type=_seconds, metavar="AGE", help="begun since")
+    parser.add_argument("--newer", type=_seconds, metavar="AGE", help="started since")
     parser.add_argument(
         "--where",
         action="append",

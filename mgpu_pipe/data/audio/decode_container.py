@@ -126,7 +126,7 @@ def _stated_seconds(container: Any, stream: Any, kind: str) -> float | None:
 
 
 def _frames_end(raw: bytes, kind: str) -> int:
-    """Where the last frame of AAC or AMR ends, behind the end of a file that is cut short; 0 for other kinds."""
+    """Where the last frame of AAC or AMR ends, after the end of a file that is cut short; 0 for other kinds."""
     if kind not in ("AAC", "AMR"):
         return 0
     magic = _AMR_WIDE if raw.startswith(_AMR_WIDE) else _AMR

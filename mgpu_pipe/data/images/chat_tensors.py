@@ -38,7 +38,7 @@ class PackedChats:
 
     Args:
         alone: the conversations.
-        together: pack them; else each has a row of its own.
+        together: pack them; else each has its own row.
         reopen: opens the same samples in another process; picklable.
     """
 

@@ -127,7 +127,7 @@ def sample_frames(
 
     Args:
         together: frames of a patch.
-        writes_times: ``told`` of :class:`Grid`: choose like Qwen3VLVideoProcessor, the last frame included.
+        writes_times: see :class:`Grid`: choose like Qwen3VLVideoProcessor, the last frame included.
     """
     if writes_times:
         number = min(max(int(total / rate * data.frames_per_second), FEWEST), data.max_frames, total)

@@ -53,7 +53,7 @@ def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messag
     for side, messages in zip(SIDES, whole, strict=True):
         messages[:shared] = [{**message, "train": False} for message in messages[:shared]]
         if not any(message["role"] == "assistant" and is_trained(message) for message in messages):
-            raise DataError(f"{origin}: {side} holds no answer of the assistant's of its own; {FIX}")
+            raise DataError(f"{origin}: {side} holds no answer of the assistant's; {FIX}")
     return whole[0], whole[1]
 
 

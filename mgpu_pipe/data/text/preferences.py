@@ -35,7 +35,7 @@ from mgpu_pipe.errors import DataError
 
 _LENGTHS, _EQUAL = "chosen_lengths.npy", "equal.npy"
 MARGIN, MARGINS = "margin", "margins"
-"""Column of a pair's margin; name of the margins beside a token store."""
+"""Column of a pair's margin; name of the margins next to a token store."""
 
 
 class PreferenceSamples(RowSamples):

@@ -107,7 +107,7 @@ Fields = Mapping[str, tuple[Test, str]]
 _ID = f"an id from 0 to {LARGEST_ID}"
 _TOKENIZER: Fields = {
     "model": (_object, "an object"),
-    "added_tokens": (_none_or(_added), "a list of objects, each with an id of its own and a text as content"),
+    "added_tokens": (_none_or(_added), "a list of objects, each with its own id and a text as content"),
     **dict.fromkeys(
         ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"),
         (_none_or(_object), "an object or null"),

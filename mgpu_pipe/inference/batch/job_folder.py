@@ -1,4 +1,4 @@
-"""Folder of an unfinished job beside its output: what each process has computed so far, from which a rerun resumes."""
+"""Folder of an unfinished job next to its output: what each process has computed so far, from which a rerun resumes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class JobSettings(ABC):
         model: folder of the step or the model.
         batch_size: rows in a forward pass.
         average: whether its weights are the average (``--weights ema``).
-        device: as of ``--device``.
+        device: see ``--device``.
     """
 
     model: Path

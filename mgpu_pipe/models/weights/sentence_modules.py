@@ -20,7 +20,7 @@ class SentenceModules:
     """How a folder makes a vector of a text.
 
     Attributes:
-        pooling, normalize: as of ``objective.pooling`` and ``objective.normalize``.
+        pooling, normalize: see ``objective.pooling`` and ``objective.normalize``.
         prompts: text before every text, by kind.
         default_prompt: kind of the prompt where none is named; None for no prompt.
         max_tokens: of a text, the rest of which is cut off; None for as many as tokenizer and model allow.

@@ -71,7 +71,7 @@ class ExpertLoad:
     def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         modules, layouts = experts_modules(model), layouts_of(model)
         if not modules:
-            raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
+            raise ValueError(f"{type(model).__name__} has no experts that its own plan names")
         self._modules, self._counts = list(modules.values()), list[torch.Tensor]()
         self._computed = [computed_rows(module) or 0 for module in self._modules]
         for name, module in modules.items():
@@ -177,7 +177,7 @@ def apply_expert_parallel(
     """
     modules = experts_modules(model)
     if not modules:
-        raise ValueError(f"{type(model).__name__} has no experts that a plan of its own names")
+        raise ValueError(f"{type(model).__name__} has no experts that its own plan names")
     sliced = tp_group if tp_group is not None and tp_group.size() > 1 and not sequence_parallel else None
     layouts: dict[str, Layout] = {}
     for name, module in modules.items():
@@ -205,7 +205,7 @@ def _cut_experts(name: str, module: nn.Module, group: dist.ProcessGroup) -> dict
         full_name = f"{name}.{attribute}"
         layouts[full_name] = Layout(full_name, tuple(parameter.shape), 0, ((start, stop),))
     if len(layouts) != len(list(module.parameters())):
-        raise ValueError(f"{name} has parameters in modules of its own, which its experts share")
+        raise ValueError(f"{name} has parameters in its own modules, which its experts share")
     module.num_experts = each  # type: ignore[assignment]
     return layouts
 

@@ -1,6 +1,6 @@
 """The collectives of expert parallelism: tokens travel to the ranks that hold their experts, and results back.
 
-Every transfer is a function of its own, so that what a step sends can be counted by name. A transfer's backward pass
+Every transfer is its own function, so that what a step sends can be counted by name. A transfer's backward pass
 is the transfer the other way. Splits are uneven; how many rows go where is exchanged first and read on the host, the
 one point at which a layer waits for its device (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, for the two
 all-to-alls; there is no capacity here, so no token is dropped).

@@ -152,7 +152,7 @@ def cut_stages(
 ) -> list[StageView]:
     """Delete the modules of other ranks' stages from a meta ``model``, in place.
 
-    A tied head that ends up on another rank than the embedding is a parameter of its own there, recorded by a
+    A tied head that ends up on another rank than the embedding is its own parameter there, recorded by a
     :class:`Layout` under the embedding's name and not owned; see
     :func:`parallel.pipeline.schedule.reduce_tied_gradients`.
 

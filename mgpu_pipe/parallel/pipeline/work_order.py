@@ -322,7 +322,7 @@ def bubble_of(timed: Sequence[Sequence[Timed]]) -> float:
 
 
 def most_in_flight(stream: Stream) -> int:
-    """The most forward passes, over all stages of a rank, whose backward pass has not begun."""
+    """The most forward passes, over all stages of a rank, whose backward pass has not started."""
     most = now = 0
     for action in stream:
         now += {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]

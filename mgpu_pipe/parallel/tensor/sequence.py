@@ -67,7 +67,7 @@ def split_between(
     partial_gradient: bool,
     streams: RankStreams | None = None,
 ) -> None:
-    """Hook the split in front of ``first_block`` and the gathering behind ``last``.
+    """Hook the split in front of ``first_block`` and the gathering after ``last``.
 
     Args:
         addends: modules whose result is added to the embeddings in between, as learnt positions are.

@@ -1,6 +1,6 @@
 """``python -m mgpu_pipe.training.deepspeed.build_extension``: compiles DeepSpeed's file access.
 
-Run by the launcher, in a process of its own, before workers start (:mod:`mgpu_pipe.launch.deepspeed_build`). Workers
+Run by the launcher, in its own process, before workers start (:mod:`mgpu_pipe.launch.deepspeed_build`). Workers
 load what was compiled. Left to DeepSpeed, each of them would ask the build tool, which compiles again where the virtual
 environment is another, and would wait without end for one that was killed meanwhile.
 """

@@ -164,7 +164,7 @@ class ZeroState(ABC):
 
         Args:
             weights: the type of every weight of the checkpoint. State of the weight's own type has the masters' type,
-                so that a run may go on from another precision.
+                so that a run may resume from another precision.
         """
         keys: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
         for name, entry in stored.items():

@@ -1,6 +1,6 @@
 """Runs code on a device of fake tensors, which have shapes and no values.
 
-On ``cuda:0`` (pretended by :mod:`.pretended_cuda`) tensors of the host are real and those of the device fake, and torch
+On ``cuda:0`` (faked by :mod:`.fake_cuda`) tensors of the host are real and those of the device fake, and torch
 refuses operators of both. On the CPU a tensor is fake if it is made of fake ones or is new, large and no whole
 numbers. A number that the host reads of a fake tensor is 0 unless it is known otherwise; collectives are not sent.
 """
@@ -234,6 +234,6 @@ def _synchronized(*_: Any) -> None:
 
 
 def stand_in() -> None:
-    """Let ``torch.cuda`` answer as a pretended GPU of 80 GiB."""
+    """Let ``torch.cuda`` answer as a fake GPU of 80 GiB."""
     answer_for_cuda(_Stream, _synchronized, 80 << 30)
     prepare_fakes()

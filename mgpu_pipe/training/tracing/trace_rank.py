@@ -1,6 +1,6 @@
 """Traces an optimizer step of one rank: live bytes by phase and the collectives, as JSON.
 
-``python -m mgpu_pipe.training.tracing.trace_rank RANK RANKS [OVERRIDES]`` runs on fake tensors, on a pretended GPU if
+``python -m mgpu_pipe.training.tracing.trace_rank RANK RANKS [OVERRIDES]`` runs on fake tensors, on a fake GPU if
 the configuration is for GPUs. The model, its split, the optimizer and the step are the run's; blocks are not compiled.
 Micro-batches beyond those that change memory are left out, see :func:`micro_batches`.
 """
@@ -213,7 +213,7 @@ def main() -> int:
     rank, ranks, *words = sys.argv[1:]
     composition = compose_one(parse(words))
     if device_type(composition.config.trainer) == "cuda":
-        from mgpu_pipe.training.tracing.pretended_cuda import load
+        from mgpu_pipe.training.tracing.fake_cuda import load
 
         load()
     print_text(json.dumps(trace(composition.config, int(rank), int(ranks))))

@@ -1,7 +1,7 @@
 """Gives torch a CUDA device that does nothing, for :mod:`.fake_device`; no GPU is needed, g++ is.
 
 :func:`load` comes before torch is imported: torch asks once which devices there are. It compiles a device guard of
-forty lines (pretended_cuda.cpp); on the device are fake tensors, which have shapes and no values.
+forty lines (fake_cuda.cpp); on the device are fake tensors, which have shapes and no values.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def load() -> None:
     """Give this process's torch, not imported yet, the device.
 
     Raises:
-        BadInputError: no compiler, or a torch with CUDA of its own.
+        BadInputError: no compiler, or a torch with its own CUDA.
     """
     assert "torch" not in sys.modules, "torch has asked for its devices"
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     torch = Path(spec.origin).parent
     if (torch / "lib/libtorch_cuda.so").exists():
-        raise BadInputError("this torch has CUDA of its own; trace with a GPU in sight, or with torch for CPUs")
+        raise BadInputError("this torch has its own CUDA; trace with a GPU in sight, or with torch for CPUs")
     if shutil.which("g++") is None:
-        raise BadInputError("g++ is missing, which compiles the pretended GPU; install it: apt-get install g++")
+        raise BadInputError("g++ is missing, which compiles the fake GPU; install it: apt-get install g++")
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "pretended_cuda.so"
+        library = Path(folder) / "fake_cuda.so"
         command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch / 'include'}", str(SOURCE)]
         subprocess.run([*command, f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(library)], check=True)
         for name in (torch / "lib/libc10.so", torch / "lib/libtorch_cpu.so", library):
