@@ -126,17 +126,18 @@ def vector_errors(model: torch.nn.Module, whole: Any) -> dict[str, float]:
     rounding alone: its error is relative to the largest gradient.
 
     Args:
+        model: the objective's model, or sentence-transformers' around one.
         whole: sentence-transformers' model around one with the same weights; its pooler has no gradient.
     """
     named = gradients_of(whole)
     largest = max(float(gradient.norm()) for gradient in named.values() if gradient is not None)
     errors = {}
-    for name, parameter in model.named_parameters():
+    for name, gradient in gradients_of(model).items():
         if not name.startswith("pooler."):
             wanted = named[name]
-            assert parameter.grad is not None and wanted is not None
+            assert gradient is not None and wanted is not None
             size = largest if name.endswith("key.bias") else float(wanted.norm())
-            errors[name] = float((parameter.grad - wanted).norm()) / size
+            errors[name] = float((gradient - wanted).norm()) / size
     assert len(errors) == len(named) - 2
     return errors
 

@@ -37,20 +37,27 @@ def scored_batch() -> dict[str, torch.Tensor]:
 def test_loss_and_gradients_are_those_of_sentence_transformers(
     published: Any, loss: str, pooling: str, dtype: torch.dtype
 ) -> None:
+    """Float32 rounds differently on each processor: gradients that differ by more are nearer to the exact ones."""
     from sentence_transformers.sentence_transformer.losses import CoSENTLoss, CosineSimilarityLoss
 
-    model, batch = bert(dtype=dtype), scored_batch()
-    whole = published(model, pooling, dtype)
-    oracle = CoSENTLoss(whole, scale=20.0) if loss == "cosent" else CosineSimilarityLoss(whole)
-    expected = oracle(columns_of(batch), SCORES.to(dtype))
-    expected.backward()
-    found = mean_loss(objective_of(model, loss=loss, pooling=pooling), cut(batch, 1, 2, 3))
+    batch = scored_batch()
+
+    def published_loss(dtype: torch.dtype) -> tuple[Any, float]:
+        whole = published(bert(dtype=dtype), pooling, dtype)
+        oracle = CoSENTLoss(whole, scale=20.0) if loss == "cosent" else CosineSimilarityLoss(whole)
+        result = oracle(columns_of(batch), SCORES.to(dtype))
+        result.backward()
+        return whole, float(result.detach())
+
+    model, (whole, expected) = bert(dtype=dtype), published_loss(dtype)
+    found = float(mean_loss(objective_of(model, loss=loss, pooling=pooling), cut(batch, 1, 2, 3)))
     bound = 1e-6 if dtype == torch.float32 else 1e-10
-    error = abs(float(found - expected.detach())) / float(expected.detach())
-    assert error <= bound
+    assert abs(found - expected) <= bound * expected
     errors = vector_errors(model, whole)
-    print(f"{loss} {dtype}: loss {error:.1e}, gradients {max(errors.values()):.1e}")
-    assert max(errors.values()) <= bound, max(errors.items(), key=lambda item: item[1])
+    if max(errors.values()) > bound:
+        exact, _ = published_loss(torch.float64)
+        ours, theirs = (max(vector_errors(each, exact).values()) for each in (model, whole))
+        assert ours < theirs, max(errors.items(), key=lambda item: item[1])
 
 
 def test_shortened_vectors_add_the_losses_of_sentence_transformers(published: Any) -> None:
