@@ -42,6 +42,8 @@ CLASSES = {
     "whisper_tiny": 384,
     **dict.fromkeys(SEEING, 384),
 }
+SMALL = {"smolvlm_tiny": ["data.max_side=8"], "gemma4_tiny": ["data.max_pixels=64"]}
+"""Pictures that leave room for a conversation."""
 
 
 def two_steps(folder: str, overrides: list[str]) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def test_every_tiny_model_trains_two_steps(model: str, cache: Path, tmp_path: Pa
         "data.validation_max_samples=8",
         "trainer.progress=off",
         *(["data.recordings=24"] if spoken else []),
-        *(["data.max_side=8"] if model == "smolvlm_tiny" else []),
+        *SMALL.get(model, []),
     ]
     config, _ = compose(overrides)
     freeze(config, RunPaths(tmp_path).config)
