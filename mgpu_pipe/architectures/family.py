@@ -109,7 +109,7 @@ Role = Literal[
     "transcriber",
 ]
 """Roles that only tested families have. ``two_towers``: pictures and captions, of which a ``picture_tower`` and a
-``text_tower`` may be of families of their own; ``chat_tower``: the vision tower of a language model."""
+``text_tower`` may be of other families; ``chat_tower``: the vision tower of a language model."""
 
 
 @dataclass(frozen=True)

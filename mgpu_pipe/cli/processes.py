@@ -11,10 +11,12 @@ from typing import Any
 
 from mgpu_pipe.config.arguments import count, positive_int
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
+from mgpu_pipe.inference.batch.settings import BATCH_SIZE
 from mgpu_pipe.inference.find_model import ModelSource, config_of, find_model
-from mgpu_pipe.inference.model_arguments import find_inputs, resolve_device
+from mgpu_pipe.inference.model_arguments import add_device_argument, find_inputs, resolve_device
 from mgpu_pipe.system.local_files import expand_home, replace_file
 from mgpu_pipe.topology import ParallelDims
 
@@ -42,6 +44,39 @@ def compose_processes(verb: str, overrides: Sequence[str], device: str, *, strat
     named = any(text.lstrip("+").startswith("strategy=") for text in overrides)
     config = compose(["precision=fp32", *([] if named else ["strategy=ddp"]), *overrides])[0]
     return config if device == "auto" else replace(config, trainer=replace(config.trainer, devices=1))
+
+
+def add_job_arguments(parser: argparse.ArgumentParser, purpose: str, batch: str) -> None:
+    """Add the arguments of a job on processes that each have the whole model.
+
+    Args:
+        purpose: what it does, a verb.
+        batch: help of ``--batch-size``.
+    """
+    parser.add_argument("--batch-size", type=positive_int, default=BATCH_SIZE, metavar="N", help=batch)
+    parser.add_argument("--processes", type=positive_int, metavar="N", help="another word for trainer.devices=N")
+    add_device_argument(parser)
+    help_text = f"trainer.devices, trainer.num_nodes, trainer.accelerator or launch.* to {purpose} with"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
+
+
+def job_processes(verb: str, arguments: argparse.Namespace) -> RunConfig:
+    """The processes that the arguments of :func:`add_job_arguments` choose; raises as :func:`compose_processes`."""
+    processes = [] if arguments.processes is None else [f"trainer.devices={arguments.processes}"]
+    return compose_processes(verb, [*arguments.overrides, *processes], arguments.device, strategies=False)
+
+
+def job_settings(arguments: argparse.Namespace, source: ModelSource, config: RunConfig) -> dict[str, Any]:
+    """Settings that all these jobs have, by the names of :class:`mgpu_pipe.inference.batch.settings.JobSettings`."""
+    return {
+        "model": source.folder.absolute(),
+        "input": expand_home(arguments.input).absolute(),
+        "output": expand_home(arguments.output).absolute(),
+        "batch_size": arguments.batch_size,
+        "average": arguments.weights == "ema",
+        "frozen_weights": arguments.frozen_weights,
+        "device": resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer),
+    }
 
 
 def refuse_whole_weights(source: ModelSource, config: RunConfig, weights: str, frozen: Path | None) -> None:
@@ -90,7 +125,6 @@ def uses_harness(arguments: argparse.Namespace) -> bool:
 
 def evaluate_by_harness(arguments: argparse.Namespace) -> int:
     """Measure the tasks and print a line for each metric; returns the exit code."""
-    from mgpu_pipe.config.resolve import device_type
     from mgpu_pipe.inference.harness.harness_settings import HarnessSettings, require_harness
     from mgpu_pipe.inference.harness.measure import stay_offline
     from mgpu_pipe.inference.harness.task_files import check_task_files

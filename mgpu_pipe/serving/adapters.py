@@ -47,7 +47,7 @@ def read_adapters(words: Sequence[str], model: str) -> tuple[NamedAdapter, ...]:
         model: name of the model that they adapt.
 
     Raises:
-        BadInputError: a name stands twice, or a folder is none of the peft package.
+        BadInputError: two adapters have the same name, or a folder is no adapter of peft.
     """
     adapters = list[NamedAdapter]()
     for word in words:

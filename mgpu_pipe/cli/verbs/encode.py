@@ -6,21 +6,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_pipe.cli.processes import compose_processes
+from mgpu_pipe.cli.processes import add_job_arguments, job_processes, job_settings
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import positive_int
-from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE, EncodeSettings, require_input
 from mgpu_pipe.inference.batch.texts import count_texts, prompt_of, vectors_of, width_of
 from mgpu_pipe.inference.find_model import find_model
-from mgpu_pipe.inference.model_arguments import (
-    add_device_argument,
-    build_parser,
-    folder_of,
-    parse_arguments,
-    resolve_device,
-)
+from mgpu_pipe.inference.model_arguments import build_parser, folder_of, parse_arguments
 from mgpu_pipe.system.local_files import expand_home
 
 ENDINGS = (".parquet", ".npy")
@@ -38,21 +31,14 @@ def encode(argv: Sequence[str]) -> int:
         "--prompt", metavar="KIND", help="prompt before every text: query, document, or another of the model's"
     )
     parser.add_argument("--size", type=positive_int, metavar="N", help="first numbers of each vector (Matryoshka)")
-    parser.add_argument(
-        "--batch-size", type=positive_int, default=BATCH_SIZE, metavar="N", help=f"default {BATCH_SIZE}"
-    )
-    parser.add_argument("--processes", type=positive_int, metavar="N", help="another word for trainer.devices=N")
-    add_device_argument(parser)
-    help_text = "trainer.devices, trainer.num_nodes, trainer.accelerator or launch.* to encode with"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
+    add_job_arguments(parser, "encode", f"default {BATCH_SIZE}")
     return _encode(parse_arguments(parser, argv))
 
 
 def _encode(arguments: argparse.Namespace) -> int:
     if arguments.output.suffix not in ENDINGS:
         raise BadInputError(f"--output={arguments.output}: unknown ending; let it end in {' or '.join(ENDINGS)}")
-    processes = [] if arguments.processes is None else [f"trainer.devices={arguments.processes}"]
-    config = compose_processes("encode", [*arguments.overrides, *processes], arguments.device, strategies=False)
+    config = job_processes("encode", arguments)
     source, texts = find_model(folder_of(arguments)), expand_home(arguments.input).absolute()
     vectors, width = vectors_of(source.config, source.folder), width_of(source)
     size = arguments.size or width
@@ -61,13 +47,7 @@ def _encode(arguments: argparse.Namespace) -> int:
     prompt = prompt_of(vectors, arguments.prompt)
     require_input(texts)
     settings = EncodeSettings(
-        model=source.folder.absolute(),
-        input=texts,
-        output=expand_home(arguments.output).absolute(),
-        batch_size=arguments.batch_size,
-        average=arguments.weights == "ema",
-        frozen_weights=arguments.frozen_weights,
-        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer),
+        **job_settings(arguments, source, config),
         column=arguments.column,
         prompt=prompt,
         size=size,

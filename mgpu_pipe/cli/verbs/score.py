@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_pipe.cli.processes import compose_processes
+from mgpu_pipe.cli.processes import add_job_arguments, job_processes, job_settings
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.config.arguments import positive_int
-from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.score_rows import count_rows, require_reranker
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE, ScoreSettings, require_input
 from mgpu_pipe.inference.find_model import find_model
-from mgpu_pipe.inference.model_arguments import (
-    add_device_argument,
-    build_parser,
-    folder_of,
-    parse_arguments,
-    resolve_device,
-)
+from mgpu_pipe.inference.model_arguments import build_parser, folder_of, parse_arguments
 from mgpu_pipe.system.local_files import expand_home
 
 
@@ -30,30 +22,15 @@ def score(argv: Sequence[str]) -> int:
     parser.add_argument("--input", type=Path, required=True, metavar="FILE", help=help_text)
     help_text = "the same rows with a column scores, JSON Lines (.jsonl)"
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=help_text)
-    help_text = f"pairs in a forward pass; default {BATCH_SIZE}"
-    parser.add_argument("--batch-size", type=positive_int, default=BATCH_SIZE, metavar="N", help=help_text)
-    parser.add_argument("--processes", type=positive_int, metavar="N", help="another word for trainer.devices=N")
-    add_device_argument(parser)
-    help_text = "trainer.devices, trainer.num_nodes, trainer.accelerator or launch.* to score with"
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
+    add_job_arguments(parser, "score", f"pairs in a forward pass; default {BATCH_SIZE}")
     arguments = parse_arguments(parser, argv)
     if arguments.output.suffix != ".jsonl":
         raise BadInputError(f"--output={arguments.output}: unknown ending; let it end in .jsonl")
-    processes = [] if arguments.processes is None else [f"trainer.devices={arguments.processes}"]
-    config = compose_processes("score", [*arguments.overrides, *processes], arguments.device, strategies=False)
+    config = job_processes("score", arguments)
     source, rows = find_model(folder_of(arguments)), expand_home(arguments.input).absolute()
     require_reranker(source)
     require_input(rows)
-    settings = ScoreSettings(
-        model=source.folder.absolute(),
-        input=rows,
-        output=expand_home(arguments.output).absolute(),
-        batch_size=arguments.batch_size,
-        average=arguments.weights == "ema",
-        frozen_weights=arguments.frozen_weights,
-        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer),
-        rows=count_rows(rows),
-    )
+    settings = ScoreSettings(**job_settings(arguments, source, config), rows=count_rows(rows))
     from mgpu_pipe.launch.batch_job import run_job
 
     return run_job(settings, source, config)

@@ -99,7 +99,7 @@ def finite_number(value: Any, column: str, origin: str) -> float:
     """The number that ``value`` is, or that its text says.
 
     Raises:
-        DataError: it is none, or not finite.
+        DataError: it is no number, or not finite.
     """
     try:
         score = math.nan if isinstance(value, bool) else float(value)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFILL_SHARE = 4
-"""A quarter of the batch is free before prompts enter: each entry is a forward pass of its own."""
+"""A quarter of the batch is free before prompts enter: each entry costs a forward pass."""
 
 
 def takes_rows(model: PreTrainedModel) -> bool:
