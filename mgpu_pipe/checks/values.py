@@ -69,6 +69,7 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
         *_schedule_errors(config.scheduler, config.trainer),
         *_held_out_errors(config.data, config.trainer, config.checkpoint),
         *_sample_errors(config.objective, config.trainer),
+        *config.objective.data_errors(config.data, config.model),
         *config.objective.run_errors(config),
         *base_run_errors(config),
         *early_stopping_errors(config.trainer, config.callbacks),

@@ -210,10 +210,14 @@ class ObjectiveConfig:
         """Model configuration fields that the objective decides."""
         return {}
 
+    def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
+        """Errors of the objective with the run's data, which may depend on the model."""
+        if getattr(data, "cache_features", False):
+            return [ConfigError("data.cache_features", True, "use false", f"{self.name} computes them in every step")]
+        return []
+
     def run_errors(self, config: RunConfig) -> list[ConfigError]:
         """Errors of the objective with the other keys of the run."""
-        if getattr(config.data, "cache_features", False):
-            return [ConfigError("data.cache_features", True, "use false", f"{self.name} computes them in every step")]
         return []
 
     def adapter_errors(self, model: ModelConfig, peft: PeftConfig) -> list[ConfigError]:
@@ -246,11 +250,7 @@ class ObjectiveConfig:
         return 0
 
     def folder_files(self, data: DataConfig, width: int) -> Mapping[str, Any]:
-        """JSON files that other programs read in an exported folder, by their path in it.
-
-        Args:
-            width: of the model's hidden states.
-        """
+        """JSON files that other programs read in an exported folder, by path; hidden states are ``width`` wide."""
         return {}
 
     def prompts(self) -> tuple[list[str], int]:

@@ -12,9 +12,9 @@ from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.objectives.picture_keys import cached_features_errors
+from mgpu_pipe.objectives.picture_keys import CachedFeaturesConfig
 from mgpu_pipe.objectives.text_keys import TextHeadConfig, measure_accuracy, untrained_head
 from mgpu_pipe.objectives.transcript_keys import WaveEncoderConfig
 
@@ -32,7 +32,9 @@ def measure_classes(sums: Sequence[float]) -> dict[str, float]:
 
 
 @dataclass
-class ImageClassificationConfig(ObjectiveConfig):
+class ImageClassificationConfig(CachedFeaturesConfig):
+    has_vision_part = False
+
     name: str = "image_classification"
 
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
@@ -53,9 +55,6 @@ class ImageClassificationConfig(ObjectiveConfig):
     def mixes(self) -> bool:
         """Whether training pictures are mixed."""
         return self.mixup > 0 or self.cutmix > 0
-
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        return cached_features_errors(config, has_vision_part=False)
 
 
 IMAGE_CLASSIFICATION = Description(

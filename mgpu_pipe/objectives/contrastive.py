@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
-from typing_extensions import Self
 
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, Field
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
@@ -20,7 +18,7 @@ from mgpu_pipe.objectives.global_batch import Features, GlobalBatchObjective, at
 from mgpu_pipe.objectives.losses.vectors import pairing_losses
 from mgpu_pipe.objectives.picture_keys import CONTRASTIVE, DIRECTIONS, RANKS, ContrastiveConfig
 from mgpu_pipe.objectives.sample_group import SampleGroup
-from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures, caches_features
+from mgpu_pipe.objectives.tower_features import PictureObjective, PooledFeatures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,11 +62,8 @@ class ContrastiveObjective(PictureObjective, GlobalBatchObjective):
         model.register_forward_hook(self._scale)
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        keys = cast(ContrastiveConfig, config.objective)
-        return cls(model, optimizer_factory, learning_rate, keys.max_scale, caches_features(config.data))
+    def arguments(cls, keys: ContrastiveConfig) -> tuple[Any, ...]:
+        return (keys.max_scale,)
 
     @property
     def batch_spec(self) -> BatchSpec:

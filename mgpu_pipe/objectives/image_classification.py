@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of
@@ -19,7 +18,7 @@ from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, s
 from mgpu_pipe.objectives.class_keys import IMAGE_CLASSIFICATION, ImageClassificationConfig
 from mgpu_pipe.objectives.class_sums import ClassObjective, class_losses
 from mgpu_pipe.objectives.packed_text import skips_last
-from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective, caches_features
+from mgpu_pipe.objectives.tower_features import ClassifierFeatures, PictureObjective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,8 +29,8 @@ class ImageClassificationObjective(PictureObjective, ClassObjective):
 
     Args:
         label_smoothing: share of each label spread over all classes, only in training.
-        cache_features: ``data.cache_features``.
         mixed: whether pictures are mixed with another one.
+        cache_features: ``data.cache_features``.
     """
 
     description = IMAGE_CLASSIFICATION
@@ -43,20 +42,16 @@ class ImageClassificationObjective(PictureObjective, ClassObjective):
         optimizer_factory: Any,
         learning_rate: LearningRate,
         label_smoothing: float = 0.0,
-        cache_features: bool = False,
         mixed: bool = False,
+        cache_features: bool = False,
     ) -> None:
         super().__init__(model, optimizer_factory, learning_rate, label_smoothing)
         self._mixed = mixed
         self.features = ClassifierFeatures(model) if cache_features else None
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        keys = cast(ImageClassificationConfig, config.objective)
-        cached = caches_features(config.data)
-        return cls(model, optimizer_factory, learning_rate, keys.label_smoothing, cached, keys.mixes)
+    def arguments(cls, keys: ImageClassificationConfig) -> tuple[Any, ...]:
+        return keys.label_smoothing, keys.mixes
 
     @classmethod
     def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:

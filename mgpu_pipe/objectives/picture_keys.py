@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from mgpu_pipe.architectures.find import families_in_role, families_with, sight_of
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.images.image_keys import AugmentConfig, ImageConfig
 from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.model_field import model_field
@@ -28,38 +28,45 @@ DROPS = (
 """Dropout fields of towers."""
 
 
-def cached_features_errors(
-    config: RunConfig, has_vision_part: bool = True, families: Sequence[str] = ()
-) -> list[ConfigError]:
-    """Reasons why ``data.cache_features`` would change the result; none if it is off.
+@dataclass
+class CachedFeaturesConfig(ObjectiveConfig):
+    """Keys of an objective that can train on the stored features of a frozen tower."""
 
-    Args:
-        has_vision_part: whether the tower is the model's vision part, else all but a classifier's last layer.
-        families: families whose features can be cached; empty for all that the objective trains.
-    """
-    data, model, peft = config.data, config.model, config.peft
-    if not (isinstance(data, ImageConfig) and data.cache_features):
+    has_vision_part: ClassVar[bool] = True
+    """Whether the tower is the model's vision part, else all but a classifier's last layer."""
+
+    def cached_families(self) -> Sequence[str]:
+        """Families whose features can be stored; empty for all that the objective trains."""
+        return ()
+
+    def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
         return []
-    kind = model.type or model_field(model, "model_type")
-    adapter_fix = "peft.targets=[language]" if has_vision_part else "peft=none"
-    adapted = peft.name != "none" and not (has_vision_part and set(peft.targets) <= {"language", "projector"})
-    changed = [f"data.{key}={off}".lower() for key, off in CHANGES.items() if getattr(data, key) != off]
-    usual = {key: getattr(AugmentConfig(), key) for key in AUGMENTS}
-    changed += [f"data.augment.{key}={off}" for key, off in usual.items() if getattr(data.augment, key) != off]
-    changed += [f"objective.{key}=0" for key in MIXES if getattr(config.objective, key, 0)]
-    drops = [f"{key}=0" for key in DROPS if vision_field(model, key)]
-    nested = "vision_config." if has_vision_part else ""
-    candidates = [
-        ("model.freeze=[vision]", "its tower learns", has_vision_part and "vision" not in model.freeze),
-        (adapter_fix, "its tower gets adapters", adapted),
-        ("peft.train_also=[projector]", "its tower learns", peft.name != "none" and "vision" in peft.train_also),
-        (" or ".join(families), f"what the tower of {kind} sees is not kept", families and kind not in families),
-        ("strategy.pp=1", "every process that trains reads them", config.strategy.pp != 1),
-        *((fix, "each step changes its pictures", True) for fix in changed),
-        *((f"model.config.{nested}{fix}", "its tower drops out", True) for fix in drops),
-    ]
-    wrong = ((f"use {fix}, or false", reason) for fix, reason, applies in candidates if applies)
-    return [ConfigError("data.cache_features", True, fix, reason) for fix, reason in wrong]
+
+    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+        """Reasons why ``data.cache_features`` would change the result; none if it is off."""
+        data, model, peft = config.data, config.model, config.peft
+        if not (isinstance(data, ImageConfig) and data.cache_features):
+            return []
+        kind, families = model.type or model_field(model, "model_type"), self.cached_families()
+        adapter_fix = "peft.targets=[language]" if self.has_vision_part else "peft=none"
+        adapted = peft.name != "none" and not (self.has_vision_part and set(peft.targets) <= {"language", "projector"})
+        changed = [f"data.{key}={off}".lower() for key, off in CHANGES.items() if getattr(data, key) != off]
+        usual = {key: getattr(AugmentConfig(), key) for key in AUGMENTS}
+        changed += [f"data.augment.{key}={off}" for key, off in usual.items() if getattr(data.augment, key) != off]
+        changed += [f"objective.{key}=0" for key in MIXES if getattr(self, key, 0)]
+        drops = [f"{key}=0" for key in DROPS if vision_field(model, key)]
+        nested = "vision_config." if self.has_vision_part else ""
+        candidates = [
+            ("model.freeze=[vision]", "its tower learns", self.has_vision_part and "vision" not in model.freeze),
+            (adapter_fix, "its tower gets adapters", adapted),
+            ("peft.train_also=[projector]", "its tower learns", peft.name != "none" and "vision" in peft.train_also),
+            (" or ".join(families), f"what the tower of {kind} sees is not kept", families and kind not in families),
+            ("strategy.pp=1", "every process that trains reads them", config.strategy.pp != 1),
+            *((fix, "each step changes its pictures", True) for fix in changed),
+            *((f"model.config.{nested}{fix}", "its tower drops out", True) for fix in drops),
+        ]
+        wrong = ((f"use {fix}, or false", reason) for fix, reason, applies in candidates if applies)
+        return [ConfigError("data.cache_features", True, fix, reason) for fix, reason in wrong]
 
 
 RANKS = (1, 5, 10)
@@ -72,7 +79,7 @@ TRIED_TOWERS = {"vision_config": families_in_role("picture_tower"), "text_config
 
 
 @dataclass
-class ContrastiveConfig(ObjectiveConfig):
+class ContrastiveConfig(CachedFeaturesConfig):
     name: str = "contrastive"
 
     max_scale: float = field(default=100.0, metadata={"at_least": 1})
@@ -86,9 +93,6 @@ class ContrastiveConfig(ObjectiveConfig):
                 fix = f"use one of {', '.join(kinds)}"
                 errors.append(ConfigError(f"model.config.{part}.model_type", kind, fix, "no other tower was tried"))
         return errors
-
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        return cached_features_errors(config)
 
 
 DIRECTIONS = {"image_to_text": "caption for a picture", "text_to_image": "picture for a caption"}
@@ -131,7 +135,7 @@ FIXED_SIZE_TOWERS = families_in_role("chat_tower")
 
 
 @dataclass
-class VisionLanguageConfig(TokenLossConfig):
+class VisionLanguageConfig(CachedFeaturesConfig, TokenLossConfig):
     name: str = "vision_language"
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
@@ -142,15 +146,16 @@ class VisionLanguageConfig(TokenLossConfig):
         fix = f"use one of {', '.join(FIXED_SIZE_TOWERS)}"
         return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
 
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        errors = []
-        kind = config.model.type or model_field(config.model, "model_type")
+    def cached_families(self) -> Sequence[str]:
+        return families_with(lambda family: family.sight is not None and family.sight.cacheable)
+
+    def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
+        kind = model.type or model_field(model, "model_type")
         both_ways = sight_of(str(kind)).both_ways
-        if config.data.packing == "best_fit" and both_ways:
-            reason = f"{kind} reads {both_ways} from both sides, which packed rows do not keep apart"
-            errors.append(ConfigError("data.packing", config.data.packing, "use none", reason))
-        cacheable = families_with(lambda family: family.sight is not None and family.sight.cacheable)
-        return errors + cached_features_errors(config, families=cacheable)
+        if data.packing != "best_fit" or not both_ways:
+            return []
+        reason = f"{kind} reads {both_ways} from both sides, which packed rows do not keep apart"
+        return [ConfigError("data.packing", data.packing, "use none", reason)]
 
 
 def measure_vision_language(sums: Sequence[float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from mgpu_pipe.architectures.find import families_in_role, family_of
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.identity import FREE
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import Auto, ModelConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import Auto, DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import existing_file, made_here, mask_token_id
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_types
@@ -180,12 +180,12 @@ class MaskedLMConfig(TokenLossConfig):
         token = mask_token_id(folder) if self.mask_token_id == "auto" else None
         return self if token is None else replace(self, mask_token_id=token)
 
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        errors = super().run_errors(config)
-        if self.mask_token_id != "auto" or not config.model.path:
+    def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
+        errors = super().data_errors(data, model)
+        if self.mask_token_id != "auto" or not model.path:
             return errors
         try:
-            file = existing_file(config.model, config.data)
+            file = existing_file(model, data)
             if file is None or made_here(file.parent) or mask_token_id(file.parent) is not None:
                 return errors
         except BadInputError:  # reading the tokenizer reports it

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from typing_extensions import Self
 
 from mgpu_pipe.architectures.pictures import picture_places
 from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.step_batch import Field, StepBatch
@@ -257,6 +258,11 @@ class PictureObjective(Objective):
     features: TowerFeatures | None = None
     measures_weights: Literal["first", "loaded"] = "loaded"  # the tower may have learned before it was frozen
 
+    @classmethod
+    def from_config(cls, config: RunConfig, *built: Any, **options: Any) -> Self:
+        options["cache_features"] = isinstance(config.data, ImageConfig) and config.data.cache_features
+        return cls(*built, *cls.arguments(config.objective), **options)
+
     def needs_first_weights(self, start: RunStart) -> bool:
         return self.features is not None and not self.features.load(start)
 
@@ -278,8 +284,3 @@ class PictureObjective(Objective):
     def picture_number_field(self) -> dict[str, Field]:
         """Field ``shown``, the number of each sample's only picture, int64, (rows,); none without a cache."""
         return {"shown": Field(sequence_dim=None, padding=-1)} if self.features else {}
-
-
-def caches_features(data: DataConfig) -> bool:
-    """Whether the run caches picture features (``data.cache_features``)."""
-    return isinstance(data, ImageConfig) and data.cache_features

@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.alphabet import own_alphabet
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.text_keys import TOKEN_ACCURACY, TOKEN_LOSS, TokenLossConfig
@@ -51,7 +51,7 @@ RATES = (
 class TranscriptConfig(ObjectiveConfig):
     """Keys of an objective that measures word errors."""
 
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+    def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
         try:
             jiwer(self.name)
         except ConfigError as error:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mgpu_pipe.architectures.find import families_in_role, family_of
 from mgpu_pipe.config.objective import Description, Metric
-from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.text_keys import OneOutputConfig
 
@@ -98,8 +98,8 @@ class TextEmbeddingConfig(VectorConfig):
         """Whether the loss reads a teacher's scores."""
         return self.loss != "in_batch"
 
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
-        column, key = getattr(config.data, "scores_column", None), "data.scores_column"
+    def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
+        column, key = getattr(data, "scores_column", None), "data.scores_column"
         if not self.is_taught:
             fix, reason = "leave it out, or use objective.loss=margin_mse or kl", "objective.loss=in_batch reads none"
             return [ConfigError(key, column, fix, reason)] if column is not None else []
@@ -216,14 +216,12 @@ class RerankerConfig(OneOutputConfig):
         """The bias of the one output: it adds the same to all scores, on whose differences alone two losses depend."""
         return [name for name, size in sizes.items() if name.endswith("bias") and size == 1] * (self.loss != "binary")
 
-    def run_errors(self, config: RunConfig) -> list[ConfigError]:
+    def data_errors(self, data: DataConfig, model: ModelConfig) -> list[ConfigError]:
         fix = "write the prompt into the texts, or use objective=text_embedding"
         reason = "no program that loads the exported folder has a prompt for a side of a pair"
-        prompts = {
-            f"data.{kind}_prompt": getattr(config.data, f"{kind}_prompt", None) for kind in ("query", "document")
-        }
+        prompts = {f"data.{kind}_prompt": getattr(data, f"{kind}_prompt", None) for kind in ("query", "document")}
         errors = [ConfigError(key, prompt, fix, reason) for key, prompt in prompts.items() if prompt]
-        column = getattr(config.data, "scores_column", None)
+        column = getattr(data, "scores_column", None)
         if column is not None:
             fix = "leave it out, or use objective=text_embedding objective.loss=margin_mse"
             errors.append(ConfigError("data.scores_column", column, fix, "objective=reranker reads no scores"))

@@ -29,7 +29,7 @@ from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from mgpu_pipe.objectives.picture_inputs import Picture
 from mgpu_pipe.objectives.picture_keys import VISION_LANGUAGE, VisionLanguageConfig
 from mgpu_pipe.objectives.seq2seq import count_answers
-from mgpu_pipe.objectives.tower_features import LlavaFeatures, PictureObjective, caches_features
+from mgpu_pipe.objectives.tower_features import LlavaFeatures, PictureObjective
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,14 +70,13 @@ class VisionLanguageObjective(PictureObjective):
         self.features = LlavaFeatures(model) if cache_features else None
 
     @classmethod
-    def from_config(
-        cls, config: RunConfig, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate
-    ) -> Self:
-        keys = cast(VisionLanguageConfig, config.objective)
+    def arguments(cls, keys: VisionLanguageConfig) -> tuple[Any, ...]:
+        return (keys.loss_chunk_tokens,)
+
+    @classmethod
+    def from_config(cls, config: RunConfig, *built: Any, **options: Any) -> Self:
         packed = resolve_packing(config.model, config.data, config.objective) != "none"
-        return cls(
-            model, optimizer_factory, learning_rate, keys.loss_chunk_tokens, caches_features(config.data), packed
-        )
+        return super().from_config(config, *built, packed=packed, **options)
 
     @property
     def batch_spec(self) -> BatchSpec:

@@ -324,7 +324,7 @@ def test_missing_programs_and_packages_are_one_line(tmp_path: Path, monkeypatch:
         check_programs(config.model, config.data)
     told = [str(error) for error in found.value.errors]
     assert len(told) == 3 and "apt-get install espeak-ng" in told[1] and "apt-get install flite" in told[2]
-    told += [str(error) for error in config.objective.run_errors(config)]
+    told += [str(error) for error in config.objective.data_errors(config.data, config.model)]
     assert all("pip install 'mgpu_pipe[audio]'" in line for line in (told[0], told[3]))
 
 

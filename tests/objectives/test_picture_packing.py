@@ -84,9 +84,9 @@ def test_rows_of_several_conversations_learn_what_each_alone_does(
 
 def test_what_cannot_be_packed_is_refused() -> None:
     given = (*GIVEN, "model=llava_tiny", "data=digit_questions", PACKED)
-    assert not compose([*given])[0].objective.run_errors(compose([*given])[0])
+    assert not (config := compose([*given])[0]).objective.data_errors(config.data, config.model)
     config = compose([*given, "model=paligemma_tiny"])[0]
-    (error,) = config.objective.run_errors(config)
+    (error,) = config.objective.data_errors(config.data, config.model)
     assert str(error).startswith("data.packing=best_fit: paligemma reads questions from both sides")
     with pytest.raises(ConfigError, match=r"use none, or model\.attn_implementation=auto"):
         config = compose([*given, "model.attn_implementation=flash_attention_2"])[0]
