@@ -60,16 +60,17 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
     Args:
         elsewhere: nothing is started here; the run may be for another machine with GPUs.
     """
-    errors: list[BadInputError] = _strategy_errors(config)
+    errors = strategy_errors(config)
     if not errors:
         try:
             dims = ParallelDims.from_config(config.trainer, config.strategy)
             plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
             errors += _router_errors(config.model, config.objective)
             errors += _reduction_errors(config.precision, config.strategy, config.trainer, dims, plan)
-            errors += _part_errors(config.strategy, config.data, dims, model_fields(config.model))
-            if config.strategy.engine == "mesh":
-                errors += _model_axis_errors(config, dims, plan)
+            fields = model_fields(config.model)
+            errors += _part_errors(config.strategy, config.data, dims, fields)
+            if config.strategy.engine == "mesh" and fields:
+                errors += model_axis_errors(config, dims, plan, fields)
             errors += [] if errors else memory_errors(config, elsewhere)
         except ConfigError as error:
             errors.append(error)
@@ -78,7 +79,7 @@ def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputErro
 
 def update_errors(config: RunConfig) -> list[ConfigError]:
     """Errors of the optimizer on the strategy's sizes; none if :func:`size_errors` reports the strategy."""
-    if _strategy_errors(config):
+    if strategy_errors(config):
         return []
     try:
         dims = ParallelDims.from_config(config.trainer, config.strategy)
@@ -88,7 +89,8 @@ def update_errors(config: RunConfig) -> list[ConfigError]:
     return optimizer_errors(config.optimizer, config.strategy, config.trainer, dims)
 
 
-def _strategy_errors(config: RunConfig) -> list[BadInputError]:
+def strategy_errors(config: RunConfig) -> list[BadInputError]:
+    """Errors of the engine, and of a strategy that is one process."""
     if config.strategy.engine == ENGINE:
         return [*deepspeed_errors(config.strategy, config.precision, config.model), *offload_errors(config)]
     return _mesh_errors(config.trainer, config.strategy)
@@ -128,17 +130,6 @@ def _reduction_errors(
         reason = f"{holder} would sum up {plan.num_micro_batches} micro-batches in bf16 too"
         return [ConfigError(key, "bf16", fix, reason)]
     return []
-
-
-def _model_axis_errors(config: RunConfig, dims: ParallelDims, plan: BatchPlan) -> list[BadInputError]:
-    fields = model_fields(config.model)
-    if not fields or not (dims.uses_model_axes or _uses_axis_options(config.strategy)):
-        return []
-    return model_axis_errors(config, dims, plan, fields)
-
-
-def _uses_axis_options(strategy: StrategyConfig) -> bool:
-    return bool(strategy.sequence_parallel or strategy.pipeline.layers)
 
 
 def _part_errors(

@@ -143,19 +143,17 @@ IN_USE = 0.05
 GIB = 1 << 30
 
 
-def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[ConfigError]:
+def device_errors(strategy: StrategyConfig, trainer: TrainerConfig, joined: bool, elsewhere: bool) -> list[ConfigError]:
     """Errors of devices and interfaces that this machine lacks.
 
     Args:
         joined: this process is a rank of a world that was started from outside, and may see only its own GPU.
         elsewhere: the run may be for another machine with GPUs.
     """
-    if config.launch.type != "local" and not joined:
-        return []  # a job's nodes check their devices
-    interfaces = [] if elsewhere else _interface_errors(config.strategy, config.trainer, joined)
-    if device_type(config.trainer) == "cpu":
+    interfaces = [] if elsewhere else _interface_errors(strategy, trainer, joined)
+    if device_type(trainer) == "cpu":
         return interfaces
-    trainer, gpus = config.trainer, usable_gpus()
+    gpus = usable_gpus()
     if gpus == 0 and elsewhere:
         return []
     if gpus == 0:
@@ -165,7 +163,7 @@ def device_errors(config: RunConfig, joined: bool, elsewhere: bool) -> list[Conf
     if not joined and trainer.devices != "auto" and trainer.devices > gpus:
         fix = f"use at most {gpus}, or trainer.accelerator=cpu"
         return [ConfigError("trainer.devices", trainer.devices, fix, f"this machine has {gpus} GPUs to use")]
-    return [*interfaces, *_age_errors(config.model, config.precision, config.trainer)]
+    return interfaces
 
 
 def configured_interfaces(device_type: str) -> list[str] | None:
@@ -193,9 +191,9 @@ def _interface_errors(strategy: StrategyConfig, trainer: TrainerConfig, joined: 
     return [ConfigError(variable, os.environ[variable], f"use one of {there}, or unset it", reason)]
 
 
-def _age_errors(model: ModelConfig, precision: PrecisionConfig, trainer: TrainerConfig) -> list[ConfigError]:
+def age_errors(model: ModelConfig, precision: PrecisionConfig, trainer: TrainerConfig) -> list[ConfigError]:
     """Errors of types and kernels that need a newer GPU, except float8."""
-    capability = gpu_capability()
+    capability = gpu_capability() if device_type(trainer) == "cuda" else None
     if capability is None or capability >= AMPERE:
         return []
     has = f"a GPU of compute capability 8.0 or higher, and this one has {capability[0]}.{capability[1]}"

@@ -35,7 +35,9 @@ def task_errors(config: RunConfig) -> Iterator[BadInputError]:
                 key, task.kind, fix, f"objective.name={objective.name} trains no model that continues text"
             )
         else:
-            yield from list(_key_errors(config.eval, name)) or raised_by(partial(_read, config, name))
+            from mgpu_pipe.inference.tasks import rows_of
+
+            yield from list(_key_errors(config.eval, name)) or raised_by(partial(rows_of, task, name, config))
 
 
 def _key_errors(evaluation: EvalConfig, name: str) -> Iterator[ConfigError]:
@@ -50,12 +52,6 @@ def _key_errors(evaluation: EvalConfig, name: str) -> Iterator[ConfigError]:
     if not task.paths and task.source is None:
         also = ", or source=rule_chat" if task.kind == "answers" else ""
         yield ConfigError(f"{key}.paths", "[]", f"give files or globs{also}", "there is nothing to measure")
-
-
-def _read(config: RunConfig, name: str) -> None:
-    from mgpu_pipe.inference.tasks import rows_of
-
-    rows_of(config.eval.tasks[name], name, config)
 
 
 NAMED = 4

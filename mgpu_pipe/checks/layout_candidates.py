@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import family_of, stages_of
-from mgpu_pipe.checks.check_sizes import update_errors
+from mgpu_pipe.checks.check_sizes import strategy_errors, update_errors
 from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
-from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
-from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainerConfig
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.hardware_profile import HardwareProfile
 from mgpu_pipe.planning.layout_search import (
@@ -37,7 +36,6 @@ from mgpu_pipe.planning.run_hardware import CPU
 from mgpu_pipe.planning.step_time import StepTime, step_time
 from mgpu_pipe.planning.work import Hardware, Work
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.deepspeed.deepspeed_config import deepspeed_errors
 
 INTERLEAVED = (1, 2, 4)
 """Stages of a rank that are tried in a pipeline."""
@@ -105,13 +103,13 @@ class Candidates:
         )
 
 
-def on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tuple[RunConfig, list[str]]:
-    """The configuration on so many processes of the hardware, and the overrides for it.
+def on_processes(trainer: TrainerConfig, profile: HardwareProfile, gpus: int) -> tuple[TrainerConfig, list[str]]:
+    """The keys of so many processes of the hardware, and the overrides for it.
 
     Raises:
         ConfigError: the GPUs fill no whole number of nodes.
     """
-    typed = config.trainer.devices
+    typed = trainer.devices
     node = min(gpus, typed if typed != "auto" else int(profile.gpus_per_node))
     if gpus % node:
         below = max(1, gpus // node) * node
@@ -119,9 +117,9 @@ def on_processes(config: RunConfig, profile: HardwareProfile, gpus: int) -> tupl
         reason = f"a node of {profile.name} has {node} GPUs" if typed == "auto" else f"trainer.devices is {node}"
         raise ConfigError("plan.gpus", gpus, fix, reason)
     accelerator = "cpu" if profile.accelerator == CPU else "cuda"
-    trainer = replace(config.trainer, devices=node, num_nodes=gpus // node, accelerator=accelerator)  # type: ignore[arg-type]
+    trainer = replace(trainer, devices=node, num_nodes=gpus // node, accelerator=accelerator)  # type: ignore[arg-type]
     words = [f"trainer.devices={node}", f"trainer.num_nodes={gpus // node}", f"trainer.accelerator={accelerator}"]
-    return replace(config, trainer=trainer), words
+    return trainer, words
 
 
 def _allowed_sizes(data: DataConfig, objective: ObjectiveConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
@@ -162,7 +160,8 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
         ConfigError: they allow no layout.
     """
     fields = model_fields(config.model)
-    placed, words = on_processes(config, profile, gpus)
+    trainer, words = on_processes(config.trainer, profile, gpus)
+    placed = replace(config, trainer=trainer)
     samples = config.data.global_batch_size
     model = model_work(placed, fields)
     layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed.data, placed.objective, fields, gpus))
@@ -170,29 +169,23 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
         fewer = max(size for size in divisors(samples) if size <= gpus)
         fix = f"use plan.gpus={fewer}, or data.global_batch_size={gpus}"
         raise ConfigError("data.global_batch_size", samples, fix, f"no layout divides it over {gpus} processes")
-    if memory_by_rank(_alone(placed, MESH)) is None:
+    alone = _alone(placed, MESH)
+    if memory_by_rank(alone) is None:
         fix = "plan one of a language model, such as objective=causal_lm"
         raise ConfigError("objective.name", config.objective.name, fix, "the memory of this objective is not known")
-    kinds, refused = [_sharded(placed, fields, layouts, MESH)], 0
+    kinds, refused = [_sharded(alone, fields, layouts, MESH)], 0
     for sharding in (*ZERO, *(ON_GPUS if profile.accelerator != CPU else ())):
         if sharding.offload == "nvme" and config.strategy.offload_path is None:
             continue
         others = data_parallel_layouts(layouts, sharding)
         if not np.size(others.tp):
             continue
-        if _sharding_errors(_alone(placed, sharding)):
+        alone = _alone(placed, sharding)
+        if strategy_errors(alone) or update_errors(alone):
             refused += np.size(others.tp)
         else:
-            kinds.append(_sharded(placed, fields, others, sharding))
+            kinds.append(_sharded(alone, fields, others, sharding))
     return Candidates(placed, words, gpus, kinds, refused)
-
-
-def _sharding_errors(config: RunConfig) -> list[BadInputError]:
-    """Errors of a sharding that are the same for all its layouts."""
-    if config.strategy.engine == "mesh":
-        return [*update_errors(config)]
-    errors = deepspeed_errors(config.strategy, config.precision, config.model)
-    return [*errors, *offload_errors(config), *update_errors(config)]
 
 
 def _alone(config: RunConfig, sharding: Sharding) -> RunConfig:
@@ -201,15 +194,19 @@ def _alone(config: RunConfig, sharding: Sharding) -> RunConfig:
     return replace(alone, trainer=replace(alone.trainer, devices=1, num_nodes=1))
 
 
-def _sharded(config: RunConfig, fields: Mapping[str, Any], layouts: Work, sharding: Sharding) -> Sharded:
-    alone = _alone(config, sharding)
+def _sharded(alone: RunConfig, fields: Mapping[str, Any], layouts: Work, sharding: Sharding) -> Sharded:
+    """The layouts under a sharding, with their bytes.
+
+    Args:
+        alone: the configuration under that sharding on one process.
+    """
     state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
     if sharding != MESH:
         where = place_of_state(alone.strategy, resolve_precision(alone.precision, alone.trainer))
         casts = layouts.cast_bytes if sharding.zero == 0 else 0.0
         layouts = replace(layouts, zero=float(sharding.zero or 3), cast_bytes=casts, **where)
     estimate = zero_bytes if sharding.zero else layout_bytes
-    sizes = estimate(layouts, state, keeps, overheads_of(config.trainer))
+    sizes = estimate(layouts, state, keeps, overheads_of(alone.trainer))
     return Sharded(sharding, layouts, sizes, layout_host_bytes(layouts, state))
 
 

@@ -10,12 +10,13 @@ from mgpu_pipe.architectures.find import axes_of, families_with, family_of, has_
 from mgpu_pipe.architectures.formulas.flops import window_of
 from mgpu_pipe.architectures.library_plans import STYLES, library_plan
 from mgpu_pipe.checks.pipeline import pipeline_errors
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import TEXT, part_type
-from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES
+from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
@@ -250,7 +251,11 @@ def model_axis_errors(
         fields: of the model's configuration (:func:`mgpu_pipe.models.fields.resolved_fields`).
     """
     strategy, model_type = config.strategy, str(fields.get("model_type"))
-    errors: list[BadInputError] = list(_option_errors(config, dims))
+    errors: list[BadInputError] = [
+        *_fp8_errors(strategy, config.precision, config.trainer, dims),
+        *_option_errors(strategy, config.data, dims),
+        *_flash_errors(config.model, strategy, config.objective, dims),
+    ]
     if not dims.uses_model_axes:
         return errors
     refused = refused_axes_errors(config.objective, dims, description(config.objective.name).refused_axes)
@@ -286,41 +291,44 @@ def refused_axes_errors(objective: ObjectiveConfig, dims: ParallelDims, axes: It
     return [ConfigError(f"strategy.{axis}", size, "use 1", reason) for axis, size in sizes if size > 1]
 
 
-def _option_errors(config: RunConfig, dims: ParallelDims) -> list[ConfigError]:
-    strategy, errors = config.strategy, list[ConfigError]()
-    if strategy.sequence_parallel and dims.tp == 1:
-        reason = "it splits activations over the tensor-parallel ranks"
-        errors.append(ConfigError("strategy.sequence_parallel", True, "give strategy.tp, or use false", reason))
-    schedule, precision = strategy.pipeline.schedule, resolve_precision(config.precision, config.trainer)
-    if dims.pp > 1 and SCHEDULES[schedule].splits_backward and precision == "fp8":
+def _fp8_errors(
+    strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig, dims: ParallelDims
+) -> Iterator[ConfigError]:
+    if dims.pp > 1 and splits_backward(strategy) and resolve_precision(precision, trainer) == "fp8":
         fix = "use 1f1b or interleaved_1f1b, or precision=bf16"
         reason = "it splits the backward pass, which float8 products do not go with"
-        errors.append(ConfigError("strategy.pipeline.schedule", schedule, fix, reason))
+        yield ConfigError("strategy.pipeline.schedule", strategy.pipeline.schedule, fix, reason)
+
+
+def _option_errors(strategy: StrategyConfig, data: DataConfig, dims: ParallelDims) -> Iterator[ConfigError]:
+    if strategy.sequence_parallel and dims.tp == 1:
+        reason = "it splits activations over the tensor-parallel ranks"
+        yield ConfigError("strategy.sequence_parallel", True, "give strategy.tp, or use false", reason)
     if strategy.pipeline.layers and dims.pp == 1:
         fix = "give strategy.pp, or leave it out"
-        errors.append(ConfigError("strategy.pipeline.layers", strategy.pipeline.layers, fix, "there is one stage"))
-    if strategy.sequence_parallel and dims.cp * dims.tp > 1 and config.data.seq_len % (dims.cp * dims.tp):
+        yield ConfigError("strategy.pipeline.layers", strategy.pipeline.layers, fix, "there is one stage")
+    if strategy.sequence_parallel and dims.cp * dims.tp > 1 and data.seq_len % (dims.cp * dims.tp):
         unit = dims.cp * dims.tp
         reason = "sequence parallelism splits what context parallelism leaves"
-        errors.append(ConfigError("data.seq_len", config.data.seq_len, f"use a multiple of {unit}", reason))
+        yield ConfigError("data.seq_len", data.seq_len, f"use a multiple of {unit}", reason)
     if strategy.offload != "none" and dims.uses_model_axes:
         reason = "offload works with the data-parallel strategies only"
-        errors.append(ConfigError("strategy.offload", strategy.offload, "use none", reason))
-    flash = config.model.attn_implementation == "flash_attention_2"
-    if flash and dims.pp > 1:
+        yield ConfigError("strategy.offload", strategy.offload, "use none", reason)
+
+
+def _flash_errors(
+    model: ModelConfig, strategy: StrategyConfig, objective: ObjectiveConfig, dims: ParallelDims
+) -> Iterator[ConfigError]:
+    key, value, fix = "model.attn_implementation", "flash_attention_2", "use auto or sdpa"
+    if model.attn_implementation != value:
+        return
+    if dims.pp > 1:
         reason = "it lays a micro-batch's rows end to end, which a pipeline's stages do not expect"
-        errors.append(ConfigError("model.attn_implementation", "flash_attention_2", "use auto or sdpa", reason))
-    if flash and strategy.sequence_parallel and dims.ep > 1 and getattr(config.objective, "router_aux_loss", False):
-        errors.append(
-            ConfigError(
-                "model.attn_implementation",
-                "flash_attention_2",
-                "use auto or sdpa",
-                "it lays rows end to end, which the routers' balance loss cannot separate where "
-                "sequence parallelism and expert parallelism share the ranks",
-            )
-        )
-    return errors
+        yield ConfigError(key, value, fix, reason)
+    if strategy.sequence_parallel and dims.ep > 1 and getattr(objective, "router_aux_loss", False):
+        reason = "it lays rows end to end, which the routers' balance loss cannot separate where "
+        reason += "sequence parallelism and expert parallelism share the ranks"
+        yield ConfigError(key, value, fix, reason)
 
 
 def across_nodes(dims: ParallelDims, devices: int) -> list[tuple[str, str]]:

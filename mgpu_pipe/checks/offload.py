@@ -15,7 +15,14 @@ from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.devices import compiler, missing_compiler, missing_headers
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, devices_per_node
-from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, OptimizerConfig, RunConfig
+from mgpu_pipe.config.schema import (
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RunConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.system.child_process import bound
@@ -33,7 +40,9 @@ def offload_errors(config: RunConfig) -> list[BadInputError]:
         reason = "DeepSpeed is not installed"
         errors.append(ConfigError("strategy.engine", "deepspeed", "install it: pip install deepspeed", reason))
     if config.strategy.offload == "nvme":
-        errors += [*_path_errors(config), *compiler_errors()]
+        nodes = max(1, config.trainer.num_nodes)
+        needed = offloaded_bytes(config.model, config.objective, config.optimizer, nodes)
+        errors += [*_path_errors(config.strategy, config.trainer, needed), *compiler_errors()]
         if device_type(config.trainer) == "cuda" and not _has_cuda_headers():
             reason = "DeepSpeed compiles its file access against CUDA's headers"
             errors.append(ConfigError("strategy.offload", "nvme", "install the CUDA toolkit, or set CUDA_HOME", reason))
@@ -60,8 +69,9 @@ def offloaded_bytes(
     return state_bytes(FP32 * count.total, count.total, nodes, optimizer=optimizer_bytes(optimizer)).total
 
 
-def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
-    key, folder = "strategy.offload_path", config.strategy.offload_path
+def _path_errors(strategy: StrategyConfig, trainer: TrainerConfig, needed: int | None) -> Iterator[BadInputError]:
+    """Errors of the folder for offloaded state, of ``needed`` bytes a node; None where they are not known."""
+    key, folder = "strategy.offload_path", strategy.offload_path
     if folder is None:
         yield ConfigError(key, None, "give a folder on the NVMe disk", "strategy.offload=nvme writes to one")
         return
@@ -73,11 +83,10 @@ def _path_errors(config: RunConfig) -> Iterator[BadInputError]:
     if not _writable(path):
         yield ConfigError(key, folder, "give a folder that can be written", "it cannot be written")
         return
-    needed = offloaded_bytes(config.model, config.objective, config.optimizer, max(1, config.trainer.num_nodes))
     free = shutil.disk_usage(path).free
     if needed is not None and needed > free:
         reason = (
-            f"the optimizer state of {devices_per_node(config.trainer, config.strategy)} processes takes "
+            f"the optimizer state of {devices_per_node(trainer, strategy)} processes takes "
             f"{needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
         )
         yield ConfigError(key, folder, "give a larger disk, or use strategy.offload=cpu", reason)

@@ -146,14 +146,14 @@ def _worlds(trainer: TrainerConfig, plan: PlanConfig, profile: HardwareProfile) 
     return plan.gpus or [each * trainer.num_nodes]
 
 
-def placed_on_one(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The configuration on the processes of its first hardware and number of GPUs, and the overrides for it.
+def first_processes(trainer: TrainerConfig, launch: LaunchConfig, plan: PlanConfig) -> tuple[TrainerConfig, list[str]]:
+    """The keys of the processes of the plan's first hardware and number of GPUs, and the overrides for them.
 
     Raises:
         ConfigError: no such hardware, or the GPUs fill no whole number of nodes.
     """
-    profile = _profiles(config.trainer, config.launch, config.plan)[0]
-    return on_processes(config, profile, _worlds(config.trainer, config.plan, profile)[0])
+    profile = _profiles(trainer, launch, plan)[0]
+    return on_processes(trainer, profile, _worlds(trainer, plan, profile)[0])
 
 
 def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Losers) -> list[PlannedRun]:
@@ -195,7 +195,10 @@ def _fitting(
         if axes in seen:
             continue
         changed = with_layout(candidates.config, layout)
-        memory = _memory(changed)
+        try:
+            memory = memory_by_rank(changed)
+        except ConfigError:
+            memory = None
         if memory is None or memory.likely > profile.memory_bytes:
             losers.too_large += 1
             continue
@@ -246,13 +249,6 @@ def words_against(base: StrategyConfig, plan: PlannedRun) -> list[str]:
         if not is_same and f"strategy.{key}" not in present:
             words.append(f"strategy.{key}={planned if isinstance(planned, str) else json.dumps(planned)}")
     return words
-
-
-def _memory(config: RunConfig) -> MemoryPlan | None:
-    try:
-        return memory_by_rank(config)
-    except ConfigError:
-        return None
 
 
 def _fits_host(candidates: Candidates, profile: HardwareProfile) -> NDArray[np.bool_]:

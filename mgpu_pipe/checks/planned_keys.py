@@ -107,8 +107,8 @@ def _auto(data: DataConfig, trainer: TrainerConfig, strategy: StrategyConfig) ->
     return BatchPlan.resolve(data, dims.data_parallel_size, dims.pp).micro_batch_size
 
 
-def with_planned_saves(config: RunConfig, resumed: RunConfig | None) -> tuple[RunConfig, list[Notice]]:
-    """Replaces ``auto`` in ``config`` by a number of steps; the notice names it.
+def plan_save_steps(config: RunConfig, resumed: RunConfig | None) -> tuple[int, Notice]:
+    """Steps between saves instead of ``auto``, and a notice of them.
 
     Args:
         resumed: configuration of the run that continues, whose number stays; None for a new run.
@@ -118,7 +118,7 @@ def with_planned_saves(config: RunConfig, resumed: RunConfig | None) -> tuple[Ru
     """
     if resumed is not None and isinstance(resumed.checkpoint.every_n_steps, int):
         steps = resumed.checkpoint.every_n_steps
-        return _with_steps(config, steps), [Notice(SAVES, f"auto stays {steps}, which the run began with")]
+        return steps, Notice(SAVES, f"auto stays {steps}, which the run began with")
     hours = config.plan.failure_hours
     if hours is None:
         fix = "give plan.failure_hours, the mean hours between failures of a GPU, or a number of steps"
@@ -135,8 +135,4 @@ def with_planned_saves(config: RunConfig, resumed: RunConfig | None) -> tuple[Ru
     steps = max(1, round(best_interval(failures) / seconds))
     share = useful_share(steps * seconds, failures)
     text = f"auto is {steps}: {seconds:.3g} s a step predicted on {hardware}, {share:.1%} of the time useful"
-    return _with_steps(config, steps), [Notice(SAVES, text)]
-
-
-def _with_steps(config: RunConfig, steps: int) -> RunConfig:
-    return replace(config, checkpoint=replace(config.checkpoint, every_n_steps=steps))
+    return steps, Notice(SAVES, text)

@@ -25,7 +25,7 @@ from mgpu_pipe.checks.values import relation_errors, value_errors
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig, StrategyConfig, TrainerConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, StrategyConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
 from mgpu_pipe.planning.memory_limits import memory_notice
 from mgpu_pipe.system.hardware import usable_gpus
@@ -63,7 +63,7 @@ def checks(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = False
     return [
         Check(lambda: value_errors(config), composed=False),
         Check(_raised(lambda: check_model(config.model, config.data, config.objective)), ("model",), composed=False),
-        Check(_raised(lambda: _check_data(config)), ("data",), composed=False),
+        Check(_raised(lambda: _check_data(config.model, config.data, config.objective)), ("data",), composed=False),
         Check(lambda: relation_errors(config, joined(), elsewhere)),
         Check(lambda: sample_errors(config.data, config.objective), ("model",)),
         Check(lambda: numerics_errors(config)),
@@ -143,14 +143,14 @@ def _first_of_each_key(errors: list[BadInputError]) -> list[BadInputError]:
     return list(first_errors.values())
 
 
-def _check_data(config: RunConfig) -> None:
+def _check_data(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
     from mgpu_pipe.data.data_source import check_sources
 
-    if sample_errors(config.data, config.objective):  # data of another kind has its own error
+    if sample_errors(data, objective):  # data of another kind has its own error
         return
-    source = find_source(config.data.source)
-    if source is None or not source.reads_files or config.data.paths:
-        check_sources(config.model, config.data)
+    source = find_source(data.source)
+    if source is None or not source.reads_files or data.paths:
+        check_sources(model, data)
 
 
 def _check_plug_ins(objective: ObjectiveConfig, strategy: StrategyConfig, trainer: TrainerConfig) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mgpu_pipe.checks.check_sizes import size_errors
-from mgpu_pipe.checks.plan_layouts import PlannedRun, placed_on_one
+from mgpu_pipe.checks.plan_layouts import PlannedRun, first_processes
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
@@ -52,7 +52,8 @@ def typed_layout(config: RunConfig) -> TracedLayout:
         ConfigErrors: a strategy that its world, model or batch does not allow.
     """
     refuse_untraceable(config)
-    placed, words = placed_on_one(config)
+    trainer, words = first_processes(config.trainer, config.launch, config.plan)
+    placed = replace(config, trainer=trainer)
     ParallelDims.from_config(placed.trainer, placed.strategy)
     unchecked = replace(placed, trainer=replace(placed.trainer, memory_check="off"))
     errors = size_errors(unchecked, elsewhere=True)

@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from mgpu_pipe.checks.check_sizes import range_errors
-from mgpu_pipe.checks.devices import device_errors
+from mgpu_pipe.checks.devices import age_errors, device_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.checks.start import base_run_errors
 from mgpu_pipe.config import plugins
@@ -41,7 +41,7 @@ FREE_TEXTS = ("objective.sample_prompts", "objective.sample_texts")
 def value_errors(config: RunConfig) -> list[BadInputError]:
     """Errors of values that are wrong regardless of other sections."""
     return [
-        *empty_texts(config),
+        *_empty_texts(config),
         *range_errors(config),
         *_name_errors(config.data, config.objective, config.launch),
         *_metric_errors(config.checkpoint, config.objective, config.eval),
@@ -63,8 +63,12 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
         joined: this process is a rank of a world that was started from outside, and may see only its own GPU.
         elsewhere: the run may be for another machine with GPUs.
     """
+    devices = list[ConfigError]()
+    if config.launch.type == "local" or joined:  # a job's nodes check their devices
+        devices += device_errors(config.strategy, config.trainer, joined, elsewhere)
+        devices += age_errors(config.model, config.precision, config.trainer)
     return [
-        *device_errors(config, joined, elsewhere),
+        *devices,
         *_length_errors(config.trainer),
         *_schedule_errors(config.scheduler, config.trainer),
         *_held_out_errors(config.data, config.trainer, config.checkpoint),
@@ -78,28 +82,17 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
     ]
 
 
-def empty_texts(config: RunConfig) -> list[ConfigError]:
-    """Errors of empty texts; an empty path would mean the working directory or the root folder."""
-    errors = []
-    for key, value in _texts(config):
-        if not value.strip():
-            errors.append(ConfigError(key, repr(value) if value else "", _empty_text_fix(key)))
-    return errors
-
-
-def _texts(node: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every text of the schema's keys, also in lists, with its key."""
+def _empty_texts(node: object, prefix: str = "") -> Iterator[ConfigError]:
+    """Errors of empty texts below a dataclass; an empty path would mean the working directory or the root folder."""
     for field in fields(node):  # type: ignore[arg-type]
         key, value = f"{prefix}{field.name}", getattr(node, field.name)
         if is_dataclass(value):
-            yield from _texts(value, f"{key}.")
+            yield from _empty_texts(value, f"{key}.")
         elif key not in FREE_TEXTS:
-            texts = value if isinstance(value, list) else [value]
-            yield from ((key, text) for text in texts if isinstance(text, str))
-
-
-def _empty_text_fix(key: str) -> str:
-    return "give a folder, or leave it out" if key in ("run.root", "run.dir") else "give a value, or leave it out"
+            what = "a folder" if key in ("run.root", "run.dir") else "a value"
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str) and not text.strip():
+                    yield ConfigError(key, repr(text) if text else "", f"give {what}, or leave it out")
 
 
 def _name_errors(data: DataConfig, objective: ObjectiveConfig, launch: LaunchConfig) -> Iterator[ConfigError]:

@@ -29,7 +29,7 @@ def freeze(config: RunConfig, path: Path, *, flush: bool = True) -> None:
 
     Texts from the environment are written as ``${oc.env:...}``, never as their value.
     """
-    sections = escaped(_with_interpolations(config))
+    sections = escaped(to_plain(config, leaf=lambda value: value))
     text = "".join(_written(name, repr(value), value) for name, value in sections.items())
     replace_file(path, HEADER + text, flush=flush)
 
@@ -136,8 +136,3 @@ def config_hash(config: RunConfig) -> str:
     """
     text = json.dumps(with_first_classes(to_plain(config)), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]
-
-
-def _with_interpolations(config: RunConfig) -> dict[str, object]:
-    """Nested plain values with texts of the environment unconverted, for :func:`escaped`."""
-    return to_plain(config, leaf=lambda value: value)

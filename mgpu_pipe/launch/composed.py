@@ -265,10 +265,11 @@ def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
         config, composition.measures_micro_batch = predicted[0], predicted[2]
         notices.append(predicted[1])
     if SAVES in keys:
-        from mgpu_pipe.checks.planned_keys import with_planned_saves
+        from mgpu_pipe.checks.planned_keys import plan_save_steps
 
-        config, more = with_planned_saves(config, resumed)
-        notices += more
+        steps, notice = plan_save_steps(config, resumed)
+        config = replace(config, checkpoint=replace(config.checkpoint, every_n_steps=steps))
+        notices.append(notice)
     composition.config = config
     return notices
 

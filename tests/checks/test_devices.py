@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.checks.devices import device_errors, device_notices, numerics_errors
+from mgpu_pipe.checks.devices import age_errors, device_errors, device_notices, numerics_errors
 from mgpu_pipe.checks.notices import OLDEST_TORCH
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
@@ -83,7 +83,9 @@ def composed(*words: str) -> RunConfig:
 
 
 def errors(*words: str) -> list[str]:
-    return [str(error) for error in device_errors(composed(*words), joined=False, elsewhere=False)]
+    config = composed(*words)
+    devices = device_errors(config.strategy, config.trainer, joined=False, elsewhere=False)
+    return [str(error) for error in [*devices, *age_errors(config.model, config.precision, config.trainer)]]
 
 
 def notices(*words: str) -> list[str]:

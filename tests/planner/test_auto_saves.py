@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mgpu_pipe.checks.plan_layouts import plan_layouts
-from mgpu_pipe.checks.planned_keys import with_planned_saves
+from mgpu_pipe.checks.planned_keys import plan_save_steps
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
 from mgpu_pipe.config.run_identity import mathematics_hash
@@ -41,10 +41,9 @@ def test_the_number_has_the_largest_useful_share_and_changes_no_identity() -> No
 
 def test_more_failures_mean_more_saves() -> None:
     numbers = [
-        with_planned_saves(compose([*AUTO, f"plan.failure_hours={hours}"])[0], None)[0].checkpoint.every_n_steps
-        for hours in (10, 100, 1000)
+        plan_save_steps(compose([*AUTO, f"plan.failure_hours={hours}"])[0], None)[0] for hours in (10, 100, 1000)
     ]
-    assert numbers == sorted(numbers) and len(set(numbers)) == 3  # type: ignore[type-var]
+    assert numbers == sorted(numbers) and len(set(numbers)) == 3
 
 
 def test_a_run_has_the_time_that_its_layout_was_planned_with() -> None:
