@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from benchmarks.processes import run_group
 from benchmarks.support import finish
-from mgpu_pipe.parallel.pipeline.work_order import EQUAL, StagesPerRank, bubble_of, streams, timeline
+from mgpu_pipe.architectures.formulas.pipeline_schedules import StagesPerRank
+from mgpu_pipe.parallel.pipeline.work_order import EQUAL, bubble_of, streams, timeline
 
 RANKS, SIZES = 4, (8, 16)
 BOUNDARY = (1, 16, 64)
@@ -110,8 +111,8 @@ def measure(cases: list[tuple[str, int, float]], step_batches: int) -> list[list
     """The spans in which this rank worked, by case and step batch."""
     from functools import partial
 
+    from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
     from mgpu_pipe.parallel.pipeline.schedule import ScheduledStage, build_schedule
-    from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
 
     found = []
     for name, micro_batches, unit_s in cases:
@@ -159,7 +160,7 @@ def host_seconds(by_rank: list[list[tuple[float, float]]], ideal: float) -> floa
 
 
 def main() -> None:
-    from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES
+    from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 
     given = float(sys.argv[1]) if len(sys.argv) > 1 else None
     step_batches = int(sys.argv[2]) if len(sys.argv) > 2 else WINDOWS

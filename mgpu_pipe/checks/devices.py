@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import AMPERE, device_type, resolve_precision, world_size
 from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.models.kernels.layers import obstacle
-from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 from mgpu_pipe.system.hardware import (
     cpu_is_fast_at_bf16,
     cpu_is_fast_at_fp16,

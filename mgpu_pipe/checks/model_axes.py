@@ -8,6 +8,7 @@ from typing import Any
 from mgpu_pipe.architectures.config_source import ConfigClass, config_class
 from mgpu_pipe.architectures.find import axes_of, families_with, family_of, has_tensor_plan, tensor_if_errors
 from mgpu_pipe.architectures.formulas.flops import window_of
+from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.architectures.library_plans import STYLES, library_plan
 from mgpu_pipe.checks.pipeline import pipeline_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
@@ -16,7 +17,6 @@ from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import TEXT, part_type
-from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")

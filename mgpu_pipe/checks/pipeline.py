@@ -7,10 +7,15 @@ from typing import Any
 
 from mgpu_pipe.architectures.find import axes_of, stages_of
 from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
+from mgpu_pipe.architectures.formulas.pipeline_schedules import (
+    SCHEDULES,
+    StagesPerRank,
+    micro_batches_fit,
+    stages_by_rank,
+)
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import VISION, part_fields
-from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES, StagesPerRank, micro_batches_fit, stages_by_rank
 
 SCHEDULE_KEY = "strategy.pipeline.schedule"
 LAYERS_KEY = "strategy.pipeline.layers"

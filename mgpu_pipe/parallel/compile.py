@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.config.resolve import prefers_compiled
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.kernels.layers import gpu_kernels_compile
 from mgpu_pipe.models.shard_units import decoder_blocks
-from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 from mgpu_pipe.system.compat.torch_private import compiled
 
 

@@ -21,6 +21,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
     layer_parameters,
     sizes_of,
 )
+from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
 from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision
@@ -157,9 +158,7 @@ def _places(
     chosen, each = strategy.pipeline, stages_per_rank(strategy)
     cuts = stage_layers(layer_costs(fields, data.seq_len), dims.pp * each, chosen.layers or None)
     last, places = dims.pp * each - 1, []
-    for rank in range(dims.pp):
-        v_shaped = chosen.schedule in ("zbv", "dualpipev")
-        stages = (rank, last - rank) if v_shaped else tuple(range(rank, dims.pp * each, dims.pp))
+    for rank, stages in enumerate(stages_by_rank(chosen.schedule, dims.pp, each)):
         passes = passes_in_flight(chosen.schedule, rank, dims.pp, each, plan.num_micro_batches)
         layers = sum(len(cuts[stage]) for stage in stages)
         places.append(Place(layers, passes, float(0 in stages), float(last in stages)))

@@ -233,10 +233,6 @@ OUTSIDE = ("communication", "context", "fragmentation")
 """Terms that torch's count of allocated bytes leaves out."""
 
 
-SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
-"""Stages of a rank, at least, by ``strategy.pipeline.schedule``."""
-
-
 def passes_in_flight(schedule: str, rank: Numbers, pp: Numbers, stages: Numbers, micro_batches: Numbers) -> Numbers:
     """The most micro-batches of all its layers whose backward pass has not started on a pipeline rank.
 

@@ -9,13 +9,13 @@ from typing import Any
 from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
 from mgpu_pipe.architectures.formulas.parameters import experts_of, experts_per_token, sizes_of
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.architectures.formulas.towers import vision_shape
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.planning.memory_terms import SCHEDULES
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
@@ -137,5 +137,5 @@ def place_of_state(strategy: StrategyConfig, precision: str) -> dict[str, float]
 def stages_per_rank(strategy: StrategyConfig) -> int:
     """Pipeline stages of a rank; what ``auto`` means under the schedule."""
     chosen = strategy.pipeline
-    least = SCHEDULES[chosen.schedule]
+    least = SCHEDULES[chosen.schedule].stages_per_rank
     return least if chosen.stages_per_rank == "auto" or strategy.pp == 1 else chosen.stages_per_rank

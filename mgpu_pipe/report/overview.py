@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
 from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, layer_costs, stage_contents, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
+from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.group_keys import (
     ALL_LINEAR,
@@ -37,7 +38,6 @@ from mgpu_pipe.config.schema import (
 )
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.models.fields import model_fields
-from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
 from mgpu_pipe.planning.memory_limits import gib, predicted
 from mgpu_pipe.report import columns as numbers

@@ -5,16 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mgpu_pipe.architectures.formulas.layer_split import StageContent
-from mgpu_pipe.parallel.pipeline.work_order import (
-    SCHEDULES,
-    StagesPerRank,
-    Timed,
-    bubble_of,
-    most_in_flight,
-    stages_by_rank,
-    streams,
-    timeline,
-)
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, StagesPerRank, stages_by_rank
+from mgpu_pipe.parallel.pipeline.work_order import Timed, bubble_of, most_in_flight, streams, timeline
 
 WIDTH = 100
 IDLE = "."

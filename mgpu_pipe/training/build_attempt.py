@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mgpu_pipe.architectures.formulas.flops import known_gpu_peak
+from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.config.eval_tasks import metric_of, task_metrics
 from mgpu_pipe.config.objective import description
@@ -26,7 +27,6 @@ from mgpu_pipe.optim.gradients import SpikeGuard
 from mgpu_pipe.optim.optimizers import optimizer_factory
 from mgpu_pipe.optim.schedules import build_schedule
 from mgpu_pipe.parallel.compile import compiles
-from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 from mgpu_pipe.parallel.random_streams import uses_dropout
 from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, rank_writer, truncate_after
 from mgpu_pipe.training import initial_weights

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from math import lcm
 from typing import Any
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
@@ -22,7 +23,6 @@ from mgpu_pipe.config.schema import (
 )
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import is_noise, resolved_fields
-from mgpu_pipe.parallel.pipeline.work_order import stages_by_rank
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.verify.shrink_model import in_fewer_layers, shrink_model
 

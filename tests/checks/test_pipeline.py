@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_contents, stage_layers
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, micro_batches_fit
 from mgpu_pipe.checks.pipeline import pipeline_errors
-from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES, micro_batches_fit
 from mgpu_pipe.report.pipeline_picture import pipeline_picture, schedule_lines
 
 EIGHT = {"num_hidden_layers": 8}

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.checks.devices import numerics_errors
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.kernels import layers as liger
 from mgpu_pipe.models.kernels.layers import FAMILIES, resolve_kernels
 from mgpu_pipe.parallel.compile import compiles
-from mgpu_pipe.parallel.pipeline.work_order import splits_backward
 
 ROOT = Path(__file__).parents[2]
 ERROR = 1e-5

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.architectures.formulas.layer_split import layer_costs
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise_buffers, recipe_of
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.local_shards import fill_parameters
 from mgpu_pipe.parallel.fsdp import ShardingOptions, apply_fully_shard
 from mgpu_pipe.parallel.pipeline.run_pipeline import Pipeline, PipelinePlan
-from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES
 from tests.parallel.pipeline_support import (
     CPU,
     build,

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from benchmarks.speed.pipeline_bubble import theoretical_bubble
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, micro_batches_fit, stages_by_rank
 from mgpu_pipe.parallel.pipeline.work_order import (
-    SCHEDULES,
     Action,
     bubble_of,
     forward_slots,
-    micro_batches_fit,
     most_in_flight,
     needs,
-    stages_by_rank,
     streams,
     timeline,
 )

@@ -15,10 +15,11 @@ from benchmarks.gpu.cuda_step import CASES
 from benchmarks.gpu.gpu_step import BASE, OURS
 from benchmarks.gpu.one_rank import one_rank, overrides_of
 from benchmarks.new_process import call_in_new_process
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, micro_batches_fit, stages_by_rank
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.parallel.pipeline.work_order import micro_batches_fit, most_in_flight, stages_by_rank, streams
+from mgpu_pipe.parallel.pipeline.work_order import most_in_flight, streams
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
-from mgpu_pipe.planning.memory_terms import SCHEDULES, passes_in_flight
+from mgpu_pipe.planning.memory_terms import passes_in_flight
 from mgpu_pipe.planning.other_models import FOUR_BITS
 from tests.planner.published_memory import GIB, predicted, rows
 from tests.support.sampling import one_in

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_layers
+from mgpu_pipe.architectures.formulas.pipeline_schedules import StagesPerRank, stages_by_rank
 from mgpu_pipe.data.step_batch import BatchSpec
 from mgpu_pipe.parallel.device_memory import ForwardMeter, gathered_bytes
 from mgpu_pipe.parallel.pipeline.schedule import (
@@ -28,7 +29,7 @@ from mgpu_pipe.parallel.pipeline.schedule import (
 )
 from mgpu_pipe.parallel.pipeline.stage_cache import caches_of_stages, lengthen_missing
 from mgpu_pipe.parallel.pipeline.stages import StageView, cut_stages, hidden_width
-from mgpu_pipe.parallel.pipeline.work_order import StagesPerRank, forward_slots, stages_by_rank
+from mgpu_pipe.parallel.pipeline.work_order import forward_slots
 from mgpu_pipe.system.compat.torch_private import find_fsdp_units
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class PipelinePlan:
     """Which stages are where, equal on every rank.
 
     Attributes:
-        schedule: one of :data:`mgpu_pipe.parallel.pipeline.work_order.SCHEDULES`.
+        schedule: one of :data:`mgpu_pipe.architectures.formulas.pipeline_schedules.SCHEDULES`.
         layers: of every stage.
         stages_of_ranks: the stages of every pipeline rank.
     """

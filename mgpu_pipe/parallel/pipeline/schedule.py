@@ -22,9 +22,9 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.models.local_shards import local_tensor
 from mgpu_pipe.parallel.pipeline.stages import tied_parameter
-from mgpu_pipe.parallel.pipeline.work_order import SCHEDULES
 from mgpu_pipe.system.compat.torch_pipelining_private import LeanStage, actions_of, insert_communication
 
 
