@@ -12,7 +12,7 @@ from typing import Any
 from mgpu_pipe.config.arguments import count, positive_int
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE
 from mgpu_pipe.inference.find_model import ModelSource, config_of, find_model
@@ -66,7 +66,7 @@ def job_processes(verb: str, arguments: argparse.Namespace) -> RunConfig:
     return compose_processes(verb, [*arguments.overrides, *processes], arguments.device, strategies=False)
 
 
-def job_settings(arguments: argparse.Namespace, source: ModelSource, config: RunConfig) -> dict[str, Any]:
+def job_settings(arguments: argparse.Namespace, source: ModelSource, trainer: TrainerConfig) -> dict[str, Any]:
     """Settings that all these jobs have, by the names of :class:`mgpu_pipe.inference.batch.settings.JobSettings`."""
     return {
         "model": source.folder.absolute(),
@@ -75,7 +75,7 @@ def job_settings(arguments: argparse.Namespace, source: ModelSource, config: Run
         "batch_size": arguments.batch_size,
         "average": arguments.weights == "ema",
         "frozen_weights": arguments.frozen_weights,
-        "device": resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer),
+        "device": resolve_device(arguments.device) if arguments.device != "auto" else device_type(trainer),
     }
 
 

@@ -19,7 +19,7 @@ from mgpu_pipe.errors import EXIT_OK
 from mgpu_pipe.inference.batch.settings import AnswerSettings, EncodeSettings, JobSettings, ScoreSettings
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.launch.process_job import SETTINGS, refuse_other_machines, run_processes
-from mgpu_pipe.launch.worker import limit_torch_threads, work_with_others
+from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
 from mgpu_pipe.launch.world import enter, joined_store
 from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.process_end import exit_now
@@ -70,12 +70,9 @@ def run_job(settings: JobSettings, source: ModelSource, config: RunConfig) -> in
 
 def main(folder: Path) -> None:
     """Compute as one process of the job."""
-
-    def work(config: RunConfig, world: World, store: Store) -> None:
+    with join_workers(folder, is_live=True) as (config, world, store):
         settings = JobSettings.from_json((folder / SETTINGS).read_text(encoding="utf-8"))
         _compute_in(world, store, settings, config)
-
-    work_with_others(folder, work, is_live=True)
 
 
 def _compute_in(world: World, store: Store, settings: JobSettings, config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from mgpu_pipe.errors import EXIT_OK, BadInputError
 from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
 from mgpu_pipe.inference.harness.measure import measure_tasks, stay_offline
 from mgpu_pipe.launch.process_job import SETTINGS, refuse_other_machines, run_processes, temporary_folder
-from mgpu_pipe.launch.worker import limit_torch_threads, work_with_others
+from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
 from mgpu_pipe.launch.world import enter, joined_store
 from mgpu_pipe.system.joined_world import existing_world
 from mgpu_pipe.system.local_files import replace_file
@@ -64,14 +64,11 @@ def measure(settings: HarnessSettings, config: RunConfig, device: str) -> tuple[
 def main(folder: Path) -> None:
     """Measure as one process; rank 0 writes the results into ``folder``."""
     stay_offline()
-
-    def work(config: RunConfig, world: World, store: Store) -> None:
+    with join_workers(folder, is_live=True) as (config, world, store):
         settings = HarnessSettings.from_json((folder / SETTINGS).read_text(encoding="utf-8"))
         results = _measure_in(world, store, settings, config)
         if world.rank == 0:
             replace_file(folder / RESULTS, results_text(results))
-
-    work_with_others(folder, work, is_live=True)
 
 
 def results_text(results: dict[str, Any]) -> str:

@@ -162,10 +162,11 @@ def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Seque
 def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine, folder: RunFolder) -> SharedPlan:
     """Begin the run and prepare its attempt on rank 0; returns the plan for every rank."""
     paths, launch, launched = folder.paths, _this_launch(), time.time()
+    shared_hash = config_hash(without_revisions(config))  # only rank 0 looks up commits
     run = begin_run(config, folder, command_line, launch, restart=bool(_restarted_launch()))
     attempt = record.next_attempt(paths)
     if run is None:
-        return SharedPlan(str(paths.root), _hash(config), "", attempt, train=False)
+        return SharedPlan(str(paths.root), shared_hash, "", attempt, train=False)
     try:
         step = resume_step(config.checkpoint, paths)
         variables = run_environment(config.trainer, config.data.cache_dir)
@@ -175,7 +176,7 @@ def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine,
         raise
     for left_over in paths.logs.glob("rank-*.error.json"):
         left_over.unlink()
-    return SharedPlan(str(paths.root), _hash(config), str(step or ""), attempt, train=True)
+    return SharedPlan(str(paths.root), shared_hash, str(step or ""), attempt, train=True)
 
 
 def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPlan:
@@ -193,10 +194,11 @@ def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPl
         if not shared.train:
             return shared
         config = with_plan_of(config, load(RunPaths(Path(shared.folder)).config))
-    if shared.config_hash != _hash(config):
+    own_hash = config_hash(without_revisions(config))
+    if shared.config_hash != own_hash:
         fix = "give every node the same command and the same version of the files"
         reason = f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ"
-        raise ConfigError("config", _hash(config), fix, reason)
+        raise ConfigError("config", own_hash, fix, reason)
     return shared
 
 
@@ -290,11 +292,6 @@ def prepare_on_every_node(
             raise BadInputError(f"rank {rank}: {peer_status['error']}")
         peers[rank] = peer_status["process"]
     return prepared, peers
-
-
-def _hash(config: RunConfig) -> str:
-    """Hash of the configuration without commits, which only rank 0 looks up."""
-    return config_hash(without_revisions(config))
 
 
 def _again(command_line: CommandLine, paths: RunPaths) -> str:

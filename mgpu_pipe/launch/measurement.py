@@ -20,7 +20,7 @@ from mgpu_pipe.errors import EXIT_FAILURE, BadInputError, ConfigError, MgpuError
 from mgpu_pipe.launch.process_job import supervise_module, temporary_folder
 from mgpu_pipe.launch.signals import SignalInbox
 from mgpu_pipe.launch.supervisor import Outcome
-from mgpu_pipe.launch.worker import work_with_others
+from mgpu_pipe.launch.worker import join_workers
 from mgpu_pipe.launch.world import enter, is_node_task, joined_store
 from mgpu_pipe.planning.calibration import Measurements
 from mgpu_pipe.system.joined_world import existing_world
@@ -112,13 +112,10 @@ def _raise(outcome: Outcome) -> NoReturn:
 
 def main(folder: Path, subject: str) -> None:
     """Measure as one worker; rank 0 writes the result into ``folder``."""
-
-    def work(config: RunConfig, world: World, store: Store) -> None:
+    with join_workers(folder) as (config, world, store):
         result = _measure(config.trainer, config.launch, world, store, subject)
         if world.rank == 0:
             replace_file(folder / RESULT, json.dumps(result))
-
-    work_with_others(folder, work)
 
 
 def _measure(trainer: TrainerConfig, launch: LaunchConfig, world: World, store: Store, subject: str) -> Any:

@@ -142,7 +142,9 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
             prepare_on_every_node(node, store, partial(prepared_here, config, paths))
             if lock is not None:
                 lock.training()
-            outcome = _watch(config, world, store, shared, paths, lock, inbox)
+            variables = run_environment(config.trainer, config.data.cache_dir)
+            environment = {**world.thread_environment(config.launch.threads_per_worker), **variables}
+            outcome = _watch(config.launch.stop_timeout, environment, world, store, shared, lock, inbox)
             if node.rank == 0:
                 outcome = _combined_outcome(config.launch, outcome, node.world_size, store)
                 finish.print_failure(outcome)
@@ -160,21 +162,25 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
 
 
 def _watch(
-    config: RunConfig,
+    stop_timeout: float,
+    environment: Mapping[str, str],
     world: World,
     store: Store,
     shared: SharedPlan,
-    paths: RunPaths,
     lock: RunLock | None,
     inbox: SignalInbox,
 ) -> Outcome:
-    """Start this node's workers, supervise them and publish their outcome to the other tasks."""
-    node, variables = world.node, run_environment(config.trainer, config.data.cache_dir)
+    """Start this node's workers, supervise them and publish their outcome to the other tasks.
+
+    Args:
+        stop_timeout: ``launch.stop_timeout``.
+        environment: variables of the workers on top of the launcher's.
+    """
+    node, paths = world.node, RunPaths(Path(shared.folder))
     if node:
         wait_for(store, [PORT])
         world = replace(world, master_port=int(store.get(PORT)))
     with live_descriptor() as live:
-        environment = {**world.thread_environment(config.launch.threads_per_worker), **variables}
         plan = worker_plan(paths, world, {**environment, RESUME: shared.resume}, live, lock)
         group = WorkerGroup(plan, shared.attempt)
         try:
@@ -183,7 +189,7 @@ def _watch(
             outcome = supervise(
                 plan,
                 inbox,
-                stop_timeout=config.launch.stop_timeout,
+                stop_timeout=stop_timeout,
                 first_attempt=shared.attempt,
                 started=group,
                 lost=_reason_to_end(store, node, lock),

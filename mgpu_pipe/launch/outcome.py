@@ -1,4 +1,4 @@
-"""Tables, summary and report before and after a run. Their errors never change the run's exit code."""
+"""Table, summary and report after a run. Their errors never change the run's exit code."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.checkpoint.selection import newest_valid
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_STOPPED, MgpuError, RunFolderError, print_line, print_text, print_traceback
 from mgpu_pipe.launch import signals as stop
-from mgpu_pipe.report.columns import print_rows
 from mgpu_pipe.report.run_tables import after_table, relative_to_cwd, runs_table
 from mgpu_pipe.runs import history
 from mgpu_pipe.runs.history import amend_summary, read_summary, write_summary
 from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.runs.resume_command import this_program
 from mgpu_pipe.runs.run_folder import limit_reached
-from mgpu_pipe.system.hardware import cpu_cores
 from mgpu_pipe.topology import ParallelDims
 
 if TYPE_CHECKING:
-    from mgpu_pipe.data.samples import Prepared
     from mgpu_pipe.launch.supervisor import Outcome
     from mgpu_pipe.runs.lock import RunLock
     from mgpu_pipe.runs.resume_command import CommandLine
@@ -63,17 +59,6 @@ class LaunchResult:
     exit_code: int
     folder: Path
     asked_to_stop: bool = False
-
-
-def print_before(
-    config: RunConfig, prepared: Prepared, environment: Mapping[str, object], world: int | None = None
-) -> None:
-    """Print the plan of a run with ``world`` processes; None for the configured number."""
-    from mgpu_pipe.report.overview import summary
-
-    local_options: Any = environment["own_conf"]
-    print_rows(summary(config, world, prepared, _device(config.trainer, environment), local_options), config.run.name)
-    sys.stdout.flush()
 
 
 def print_complete(paths: RunPaths) -> None:
@@ -201,12 +186,3 @@ def _next_commands(
     else:
         tries = {"generate": shlex.join([*program, "generate", root, "--prompt", prompt])} if generates else {}
     return {**tries, "export": shlex.join([*program, "export", root, "--out", str(paths.root / "exported")])}
-
-
-def _device(trainer: TrainerConfig, environment: Mapping[str, object]) -> str:
-    """Words for the hardware."""
-    gpus = environment.get("gpus")
-    if device_type(trainer) == "cuda" and isinstance(gpus, list) and gpus:
-        return f"{len(gpus)} x {str(gpus[0]).partition(',')[0]}"
-    threads = environment["threads_per_worker"]
-    return f"{cpu_cores()} CPU cores, {threads} thread{'' if threads == 1 else 's'} each"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.resolve import device_type
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch import outcome as finish
 from mgpu_pipe.launch.deepspeed_build import write_engine_settings
@@ -16,11 +18,14 @@ from mgpu_pipe.launch.preparing import prepare_data
 from mgpu_pipe.launch.resume import announce_resume, restarts_without_progress
 from mgpu_pipe.launch.workers import WORKER, WorkerPlan
 from mgpu_pipe.launch.world import World
+from mgpu_pipe.report.columns import print_rows
+from mgpu_pipe.report.overview import summary
 from mgpu_pipe.runs import history, record, run_folder
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.runs.run_folder import RunFolder
+from mgpu_pipe.system.hardware import cpu_cores
 from mgpu_pipe.system.threads import choose_threads
 
 
@@ -63,7 +68,7 @@ class AttemptStart:
 
 
 def prepare_attempt(config: RunConfig, paths: RunPaths, command_line: CommandLine, start: AttemptStart) -> None:
-    """Prepare the data, check the resume, and write the run folder's files before the first step.
+    """Prepare the data, check the resume, write the run folder's files, and print the table of the run.
 
     Raises:
         BadInputError: the data cannot be used, or the run cannot resume.
@@ -83,7 +88,17 @@ def prepare_attempt(config: RunConfig, paths: RunPaths, command_line: CommandLin
         write_engine_settings(paths, config, processes)
         without_progress = restarts_without_progress(config.launch)
         history.begin(paths, start.number, start.step, without_progress, launched=start.launched)
-    finish.print_before(config, prepared, environment, processes)
+    device = _describe_device(config.trainer, environment)
+    print_rows(summary(config, processes, prepared, device, command_line.local_options), config.run.name)
+    sys.stdout.flush()
+
+
+def _describe_device(trainer: TrainerConfig, environment: Mapping[str, object]) -> str:
+    gpus = environment.get("gpus")
+    if device_type(trainer) == "cuda" and isinstance(gpus, list) and gpus:
+        return f"{len(gpus)} x {str(gpus[0]).partition(',')[0]}"
+    threads = environment["threads_per_worker"]
+    return f"{cpu_cores()} CPU cores, {threads} thread{'' if threads == 1 else 's'} each"
 
 
 def worker_plan(

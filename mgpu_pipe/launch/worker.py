@@ -14,8 +14,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO, cast
 
@@ -70,10 +70,11 @@ def main(folder: Path) -> int:
     return EXIT_STOPPED if result.status == "stopped" else EXIT_OK
 
 
-def work_with_others(folder: Path, work: Callable[[RunConfig, World, Store], None], is_live: bool = False) -> None:
-    """Do ``work`` as one of the processes that the launcher started, on the configuration in ``folder``.
+@contextmanager
+def join_workers(folder: Path, *, is_live: bool = False) -> Iterator[tuple[RunConfig, World, Store]]:
+    """Join the processes that the launcher started; yields the configuration in ``folder``, the world and its store.
 
-    An error is written for the supervisor and ends the process.
+    An error inside is written for the supervisor and ends the process.
 
     Args:
         is_live: rank 0 writes to the launcher's standard error.
@@ -90,7 +91,7 @@ def work_with_others(folder: Path, work: Callable[[RunConfig, World, Store], Non
         if is_live and world.rank == 0:
             sys.stderr = live_stream() or sys.stderr
         config = load(paths.config)
-        work(config, world, launcher_store(world, config.launch.collective_timeout))
+        yield config, world, launcher_store(world, config.launch.collective_timeout)
     except BaseException as error:
         leave_error(paths, error, world.rank)
 
@@ -149,14 +150,14 @@ def train_in(
             )
         finally:
             sys.stderr = usual
-        samples = _samples_by_all(config, result, prepared)
+        samples = [] if result.whole_model else _make_samples(config, result, prepared, device)
     if world.rank == 0:
         if result.whole_model:
             result.model = None  # type: ignore[assignment]  # free its memory for the saved model
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            samples = _samples(config, result, prepared, device)
+            samples = _make_samples(config, result, prepared, device)
         every = config.trainer.sample_every_n_steps
         if every is None or result.step % every:  # otherwise they were logged at the end of the step
             log_samples(result.loggers, result.step, samples)
@@ -216,25 +217,23 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
     return here
 
 
-def _samples(config: RunConfig, result: TrainResult, prepared: Prepared, device: torch.device) -> list[Sample]:
-    """Continuations of the configured prompts by the last checkpoint's model; none without a checkpoint."""
+def _make_samples(config: RunConfig, result: TrainResult, prepared: Prepared, device: torch.device) -> list[Sample]:
+    """Continuations of the configured prompts at the end of a finished run.
+
+    A whole model is that of the last checkpoint, without which there are none. A sharded one is a collective call.
+    """
     from mgpu_pipe.inference.open import load_run
     from mgpu_pipe.inference.prompt_samples import make_samples, shows_samples
 
-    if not shows_samples(config) or result.status != "finished" or result.checkpoint is None:
+    if not shows_samples(config) or result.status != "finished":
+        return []
+    if not result.whole_model:
+        folder, forward = prepared.tokenizer_folder, result.sampling_forward
+        return make_samples(config, result.model, folder, prepared, together=True, forward=forward)
+    if result.checkpoint is None:
         return []
     run = load_run(result.checkpoint, device)
     return make_samples(config, run.model, run.tokenizer_folder, prepared)
-
-
-def _samples_by_all(config: RunConfig, result: TrainResult, prepared: Prepared) -> list[Sample]:
-    """Continuations of the configured prompts by a sharded model, with all ranks; none if it is whole."""
-    if result.status != "finished" or result.whole_model:
-        return []
-    from mgpu_pipe.inference.prompt_samples import make_samples
-
-    folder, forward = prepared.tokenizer_folder, result.sampling_forward
-    return make_samples(config, result.model, folder, prepared, together=True, forward=forward)
 
 
 def import_all() -> None:

@@ -40,6 +40,16 @@ class Pinned:
     by_rank_zero: bool = False
     others_wait: bool = False
 
+    def require(self) -> RunConfig:
+        """The configuration.
+
+        Raises:
+            ConfigErrors: a name has an error.
+        """
+        if self.errors:
+            raise ConfigErrors(self.errors)
+        return self.config
+
 
 def pin(config: RunConfig) -> Pinned:
     """Pin every name of ``config`` to a commit, and fetch the small files of its models."""
@@ -78,18 +88,6 @@ def pin(config: RunConfig) -> Pinned:
             pinned.errors.append(error)
     pinned.config = with_names(config, exact_names)
     return pinned
-
-
-def at_commits(config: RunConfig) -> RunConfig:
-    """``config`` with every name at a commit.
-
-    Raises:
-        ConfigErrors: errors of the names.
-    """
-    pinned = pin(config)
-    if pinned.errors:
-        raise ConfigErrors(pinned.errors)
-    return pinned.config
 
 
 def _path_notices(model: ModelConfig, data: DataConfig) -> list[tuple[str, str]]:

@@ -159,7 +159,7 @@ def find_own(config: RunConfig, runs: Path, digits: str, swept: Sequence[str] = 
     """The latest run in ``runs`` all of whose attempts had this configuration's mathematics.
 
     Args:
-        digits: first digits of its mathematics hash, in the folder's name.
+        digits: first digits of its mathematics hash; a run whose name shows others is not read.
         swept: overrides of a sweep's point, all of which the run must have.
 
     Returns:
@@ -167,9 +167,9 @@ def find_own(config: RunConfig, runs: Path, digits: str, swept: Sequence[str] = 
     """
     others = runs_in(runs)
     for run in others:
-        if _same_run(config, digits, run, swept):
+        if named_after(run) in ("", digits) and _has_values(run, swept) and not _differences(config, run):
             return run, ""
-    return None, _why_new(config, others[0], swept) if others else ""
+    return None, _why_new(_differences(config, others[0]), others[0], swept) if others else ""
 
 
 def named_after(folder: Path) -> str:
@@ -181,13 +181,6 @@ def named_after(folder: Path) -> str:
 def attempts(root: Path) -> list[tuple[int, Path]]:
     """Number and configuration file of every attempt in a run's folder, ascending."""
     return sorted((int(match[1]), path) for path in root.iterdir() if (match := ATTEMPT_CONFIG.fullmatch(path.name)))
-
-
-def _same_run(config: RunConfig, digits: str, run: Path, swept: Sequence[str]) -> bool:
-    named = named_after(run)
-    if named not in ("", digits):  # its name shows another hash, so it need not be read
-        return False
-    return _has_values(run, swept) and not _differences(config, run)
 
 
 def _differences(config: RunConfig, run: Path) -> list[Difference]:
@@ -212,8 +205,12 @@ def _has_values(run: Path, swept: Iterable[str]) -> bool:
     return {override.lstrip("+") for override in swept} <= typed
 
 
-def _why_new(config: RunConfig, newest: Path, swept: Sequence[str]) -> str:
-    changes = _differences(config, newest)
+def _why_new(changes: Sequence[Difference], newest: Path, swept: Sequence[str]) -> str:
+    """Note that a new run starts, and why.
+
+    Args:
+        changes: differences between the configuration and ``newest``, the latest run of its name.
+    """
     reasons = [f"{key}={_setting(then)} there, {_setting(now)} here" for key, now, then in changes[:LISTED]]
     if not changes:
         reasons = [f"it was not launched with {' '.join(swept)}"]

@@ -78,7 +78,7 @@ def build_model(attempt: Attempt) -> tuple[Attempt, BuiltModel]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise out_of_memory(error, attempt.rank, config, attempt.dims, attempt.plan, run_model(config), {}) from error
+        raise out_of_memory(error, attempt, run_model(config), {}) from error
     if config.model.flash_attention == "fa3":
         use_flash_attention_3()
     if device.type == "cuda":

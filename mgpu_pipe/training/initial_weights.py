@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,8 +147,24 @@ def reads_slices(peft: PeftConfig, strategy: StrategyConfig, dims: ParallelDims)
 def build_model(
     config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
-    """The model, without a key-value cache, and a function that fills it where it is on the meta device."""
-    model, fill = _model_and_filler(config, device, sharded)
+    """The model, without a key-value cache, and a function that fills it where it is on the meta device.
+
+    Args:
+        sharded: see :func:`reads_slices`.
+    """
+    source = config.model
+    if starts_from_folder(config.checkpoint):
+        classes = {name: config.model.config[name] for name in LABELS if name in config.model.config}
+        source = replace(config.model, type=None, path=config.checkpoint.init_from, config=classes)
+    fill: Callable[[PreTrainedModel, torch.device], None] | None = None
+    if source.path is not None and not sharded:
+        model_class = description(config.objective.name).model_class
+        model = load_pretrained(source, device, config.model, model_class, config.seed)
+        _add_first_adapters(model, config.peft, config.seed)
+    else:
+        model = run_model(config)
+        of_folder = source.path is not None
+        fill = FolderWeights(source, config.seed, config.peft) if of_folder else partial(_draw_weights, config.seed)
     model.config.use_cache = False
     fix_rotary_length(model, config.data.seq_len)
     long_rows = device.type == "cuda" or config.data.seq_len >= LONG_ROW
@@ -159,30 +176,18 @@ def build_model(
     return model, fill
 
 
-def _model_and_filler(
-    config: RunConfig, device: torch.device, sharded: bool
-) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
-    source = config.model
-    if starts_from_folder(config.checkpoint):
-        classes = {name: config.model.config[name] for name in LABELS if name in config.model.config}
-        source = replace(config.model, type=None, path=config.checkpoint.init_from, config=classes)
-    if source.path is not None and not sharded:
-        model_class = description(config.objective.name).model_class
-        model = load_pretrained(source, device, config.model, model_class, config.seed)
-        add_adapters(model, config.peft)
-        draw_adapters(model, config.seed)
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        for name, value in first_adapters(config.peft, model):
-            layer = magnitude_layer(name)
-            trained[name].data.copy_(value if layer is None else value - lengths(model, layer))
-        return model, None
-    if source.path is not None:
-        return run_model(config), FolderWeights(source, config.seed, config.peft)
+def _add_first_adapters(model: PreTrainedModel, peft: PeftConfig, seed: int) -> None:
+    """Add the adapters with their first weights: drawn, or those of ``peft.init_from``."""
+    add_adapters(model, peft)
+    draw_adapters(model, seed)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, value in first_adapters(peft, model):
+        layer = magnitude_layer(name)
+        trained[name].data.copy_(value if layer is None else value - lengths(model, layer))
 
-    def fill(model: PreTrainedModel, device: torch.device) -> None:
-        materialise(model, config.seed, device)
 
-    return run_model(config), fill
+def _draw_weights(seed: int, model: PreTrainedModel, device: torch.device) -> None:
+    materialise(model, seed, device)
 
 
 def buffers_of_start(

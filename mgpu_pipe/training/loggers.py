@@ -35,11 +35,6 @@ USER = re.compile(r"://[^/@\s]+@")
 MASK = "***"
 
 
-def hyperparameters(config: RunConfig) -> dict[str, Any]:
-    """Every key of ``config`` with its value; lists as JSON, texts of the environment as their interpolation."""
-    return {key: without_secret(key, value) for key, value in _flat(to_plain(config))}
-
-
 def tags(run: RunOptions, strategy: StrategyConfig, dims: ParallelDims) -> dict[str, str]:
     """Search terms of a run: its name, strategy and topology, and the tags of ``run.tags``."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in dims.as_dict().items() if size > 1)
@@ -67,6 +62,7 @@ def without_secret(key: str, value: Any) -> Any:
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key below ``node`` with its value; lists as JSON, texts of the environment as their interpolation."""
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -165,7 +161,8 @@ def start_loggers(config: RunConfig, folder: Path, dims: ParallelDims) -> list[L
         expand_home(config.run.root).mkdir(parents=True, exist_ok=True)  # for a store that runs share
     path, started = RunPaths(folder).logger, []
     runs = _kept_runs(path)
-    parameters, marks, command = hyperparameters(config), tags(config.run, config.strategy, dims), command_line(folder)
+    parameters = {key: without_secret(key, value) for key, value in _flat(to_plain(config))}
+    marks, command = tags(config.run, config.strategy, dims), command_line(folder)
     for name, node in config.logger.items():
         store = {key: without_secret(key, written(node[key])) for key in (TARGET, *WHERE) if key in node}
         before = runs.get(name, {})

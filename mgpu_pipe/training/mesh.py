@@ -66,7 +66,31 @@ class MeshStrategy(EngineStrategy):
 
     @classmethod
     def run_options(cls, config: RunConfig, dims: ParallelDims) -> dict[str, Any]:
-        return {"options": split_options(config, dims)}
+        strategy = config.strategy
+        plan = None
+        if dims.pp > 1:
+            costs = layer_costs(resolved_fields(config.model), config.data.seq_len)
+            chosen = strategy.pipeline
+            plan = PipelinePlan.make(chosen.schedule, dims.pp, costs, chosen.layers or None, chosen.stages_per_rank)
+        options = ParallelOptions(
+            precision=resolve_precision(config.precision, config.trainer),
+            fp8_recipe=config.precision.fp8_recipe,
+            bucket_mib=strategy.bucket_mib,
+            sharding=ShardingOptions(
+                strategy.fsdp.reshard_after_forward,
+                strategy.fsdp.prefetch,
+                offload=strategy.offload == "cpu",
+                reduce=config.precision.reduce,
+            ),
+            activation_checkpointing=strategy.activation_checkpointing,
+            compile_model=config.model.compile is True,
+            sequence_parallel=strategy.sequence_parallel,
+            pipeline=plan,
+            context_method=strategy.context.method,
+            whole_parts=strategy.parts.whole,
+            tower_checkpointing=strategy.parts.activation_checkpointing,
+        )
+        return {"options": options}
 
     # -- what Lightning asks ------------------------------------------------------------------------------------
 
@@ -263,34 +287,6 @@ class MeshStrategy(EngineStrategy):
             "optimizer": storage_bytes((v for v in states if isinstance(v, torch.Tensor)), kind),
             **{name: size for name, size in self._memory.items() if name == "activations"},
         }
-
-
-def split_options(config: RunConfig, dims: ParallelDims) -> ParallelOptions:
-    """Options that decide how the model of a run is split."""
-    strategy = config.strategy
-    plan = None
-    if dims.pp > 1:
-        costs = layer_costs(resolved_fields(config.model), config.data.seq_len)
-        chosen = strategy.pipeline
-        plan = PipelinePlan.make(chosen.schedule, dims.pp, costs, chosen.layers or None, chosen.stages_per_rank)
-    return ParallelOptions(
-        precision=resolve_precision(config.precision, config.trainer),
-        fp8_recipe=config.precision.fp8_recipe,
-        bucket_mib=strategy.bucket_mib,
-        sharding=ShardingOptions(
-            strategy.fsdp.reshard_after_forward,
-            strategy.fsdp.prefetch,
-            offload=strategy.offload == "cpu",
-            reduce=config.precision.reduce,
-        ),
-        activation_checkpointing=strategy.activation_checkpointing,
-        compile_model=config.model.compile is True,
-        sequence_parallel=strategy.sequence_parallel,
-        pipeline=plan,
-        context_method=strategy.context.method,
-        whole_parts=strategy.parts.whole,
-        tower_checkpointing=strategy.parts.activation_checkpointing,
-    )
 
 
 def pipeline_forward(

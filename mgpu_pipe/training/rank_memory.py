@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,12 @@ from mgpu_pipe.architectures.formulas.kept_memory import (
     sharded_stage,
     state_bytes,
 )
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.planning import memory as planned_memory
 from mgpu_pipe.system.local_files import replace_file
-from mgpu_pipe.topology import BatchPlan, ParallelDims
+
+if TYPE_CHECKING:
+    from mgpu_pipe.training.attempt import Attempt
 
 GIB = 1 << 30
 PARTS = ("weights", "gradients", "optimizer", "activations")
@@ -66,65 +67,58 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(
-    error: BaseException,
-    rank: int,
-    config: RunConfig,
-    dims: ParallelDims,
-    plan: BatchPlan,
-    model: Any,
-    parts: Mapping[str, int],
+    error: BaseException, attempt: Attempt, model: torch.nn.Module, parts: Mapping[str, int]
 ) -> OutOfMemoryError:
     """The error for the user, from the memory of the rank.
 
     Args:
         parts: as far as they were measured; the rest is estimated from the model's parameters.
     """
-    known = estimated_parts(config, dims, plan, model, parts)
+    known = estimated_parts(attempt, model, parts)
     largest = max(known, key=lambda name: known[name])
-    helpful = sorted(savings(config, dims, plan, known), key=lambda saving: -saving.size)[:SHOWN]
+    possible = savings(attempt.config, attempt.dims, attempt.plan, known)
+    helpful = sorted(possible, key=lambda saving: -saving.size)[:SHOWN]
     fixes = ", ".join(f"{saving.setting} (saves about {_gib(saving.size)})" for saving in helpful if saving.size > 0)
     rest = ", ".join(f"{name} {_gib(size)}" for name, size in known.items() if name != largest)
     said = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
     advice = f"try {fixes}" if fixes else "use a smaller model or a machine with more memory"
     return OutOfMemoryError(
-        f"rank {rank} ran out of memory; the largest part is {largest}, about {_gib(known[largest])} ({rest}); "
+        f"rank {attempt.rank} ran out of memory; the largest part is {largest}, about {_gib(known[largest])} ({rest}); "
         f"{advice} [{said}]"
     )
 
 
-def estimated_parts(
-    config: RunConfig, dims: ParallelDims, plan: BatchPlan, model: Any, parts: Mapping[str, int]
-) -> dict[str, int]:
+def estimated_parts(attempt: Attempt, model: torch.nn.Module, parts: Mapping[str, int]) -> dict[str, int]:
     """Bytes per rank of each part: measured where known, else from the closed form."""
+    strategy, optimizer = attempt.config.strategy, attempt.config.optimizer
     # A parameter that DeepSpeed has partitioned is empty, and keeps its size in ``ds_numel``.
     sizes = {p: int(getattr(p, "ds_numel", p.numel())) for p in model.parameters()}
-    shards = dims.world_size // dims.dp_replicate
+    shards = attempt.dims.world_size // attempt.dims.dp_replicate
     if any(isinstance(p, DTensor) for p in sizes):  # cut and sharded already: what is here is this rank's
         sizes = {p: (p.to_local() if isinstance(p, DTensor) else p).numel() for p in sizes}
         shards = 1
     trained = sum(size for p, size in sizes.items() if p.requires_grad)
     weights = sum(size * p.element_size() for p, size in sizes.items())
-    state = state_bytes(
-        weights, trained, shards, sharded_stage(config.strategy), optimizer=optimizer_bytes(config.optimizer)
-    )
+    state = state_bytes(weights, trained, shards, sharded_stage(strategy), optimizer=optimizer_bytes(optimizer))
     estimated = {
         "weights": state.weights,
         "gradients": state.gradients,
         "optimizer": state.optimizer,
-        "activations": _activations(config, plan, model),
+        "activations": _activations(attempt, model),
     }
     return {name: parts.get(name) or estimated[name] for name in PARTS}
 
 
-def _activations(config: RunConfig, plan: BatchPlan, model: Any) -> int:
+def _activations(attempt: Attempt, model: Any) -> int:
     """Bytes of what a forward pass keeps, as ``check`` predicts them; where it cannot, those of plain blocks."""
     try:
-        predicted = planned_memory.memory_by_rank(config)
+        predicted = planned_memory.memory_by_rank(attempt.config)
     except BadInputError:  # the out-of-memory error must not be lost
         predicted = None
     if predicted is not None:
         return sum(predicted.terms.get(name, 0) for name in ACTIVATIONS)
-    fields, tokens = model.config.get_text_config(), plan.micro_batch_size * config.data.seq_len
+    fields = model.config.get_text_config()
+    tokens = attempt.plan.micro_batch_size * attempt.config.data.seq_len
     return activation_bytes(tokens, fields.hidden_size, fields.num_hidden_layers)
 
 

@@ -90,16 +90,7 @@ def fit(attempt: Attempt, built: BuiltModel, objective: Objective, engine: Engin
 def _fit(attempt: Attempt, objective: Objective, engine: Engine) -> pl.Trainer:
     config, prepared, plan, rank = attempt.config, attempt.prepared, attempt.plan, attempt.data_parallel_rank
     evaluation = evaluation_step_batches(config, prepared, plan, rank, objective.samples)
-    trainer = run_trainer(
-        config,
-        attempt.paths,
-        engine.strategy,
-        engine.recorder,
-        attempt.max_steps,
-        attempt.device,
-        attempt.rank,
-        engine.profiler,
-    )
+    trainer = run_trainer(attempt, engine.strategy, engine.recorder, engine.profiler)
     batches = train_step_batches(
         config,
         prepared,
@@ -121,4 +112,4 @@ def _out_of_memory(error: BaseException, attempt: Attempt, built: BuiltModel, en
     if attempt.device.type == "cuda":
         with suppress(OSError):  # a full disk takes none, and the cause is named below
             print_line(write_snapshot(attempt.paths.profile / f"memory-rank-{attempt.rank}.json"), file=sys.stderr)
-    return out_of_memory(error, attempt.rank, attempt.config, attempt.dims, attempt.plan, built.model, parts)
+    return out_of_memory(error, attempt, built.model, parts)

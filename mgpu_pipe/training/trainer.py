@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
-import torch.distributed as dist
 from pytorch_lightning.profilers import Profiler
 
-from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.plugins import STRATEGY_GROUP
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.targets.build_target import build
 from mgpu_pipe.objectives.registry import load_subclass, objective_class
 from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
-from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.loggers import start_loggers
 from mgpu_pipe.training.recorder import StepRecorder
 from mgpu_pipe.training.strategy import EngineStrategy
+
+if TYPE_CHECKING:
+    from mgpu_pipe.training.attempt import Attempt
 
 ROTARY_BUFFER = "inv_freq"
 """How the names of transformers' buffers of rotary frequencies end."""
@@ -74,28 +73,21 @@ def strategy_class(engine: str) -> type[EngineStrategy]:
 
 
 def run_trainer(
-    config: RunConfig,
-    paths: RunPaths,
-    strategy: EngineStrategy,
-    recorder: StepRecorder,
-    max_steps: int,
-    device: torch.device,
-    rank: int,
-    profiler: Profiler | None = None,
+    attempt: Attempt, strategy: EngineStrategy, recorder: StepRecorder, profiler: Profiler | None
 ) -> pl.Trainer:
     """The Trainer of a run, with its configuration's callbacks and, on rank 0, loggers."""
+    config, device = attempt.config, attempt.device
     callbacks = [
         build(node, "pytorch_lightning.Callback", f"callbacks.{name}") for name, node in config.callbacks.items()
     ]
-    dims = ParallelDims.resolve(config.strategy, dist.get_world_size())
-    loggers = start_loggers(config, paths.root, dims) if rank == 0 else []
+    loggers = start_loggers(config, attempt.paths.root, attempt.dims) if attempt.rank == 0 else []
     sees_one = device.type == "cuda" and torch.cuda.device_count() == 1  # of a node's several, under srun
     return bare_trainer(
         accelerator=device.type,
-        devices=1 if sees_one else dist.get_world_size() // config.trainer.num_nodes,
+        devices=1 if sees_one else attempt.world_size // config.trainer.num_nodes,
         num_nodes=config.trainer.num_nodes,
         strategy=strategy,
-        max_steps=max_steps,
+        max_steps=attempt.max_steps,
         logger=loggers or False,
         callbacks=[*callbacks, recorder],
         profiler=profiler,

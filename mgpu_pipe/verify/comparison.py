@@ -62,7 +62,10 @@ def compare(
     packed = resolve_packing(config.model, config.data, config.objective) != "none"
     batches = [global_batch(objective, config.data, config.seed, step, packed=packed) for step in range(steps)]
     data_parallel_rank = dims.data_parallel_rank(dist.get_rank())
-    watch = _Comparison(config, objective, plan, batches, on_start)
+    precision, first = config.precision.name, dist.get_rank() == 0
+    plain = BaselineRun(config, objective) if first else None
+    alone = BaselineRun(config, objective, precision) if first and precision != "fp32" else None
+    watch = _Comparison(objective.batch_spec, plan, batches, on_start, plain, alone, rounds=precision == "bf16_true")
     trainer = bare_trainer(
         accelerator="cpu", devices=dims.world_size, strategy=strategy, max_steps=steps, logger=False, callbacks=[watch]
     )
@@ -93,24 +96,28 @@ def _configured(config: RunConfig, dims: ParallelDims) -> tuple[EngineStrategy, 
 
 
 class _Comparison(pl.Callback):
-    """Sets the state before each step; compares gradients before and weights after the update."""
+    """Sets the state before each step; compares gradients before and weights after the update.
+
+    Args:
+        plain: the plain computation in fp32; on rank 0.
+        alone: one process of the configured precision; on rank 0, and None for fp32.
+        rounds: whether the strategy keeps weights in bf16.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
-        objective: Objective,
+        spec: BatchSpec,
         plan: BatchPlan,
         batches: list[Batch],
         on_start: Callable[[EngineStrategy], None],
+        plain: BaselineRun | None,
+        alone: BaselineRun | None,
+        *,
+        rounds: bool,
     ) -> None:
         self.measurements: list[Measurement] = []
         self._plan, self._batches, self._on_start = plan, batches, on_start
-        self._spec = objective.batch_spec
-        first = dist.get_rank() == 0
-        self._plain = BaselineRun(config, objective) if first else None
-        precision = config.precision.name
-        self._alone = BaselineRun(config, objective, precision) if first and precision != "fp32" else None
-        self._rounds = config.precision.name == "bf16_true"
+        self._spec, self._plain, self._alone, self._rounds = spec, plain, alone, rounds
         self._weights = self._share(self._plain.weights() if self._plain else [])
         self._state: Tensors = {}
         self._expected = PlainStep(0.0, 0.0, {})

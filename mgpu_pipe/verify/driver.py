@@ -9,7 +9,6 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
@@ -19,20 +18,15 @@ from mgpu_pipe.launch.process_job import supervise_module
 from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome
-from mgpu_pipe.launch.worker import limit_torch_threads, work_with_others
+from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.run_folder import choose_folder
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.process_end import exit_now
 from mgpu_pipe.system.threads import choose_threads
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.verify.certificate import Certificate, Measurement, Worst, certificate, failures, show, worst_of
+from mgpu_pipe.verify.certificate import Certificate, Worst, certificate, failures, show, worst_of
 from mgpu_pipe.verify.shrink import shrink
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-    from mgpu_pipe.launch.world import World
 
 MODULE = "mgpu_pipe.verify.driver"
 COMPARISON = "comparison.json"
@@ -106,23 +100,16 @@ def _conclude(result: Certificate, folder: Path, title: str) -> int:
 
 def main(folder: Path) -> None:
     """Take part in the comparison; rank 0 writes its result into ``folder``."""
+    with join_workers(folder) as (config, world, store):
+        from mgpu_pipe.launch.process_group import process_group
+        from mgpu_pipe.verify.comparison import compare
 
-    def work(config: RunConfig, world: World, store: Store) -> None:
-        measurements = _measure(config, world, store)
+        limit_torch_threads()
+        with process_group(world, store, "cpu", config.launch.collective_timeout):
+            measurements = compare(config)
         if world.rank == 0:
             worst = [comparison.as_dict() for comparison in worst_of(measurements)]
             replace_file(folder / COMPARISON, json.dumps({"worst": worst, "comparisons": len(measurements)}))
-
-    work_with_others(folder, work)
-
-
-def _measure(config: RunConfig, world: World, store: Store) -> list[Measurement]:
-    from mgpu_pipe.launch.process_group import process_group
-    from mgpu_pipe.verify.comparison import compare
-
-    limit_torch_threads()
-    with process_group(world, store, "cpu", config.launch.collective_timeout):
-        return compare(config)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,8 @@ def shrink(config: RunConfig, dims: ParallelDims, steps: int = STEPS) -> Shrunk:
         callbacks={},
         launch=replace(config.launch, max_restarts=0),
     )
-    return Shrunk(small, _changes(config, small))
+    fields_before = resolved_fields(config.model)  # with values of a folder, and a class's defaults
+    return Shrunk(small, _changes(fields_before, _flat(to_plain(config)), _flat(to_plain(small))))
 
 
 def _synthetic_data(data: DataConfig, seq_len: int, micro_batch_size: int, global_batch_size: int) -> DataConfig:
@@ -188,14 +189,14 @@ def _small_schedule(scheduler: SchedulerConfig, steps: int) -> SchedulerConfig:
     )
 
 
-def _changes(before: RunConfig, after: RunConfig) -> dict[str, dict[str, Any]]:
-    old, new = _flat(to_plain(before)), _flat(to_plain(after))
-    for name, value in resolved_fields(before.model).items():  # values of a folder or class defaults
-        old.setdefault(f"model.config.{name}", value)
+def _changes(
+    fields_before: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    old = {**{f"model.config.{name}": value for name, value in fields_before.items()}, **before}
     changes: dict[str, dict[str, Any]] = {}
-    for key in dict.fromkeys([*_flat(to_plain(before)), *new]):
-        if key.split(".")[0] in SHOWN and old.get(key) != new.get(key) and key in new:
-            changes[key] = {"from": old.get(key), "to": new[key]}
+    for key in dict.fromkeys([*before, *after]):
+        if key.split(".")[0] in SHOWN and old.get(key) != after.get(key) and key in after:
+            changes[key] = {"from": old.get(key), "to": after[key]}
             why = NOISE_REASON if _is_noise(key) else REASONS.get(key)
             if why:
                 changes[key]["why"] = why

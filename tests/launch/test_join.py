@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from mgpu_pipe.config import resolve
-from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.freeze import config_hash, freeze
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig, RunOptions, TrainerConfig
@@ -254,7 +254,7 @@ def test_rank_zero_of_a_complete_run_stays_until_the_others_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, config = HashStore(), RunConfig(run=RunOptions(dir=str(tmp_path)))
-    complete = SharedPlan(str(tmp_path), join._hash(config), "", 1, train=False)
+    complete = SharedPlan(str(tmp_path), config_hash(config), "", 1, train=False)
     monkeypatch.setattr(join, "_prepare_attempt", lambda *_: complete)
 
     def rank_zero() -> None:
@@ -285,7 +285,7 @@ def test_a_rank_that_did_not_plan_takes_rank_zeros_plan(tmp_path: Path) -> None:
         plan=replace(asks.plan, predicted_seconds=0.1 + 0.2, predicted_gib=1 / 3),
     )
     freeze(planned, RunPaths(tmp_path).config)
-    plan = SharedPlan(str(tmp_path), join._hash(planned), "", 1, train=True)
+    plan = SharedPlan(str(tmp_path), config_hash(planned), "", 1, train=True)
     store.set(join.OFFER, json.dumps(asdict(plan)))
     assert join._plan_from_rank_zero(asks, store, 1) == plan
     for other in (

@@ -14,7 +14,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.parallel.compile import float8_product, use_float8
 from mgpu_pipe.parallel.tensor import linear as tensor_linear
 from mgpu_pipe.topology import ParallelDims
-from mgpu_pipe.training.mesh import split_options
+from mgpu_pipe.training.mesh import MeshStrategy
 from tests.strategies.test_precision import gradient_error
 from tests.support.plain_training import plain
 from tests.support.processes import run_processes
@@ -24,7 +24,7 @@ ROWWISE = ("precision=fp8", "precision.fp8_recipe=rowwise")
 
 
 def recipe_of(*words: str) -> str:
-    return split_options(compose([*words])[0], ParallelDims()).fp8_recipe
+    return MeshStrategy.run_options(compose([*words])[0], ParallelDims())["options"].fp8_recipe
 
 
 def test_torchao_is_asked_for_the_recipe_and_the_blocks_fitting_layers(monkeypatch: pytest.MonkeyPatch) -> None:

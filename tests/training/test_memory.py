@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,12 +37,16 @@ class Model(torch.nn.Module):
         self.config = Config()
 
 
+def attempt_of(config: RunConfig, dims: ParallelDims, plan: BatchPlan, rank: int = 0) -> Any:
+    """The parts of an attempt that are read where memory runs out."""
+    return SimpleNamespace(config=config, dims=dims, plan=plan, rank=rank)
+
+
 def said(stage: int, partitioned: bool) -> str:
     config, _ = compose([f"strategy=zero{stage}", "model=llama_tiny", "data.seq_len=1"])
     config = replace(config, trainer=replace(config.trainer, devices=4, accelerator="cpu"))
-    model = Model(partitioned)
-    dims, plan = ParallelDims(dp_shard=4), BatchPlan(4, 4, 1)
-    return str(out_of_memory(MemoryError("no"), 1, config, dims, plan, model, {}))
+    attempt = attempt_of(config, ParallelDims(dp_shard=4), BatchPlan(4, 4, 1), rank=1)
+    return str(out_of_memory(MemoryError("no"), attempt, Model(partitioned), {}))
 
 
 def test_a_partitioned_model_is_counted() -> None:
@@ -60,8 +65,8 @@ def test_zero_1_and_2_shard_less() -> None:
 def test_activations_are_those_that_check_predicts() -> None:
     words = ["strategy=ddp", "trainer.devices=2", "trainer.accelerator=cpu", "model=llama_tiny", "data.seq_len=512"]
     config, _ = compose([*words, "data.global_batch_size=32", "data.micro_batch_size=16"])
-    dims = ParallelDims.resolve(config.strategy, 2)
-    parts = estimated_parts(config, dims, BatchPlan.resolve(config.data, 2), Model(False), {})
+    attempt = attempt_of(config, ParallelDims.resolve(config.strategy, 2), BatchPlan.resolve(config.data, 2))
+    parts = estimated_parts(attempt, Model(False), {})
     predicted = memory_by_rank(config)
     assert predicted is not None and parts["activations"] >= predicted.terms["activations"] > 1 << 20
 
@@ -77,7 +82,8 @@ def test_a_prediction_that_fails_does_not_hide_that_memory_ran_out(monkeypatch: 
 def test_a_model_that_is_cut_is_spread_further_by_its_own_axis() -> None:
     config, _ = compose(["strategy=tp", "model=llama_tiny", "data.seq_len=1"])
     config = replace(config, trainer=replace(config.trainer, devices=2, accelerator="cpu"))
-    text = str(out_of_memory(MemoryError("no"), 0, config, ParallelDims(tp=2), BatchPlan(1, 1, 1), Model(False), {}))
+    attempt = attempt_of(config, ParallelDims(tp=2), BatchPlan(1, 1, 1))
+    text = str(out_of_memory(MemoryError("no"), attempt, Model(False), {}))
     assert "trainer.devices=4 (saves about 32 MiB)" in text
     assert "strategy=fsdp" not in text
 

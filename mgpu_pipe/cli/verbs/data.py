@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.config.hydra.compose import Composition
     from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
+    from mgpu_pipe.data.order import Order
     from mgpu_pipe.data.samples import Prepared, SampleSet
     from mgpu_pipe.data.text.mixed_samples import PreparedMixture
     from mgpu_pipe.data.text.preview import Part
+    from mgpu_pipe.topology import BatchPlan
 
 DESCRIPTION = (
     "Prepare the data of a configuration and show it: how much there is, how long\n"
@@ -56,18 +58,21 @@ def _show(config: RunConfig, count: int) -> None:
     from mgpu_pipe.launch.preparing import prepare_data
     from mgpu_pipe.objectives.registry import objective_class
     from mgpu_pipe.report.columns import print_rows
+    from mgpu_pipe.topology import BatchPlan, ParallelDims
 
     prepared = prepare_data(config)
     objective = objective_class(config.objective.name)
     samples = objective.samples(prepared.complete(config), prepared.open(config, "train"))
     lengths = lengths_of(prepared)
     rows = _amounts(config.data, config.objective, prepared, samples, None if lengths is None else lengths[0])
-    print_rows([*rows, *_balance(config, prepared, samples)], "data")
+    order = prepared.order(config.seed, config.data, len(samples))
+    dims = ParallelDims.from_config(config.trainer, config.strategy)
+    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
+    print_rows([*rows, *_balance(config.objective, samples, order, plan)], "data")
     if isinstance(prepared, PreparedMixture):
         print_rows(_sources(prepared), "sources")
     if lengths is not None:
         print_rows(_histogram(lengths[0]), f"tokens a {lengths[1]}")
-    order = prepared.order(config.seed, config.data, len(samples))
     indices, numbers = order.indices(0, count), np.arange(count)
     if lengths is None:
         for number, rows in enumerate(_fields(samples, indices, numbers)):
@@ -119,17 +124,14 @@ def _amounts(
     return rows
 
 
-def _balance(config: RunConfig, prepared: Prepared, samples: SampleSet) -> list[tuple[str, str]]:
+def _balance(objective: ObjectiveConfig, samples: SampleSet, order: Order, plan: BatchPlan) -> list[tuple[str, str]]:
     """Load imbalance of the processes in the first steps, with and without balancing by cost."""
     from mgpu_pipe.data.balance import STEPS, describe_imbalance, imbalances
-    from mgpu_pipe.topology import BatchPlan, ParallelDims
 
-    dims = ParallelDims.from_config(config.trainer, config.strategy)
-    plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
-    ratios = imbalances(samples, prepared.order(config.seed, config.data, len(samples)), plan)
+    ratios = imbalances(samples, order, plan)
     if ratios is None:
         return []
-    what = describe_imbalance(config.objective, plan)
+    what = describe_imbalance(objective, plan)
     text = f"{what}, {STEPS} steps: {ratios[0]:.3f}; with data.balance=cost {ratios[1]:.3f}"
     return [("balance", text)]
 

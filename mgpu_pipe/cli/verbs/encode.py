@@ -47,7 +47,7 @@ def _encode(arguments: argparse.Namespace) -> int:
     prompt = prompt_of(vectors, arguments.prompt)
     require_input(texts)
     settings = EncodeSettings(
-        **job_settings(arguments, source, config),
+        **job_settings(arguments, source, config.trainer),
         column=arguments.column,
         prompt=prompt,
         size=size,

@@ -17,7 +17,7 @@ from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import makes_tokens, samples_of
 from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
 from mgpu_pipe.config.objective import description, descriptions
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.config.untrusted_run import MAX_SIZES, untrusted_data
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line, print_text
@@ -26,7 +26,7 @@ from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.fields import HEADLESS, class_of
 from mgpu_pipe.models.weights.sentence_modules import read_sentence_modules
 from mgpu_pipe.report.held_out_figures import HeldOutFigures
-from mgpu_pipe.runs.hub_names import at_commits
+from mgpu_pipe.runs.hub_names import pin
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.samples import Prepared
@@ -110,7 +110,7 @@ def _measure_held_out(run: LoadedRun, config: RunConfig) -> HeldOutFigures:
     from mgpu_pipe.objectives.registry import objective_class
     from mgpu_pipe.topology import BatchPlan
 
-    data = at_commits(RunConfig(data=config.data)).data
+    data = pin(RunConfig(data=config.data)).require().data
     config = config if data == config.data else replace(config, data=data)
     errors = sample_errors(config.data, config.objective)
     if errors:
@@ -134,8 +134,7 @@ def _measure_held_out(run: LoadedRun, config: RunConfig) -> HeldOutFigures:
         measured = partial(str, state.get(MEASURED))
         objective.of_run(RunStart(config, folder, prepared, plan, 0, 0, str(state.get("precision")), measured))
     result = evaluate_step_batches(objective, step_batches)
-    names = [str(name) for _, name in sorted(dict(run.model.config.id2label or {}).items())]
-    return HeldOutFigures(result, objective.description, prepared, names)
+    return HeldOutFigures(result, objective.description, prepared, _classes_of(run))
 
 
 def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
@@ -153,13 +152,14 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
             samples = samples_of(compose(overrides)[0].data.source)
             objective = next((candidate for candidate in able if candidate.samples == samples), objective)
         folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective.name}"]
-        config = _with_classes(compose([*folder, *overrides])[0], run)
+        config = compose([*folder, *overrides])[0]
+        config = replace(config, data=_with_classes(config.data, config.objective, run))
         return _with_vectors_of(run.source, config, overrides) if hasattr(config.objective, "pooling") else config
     typed = {text.lstrip("+").split("=")[0] for text in overrides}
     config = replace(run.config, eval=_tasks_of(run, overrides))
     on_data = [text for text in overrides if text.lstrip("+").startswith("data")]
     config = replace(config, data=_with_overrides(run.config.data, on_data)) if on_data else config
-    config = _with_classes(config, run)
+    config = replace(config, data=_with_classes(config.data, config.objective, run))
     if not run.is_trusted and _tasks_alone(overrides):
         return replace(config, data=DataConfig(seq_len=min(config.data.seq_len, MAX_SIZES["seq_len"])))
     return config if run.is_trusted else replace(config, data=untrusted_data(config.data, typed))
@@ -184,12 +184,15 @@ def _tasks_of(run: LoadedRun, overrides: Sequence[str]) -> EvalConfig:
     return EvalConfig(tasks)
 
 
-def _with_classes(config: RunConfig, run: LoadedRun) -> RunConfig:
-    """``config`` with all classes of the model in the model's order."""
-    if description(config.objective.name).samples != "labelled_text":
-        return config
-    classes = [name for _, name in sorted(dict(run.model.config.id2label or {}).items())]
-    return replace(config, data=replace(config.data, classes=classes))
+def _with_classes(data: DataConfig, objective: ObjectiveConfig, run: LoadedRun) -> DataConfig:
+    """``data`` with all classes of the model in the model's order, where texts have classes."""
+    labelled = description(objective.name).samples == "labelled_text"
+    return replace(data, classes=_classes_of(run)) if labelled else data
+
+
+def _classes_of(run: LoadedRun) -> list[str]:
+    """Names of the model's classes by their numbers."""
+    return [str(name) for _, name in sorted(dict(run.model.config.id2label or {}).items())]
 
 
 def _with_vectors_of(folder: Path, config: RunConfig, overrides: Sequence[str]) -> RunConfig:

@@ -11,7 +11,7 @@ from mgpu_pipe.config.arguments import VerbParser
 from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.model_arguments import add_target_arguments, silence_transformers
-from mgpu_pipe.runs.hub_names import at_commits
+from mgpu_pipe.runs.hub_names import pin
 from mgpu_pipe.system.local_files import exists, expand_home, is_folder
 
 
@@ -62,7 +62,7 @@ def _import(arguments: argparse.Namespace) -> None:
         raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder")
     if arguments.tokenizer is not None:
         check_tokenizer(arguments.tokenizer)
-    model = at_commits(compose(arguments.overrides)[0]).model
+    model = pin(compose(arguments.overrides)[0]).require().model
     from mgpu_pipe.inference.export_folder import check_target, export_folder, working_folder
     from mgpu_pipe.inference.import_weights import weight_files
 

@@ -30,7 +30,7 @@ def score(argv: Sequence[str]) -> int:
     source, rows = find_model(folder_of(arguments)), expand_home(arguments.input).absolute()
     require_reranker(source)
     require_input(rows)
-    settings = ScoreSettings(**job_settings(arguments, source, config), rows=count_rows(rows))
+    settings = ScoreSettings(**job_settings(arguments, source, config.trainer), rows=count_rows(rows))
     from mgpu_pipe.launch.batch_job import run_job
 
     return run_job(settings, source, config)
