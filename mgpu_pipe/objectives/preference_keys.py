@@ -16,7 +16,13 @@ PREFERENCE = Metric(
     "val/preference_accuracy", "held-out preference", "of pairs", percent=True, higher_is_better=True, headline=True
 )
 MARGIN = Metric("val/margin", "held-out margin", "of rewards", higher_is_better=True)
+REJECTED = Metric("val/rejected_reward", "held-out reward, rejected")
 CHOSEN_LOSS = Metric("val/chosen_loss", "held-out loss, chosen answers", "nats a token")
+
+
+def measure_rewards(chosen: float, rejected: float) -> dict[str, float]:
+    """Metrics from the mean rewards of chosen and of rejected answers."""
+    return {"val/margin": chosen - rejected, "val/chosen_reward": chosen, "val/rejected_reward": rejected}
 
 
 def describe_pairs(name: str, keys: type[SampledTextConfig], figure: Metric) -> Description:
@@ -111,9 +117,7 @@ def measure_dpo(sums: Sequence[float]) -> dict[str, float]:
         "val/exact_match": exact,
         "val/reference_style_rate": said[2] / exact_before if exact_before else 0.0,
         "val/reference_exact_match": exact_before,
-        "val/margin": chosen - rejected,
-        "val/chosen_reward": chosen,
-        "val/rejected_reward": rejected,
+        **measure_rewards(chosen, rejected),
     }
 
 
@@ -129,7 +133,7 @@ DPO = Description(
         Metric("val/reference_exact_match", "reference's exact match", percent=True),
         MARGIN,
         Metric("val/chosen_reward", "held-out reward, chosen", higher_is_better=True),
-        Metric("val/rejected_reward", "held-out reward, rejected"),
+        REJECTED,
     ),
     measured=measure_dpo,
     counts="pairs",
@@ -189,13 +193,7 @@ class RewardConfig(OneOutputConfig):
 def measure_reward(sums: Sequence[float]) -> dict[str, float]:
     """Metrics from the sums of losses, right pairs, both rewards, and the number of pairs."""
     loss, right, chosen, rejected = (value / sums[-1] for value in sums[:-1])
-    return {
-        "val/loss": loss,
-        "val/accuracy": right,
-        "val/margin": chosen - rejected,
-        "val/chosen_reward": chosen,
-        "val/rejected_reward": rejected,
-    }
+    return {"val/loss": loss, "val/accuracy": right, **measure_rewards(chosen, rejected)}
 
 
 REWARD = Description(
@@ -206,7 +204,7 @@ REWARD = Description(
         Metric("val/accuracy", "held-out accuracy", "of pairs", percent=True, higher_is_better=True, headline=True),
         MARGIN,
         Metric("val/chosen_reward", "held-out reward, chosen"),
-        Metric("val/rejected_reward", "held-out reward, rejected"),
+        REJECTED,
     ),
     measured=measure_reward,
     counts="pairs",
