@@ -20,21 +20,9 @@ MOST = 16
 """Variants of a family."""
 NOT_MATHEMATICS = frozenset(
     [
-        "output_hidden_states",
-        "output_attentions",
-        "output_router_logits",
-        "return_dict",
-        "return_last_states",
-        "use_cache",
-        "is_encoder_decoder",
-        "summary_use_proj",
-        "summary_proj_to_labels",
-        "classifier_bias",
-        "use_mems_eval",
-        "use_mems_train",
-        "add_cross_attention",
-        "slow_but_exact",
-        "use_mamba_kernels",
+        *("output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "return_last_states"),
+        *("use_cache", "is_encoder_decoder", "summary_use_proj", "summary_proj_to_labels", "classifier_bias"),
+        *("use_mems_eval", "use_mems_train", "add_cross_attention", "slow_but_exact", "use_mamba_kernels"),
     ]
 )
 """Booleans that change what a forward pass returns or keeps, not what it computes for a causal language model."""

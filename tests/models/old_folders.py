@@ -58,18 +58,9 @@ def _mask(length: int) -> torch.Tensor:
 
 
 BERT_FIELDS = {
-    "attention_probs_dropout_prob": 0.0,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.0,
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "layer_norm_eps": 1e-12,
-    "max_position_embeddings": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "type_vocab_size": 2,
-    "vocab_size": 128,
+    **{"attention_probs_dropout_prob": 0.0, "hidden_act": "gelu", "hidden_dropout_prob": 0.0, "hidden_size": 32},
+    **{"initializer_range": 0.02, "intermediate_size": 48, "layer_norm_eps": 1e-12, "max_position_embeddings": 64},
+    **{"num_attention_heads": 4, "num_hidden_layers": 2, "type_vocab_size": 2, "vocab_size": 128},
 }
 
 

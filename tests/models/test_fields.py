@@ -81,12 +81,8 @@ def test_wrong_types_of_model() -> None:
 
 def test_fields_that_pass_are_taken_by_the_class() -> None:
     rope = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
+        **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0},
+        **{"high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     }
     model = ModelConfig(type="llama", config={"hidden_size": 64, "num_attention_heads": 4, "rope_parameters": rope})
     check_model_config(model)

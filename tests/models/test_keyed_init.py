@@ -13,23 +13,8 @@ from mgpu_pipe.models.init import keyed_init
 from tests.models.tiny import tiny_model
 
 FAMILIES = [
-    "llama",
-    "gpt2",
-    "qwen3",
-    "mixtral",
-    "qwen3_moe",
-    "mistral",
-    "gemma2",
-    "gemma3_text",
-    "phi3",
-    "qwen2",
-    "falcon",
-    "opt",
-    "bloom",
-    "gpt_neox",
-    "olmoe",
-    "rwkv",
-    "apertus",
+    *("llama", "gpt2", "qwen3", "mixtral", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "phi3", "qwen2", "falcon"),
+    *("opt", "bloom", "gpt_neox", "olmoe", "rwkv", "apertus"),
 ]
 
 

@@ -20,17 +20,9 @@ from tests.models.tiny import tiny_model
 
 KEYS = PeftConfig(name="lora", r=4, alpha=8.0, targets=["q_proj"])
 SETTINGS = {
-    "peft_type": "LORA",
-    "r": 4,
-    "lora_alpha": 8,
-    "target_modules": ["q_proj"],
-    "lora_dropout": 0.0,
-    "bias": "none",
-    "use_dora": False,
-    "use_rslora": False,
-    "init_lora_weights": True,
-    "modules_to_save": None,
-    "base_model_name_or_path": "base",
+    **{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "lora_dropout": 0.0},
+    **{"bias": "none", "use_dora": False, "use_rslora": False, "init_lora_weights": True, "modules_to_save": None},
+    **{"base_model_name_or_path": "base"},
 }
 WRONG = (None, "x", -1.5, [[1]], {"a": "b"}, 10**400, "a\0b", [], True, "\ud800")
 NO_SETTINGS = ("[]", "3", "null", "", "[" * 5000, "NaN", "{", '{"r": 4, "r": 5', "\ufeff{}", '{"peft_type": ["LORA"]}')

@@ -14,14 +14,9 @@ from mgpu_pipe.objectives.masked_lm import MaskedLMObjective
 from mgpu_pipe.objectives.text_keys import MaskedLMConfig
 
 SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 101,
-    "max_position_embeddings": 80,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"vocab_size": 101, "max_position_embeddings": 80, "hidden_dropout_prob": 0.0},
+    **{"attention_probs_dropout_prob": 0.0},
 }
 
 

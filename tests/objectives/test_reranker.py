@@ -22,23 +22,13 @@ from mgpu_pipe.objectives.reranker import RerankerObjective, ranking_sums
 from mgpu_pipe.objectives.vector_keys import RERANKER, RerankerConfig, RerankerLoss
 from tests.data.text.test_pair_template import configured, rows_of, samples_of
 from tests.objectives.harness import check_cuts, cut, step_loss
+from tests.objectives.test_text_embedding import SIZES as TEXT_SIZES
 from tests.support.command import mgpu, run_folder
 from tests.support.pair_tokenizers import write_tokenizer
 
 REASON = "sentence-transformers is the oracle of rerankers: pip install sentence-transformers"
 LOSSES: tuple[RerankerLoss, ...] = ("binary", "listwise", "margin")
-SIZES: dict[str, Any] = {
-    "vocab_size": 44,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "initializer_range": 0.3,
-    "num_labels": 1,
-}
+SIZES = {**TEXT_SIZES, "vocab_size": 44, "num_labels": 1}
 
 
 def bert(seed: int = 0, dtype: torch.dtype = torch.float32) -> BertForSequenceClassification:

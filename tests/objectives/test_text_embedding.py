@@ -15,15 +15,9 @@ from mgpu_pipe.objectives.vector_keys import SEARCH_METRICS, TEXT_EMBEDDING, Tex
 from tests.objectives.harness import check_gradients, cut, gradients_of, step_loss, vector_errors
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "initializer_range": 0.3,
+    **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0},
+    **{"attention_probs_dropout_prob": 0.0, "initializer_range": 0.3},
 }
 SEQ_LEN, SAMPLES = 9, 6
 REASON = "sentence-transformers is the oracle of embeddings: pip install sentence-transformers"

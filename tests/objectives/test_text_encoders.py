@@ -21,13 +21,9 @@ from tests.models.tiny import tiny_model
 
 MORE: dict[str, dict[str, Any]] = {
     "deberta-v2": {
-        "relative_attention": True,
-        "position_buckets": 4,
-        "pos_att_type": ["p2c", "c2p"],
-        "share_att_key": True,
-        "norm_rel_ebd": "layer_norm",
-        "position_biased_input": False,
-        "type_vocab_size": 0,
+        **{"relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"]},
+        **{"share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False},
+        **{"type_vocab_size": 0},
     },
     "distilbert": {"dim": 64, "hidden_dim": 96},
     "electra": {"embedding_size": 32},

@@ -22,17 +22,12 @@ LOOP, V, LINE = ((0, 2), (1, 3)), ((0, 3), (1, 2)), ((0,), (1,), (2,), (3,))
 LAYERS = (range(0, 1), range(1, 3), range(3, 4), range(4, 6))
 EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "mlp_only_layers": [1],
+        **{"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"mlp_only_layers": [1]},
     },
     "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        **{"shared_expert_intermediate_size": 16},
     },
     "mistral": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 3},

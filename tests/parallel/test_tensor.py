@@ -52,15 +52,9 @@ CASES = {
         type="glm4_moe",
         config={
             **MODELS["llama"].config,
-            "head_dim": 8,
-            "use_qk_norm": True,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "n_shared_experts": 1,
+            **{"head_dim": 8, "use_qk_norm": True, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+            **{"n_shared_experts": 1},
         },
     ),
     "qwen3_moe": ModelConfig(
@@ -68,11 +62,8 @@ CASES = {
         type="qwen3_moe",
         config={
             **MODELS["llama"].config,
-            "head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "norm_topk_prob": True,
+            **{"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"norm_topk_prob": True},
         },
     ),
 }
