@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mgpu_pipe.checkpoint.chunks import canonical, parse
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig
@@ -16,6 +17,7 @@ from mgpu_pipe.models.fields import check_model_config, resolved_fields
 from mgpu_pipe.models.model_settings import model_settings, require_model_settings, with_recorded_data
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink_model import shrink_model
+from tests.models.tiny import tiny_model
 
 MODELS = {
     "clip_tiny": "contrastive",
@@ -73,3 +75,21 @@ def test_a_folder_is_made_small_as_its_type_is(name: str, tmp_path: Path) -> Non
     assert layouts[0] == layouts[1]
     assert sum(p.numel() for p in built[0].parameters()) < 200_000
     assert type(built[0]) is type(built[1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "mamba2"])
+def test_settings_survive_the_checkpoints_json(family: str) -> None:
+    sizes = {"num_heads": 8} if family == "mamba2" else {}  # whose time_step_limit is infinite
+    settings = model_settings(model_config(tiny_model(family, **sizes)))
+    saved = parse(canonical(settings), "")
+    require_model_settings(saved, settings, Path("step"))
+    assert settings["vocab_size"] == 128
+
+
+def test_another_epsilon_is_refused_though_every_shape_fits() -> None:
+    one, other = (model_settings(model_config(tiny_model("llama", rms_norm_eps=eps))) for eps in (1e-5, 1e-6))
+    with pytest.raises(CheckpointError, match=r"another model: rms_norm_eps=1e-06 \(saved with 1e-05\); use the model"):
+        require_model_settings(one, other, Path("step"))
+    require_model_settings(None, other, Path("step"))  # saved before settings were recorded
+    newer = {**other, "a_field_of_a_newer_transformers": 1}
+    require_model_settings(other, newer, Path("step"))

@@ -1,14 +1,19 @@
-"""Families of text encoders. Oracle: transformers' own model, one text at a time, without masks and given positions."""
+"""Text encoders, and decoders as encoders. Oracle: transformers' own model, one text at a time, without masks and given
+positions; sentence-transformers for an export."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.architectures.find import families_in_role
+from mgpu_pipe.architectures.find import families_in_role, families_with
+from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise
@@ -18,6 +23,8 @@ from mgpu_pipe.objectives.packed_text import is_first_document
 from mgpu_pipe.objectives.text_keys import MaskedLMConfig
 from mgpu_pipe.objectives.text_vectors import pool, present_rows
 from tests.models.tiny import tiny_model
+from tests.support.command import mgpu, run_folder
+from tests.support.embedding_pairs import write_pairs
 
 MORE: dict[str, dict[str, Any]] = {
     "deberta-v2": {
@@ -47,24 +54,28 @@ def texts_of(*lengths: int) -> list[torch.Tensor]:
     return [torch.randint(5, 128, (length,), generator=generator) for length in lengths]
 
 
-@pytest.mark.parametrize("family", families_in_role("text_encoder"))
-def test_a_text_has_the_same_vector_alone_and_in_a_batch(family: str) -> None:
-    model, texts = tiny_encoder(family, "AutoModel"), texts_of(*LENGTHS)
-    ids = torch.ones(len(texts), 1, 40, dtype=torch.int64)
+def together_and_alone(model: Any, padding: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A batch of texts as inputs, and the vector of each text alone by its pooling."""
+    texts = texts_of(*LENGTHS)
+    ids = torch.full((len(texts), 1, 40), padding)
     for row, text in enumerate(texts):
         ids[row, 0, : len(text)] = text
     _, inputs = present_rows({"input_ids": ids, "lengths": torch.tensor(LENGTHS)[:, None]})
     with torch.no_grad():
-        hidden = model(**inputs).last_hidden_state
         alone = [model(input_ids=text[None]).last_hidden_state[0] for text in texts]
-    wanted = {
-        "mean": [states.mean(0) for states in alone],
-        "cls": [states[0] for states in alone],
-        "last_token": [states[-1] for states in alone],
-    }
-    for pooling, vectors in wanted.items():
-        found = pool(hidden, inputs["attention_mask"], pooling)
-        torch.testing.assert_close(found, torch.stack(vectors), rtol=1e-5, atol=1e-6)
+    pooled = {"mean": [states.mean(0) for states in alone], "cls": [states[0] for states in alone]}
+    pooled["last_token"] = [states[-1] for states in alone]
+    return inputs, {pooling: torch.stack(vectors) for pooling, vectors in pooled.items()}
+
+
+@pytest.mark.parametrize("family", families_in_role("text_encoder"))
+def test_a_text_has_the_same_vector_alone_and_in_a_batch(family: str) -> None:
+    model = tiny_encoder(family, "AutoModel")
+    inputs, alone = together_and_alone(model, 1)
+    with torch.no_grad():
+        hidden = model(**inputs).last_hidden_state
+    for pooling, vectors in alone.items():
+        torch.testing.assert_close(pool(hidden, inputs["attention_mask"], pooling), vectors, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", families_in_role("text_encoder"))
@@ -113,3 +124,47 @@ def test_hidden_tokens_of_packed_texts_are_learned_as_those_of_each_text(family:
 def test_the_first_document_of_a_row_is_all_but_padding() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3], [0, 1, 2, 3, 4]])
     assert is_first_document(positions).sum(1).tolist() == [3, 1, 5]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("family", families_with(lambda family: family.bidirectional))
+def test_a_text_has_the_same_vector_of_a_decoder_alone_and_in_a_batch(family: str, bidirectional: bool) -> None:
+    config = tiny_model(family)
+    config.bidirectional = bidirectional
+    model: Any = materialise(build_meta(config, "AutoModel"), 3, "cpu").eval()
+    inputs, alone = together_and_alone(model, 0)
+    with torch.no_grad():
+        for packed in (False, True):
+            assert not packed or use_packed_attention(model)
+            hidden = model(**inputs).last_hidden_state
+            for pooling in ("mean", "last_token"):
+                found = pool(hidden, inputs["attention_mask"], pooling)
+                torch.testing.assert_close(found, alone[pooling], rtol=1e-5, atol=1e-6)
+        changed = texts_of(*LENGTHS)[0]
+        changed[-1] = 4
+        first = model(input_ids=changed[None]).last_hidden_state[0, 0]
+    assert (not torch.equal(first, alone["cls"][0])) is bidirectional
+
+
+@pytest.mark.slow
+def test_sentence_transformers_gives_the_vectors_of_a_decoder_that_sees_both_ways(tmp_path: Path) -> None:
+    """Adapters of a run are merged; the exported folder says that its tokens see those after them."""
+    library = pytest.importorskip("sentence_transformers", reason="loads the exported folder")
+    given = ("objective=text_embedding", "objective.pooling=last_token", "data=embedding_pairs", "data.seq_len=24")
+    file = f"data.paths=[{write_pairs(tmp_path / 'pairs.jsonl')}]"
+    shape = ("model=qwen3_tiny", "model.config.vocab_size=384", "model.config.tie_word_embeddings=false")
+    small = (*shape, "model.bidirectional=true", "peft=lora")
+    steps = ("strategy=single", "trainer.accelerator=cpu", "trainer.devices=1", "trainer.max_steps=2")
+    run = run_folder(mgpu(tmp_path / "cache", tmp_path, *given, file, *small, *steps))
+    folder, texts = tmp_path / "exported", ["question 1", "answer 2 says 4", "a"]
+    assert main(["export", str(run), "--out", str(folder)]) == 0
+    assert json.loads((folder / "config.json").read_text())["is_causal"] is False
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for source, name in ((run, "run.npy"), (folder, "folder.npy")):
+        out = tmp_path / name
+        assert main(["encode", str(source), "--input", str(tmp_path / "texts.jsonl"), "--output", str(out)]) == 0
+    ours = np.load(tmp_path / "run.npy")
+    published = library.SentenceTransformer(str(folder), device="cpu")
+    together, alone = published.encode(texts), np.concatenate([published.encode([text]) for text in texts])
+    for vectors in (np.load(tmp_path / "folder.npy"), together, alone):
+        np.testing.assert_allclose(vectors, ours, atol=1e-6)

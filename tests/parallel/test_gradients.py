@@ -1,11 +1,14 @@
-"""Oracle: float64 norms of the whole, unsharded gradients."""
+"""Oracle: float64 norms of the whole, unsharded gradients; torch.amp.GradScaler's documented rule."""
 
+from __future__ import annotations
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from mgpu_pipe.optim.gradients import clip_gradients, gradient_norm
+from mgpu_pipe.optim.gradients import SMALLEST, LossScale, clip_gradients, gradient_norm
 from tests.support.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -66,3 +69,33 @@ def test_shards_count_once_and_replicas_not_twice():
     for norm, clipped in run_processes(4, sharded_norm):
         assert abs(norm / expected - 1) < 1e-12
         assert abs(clipped - 1.0) < 1e-6
+
+
+def test_the_rule_is_gradscalers() -> None:
+    mine = LossScale(interval=3)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    for finite in (True, False, True, True, True, True, False, False, True, True, True):
+        theirs.scale(torch.zeros(1))
+        parameter.grad = torch.tensor([1.0 if finite else float("inf")])
+        theirs.step(optimizer)
+        theirs.update()
+        mine.update(finite)
+        assert mine.value == theirs.get_scale()
+
+
+def test_a_state_goes_on() -> None:
+    scale = LossScale(interval=3)
+    scale.update(True)
+    scale.update(True)
+    other = LossScale(interval=3)
+    other.restore(scale.state())
+    other.update(True)
+    assert (other.value, other.updates) == (2.0**17, 0)
+
+
+def test_it_ends_where_no_scale_helps() -> None:
+    scale = LossScale(value=SMALLEST)
+    with pytest.raises(OverflowError):
+        scale.update(False)

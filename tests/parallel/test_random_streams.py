@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mgpu_pipe.parallel.random_streams import uses_dropout
 from mgpu_pipe.topology import ParallelDims
 from tests.support.plain_training import assembled
 from tests.support.processes import run_processes
@@ -126,3 +127,28 @@ def test_tensor_parallel_dropout_has_the_mean_and_the_spread_of_one_process() ->
     error = float((one.var() / len(one) + two.var() / len(two)).sqrt())
     assert abs(float(one.mean() - two.mean())) < 4 * error
     assert 0.5 < float(two.std() / one.std()) < 2.0
+
+
+class Configured(torch.nn.Module):
+    def __init__(self, **fields: Any) -> None:
+        super().__init__()
+
+        class Config:
+            def to_dict(self) -> dict[str, Any]:
+                return fields
+
+        self.config = Config()
+
+
+@pytest.mark.parametrize(
+    ("fields", "draws"),
+    [
+        ({"attention_dropout": 0.1}, True),
+        ({"attention_dropout": 0.0, "summary_first_dropout": 0.1}, False),  # a classification head's
+        ({"router_jitter_noise": 0.1}, True),
+        ({"text_config": {"attention_dropout": 0.1}}, True),
+        ({"text_config": {"attention_dropout": 0.0}, "classifier_dropout": 0.1}, False),
+    ],
+)
+def test_what_is_random_is_seen(fields: dict[str, Any], draws: bool) -> None:
+    assert uses_dropout(Configured(**fields)) is draws

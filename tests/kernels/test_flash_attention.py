@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import attention
 from transformers import modeling_flash_attention_utils as flash_attention
 
 from mgpu_pipe.architectures.find import families_with
 from mgpu_pipe.models.build import build_meta, materialise
+from mgpu_pipe.models.kernels.packed_attention import use_flash_attention_3
 from mgpu_pipe.objectives.packed_text import forward_kwargs, wants_starts
 from mgpu_pipe.system.compat.transformers_private import set_attention, works_with_flash_attention
 from tests.checks.test_packing import CUTS, packed_batch
@@ -94,3 +96,17 @@ def test_no_layer_looks_for_documents(family: str) -> None:
             return
         found = model(**kwargs).logits.view_as(expected)
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_torch_is_told_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    for name in ("fwd", "bwd"):
+        library.define(f"{name}(Tensor query) -> Tensor")
+    assert attention.current_flash_attention_impl() is None
+    try:
+        use_flash_attention_3()
+        assert attention.current_flash_attention_impl() == "FA3"
+    finally:
+        attention.restore_flash_attention_impl()
+        library._destroy()
