@@ -14,7 +14,7 @@ from mgpu_pipe.parallel.pipeline.stage_cache import can_cache_stages
 from mgpu_pipe.training.mesh import pipeline_forward
 from mgpu_pipe.training.strategy import SamplingForward
 from tests.parallel.pipeline_support import build, model_of, objective_of, whole_model
-from tests.parallel.test_pipeline_families import FAMILIES, small
+from tests.parallel.test_pipeline import FAMILIES, small
 from tests.support.processes import run_processes
 from tests.support.tiny import COMMON, VOCABULARY
 
