@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.architectures.config_source import ConfigClass, config_class
-from mgpu_pipe.architectures.find import axes_of, families_with, family_of, has_tensor_plan, tensor_if_errors
+from mgpu_pipe.architectures.find import (
+    STYLES,
+    axes_of,
+    families_with,
+    family_of,
+    has_tensor_plan,
+    library_plan,
+    tensor_if_errors,
+)
 from mgpu_pipe.architectures.formulas.flops import window_of
 from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
-from mgpu_pipe.architectures.library_plans import STYLES, library_plan
 from mgpu_pipe.checks.pipeline import pipeline_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description

@@ -11,8 +11,8 @@ from mgpu_pipe.architectures.config_source import ConfigClass, config_class
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from mgpu_pipe.models.field_sizes import EXPERTS
+from mgpu_pipe.models.field_types import PARAMETERS, PARTIAL
 from mgpu_pipe.models.fields import part_type, resolved_fields
-from mgpu_pipe.models.rotary_fields import PARAMETERS, PARTIAL
 
 DROPS = re.compile(r"(dropout|pdrop|dropout_rate|dropout_prob|drop_rate)$")
 """Fields that hold the probability to drop a value."""

@@ -23,8 +23,7 @@ from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.config.synonyms import MODEL_FIELDS
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.models.field_sizes import size_errors
-from mgpu_pipe.models.field_types import accepts, describe, floats_of
-from mgpu_pipe.models.rotary_fields import check_rotary
+from mgpu_pipe.models.field_types import accepts, check_rotary, describe, floats_of
 from mgpu_pipe.models.weights.folder import read_config_json
 
 SET_ELSEWHERE = {

@@ -14,8 +14,8 @@ from typing import Any
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
+from mgpu_pipe.models.field_types import KIND, PARAMETERS, PARTIAL, SCALING, THETA
 from mgpu_pipe.models.fields import given_fields
-from mgpu_pipe.models.rotary_fields import KIND, PARAMETERS, PARTIAL, SCALING, THETA
 from mgpu_pipe.models.weights.folder import read_config_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -1,11 +1,13 @@
-"""Builds optimizers: parameter groups with their treatment by name, and torch's fused kernels.
+"""Builds optimizers and learning-rate schedules: parameter groups with their treatment by name, torch's fused kernels.
 
-Names are those of the whole model; a rank's parameters, cut or not, keep them.
+Names are those of the whole model; a rank's parameters, cut or not, keep them. A schedule is a pure function of the
+optimizer step, so a resume needs no state of it.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from mgpu_pipe.config.group_keys import OptimizerConfig, ParameterGroup
+from mgpu_pipe.config.schema import SchedulerConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.model_parts import named_parts
@@ -236,3 +239,36 @@ def optimizer_factory(
             ) from error
 
     return build
+
+
+WSD_DECAY_SHARE = 0.1
+
+
+def build_schedule(config: SchedulerConfig, total_steps: int) -> Callable[[int], float]:
+    """Function that returns the factor of the peak learning rate at a zero-based optimizer step.
+
+    After ``warmup`` steps of linear warm-up (step 0 takes ``1 / warmup`` of the peak): ``constant``;
+    ``linear`` or ``cosine`` (Loshchilov and Hutter 2017, arXiv:1608.03983) down to ``min_lr_ratio`` at the horizon;
+    ``wsd`` (Hu et al. 2024, arXiv:2404.06395): stable, then linear over the last ``decay_steps``. Steps beyond the
+    horizon keep the final value.
+    """
+    warmup, floor = config.warmup(total_steps), config.min_lr_ratio
+    decay = config.decay_steps if config.decay_steps is not None else max(1, round(total_steps * WSD_DECAY_SHARE))
+
+    def share_left(step: int, start: int) -> float:
+        span = max(1, total_steps - start)
+        return min(1.0, max(0.0, (total_steps - step) / span))
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if config.name == "constant":
+            return 1.0
+        if config.name == "wsd":
+            return floor + (1 - floor) * share_left(step, max(warmup, total_steps - decay))
+        left = share_left(step, warmup)
+        if config.name == "cosine":
+            left = 0.5 * (1 + math.cos(math.pi * (1 - left)))
+        return floor + (1 - floor) * left
+
+    return factor

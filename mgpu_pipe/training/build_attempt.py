@@ -24,8 +24,7 @@ from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
 from mgpu_pipe.objectives.protocols import WeightMeasurer
 from mgpu_pipe.optim.gradients import SpikeGuard
-from mgpu_pipe.optim.optimizers import optimizer_factory
-from mgpu_pipe.optim.schedules import build_schedule
+from mgpu_pipe.optim.optimizers import build_schedule, optimizer_factory
 from mgpu_pipe.parallel.compile import compiles
 from mgpu_pipe.parallel.random_streams import uses_dropout
 from mgpu_pipe.runs.metrics_file import STEP_COLUMNS, MetricsWriter, rank_writer, truncate_after

@@ -28,7 +28,7 @@ from mgpu_pipe.parallel.device_memory import ForwardMeter, gathered_bytes, stora
 from mgpu_pipe.parallel.fsdp import ShardingOptions
 from mgpu_pipe.parallel.parallelize import ParallelOptions
 from mgpu_pipe.parallel.pipeline.run_pipeline import MicroBatch, Pipeline, PipelinePlan
-from mgpu_pipe.parallel.pipeline.stage_cache import can_cache_stages
+from mgpu_pipe.parallel.pipeline.stages import can_cache_stages
 from mgpu_pipe.parallel.random_streams import step_seed
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.parallel_model import ParallelModel

@@ -18,8 +18,7 @@ from mgpu_pipe.data.step_batch import BatchSpec, StepBatch
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Objective
-from mgpu_pipe.optim.optimizers import optimizer_factory
-from mgpu_pipe.optim.schedules import build_schedule
+from mgpu_pipe.optim.optimizers import build_schedule, optimizer_factory
 from mgpu_pipe.topology import BatchPlan
 
 

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from mgpu_pipe.architectures.find import families_with, family_of, has_tensor_plan
-from mgpu_pipe.architectures.library_plans import library_plan
+from mgpu_pipe.architectures.find import families_with, family_of, has_tensor_plan, library_plan
 from mgpu_pipe.checks.model_axes import (
     across_nodes,
     context_parallel_errors,

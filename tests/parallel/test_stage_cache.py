@@ -10,7 +10,7 @@ import torch
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.inference.generation import generation_mode
-from mgpu_pipe.parallel.pipeline.stage_cache import can_cache_stages
+from mgpu_pipe.parallel.pipeline.stages import can_cache_stages
 from mgpu_pipe.training.mesh import pipeline_forward
 from mgpu_pipe.training.strategy import SamplingForward
 from tests.parallel.pipeline_support import build, model_of, objective_of, whole_model

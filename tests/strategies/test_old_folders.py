@@ -21,8 +21,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import materialise_empty
 from mgpu_pipe.models.weights.pretrained import load_pretrained
 from mgpu_pipe.objectives.base import Objective
-from mgpu_pipe.optim.optimizers import optimizer_factory
-from mgpu_pipe.optim.schedules import build_schedule
+from mgpu_pipe.optim.optimizers import build_schedule, optimizer_factory
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.initial_weights import build_model, reads_slices
 from mgpu_pipe.training.strategy import EngineStrategy

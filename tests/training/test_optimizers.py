@@ -13,9 +13,8 @@ from mgpu_pipe.config.group_keys import OptimizerConfig, ParameterGroup
 from mgpu_pipe.config.schema import SchedulerConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
-from mgpu_pipe.optim.optimizers import optimizer_factory, treatments
+from mgpu_pipe.optim.optimizers import build_schedule, optimizer_factory, treatments
 from mgpu_pipe.optim.probe import probe
-from mgpu_pipe.optim.schedules import build_schedule
 from tests.models.tiny import tiny_model
 
 

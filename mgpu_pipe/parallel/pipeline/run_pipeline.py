@@ -27,8 +27,7 @@ from mgpu_pipe.parallel.pipeline.schedule import (
     build_schedule,  # with torch's, 0.1 s
     reduce_tied_gradients,
 )
-from mgpu_pipe.parallel.pipeline.stage_cache import caches_of_stages, lengthen_missing
-from mgpu_pipe.parallel.pipeline.stages import StageView, cut_stages, hidden_width
+from mgpu_pipe.parallel.pipeline.stages import StageView, caches_of_stages, cut_stages, hidden_width, lengthen_missing
 from mgpu_pipe.parallel.pipeline.work_order import forward_slots
 from mgpu_pipe.system.compat.torch_private import find_fsdp_units
 

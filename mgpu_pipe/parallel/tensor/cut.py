@@ -11,8 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from mgpu_pipe.architectures.family import COLUMNS, SequencePlan, Style
-from mgpu_pipe.architectures.find import families_with, family_of, tensor_if_errors
-from mgpu_pipe.architectures.library_plans import STYLES
+from mgpu_pipe.architectures.find import STYLES, families_with, family_of, tensor_if_errors
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.adapters.low_rank import A, DoraLayer, LoraLayer
 from mgpu_pipe.models.adapters.qlora import BLOCK, Nf4Experts, Nf4Layer, Quantised
