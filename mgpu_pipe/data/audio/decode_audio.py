@@ -11,7 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container, id3_bytes
+from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container
+from mgpu_pipe.data.audio.mp3_frames import is_mp3, stated_frames, with_frame_count
 from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
 from mgpu_pipe.errors import one_line
 from mgpu_pipe.system.import_package import import_package
@@ -22,8 +23,6 @@ FORMATS = f"WAV, FLAC, Ogg, MP3, AIFF, AU, CAF, W64, SPHERE, {NAMES}"
 _UNKNOWN = 0x7F000000
 """Programs that write to a pipe state sizes above this (0x7ffff000, 0x80000000, 0xffffffff), or 0."""
 _W64 = b"riff\x2e\x91\xcf\x11\xa5\xd6\x28\xdb\x04\xc1\x00\x00"
-_MP3 = re.compile(rb"ID3|\xff[\xe2-\xff]")
-_TAG = re.compile(rb"(?:Xing|Info)(.{4})(.{4})(.{4})", re.DOTALL)
 _OGG_HEAD, _OGG_LAST = 27, 4
 _SAMPLES = re.compile(rb"^(sample_count|sample_n_bytes|channel_count) -i (\d{1,12})\s*$", re.MULTILINE)
 
@@ -56,27 +55,12 @@ def whole_file(raw: bytes) -> bytes:
         stated = {name: int(value) for name, value in _SAMPLES.findall(raw[:1024])}
         size = stated.get(b"sample_count", 0) * stated.get(b"sample_n_bytes", 1) * stated.get(b"channel_count", 1)
         _check(1024 + size <= length)
-    elif _MP3.match(raw):
-        tag = _mp3_tag(raw)
+    elif is_mp3(raw):
+        tag = stated_frames(raw)
         _check(tag is None or tag[1] <= length)
     elif kind != b"fLaC":
         raise BadSampleError(f"{NO_SOUND} (no {FORMATS} file)")
     return raw
-
-
-def states_frames(raw: bytes) -> bool:
-    """Whether the file itself states libsndfile's number of frames; for MP3 it may be a guess."""
-    return not _MP3.match(raw) or _mp3_tag(raw) is not None
-
-
-def _mp3_tag(raw: bytes) -> tuple[int, int] | None:
-    """Frames and bytes that an MP3 file's first frame states (Xing's VBR header)."""
-    start = id3_bytes(raw)
-    tag = _TAG.search(raw, start, start + 256)
-    if tag is None or tag[1][3] & 3 != 3:
-        return None
-    frames, size = (int.from_bytes(tag[number], "big") for number in (2, 3))
-    return (frames, size) if frames else None
 
 
 def _check(whole: bool) -> None:
@@ -191,10 +175,14 @@ def _read_with_libsndfile(raw: bytes, max_seconds: float) -> tuple[NDArray[Any],
     """Values of shape (samples, channels), int16 where the file holds these, and samples a second."""
     package = soundfile()
     with _libsndfile_errors(package):
-        raw = whole_file(raw)
+        raw, certain = whole_file(raw), True
+        if is_mp3(raw):
+            with library_output(), package.SoundFile(_Bytes(raw)) as file:
+                stating = with_frame_count(raw, int(file.frames))
+            raw, certain = stating, stating is raw and stated_frames(raw) is not None
         with _quiet_mp3(raw), package.SoundFile(_Bytes(raw)) as file:
             file.seekable = lambda: False  # soundfile seeks after every read, which GSM and FLAC of a pipe cannot
-            rate, stated = int(file.samplerate), int(file.frames) if states_frames(raw) else _UNKNOWN_FRAMES
+            rate, stated = int(file.samplerate), int(file.frames) if certain else _UNKNOWN_FRAMES
             _check_rate(rate)
             if max_seconds * rate < stated < _UNKNOWN_FRAMES:
                 raise _too_long(stated / rate, max_seconds)
@@ -227,7 +215,7 @@ def _libsndfile_errors(package: Any) -> Iterator[None]:
 
 def _quiet_mp3(raw: bytes) -> AbstractContextManager[object]:
     """Keeps from standard error what libmpg123 says of an MP3 file."""
-    return library_output() if _MP3.match(raw) else nullcontext()
+    return library_output() if is_mp3(raw) else nullcontext()
 
 
 def _too_long(seconds: float, most: float) -> BadSampleError:

@@ -107,6 +107,24 @@ def test_what_programs_write_to_a_pipe_is_read(command: tuple[str, ...]) -> None
     assert len(values) <= len(heard) < len(values) + 1600
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_mp3_file_that_states_no_number_of_frames_is_read_to_its_end(order: int) -> None:
+    """libsndfile guesses their number from the bits of the first: too many or too few. Oracle: the stated number."""
+    values = np.concatenate([tones("abab", 3), np.zeros(3 * RATE, np.float32)])[::order]
+    counted = io.BytesIO()
+    soundfile = pytest.importorskip("soundfile")
+    soundfile.write(counted, values, RATE, format="MP3", bitrate_mode="VARIABLE", compression_level=0.5)
+    raw = counted.getvalue()
+    first = raw.index(raw[:2], raw.index(b"LAME"))  # after Xing's frame
+    for tag in (b"", b"ID3\3\0\0\0\0\0\x10" + bytes(16)):
+        heard = decode(tag + raw[first:], RATE, 60)
+        assert len(values) <= len(heard) < len(values) + 3000
+        whole = decode(raw, RATE, 60)
+        shifts = [np.abs(heard[shift:][: len(whole)] - whole[: len(heard) - shift]).max() for shift in range(3000)]
+        assert min(shifts) < 1e-4
+    assert len(decode(raw + raw, RATE, 60)) >= 2 * len(whole), "files that were joined"
+
+
 def test_channels_that_are_opposites_are_no_silence() -> None:
     """As a cable with one pole turned round gives them."""
     values = spoken()
