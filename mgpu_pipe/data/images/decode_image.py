@@ -43,6 +43,8 @@ TURNED = {
 }
 """Pillow's transposition that makes each EXIF orientation upright (EXIF 2.3, section 4.6.4)."""
 SIDEWAYS = ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
+_SIDES, _BITS, _MEANING, _WHITE_IS_ZERO = (256, 257), 258, 262, 0
+"""TIFF's tags of width and height, bits of a value and their meaning (TIFF 6.0, section 8)."""
 _NO_NAME = "tempfile.tif: "
 """libtiff's name for a file without a name."""
 MODES = {1: "L", 3: "RGB"}
@@ -139,6 +141,15 @@ def turned_by(image: Image) -> str | None:
         return None
 
 
+def _read_as_tiff_states(image: Any, values: Any) -> tuple[Any, int]:
+    """Grey values with black at 0, and their largest one. Pillow keeps a TIFF file's 12 bits and inverted values."""
+    if image.format != "TIFF":
+        return values, 0xFFFF
+    bits, meaning = image.tag_v2.get(_BITS, (16,))[0], image.tag_v2.get(_MEANING)
+    most = (1 << min(bits, 16)) - 1
+    return most - values if meaning == _WHITE_IS_ZERO else values, most
+
+
 def _plain(image: Any, channels: int, image_module: Any) -> Image:
     import numpy as np
 
@@ -146,7 +157,8 @@ def _plain(image: Any, channels: int, image_module: Any) -> Image:
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 0xFFFF:
             raise BadSampleError("has values of more than 16 bits")
-        image = image_module.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+        values, most = _read_as_tiff_states(image, values)
+        image = image_module.fromarray(((values * 255 + most // 2) // most).astype(np.uint8))
     elif image.mode == "F":
         raise BadSampleError("has values of no known range (floating point)")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
@@ -162,6 +174,7 @@ def size_of(path: Path) -> tuple[int, int]:
     with path.open("rb") as file:
         head = file.read(HEAD)
     with pillow().open(path, formats=known_formats(head)) as image:
-        width, height = image.size
+        # Some versions of Pillow turn a TIFF file's size before it is loaded.
+        width, height = (image.tag_v2[tag] for tag in _SIDES) if image.format == "TIFF" else image.size
         sideways = turned_by(image) in SIDEWAYS
     return (width, height) if sideways else (height, width)

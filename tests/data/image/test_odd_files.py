@@ -70,6 +70,30 @@ def test_a_tiff_without_its_sizes_is_a_bad_sample(tag: int, capfd: pytest.Captur
     assert capfd.readouterr().err == ""
 
 
+def test_grey_of_a_scanner_keeps_its_range_and_its_black() -> None:
+    """Twelve bits a value, and values whose zero is white. Oracle: the same picture of eight bits."""
+    grey = (np.arange(8 * 4).reshape(4, 8) * 8).astype(np.uint8)
+    wide = grey.astype(np.uint16) * 257
+    inverted = stored(Image.fromarray(65535 - wide), "TIFF", tiffinfo={262: 0})
+    first, second = (wide >> 4)[:, 0::2], (wide >> 4)[:, 1::2]
+    packed = np.stack([first >> 4, (first & 15) << 4 | second >> 8, second & 255], 2).astype(np.uint8)
+    twelve = stored(Image.fromarray(packed.reshape(4, 12)), "TIFF")
+    for tag, value in ((256, 8), (258, 12)):
+        at = twelve.index(tag.to_bytes(2, "little"), 8) + 8
+        twelve = twelve[:at] + value.to_bytes(2, "little") + twelve[at + 2 :]
+    for raw in (inverted, twelve):
+        assert np.abs(pixels(decode(raw, 1)) - grey).max() <= 1
+
+
+def test_a_turned_tiff_is_as_large_as_its_pixels(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    for turn in range(1, 9):
+        exif[ORIENTATION] = turn
+        raw = stored(noise(1).resize((12, 20)), "TIFF", exif=exif)
+        (tmp_path / "a.tiff").write_bytes(raw)
+        assert size_of(tmp_path / "a.tiff") == decode(raw, 3).size[::-1] == ((20, 12) if turn < 5 else (12, 20))
+
+
 def test_any_error_of_pillow_is_a_bad_sample() -> None:
     """Pillow also raises other errors than OSError: for a number that is none, and a size that would fill memory."""
     number = stored(noise(1), "PPM").replace(b"255", b"\x805\x80", 1)
