@@ -20,7 +20,7 @@ from mgpu_pipe import errors
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.inference import export_folder
 from mgpu_pipe.launch.deepspeed_build import prepare_extensions
-from mgpu_pipe.system.threads import limit_threads
+from mgpu_pipe.system.hardware import limit_threads
 from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from tests.support.needs import need_nvme, need_torch_compile
 from tests.support.program import check_from_server

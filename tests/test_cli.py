@@ -21,7 +21,7 @@ from mgpu_pipe.cli.verbs import verb_names
 from mgpu_pipe.config.convert import all_keys
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.synonyms import MEANT, VALUES
+from mgpu_pipe.config.suggest import MEANT, VALUES
 from mgpu_pipe.errors import EXIT_STOPPED, DataError
 from mgpu_pipe.launch import signals as stop
 from mgpu_pipe.runs.resume_command import CommandLine

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.support import finish
 from mgpu_pipe.runs.metrics_file import read_metrics
-from mgpu_pipe.system.threads import SPIN_COUNT, SPIN_VARIABLE, WAITING_VARIABLES
+from mgpu_pipe.system.hardware import SPIN_COUNT, SPIN_VARIABLE, WAITING_VARIABLES
 
 ROUNDS, STEPS, WARM_UP = 2, 11, 3
 OVERRIDES = (

@@ -211,7 +211,7 @@ def _composed(overrides: Sequence[str]) -> Composition:
 @contextmanager
 def _environment_of_a_run() -> Iterator[None]:
     """Sets the variables of the program ``mgpu-pipe`` for itself and its workers, and restores them afterwards."""
-    from mgpu_pipe.system.threads import limit_threads
+    from mgpu_pipe.system.hardware import limit_threads
 
     before = dict(os.environ)
     limit_threads(os.environ)

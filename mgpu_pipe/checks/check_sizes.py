@@ -16,7 +16,7 @@ from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
 from mgpu_pipe.config.resolve import resolve_precision, world_size
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig, TrainerConfig
-from mgpu_pipe.config.synonyms import VALUES
+from mgpu_pipe.config.suggest import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.memory_limits import memory_errors

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from mgpu_pipe.config.data_sources import all_sources, samples_of
-from mgpu_pipe.config.eval_tasks import EvalConfig
+from mgpu_pipe.config.group_keys import EvalConfig
 from mgpu_pipe.config.objective import Description, description, descriptions
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by

@@ -14,9 +14,9 @@ from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.checks.start import base_run_errors
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.data_sources import file_sources, find_source, samples_of
-from mgpu_pipe.config.eval_tasks import EvalConfig, ranked
-from mgpu_pipe.config.group_keys import SchedulerConfig
+from mgpu_pipe.config.group_keys import EvalConfig, SchedulerConfig
 from mgpu_pipe.config.hub import hub_name
+from mgpu_pipe.config.objective import ranked
 from mgpu_pipe.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -28,8 +28,7 @@ from mgpu_pipe.config.schema import (
     TrainerConfig,
 )
 from mgpu_pipe.config.sections import DATA, LAUNCH, OBJECTIVE
-from mgpu_pipe.config.suggest import choose_from
-from mgpu_pipe.config.synonyms import VALUES
+from mgpu_pipe.config.suggest import VALUES, choose_from
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.system.local_files import exists, expand_home, is_file
 

@@ -107,7 +107,7 @@ Tab completion in bash: eval "$(mgpu-pipe -sc install=bash)"
 
 def program() -> NoReturn:
     """The command ``mgpu-pipe``."""
-    from mgpu_pipe.system.threads import limit_threads
+    from mgpu_pipe.system.hardware import limit_threads
 
     limit_threads(os.environ)
     exit_now(main())
@@ -177,7 +177,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _unknown_verb(word: str) -> BadInputError:
-    from mgpu_pipe.config.synonyms import VERBS, path_advice
+    from mgpu_pipe.config.suggest import VERBS, path_advice
 
     if meant := path_advice(word) or VERBS.get(word):
         return BadInputError(f"{PROGRAM} {word}: {meant}")

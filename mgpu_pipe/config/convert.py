@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from mgpu_pipe.config.hydra.interpolation import MISSING, written
-from mgpu_pipe.config.moved import with_present_classes
+from mgpu_pipe.config.plugins import with_present_classes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, all_hints, hints
-from mgpu_pipe.config.suggest import choose_from, nearest, nearest_key
-from mgpu_pipe.config.synonyms import FORMS, SECTION_NAMES, VALUES, known_elsewhere, value_elsewhere
+from mgpu_pipe.config.suggest import (
+    FORMS,
+    SECTION_NAMES,
+    VALUES,
+    choose_from,
+    known_elsewhere,
+    nearest,
+    nearest_key,
+    value_elsewhere,
+)
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.system.local_files import is_text
 

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from mgpu_pipe.config.convert import convert, to_plain
 from mgpu_pipe.config.hydra.interpolation import escaped, plain_values, unescaped
-from mgpu_pipe.config.moved import with_first_classes
 from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.plugins import with_first_classes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.untrusted_run import check_environment_use
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors

@@ -1,4 +1,4 @@
-"""Keys of the optimizer, scheduler, adapters, strategy and sweep."""
+"""Keys of the optimizer, scheduler, adapters, strategy, evaluation tasks and sweep."""
 
 from __future__ import annotations
 
@@ -292,3 +292,35 @@ class PlanConfig:
     """Seconds that a save stops training for, with plan.failure_hours."""
     restart_s: float = field(default=600.0, metadata={"at_least": 0})
     """Seconds from a failure until training resumes, with plan.failure_hours."""
+
+
+@dataclass
+class EvalTask:
+    """A task of questions or texts from local files; its figure is the metric val/<name of the task>."""
+
+    kind: Literal["answers", "choice", "perplexity"] = "answers"
+    """answers: the share of generated answers that are right, word for word; choice: of questions whose right choice
+    is the likeliest; perplexity: of texts, a token."""
+    paths: list[str] = field(default_factory=list)
+    """Files or globs: lines as in data=chat_jsonl (answers), of {prompt, choices, answer} (choice), text files or JSON
+    lines with a text (perplexity)."""
+    source: Literal["rule_chat"] | None = None
+    """Instead of paths: the held-out conversations of data=rule_chat (answers)."""
+    pattern: str | None = None
+    """Regular expression; its match in an answer (the first group, if any) is compared (answers)."""
+    max_samples: int | None = field(default=256, metadata={"at_least": 1})
+    """At most this many rows, evenly taken; null takes all."""
+    batch_size: int = field(default=32, metadata={"at_least": 1})
+    """Rows that go through the model together."""
+    max_new_tokens: int = field(default=64, metadata={"at_least": 1})
+    """Most tokens of an answer."""
+
+    @property
+    def higher_is_better(self) -> bool:
+        return self.kind != "perplexity"
+
+
+@dataclass
+class EvalConfig:
+    tasks: dict[str, EvalTask] = field(default_factory=dict)
+    """Tasks by a name of your choice, measured at every evaluation, and by mgpu-pipe eval."""

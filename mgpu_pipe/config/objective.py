@@ -12,10 +12,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mgpu_pipe.config import plugins
 from mgpu_pipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.config.group_keys import EvalConfig, EvalTask
+    from mgpu_pipe.config.schema import ObjectiveConfig
 
 DEFAULT = "causal_lm"
 TRAINING_METRICS = ("train/loss", "train/grad_norm", "lr")
@@ -142,3 +146,44 @@ def description(name: str) -> Description:
 def descriptions() -> list[Description]:
     """Descriptions of this project's objectives and of those of installed packages."""
     return [description(name) for name in (*plugins.OBJECTIVES, *plugins.registered(plugins.OBJECTIVE_KEYS_GROUP))]
+
+
+def ranked(objective: ObjectiveConfig, evaluation: EvalConfig) -> tuple[str, ...]:
+    """Metrics that ``checkpoint.keep_best`` and a sweep may rank by."""
+    of_tasks = (metric.key for metric in task_metrics(evaluation.tasks))
+    return (*description(objective.name).ranked, *of_tasks)
+
+
+def metric_of(objective: ObjectiveConfig, evaluation: EvalConfig, key: str) -> Metric | None:
+    """Metric ``key`` of the objective or of a task."""
+    of_tasks = {metric.key: metric for metric in task_metrics(evaluation.tasks)}
+    return of_tasks.get(key) or description(objective.name).metric(key)
+
+
+def higher_is_better(config: Mapping[str, Any], key: str) -> bool:
+    """Whether a higher value of the metric ``key`` is better, from a run's written configuration."""
+    section = config
+    for name in ("eval", "tasks", key.partition("/")[2]):
+        below = section.get(name)
+        section = below if isinstance(below, Mapping) else {}
+    if section:
+        return section.get("kind") != "perplexity"
+    objective = config.get("objective")
+    metric = description(str(objective.get("name") if isinstance(objective, Mapping) else None)).metric(key)
+    return metric is not None and metric.higher_is_better
+
+
+def task_metrics(tasks: Mapping[str, EvalTask]) -> tuple[Metric, ...]:
+    """Metrics of the tasks, one each."""
+    units = {"answers": "right", "choice": "right", "perplexity": ""}
+    return tuple(
+        Metric(
+            f"val/{name}",
+            name.replace("_", " "),
+            units[task.kind],
+            digits=3,
+            percent=task.higher_is_better,
+            higher_is_better=task.higher_is_better,
+        )
+        for name, task in tasks.items()
+    )

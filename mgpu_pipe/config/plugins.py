@@ -1,4 +1,4 @@
-"""Entry points of installed packages: their names, read without imports, and their objects."""
+"""Other packages: their entry points, those that only some runs need, and the old names that they import."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.moved import accept_old_modules
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -75,3 +76,70 @@ def installed_modules_alone() -> Iterator[None]:
         yield
     finally:
         sys.path[:] = before
+
+
+def import_package(module: str, package: str, extra: str, key: str, value: str, otherwise: str = "") -> Any:
+    """Imports ``module``.
+
+    Args:
+        package: its name in the error.
+        extra: the optional dependencies of this program that install it.
+        key, value: the configuration that needs it.
+        otherwise: other ways out, appended to the fix.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except (ImportError, OSError) as error:  # OSError: without the library that it brings
+        fix = f"install it: pip install 'mgpu_pipe[{extra}]'{otherwise}"
+        raise ConfigError(key, value, fix, f"{package} is not installed") from error
+
+
+OLD_CLASSES = {
+    "mgpu_pipe.optim.adamw_bf16.AdamWBf16": "mgpu_pipe.training.adamw_bf16.AdamWBf16",
+    "mgpu_pipe.optim.muon.Muon": "mgpu_pipe.parallel.muon.Muon",
+}
+"""First dotted name of each moved ``_target_`` class by its present name; hashes use the first."""
+NEW_CLASSES = {old: new for new, old in OLD_CLASSES.items()}
+MODULES = {
+    "mgpu_pipe.config.strategy": "mgpu_pipe.config.group_keys",
+    "mgpu_pipe.data.batch_spec": "mgpu_pipe.data.step_batch",
+    "mgpu_pipe.objectives.text_config": "mgpu_pipe.objectives.text_keys",
+    "mgpu_pipe.strategies": "mgpu_pipe.training",
+    "mgpu_pipe.strategies.base": "mgpu_pipe.training.strategy",
+    "mgpu_pipe.strategies.deepspeed": "mgpu_pipe.training.deepspeed.deepspeed_strategy",
+    "mgpu_pipe.strategies.mesh": "mgpu_pipe.training.mesh",
+}
+"""Present names of the modules that plug-ins import, by old name."""
+
+
+def accept_old_modules() -> None:
+    """Let plug-ins import modules by old names; each attribute is looked up in the present module on use."""
+    for old, new in MODULES.items():
+        module = ModuleType(old, f"The old name of {new}.")
+        module.__dict__.update(__path__=[], __getattr__=partial(_present, new))
+        sys.modules.setdefault(old, module)
+
+
+def _present(module: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(import_module(module), name)
+
+
+def with_present_classes(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``mapping`` with the present name of a moved optimizer class."""
+    optimizer = mapping.get("optimizer")
+    target = optimizer.get("_target_") if isinstance(optimizer, Mapping) else None
+    if not isinstance(optimizer, Mapping) or not isinstance(target, str) or target not in NEW_CLASSES:
+        return mapping
+    return {**mapping, "optimizer": {**optimizer, "_target_": NEW_CLASSES[target]}}
+
+
+def with_first_classes(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` with the first name of a moved optimizer class, which keeps hashes stable."""
+    optimizer = values.get("optimizer", {})
+    target = optimizer.get("_target_")
+    return {**values, "optimizer": {**optimizer, "_target_": OLD_CLASSES.get(target, target)}} if optimizer else values

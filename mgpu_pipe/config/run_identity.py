@@ -15,7 +15,7 @@ from typing import Any
 
 from mgpu_pipe.config.convert import to_plain
 from mgpu_pipe.config.identity import HASHED, Identity, stated_identity
-from mgpu_pipe.config.moved import with_first_classes
+from mgpu_pipe.config.plugins import with_first_classes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, hints
 

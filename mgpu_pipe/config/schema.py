@@ -15,9 +15,9 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.eval_tasks import EvalConfig
 from mgpu_pipe.config.group_keys import (
     Auto,
+    EvalConfig,
     OptimizerConfig,
     PeftConfig,
     PlanConfig,

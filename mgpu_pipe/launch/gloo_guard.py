@@ -76,7 +76,7 @@ def build(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """
     from torch.distributed import PrefixStore
 
-    from mgpu_pipe.system.compat.torch_gloo_private import gloo_group
+    from mgpu_pipe.system.compat.torch_private import gloo_group
 
     users: set[int] = set()
     named = "another user of this machine connects to gloo's ports"
@@ -163,7 +163,7 @@ def _devices(*, guarded: bool) -> Iterator[tuple[list[Any], list[int]]]:
 
 def _device(interface: str, *, guarded: bool) -> tuple[Any, list[int]]:
     """A device and its ports; a guarded device gets its filter before any connection."""
-    from mgpu_pipe.system.compat.torch_gloo_private import gloo_device
+    from mgpu_pipe.system.compat.torch_private import gloo_device
 
     for _ in range(DEVICES if guarded else 1):
         before = {fd for fd, _ in _listeners()}

@@ -119,7 +119,7 @@ def process_group(world: World, store: Store, device_type: str, timeout: float) 
     import torch
     import torch.distributed as dist
 
-    from mgpu_pipe.system.compat.torch_gloo_private import gloo_groups_built_by
+    from mgpu_pipe.system.compat.torch_private import gloo_groups_built_by
 
     device = None
     if device_type == "cuda":

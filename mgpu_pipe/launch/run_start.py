@@ -25,8 +25,7 @@ from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine
 from mgpu_pipe.runs.run_folder import RunFolder
-from mgpu_pipe.system.hardware import cpu_cores
-from mgpu_pipe.system.threads import choose_threads
+from mgpu_pipe.system.hardware import choose_threads, cpu_cores
 
 
 def begin_run(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.system.threads import choose_threads
+from mgpu_pipe.system.hardware import choose_threads
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -19,8 +19,7 @@ from mgpu_pipe.config.convert import merged
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.objective import descriptions
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.config.suggest import nearest
-from mgpu_pipe.config.synonyms import MODEL_FIELDS
+from mgpu_pipe.config.suggest import MODEL_FIELDS, nearest
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.models.field_sizes import size_errors
 from mgpu_pipe.models.field_types import accepts, check_rotary, describe, floats_of

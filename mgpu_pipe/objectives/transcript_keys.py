@@ -10,11 +10,11 @@ from typing import Any
 from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.objective import Description, Metric
+from mgpu_pipe.config.plugins import import_package
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.alphabet import own_alphabet
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.objectives.text_keys import TOKEN_ACCURACY, TOKEN_LOSS, TokenLossConfig
-from mgpu_pipe.system.import_package import import_package
 
 REFUSED_FIELDS = {
     **dict.fromkeys(

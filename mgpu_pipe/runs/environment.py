@@ -16,9 +16,8 @@ from types import MappingProxyType
 
 import mgpu_pipe
 from mgpu_pipe.system.child_process import bound
-from mgpu_pipe.system.hardware import cpu_cores, cpu_name
+from mgpu_pipe.system.hardware import WAITING_VARIABLES, Threads, cpu_cores, cpu_name
 from mgpu_pipe.system.local_files import replace_file
-from mgpu_pipe.system.threads import WAITING_VARIABLES, Threads
 
 PACKAGES = (
     "torch",

@@ -11,12 +11,11 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from mgpu_pipe.config.eval_tasks import EvalConfig, metric_of, ranked
-from mgpu_pipe.config.group_keys import SweepConfig
+from mgpu_pipe.config.group_keys import EvalConfig, SweepConfig
 from mgpu_pipe.config.hydra import command_line as hydra_cli
 from mgpu_pipe.config.hydra.command_line import SweepRequest
 from mgpu_pipe.config.hydra.compose import Composition
-from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.objective import description, metric_of, ranked
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, print_line, raised_by

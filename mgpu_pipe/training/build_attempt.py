@@ -11,8 +11,7 @@ import torch
 from mgpu_pipe.architectures.formulas.flops import known_gpu_peak
 from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.checkpoint.load import CheckpointReader
-from mgpu_pipe.config.eval_tasks import metric_of, task_metrics
-from mgpu_pipe.config.objective import description
+from mgpu_pipe.config.objective import description, metric_of, task_metrics
 from mgpu_pipe.config.resolve import uses_tf32
 from mgpu_pipe.models.active_parameters import training_flops_per_token
 from mgpu_pipe.models.build import run_model

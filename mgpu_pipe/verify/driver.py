@@ -21,9 +21,9 @@ from mgpu_pipe.launch.supervisor import Outcome
 from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.run_folder import choose_folder
+from mgpu_pipe.system.hardware import choose_threads
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.process_end import exit_now
-from mgpu_pipe.system.threads import choose_threads
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.certificate import Certificate, Worst, certificate, failures, show, worst_of
 from mgpu_pipe.verify.shrink import shrink

@@ -9,8 +9,7 @@ from typing import Any
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
 from mgpu_pipe.config.convert import to_plain
-from mgpu_pipe.config.eval_tasks import EvalConfig
-from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
+from mgpu_pipe.config.group_keys import EvalConfig, OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import (

@@ -18,8 +18,8 @@ import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.runs.environment import describe_environment
-from mgpu_pipe.system import hardware, threads
-from mgpu_pipe.system.threads import Threads, choose_threads, limit_threads
+from mgpu_pipe.system import hardware
+from mgpu_pipe.system.hardware import Threads, choose_threads, limit_threads
 from tests.support.command import REPOSITORY
 
 
@@ -127,7 +127,7 @@ def test_the_smaller_of_mask_and_quota(quota: float | None, usable: int, monkeyp
     ("cores", "workers", "expected"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (2, 2, 1), (2, 16, 1), (1, 1, 1)]
 )
 def test_usable_cores_are_shared_out(cores: int, workers: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "cpu_cores", lambda: cores)
+    monkeypatch.setattr(hardware, "cpu_cores", lambda: cores)
     config, _ = compose([])
     found = choose_threads(config.launch.threads_per_worker, workers)
     assert found.per_worker == expected
@@ -166,7 +166,7 @@ except SystemExit:
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "300000"}])
 def test_the_library_takes_it(own: dict[str, str]) -> None:
     """In the program's process, where torch is imported later than its first line."""
-    kept = {name: value for name, value in os.environ.items() if name not in threads.WAITING_VARIABLES}
+    kept = {name: value for name, value in os.environ.items() if name not in hardware.WAITING_VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", SHOW],
         env={**kept, **own, "OMP_DISPLAY_ENV": "verbose"},
@@ -179,4 +179,4 @@ def test_the_library_takes_it(own: dict[str, str]) -> None:
     shown = dict(re.findall(r"(?:\[host\] )?(\w+) ?= ?'(.*)'", done.stderr))
     if "GOMP_SPINCOUNT" not in shown:
         pytest.skip("torch was built with another OpenMP than libgomp")
-    assert shown["GOMP_SPINCOUNT"] == own.get("GOMP_SPINCOUNT", str(threads.SPIN_COUNT))
+    assert shown["GOMP_SPINCOUNT"] == own.get("GOMP_SPINCOUNT", str(hardware.SPIN_COUNT))

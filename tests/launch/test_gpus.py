@@ -14,7 +14,7 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.launch import run_variables as variables
 from mgpu_pipe.launch.process_group import Gpu, _explained_start_errors, compare, fault
 from mgpu_pipe.runs.environment import describe_environment
-from mgpu_pipe.system.threads import Threads
+from mgpu_pipe.system.hardware import Threads
 
 FIRST = Gpu("n0", "boot-0", "GPU-a", "H100", (9, 0))
 SECOND = replace(FIRST, uuid="GPU-b")

@@ -15,11 +15,10 @@ import pytest
 
 import mgpu_pipe
 from mgpu_pipe.config import objective, plugins
-from mgpu_pipe.config.eval_tasks import higher_is_better
 from mgpu_pipe.config.freeze import freeze, load
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.json_schema import json_schema
-from mgpu_pipe.config.objective import Description, Metric, bits_per_byte, description
+from mgpu_pipe.config.objective import Description, Metric, bits_per_byte, description, higher_is_better
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors

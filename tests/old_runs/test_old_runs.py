@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.config.freeze import remember
-from mgpu_pipe.config.moved import accept_old_modules
+from mgpu_pipe.config.plugins import accept_old_modules
 from tests.examples.test_examples import RUN
 from tests.old_runs.make import (
     ADAPTERS,

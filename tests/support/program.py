@@ -175,11 +175,11 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     from mgpu_pipe.inference import export_folder as export
     from mgpu_pipe.inference import export_gguf
     from mgpu_pipe.launch import base_run, fork_server, workers
-    from mgpu_pipe.system import threads
+    from mgpu_pipe.system import hardware
 
     substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
     workers.subprocess = fork_server.subprocess = substitute
-    threads.cpu_cores = lambda: 1  # two threads on cores that others use wait more than they compute
+    hardware.cpu_cores = lambda: 1  # two threads on cores that others use wait more than they compute
     base_run.subprocess = types.SimpleNamespace(run=forked_verb)  # type: ignore[assignment]
     check: Any = types.SimpleNamespace(run=forked_check)
     export.subprocess = export_gguf.subprocess = check

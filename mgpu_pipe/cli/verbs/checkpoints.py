@@ -13,7 +13,7 @@ from mgpu_pipe.checkpoint.layout import Step
 from mgpu_pipe.checkpoint.selection import best, followed, steps_to_keep
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import VerbParser, count, non_negative, parse, positive_int
-from mgpu_pipe.config.eval_tasks import higher_is_better
+from mgpu_pipe.config.objective import higher_is_better
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import CheckpointConfig
 from mgpu_pipe.config.suggest import nearest

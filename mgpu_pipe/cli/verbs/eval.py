@@ -15,8 +15,8 @@ from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.processes import add_harness_arguments, evaluate_by_harness, uses_harness
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import makes_tokens, samples_of
-from mgpu_pipe.config.eval_tasks import EvalConfig, task_metrics
-from mgpu_pipe.config.objective import description, descriptions
+from mgpu_pipe.config.group_keys import EvalConfig
+from mgpu_pipe.config.objective import description, descriptions, task_metrics
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.config.untrusted_run import MAX_SIZES, untrusted_data
 from mgpu_pipe.data.text.tokenizer_folder import chat_of

@@ -22,8 +22,7 @@ from mgpu_pipe.config.convert import all_keys, key_kind, unknown_key
 from mgpu_pipe.config.hydra.typing_slips import typing_slip
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import all_hints, hints
-from mgpu_pipe.config.suggest import choose_from
-from mgpu_pipe.config.synonyms import known_elsewhere, path_advice, value_elsewhere
+from mgpu_pipe.config.suggest import choose_from, known_elsewhere, path_advice, value_elsewhere
 from mgpu_pipe.errors import BadInputError, ConfigError
 
 USED = ("mode", "searchpath")

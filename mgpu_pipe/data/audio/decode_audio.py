@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.config.plugins import import_package
 from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container
 from mgpu_pipe.data.audio.mp3_frames import is_mp3, stated_frames, with_frame_count
 from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
 from mgpu_pipe.errors import one_line
-from mgpu_pipe.system.import_package import import_package
 from mgpu_pipe.system.standard_streams import library_output
 
 NO_SOUND = "is no sound that can be read"

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from mgpu_pipe.config.plugins import import_package
 from mgpu_pipe.data.bad_samples import BadSampleError, decoding, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, open_data
@@ -26,7 +27,6 @@ from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.hardware import cpu_cores
-from mgpu_pipe.system.import_package import import_package
 
 if TYPE_CHECKING:
     from PIL.Image import Image

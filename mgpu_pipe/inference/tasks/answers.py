@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mgpu_pipe.config.eval_tasks import EvalTask
+from mgpu_pipe.config.group_keys import EvalTask
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.text.conversations import messages_of

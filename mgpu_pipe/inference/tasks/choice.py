@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mgpu_pipe.config.eval_tasks import EvalTask
+from mgpu_pipe.config.group_keys import EvalTask
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.errors import DataError

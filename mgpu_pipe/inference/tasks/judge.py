@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.config.eval_tasks import EvalTask
+from mgpu_pipe.config.group_keys import EvalTask
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.generation import Prompt, encode, generate_text

@@ -31,7 +31,7 @@ def main(folder: Path, again: Sequence[str] = ()) -> int:
         again: command that queues the run again; default: sbatch of the script in its folder.
     """
     stop.leave_until_a_run_begins()
-    from mgpu_pipe.system.threads import limit_threads
+    from mgpu_pipe.system.hardware import limit_threads
 
     limit_threads(os.environ)  # before torch is imported
     from mgpu_pipe.errors import MgpuError, print_error

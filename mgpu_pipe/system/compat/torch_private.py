@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,6 +19,13 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 PRIVATE = (
+    "torch.distributed.distributed_c10d:ProcessGroupGloo",
+    "torch.distributed.distributed_c10d:ProcessGroupGloo._Options",
+    "torch.distributed.distributed_c10d:ProcessGroupGloo._Options._devices",
+    "torch.distributed.distributed_c10d:ProcessGroupGloo._Options._threads",
+    "torch.distributed.distributed_c10d:ProcessGroupGloo._Options._timeout",
+    "torch.distributed.distributed_c10d:ProcessGroupGloo.create_device",
+    "torch.distributed.distributed_c10d:ProcessGroupGloo.create_default_device",
     "torch.distributed.distributed_c10d:_resolve_process_group",
     "torch._dynamo:maybe_mark_dynamic",
     "torch._inductor.runtime.cache_dir_utils:cache_dir",
@@ -197,3 +205,42 @@ def can_use_devices() -> bool:
 def group_of_name(name: str) -> dist.ProcessGroup:
     """Process group by its ``group_name``, which operators take instead."""
     return distributed_c10d._resolve_process_group(cast(Any, name))
+
+
+GLOO: Any = distributed_c10d.ProcessGroupGloo
+
+
+@contextmanager
+def gloo_groups_built_by(build: Callable[[dist.Store, int, int, timedelta], Any]) -> Iterator[None]:
+    """Builds every gloo group in the block by ``build``, from a store, a rank, a size and a timeout."""
+    module: Any = distributed_c10d
+
+    class Builder(type):
+        def __call__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+            return build(store, rank, size, timeout)
+
+        def __instancecheck__(cls, group: object) -> bool:
+            return isinstance(group, GLOO)
+
+    module.ProcessGroupGloo = Builder("ProcessGroupGloo", (), {})
+    try:
+        yield
+    finally:
+        module.ProcessGroupGloo = GLOO
+
+
+def gloo_device(interface: str) -> Any:
+    """A gloo device that listens at ``interface``, or at gloo's choice if it is empty."""
+    # connected when the group is built, whatever TORCH_GLOO_LAZY_INIT says
+    return (
+        GLOO.create_device(interface=interface, lazy_init=False)
+        if interface
+        else GLOO.create_default_device(lazy_init=False)
+    )
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:
+    """A gloo group that connects through ``devices``."""
+    options = GLOO._Options()
+    options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+    return GLOO(store, rank, size, options)
