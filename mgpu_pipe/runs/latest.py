@@ -35,12 +35,12 @@ STARTS_FROM = "starts_from"
 RUN = "run"
 """Entry of ``environment.json``: the run's name, strategy, tags and steps, for listings."""
 DOCTOR = "doctor.json"
-NO_RUNS = ("manifest.json", "configured.yaml", DOCTOR)
-"""Files that mark a step, a verification or a measurement of ``doctor``, which have a configuration, too."""
+NO_RUNS = ("manifest.json", "configured.yaml", "settings.json", DOCTOR)
+"""Files of a step, a verification, a batch job or a measurement of ``doctor``, which have a configuration, too."""
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether this is a run's folder, not a checkpoint's step, a verification or a measurement."""
+    """Whether this is a run's folder, not that of a step, a verification, a batch job or a measurement."""
     return is_file(RunPaths(folder).config) and not any(is_file(folder / name) for name in NO_RUNS)
 
 

@@ -7,6 +7,7 @@ link could lead elsewhere, and a file may exceed the memory. None of these is re
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import socket
@@ -183,6 +184,15 @@ def read_bytes(path: Path, limit: int, inside: Path | None = None) -> bytes:
         if size > limit:
             raise NotPlainError(f"{path}: has {size:,} bytes, more than the {limit:,} that can be right")
         return file.read(min(limit, size + 1))  # reading the limit would allocate it each time
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_end(path: Path, most: int) -> bytes:

@@ -225,7 +225,14 @@ def test_bad_rows_are_named_and_refused_or_skipped(place: Path, capfd: pytest.Ca
         (["--input", "prompts.jsonl", "--output", "no/x.jsonl"], "--output=no/x.jsonl: cannot be written"),
         (["--input", "prompts.jsonl", "--output", "prompts.jsonl"], "exists already"),
         (["--input", "prompts.jsonl", "--output", "x.jsonl", "optimizer.lr=1"], "optimizer.lr=1: generate takes"),
-        (["--input", "prompts.jsonl", "--output", "x.jsonl", "launch=slurm"], "launch.type=slurm: this command starts"),
+        (
+            ["--input", "prompts.jsonl", "--output", "x.jsonl", "trainer.num_nodes=2"],
+            "trainer.num_nodes=2: this command",
+        ),
+        (
+            ["--input", "prompts.jsonl", "--output", "x.jsonl", "launch=slurm", "launch.time=soon"],
+            "launch.time=soon: use",
+        ),
     ],
 )
 def test_wrong_jobs_are_one_line(

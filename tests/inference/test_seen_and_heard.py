@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from mgpu_pipe.cli.main import main
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.batch.job_folder import LineFolder
 from tests.inference.test_answer_files import write_rows
 from tests.objectives.test_speech_seq2seq import listed
 from tests.objectives.test_vision_language import chats
@@ -51,7 +53,9 @@ def answers(file: Path) -> list[str]:
     return [json.loads(line)["answer"] for line in file.read_text().splitlines()]
 
 
-def test_questions_about_pictures_are_answered_as_by_transformers(tmp_path: Path, cache: Path) -> None:
+def test_questions_about_pictures_are_answered_as_by_transformers(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     from PIL import Image
     from transformers import AutoTokenizer, LlavaForConditionalGeneration
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -81,6 +85,28 @@ def test_questions_about_pictures_are_answered_as_by_transformers(tmp_path: Path
     mgpu(cache, tmp_path, *shared, "trainer.devices=2", "trainer.accelerator=cpu")
     assert (tmp_path / "two.jsonl").read_bytes() == (tmp_path / "told.jsonl").read_bytes()
     _check_bad_rows(tmp_path, words[:2])
+    _check_changed_picture(tmp_path, words, monkeypatch, capfd)
+
+
+def _check_changed_picture(
+    place: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A job that stops before its end, and resumes after a picture has changed and is restored."""
+    words, picture = [*words, str(place / "late.jsonl")], place / "p" / "light" / "1.png"
+
+    def stop(folder: LineFolder, rows: dict[int, bytes]) -> None:
+        raise BadInputError("stopped")
+
+    with monkeypatch.context() as context:
+        context.setattr(LineFolder, "finish", stop)
+        assert main(words) == 2
+    content = picture.read_bytes()
+    picture.write_bytes((place / "p" / "dark" / "1.png").read_bytes())
+    assert main(words) == 2
+    assert "a picture, video or recording of the input has changed since" in capfd.readouterr().err
+    picture.write_bytes(content)
+    assert main(words) == 0
+    assert (place / "late.jsonl").read_bytes() == (place / "told.jsonl").read_bytes()
 
 
 def _check_bad_rows(place: Path, words: list[str]) -> None:

@@ -13,6 +13,7 @@ from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.batch.continuous import Row, RowBatch, answer_rows, takes_rows
 from mgpu_pipe.inference.batch.prompts import (
     PromptRow,
+    digest_files,
     has_places,
     make_batches,
     names_visuals,
@@ -90,6 +91,7 @@ def answer_prompts(
     folder, good = settings.folder(), sum(map(len, batches))
     before = set(folder.numbers())
     if share.is_first:
+        folder.compare_files(digest_files(rows))
         for row in rows:
             if row.error:
                 print_line(f"note: {row.error}; skipped", file=sys.stderr)

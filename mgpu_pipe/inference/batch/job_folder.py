@@ -70,6 +70,30 @@ class JobFolder(ABC):
                 f"({before.get(changed[0])}); run that again to finish it, or remove the folder"
             )
 
+    def compare_files(self, digest: str) -> None:
+        """Record the digest of the files that the input names, or compare it with that of the unfinished job.
+
+        Raises:
+            BadInputError: a file has changed since the job began.
+        """
+        file = self.root / IDENTITY
+        identity = json.loads(file.read_text(encoding="utf-8"))
+        if identity.setdefault("files", digest) != digest:
+            raise BadInputError(
+                f"--output={self.output}: a picture, video or recording of the input has changed since {self.root} "
+                "began; restore it, or remove the folder"
+            )
+        replace_file(file, json.dumps(identity, indent=1))
+
+    def check_output(self) -> None:
+        """Refuse an output that exists.
+
+        Raises:
+            BadInputError: it does.
+        """
+        if exists(self.output):
+            raise BadInputError(f"--output={self.output}: exists already; move it, or give another name")
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Create the folder and hold its lock; a folder without records is removed at the end.
@@ -77,8 +101,7 @@ class JobFolder(ABC):
         Raises:
             BadInputError: the output exists or cannot be written, or another command holds the lock.
         """
-        if exists(self.output):
-            raise BadInputError(f"--output={self.output}: exists already; move it, or give another name")
+        self.check_output()
         try:
             self.root.mkdir(exist_ok=True)
         except OSError as error:

@@ -6,6 +6,7 @@ seen from the folder of the prompts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from mgpu_pipe.data.text.conversations import PLACES, SHAREGPT, prompt_messages
 from mgpu_pipe.errors import DataError, MgpuError
 from mgpu_pipe.inference.generation import Prompt
 from mgpu_pipe.inference.visual_prompts import with_places
+from mgpu_pipe.system.local_files import sha256_of
 
 PROMPT, MESSAGES = "prompt", "messages"
 ANSWER = {"role": "assistant", "content": "."}
@@ -44,6 +46,12 @@ class PromptRow:
     chat_row: ChatRow | None = None
     recording: Path | None = None
     error: str = ""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files of its pictures, videos and recording; folders of a video's frames."""
+        pictures = () if self.chat_row is None else self.chat_row.pictures
+        return pictures if self.recording is None else (*pictures, self.recording)
 
 
 EncodeRow = Callable[[int, dict[str, Any], str], PromptRow]
@@ -155,6 +163,15 @@ def refuse_bad_rows(rows: list[PromptRow]) -> None:
     if bad:
         others = f" ({len(bad) - 1} more rows are bad)" if len(bad) > 1 else ""
         raise DataError(f"{bad[0]}{others}; correct it, or add --on-bad-row skip")
+
+
+def digest_files(rows: list[PromptRow]) -> str:
+    """SHA-256 of the contents of all files that the good rows name; empty where they name none."""
+    digests = {}
+    for path in dict.fromkeys(path for row in rows for path in row.files):
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            digests[str(file)] = sha256_of(file)
+    return hashlib.sha256(json.dumps(list(digests.values())).encode()).hexdigest() if digests else ""
 
 
 def make_batches(

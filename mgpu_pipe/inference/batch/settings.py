@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, fields
@@ -15,7 +14,7 @@ from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.job_folder import JobFolder, LineFolder
 from mgpu_pipe.inference.find_model import ModelSource
-from mgpu_pipe.system.local_files import is_file
+from mgpu_pipe.system.local_files import is_file, sha256_of
 
 FREE = ("model", "input", "output", "on_bad_row", "frozen_weights", "device", "rows")
 """Settings that do not decide what is computed; the contents of the files do."""
@@ -51,12 +50,9 @@ class JobSettings(ABC):
         Raises:
             BadInputError: the input cannot be read.
         """
-        digest = hashlib.sha256()
         require_input(self.input)
         try:
-            with self.input.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
+            digest = sha256_of(self.input)
         except OSError as error:
             raise BadInputError(f"--input={self.input}: cannot be read ({error.strerror})") from error
         if source.config is not None:
@@ -64,7 +60,7 @@ class JobSettings(ABC):
         else:
             weights = weights_digest(source.folder, cache_folder(None))
         settings = {name: value for name, value in asdict(self).items() if name not in FREE}
-        return {"input": digest.hexdigest(), "model": weights, **settings}
+        return {"input": digest, "model": weights, **settings}
 
     def to_json(self) -> str:
         """The settings as text, for :meth:`from_json` in another process."""

@@ -93,7 +93,13 @@ exit $code"""
 
 
 def batch_script(
-    launch: SlurmConfig, trainer: TrainerConfig, folder: Path, name: str, submitted: Sequence[str], array: int = 0
+    launch: SlurmConfig,
+    trainer: TrainerConfig,
+    folder: Path,
+    name: str,
+    submitted: Sequence[str],
+    array: int = 0,
+    module: str = JOB_MODULE,
 ) -> str:
     """Text of the batch script for ``sbatch``.
 
@@ -105,6 +111,7 @@ def batch_script(
         submitted: the user's command, for readers of the script.
         array: number of points of the sweep; 0 for one run. An array's last job has the ID of the whole array, so jobs
             of points are addressed by their index.
+        module: program of a task, which takes the folder.
     """
     options = [*_sbatch_options(launch, trainer, folder, name, array), *launch.sbatch]
     python = launch.python or ("python3" if launch.container else "")
@@ -115,7 +122,7 @@ def batch_script(
         "{again}": "sbatch --array=$SLURM_ARRAY_TASK_ID $sweep/job.sh" if array else "sbatch $run/job.sh",
         "{exclude}": shlex.quote(f",{launch.exclude}") if launch.exclude else "",
     }
-    module, arguments = (POINT_MODULE, '"$run" "$sweep"') if array else (JOB_MODULE, '"$run"')
+    module, arguments = (POINT_MODULE, '"$run" "$sweep"') if array else (module, '"$run"')
     task = shlex.join(other_python_module(python, module) if python else python_module(module))
     after = AFTER
     for word, text in words.items():

@@ -13,17 +13,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import LaunchConfig, RunConfig, RunOptions, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, print_line, print_text
 from mgpu_pipe.launch.link_channel import make_key
 from mgpu_pipe.launch.node import BAD_NODES
+from mgpu_pipe.launch.process_job import SETTINGS
 from mgpu_pipe.launch.signals import taken_over
-from mgpu_pipe.launch.slurm.script import POINTS, batch_script, gpus_per_node, job_of, keep_job, log_of, said
+from mgpu_pipe.launch.slurm.script import (
+    JOB_MODULE,
+    POINTS,
+    batch_script,
+    gpus_per_node,
+    job_of,
+    keep_job,
+    log_of,
+    said,
+)
 from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
 from mgpu_pipe.runs import record, run_folder
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine
-from mgpu_pipe.system.local_files import expand_home
+from mgpu_pipe.system.local_files import expand_home, replace_file
 
 SCRIPT = "job.sh"
 """Batch script in the run's folder; ``sbatch`` with it queues the run again."""
@@ -94,24 +106,64 @@ def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) ->
         BadInputError: see :func:`submit`.
     """
     launch = slurm_keys(config.launch)
-    if config.trainer.accelerator == "auto" and not gpus_per_node(launch, config.trainer):
-        fix = "where the nodes have GPUs, give trainer.accelerator=cuda"
-        print_line(f"note: trainer.accelerator=auto: the job asks for no GPUs; {fix}", file=sys.stderr)
+    _note_missing_gpus(launch, config.trainer)
     if dry_run:
         run = config.run
         folder = expand_home(run.dir or f"{run.root}/{run.name}/<date>_<time>-<hash>").absolute()
         print_text(batch_script(launch, config.trainer, folder, run.name, command_line.command), end="")
         return
     done = submit(config, command_line)
-    log, script = log_of(done.folder, done.job), done.folder / SCRIPT
-    for what, words in (
-        ("follow", ["tail", "-F", log]),
-        ("cancel", ["scancel", done.job]),
-        ("resume", ["sbatch", script]),
-    ):
-        print_line(f"{what}: {shlex.join(map(str, words))}", file=sys.stderr)
+    _print_commands(done)
     print_line(f"job: {done.job}")
     print_line(f"run: {done.folder}", flush=True)
+
+
+def _note_missing_gpus(launch: SlurmConfig, trainer: TrainerConfig) -> None:
+    if trainer.accelerator == "auto" and not gpus_per_node(launch, trainer):
+        fix = "where the nodes have GPUs, give trainer.accelerator=cuda"
+        print_line(f"note: trainer.accelerator=auto: the job asks for no GPUs; {fix}", file=sys.stderr)
+
+
+def _print_commands(done: Submitted) -> None:
+    for what, words in (
+        ("follow", ["tail", "-F", log_of(done.folder, done.job)]),
+        ("cancel", ["scancel", done.job]),
+        ("resume", ["sbatch", done.folder / SCRIPT]),
+    ):
+        print_line(f"{what}: {shlex.join(map(str, words))}", file=sys.stderr)
+
+
+def submit_batch_job(config: RunConfig, folder: Path, settings: str, module: str) -> None:
+    """Submit a batch job with a task for each process; print its ID and the commands that follow it.
+
+    Args:
+        config: gives processes and resources.
+        folder: takes the job's script, configuration, settings and logs.
+        settings: text that the tasks read from :data:`SETTINGS` in ``folder``.
+        module: program of a task, which takes ``folder``.
+
+    Raises:
+        BadInputError: the folder cannot be used, its job is queued, or SLURM refuses the job.
+    """
+    launch = replace(slurm_keys(config.launch), tasks="gpu")
+    for error in launch.errors():
+        raise error
+    check_commands()
+    config = settled(replace(config, launch=launch))
+    _note_missing_gpus(launch, config.trainer)
+    if "\\" in str(folder) or not str(folder).isprintable():
+        fix = "use a folder without backslashes and control characters"
+        raise BadInputError(f"{folder}: SLURM cannot write a log there; {fix}")
+    refuse_queued(folder)
+    with run_folder.writing_to(folder):
+        RunPaths(folder).logs.mkdir(parents=True, exist_ok=True)
+        freeze(config, RunPaths(folder).config)
+        replace_file(folder / SETTINGS, settings)
+        name = folder.stem
+        script = write_script(launch, config.trainer, folder, name, ["mgpu-pipe", *sys.argv[1:]], module=module)
+    job = sbatch(launch, config.trainer, script)
+    _print_commands(Submitted(job, folder))
+    print_line(f"job: {job}", flush=True)
 
 
 def submit(config: RunConfig, command_line: CommandLine) -> Submitted:
@@ -160,7 +212,13 @@ def check_folder(run: RunOptions, folder: Path) -> None:
 
 
 def write_script(
-    launch: SlurmConfig, trainer: TrainerConfig, folder: Path, name: str, command: Sequence[str], array: int = 0
+    launch: SlurmConfig,
+    trainer: TrainerConfig,
+    folder: Path,
+    name: str,
+    command: Sequence[str],
+    array: int = 0,
+    module: str = JOB_MODULE,
 ) -> Path:
     """Write :func:`batch_script` into ``folder``.
 
@@ -168,7 +226,7 @@ def write_script(
         ConfigError: bash cannot read the script because of a set-up line.
     """
     script = folder / SCRIPT
-    script.write_text(batch_script(launch, trainer, folder, name, command, array), encoding="utf-8")
+    script.write_text(batch_script(launch, trainer, folder, name, command, array, module), encoding="utf-8")
     script.chmod(0o755)
     read = subprocess.run(["bash", "-n", str(script)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if read.returncode:

@@ -1,0 +1,65 @@
+"""``generate --input`` as a job of a real cluster. Oracle: the answers of one process of this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.inference.support import write_run, write_texts
+from tests.support.command import mgpu
+from tests.support.slurm_cluster import Cluster
+
+pytestmark = pytest.mark.slow
+WORDS = ("--max-new-tokens", "12", "--batch-size", "2", "--seed", "5")
+SLURM = ("launch=slurm", "trainer.devices=1", "trainer.accelerator=cpu", "launch.threads_per_worker=1")
+
+
+def submit(cache: Path, place: Path, output: str, *words: str) -> str:
+    """Submit the job that writes ``output``; returns its ID."""
+    given = ["generate", "run", "--input", "prompts.jsonl", "--output", output, *WORDS, *SLURM, *words]
+    match = re.search(r"^job: (\d+)$", mgpu(cache, place, *given), re.MULTILINE)
+    assert match
+    return match[1]
+
+
+@pytest.fixture
+def place(cache: Path, shared: Path) -> Path:
+    write_run(shared / "run", "llama", write_texts(shared / "texts", 12), shared / "cache")
+    rows = [{"prompt": f"the quick {at} dog"} for at in range(24)]
+    (shared / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mgpu(cache, shared, "generate", "run", "--input", "prompts.jsonl", "--output", "whole.jsonl", *WORDS)
+    return shared
+
+
+def test_two_nodes_answer_what_a_process_answers(cluster: Cluster, cache: Path, place: Path) -> None:
+    """The second job is queued again in the middle and resumes."""
+    expected = (place / "whole.jsonl").read_bytes()
+    job = submit(cache, place, "nodes.jsonl", "trainer.num_nodes=2")
+    assert cluster.ended(job, place / "nodes.jsonl.slurm") == "COMPLETED"
+    assert (place / "nodes.jsonl").read_bytes() == expected
+    assert "24 answers in " in cluster.log(place / "nodes.jsonl.slurm")
+    folder = place / "again.jsonl.slurm"
+    job = submit(cache, place, "again.jsonl")
+    parts = place / "again.jsonl.unfinished"
+    cluster.until(lambda: any(part.stat().st_size for part in parts.glob("rank-*")), "an answer", job)
+    cluster.ask("scontrol", "requeue", job)
+    assert cluster.ended(job, folder) == "COMPLETED"
+    assert (place / "again.jsonl").read_bytes() == expected and not parts.exists()
+    assert "answers are there already" in cluster.log(folder)
+
+
+def test_jobs_that_cannot_run_end_with_a_line(cluster: Cluster, cache: Path, place: Path) -> None:
+    (place / "prompts.jsonl").write_text('{"text": "the"}\n')
+    job = submit(cache, place, "bad.jsonl", "trainer.num_nodes=2")
+    assert cluster.ended(job, place / "bad.jsonl.slurm") == "FAILED"
+    assert "Restarts=0" in cluster.ask("scontrol", "show", "job", job)
+    log = cluster.log(place / "bad.jsonl.slurm")
+    assert "prompts.jsonl:1: has neither prompt nor messages" in log
+    words = ["generate", "run", "--input", "prompts.jsonl", *WORDS, *SLURM]
+    refused = mgpu(cache, place, *words, "--output", "whole.jsonl", code=2)
+    assert "whole.jsonl: exists already" in refused
+    refused = mgpu(cache, place, *words, "--output", "no.jsonl", "launch.partition=nowhere", code=2)
+    assert "launch.partition=nowhere: SLURM answers: " in refused
