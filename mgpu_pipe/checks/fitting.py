@@ -37,7 +37,9 @@ def task_errors(config: RunConfig) -> Iterator[BadInputError]:
         else:
             from mgpu_pipe.inference.tasks import rows_of
 
-            yield from list(_key_errors(config.eval, name)) or raised_by(partial(rows_of, task, name, config))
+            yield from list(_key_errors(config.eval, name)) or raised_by(
+                partial(rows_of, task, name, config.data.text_column)
+            )
 
 
 def _key_errors(evaluation: EvalConfig, name: str) -> Iterator[ConfigError]:

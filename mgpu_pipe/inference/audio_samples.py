@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.data.audio.alphabet import Alphabet
 from mgpu_pipe.data.audio.decode_audio import Wave, soundfile
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
@@ -33,77 +34,54 @@ NAMED_WORDS = 12
 """Most words that a sample lists for one kind of mistake."""
 
 
-def transcript_samples(config: RunConfig, prepared: PreparedSpeech, model: PreTrainedModel) -> list[dict[str, str]]:
-    """Samples of held-out recordings, wrong transcripts first: the truth, the transcript with its mistakes, and Ogg
-    sound. A collective call for a sharded model.
+def recording_samples(
+    config: RunConfig, prepared: PreparedSpeech | PreparedLabelledSounds, model: PreTrainedModel
+) -> list[dict[str, str]]:
+    """Samples of held-out recordings, wrong ones first: the truth, the transcript with its mistakes or the predicted
+    class, and Ogg sound. A collective call for a sharded model.
     """
     chosen = prepared.evaluated_samples()[:TRANSCRIBED]
     if not len(chosen):
         return []
     recordings = prepared.open(config, "validation")
-    assert isinstance(recordings, SpeechSamples)
+    assert isinstance(recordings, SpeechSamples | LabelledSounds) and isinstance(config.data, AudioConfig)
     samples = objective_class(config.objective.name).samples(config, recordings)
-    alphabet = prepared.alphabet()
-    was_training, device, results = model.training, next(model.parameters()).device, list[tuple[str, str, int]]()
+    was_training, results = model.training, list[tuple[bool, str, str, int]]()
     model.eval()
     try:
         for index in range(len(chosen)):  # one at a time: without a mask, padding changes a plain model's result
             batch = samples.batch(chosen[index : index + 1], evaluation_numbers(chosen[index : index + 1]))
-            if isinstance(alphabet, Words):
-                max_tokens = cast(SpeechSeq2SeqConfig, config.objective).max_new_tokens
-                transcript = alphabet.decode(
-                    greedy_transcripts(model, batch["input_features"].to(device), max_tokens)[0]
-                )
+            if isinstance(prepared, PreparedSpeech):
+                truth, text = _transcribe(prepared.alphabet(), config.objective, model, batch)
+                results.append((truth == text, truth, mark_mistakes(truth, text), int(chosen[index])))
             else:
+                inputs = {model.main_input_name: batch[model.main_input_name].to(next(model.parameters()).device)}
                 with torch.no_grad():
-                    predicted = model(input_values=batch["input_values"].to(device)).logits[0].argmax(-1).tolist()
-                transcript = alphabet.decode(number for number, _ in groupby(predicted) if number != alphabet.blank)
-            results.append((alphabet.decode(batch["labels"][0].tolist()), transcript, int(chosen[index])))
+                    logits = model(**inputs).logits[0].float()
+                truth, text, is_right = name_classes(prepared.classes, batch["labels"][0], logits.cpu())
+                results.append((is_right, truth, text if is_right else f"{text}, wrong", int(chosen[index])))
     finally:
         model.train(was_training)
-    results.sort(key=lambda result: result[0] == result[1])
+    rate = Sound.from_config(config.data, config.model).rate
     return [
-        {
-            "prompt": truth,
-            "text": f" \u2192 {mark_mistakes(truth, transcript)}",
-            "audio": _encode_ogg(recordings.recording(number), _sound(config).rate),
-        }
-        for truth, transcript, number in results[:SHOWN]
+        {"prompt": truth, "text": f" \u2192 {text}", "audio": _encode_ogg(recordings.recording(number), rate)}
+        for _, truth, text, number in sorted(results, key=lambda result: result[0])[:SHOWN]
     ]
 
 
-def sound_samples(config: RunConfig, prepared: PreparedLabelledSounds, model: PreTrainedModel) -> list[dict[str, str]]:
-    """Samples of held-out recordings, wrong classes first: class, predicted class, and Ogg sound.
-
-    A collective call for a sharded model.
-    """
-    chosen = prepared.evaluated_samples()[:TRANSCRIBED]
-    if not len(chosen):
-        return []
-    recordings = prepared.open(config, "validation")
-    assert isinstance(recordings, LabelledSounds)
-    samples = objective_class(config.objective.name).samples(config, recordings)
-    was_training, device, results = model.training, next(model.parameters()).device, list[tuple[str, str, bool, int]]()
-    model.eval()
-    try:
-        for index in range(len(chosen)):  # one at a time, as for transcripts
-            batch = samples.batch(chosen[index : index + 1], evaluation_numbers(chosen[index : index + 1]))
-            values = batch[model.main_input_name].to(device)
-            with torch.no_grad():
-                logits = model(**{model.main_input_name: values}).logits[0].float()
-            truth, answer, is_right = name_classes(prepared.classes, batch["labels"][0], logits.cpu())
-            results.append((truth, answer, is_right, int(chosen[index])))
-    finally:
-        model.train(was_training)
-    results.sort(key=lambda result: result[2])
-    return [
-        {
-            "prompt": truth,
-            "text": f" \u2192 {answer}{'' if is_right else ', wrong'}",
-            "audio": _encode_ogg(recordings.recording(number), _sound(config).rate),
-        }
-        for truth, answer, is_right, number in results[:SHOWN]
-    ]
+def _transcribe(
+    alphabet: Alphabet | Words, objective: ObjectiveConfig, model: PreTrainedModel, batch: dict[str, torch.Tensor]
+) -> tuple[str, str]:
+    """The true and the predicted transcript of a batch of one recording."""
+    device = next(model.parameters()).device
+    if isinstance(alphabet, Words):
+        most = cast(SpeechSeq2SeqConfig, objective).max_new_tokens
+        transcript = alphabet.decode(greedy_transcripts(model, batch["input_features"].to(device), most)[0])
+    else:
+        with torch.no_grad():
+            predicted = model(input_values=batch["input_values"].to(device)).logits[0].argmax(-1).tolist()
+        transcript = alphabet.decode(number for number, _ in groupby(predicted) if number != alphabet.blank)
+    return alphabet.decode(batch["labels"][0].tolist()), transcript
 
 
 def name_classes(names: Sequence[str], label: torch.Tensor, logits: torch.Tensor) -> tuple[str, str, bool]:
@@ -124,11 +102,6 @@ def name_classes(names: Sequence[str], label: torch.Tensor, logits: torch.Tensor
     listed = (", ".join(names[place] for place in kind.nonzero().flatten().tolist()) for kind in (is_true, is_said))
     truth, answer_text = (text or "(none)" for text in listed)
     return truth, answer_text, bool((is_true == is_said).all())
-
-
-def _sound(config: RunConfig) -> Sound:
-    assert isinstance(config.data, AudioConfig)
-    return Sound.from_config(config.data, config.model)
 
 
 def _encode_ogg(wave: Wave, rate: int) -> str:

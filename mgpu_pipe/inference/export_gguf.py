@@ -61,10 +61,10 @@ def export_gguf(
         BadInputError: ``out`` must not be replaced, or the family or its tokenizer has no place in such a file.
         MgpuError: the file does not give the same logits, or cannot be written.
     """
-    from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
+    from mgpu_pipe.inference.accuracy import measure_accuracies
+    from mgpu_pipe.inference.gguf.gguf_tokenizer import describe_tokenizer
     from mgpu_pipe.inference.gguf.model_metadata import frequency_divisors, metadata_of
     from mgpu_pipe.inference.gguf.modelfile import write_modelfile
-    from mgpu_pipe.inference.gguf.type_accuracies import measure_accuracies
     from mgpu_pipe.inference.model_folder import merge_stored
     from mgpu_pipe.models.weights.model_files import write_configuration
 

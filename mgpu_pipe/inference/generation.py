@@ -103,7 +103,7 @@ def generate_text(
         streamer: of transformers; gets the ids of the prompt and then each new id.
         batch_size: prompts of one forward pass, where temperature is 0.
         visuals: the pictures and videos of each prompt.
-        draft: proposes tokens that the model checks, see :mod:`mgpu_pipe.inference.draft_model`; for temperature 0 and
+        draft: proposes tokens that the model checks, see :mod:`mgpu_pipe.inference.open`; for temperature 0 and
             a batch of one.
 
     Raises:

@@ -1,6 +1,7 @@
-"""The model card of an export, its README.md: base model, data, settings, hardware, metrics, and how to load it.
+"""The model card of an export, its README.md, and its upload to the Hub.
 
-It names no path of this machine. Texts of others, such as names and licences, are escaped: they are data, not Markdown.
+The card has base model, data, settings, hardware, metrics, and how to load it. It names no path of this machine. Texts
+of others, such as names and licences, are escaped: they are data, not Markdown.
 Format: https://huggingface.co/docs/hub/model-cards.
 """
 
@@ -14,12 +15,12 @@ from typing import Any, Literal
 import yaml
 
 from mgpu_pipe import __version__
-from mgpu_pipe.config.hub import HubName, data_name, fetch, file_lists, hub_name
+from mgpu_pipe.config.hub import HubName, asking, data_name, fetch, file_lists, hub_name
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.errors import BadInputError, one_line
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.errors import BadInputError, ConfigError, one_line
 from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE
 from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.models.fields import builder_of, class_of
@@ -50,13 +51,13 @@ def model_card(stored: StoredModel, name: str, dtype: str, format: Format = "hf"
     rows = [("weights", f"{dtype}, {FORMATS[format]}")]
     licence = _local_licence(stored.maker)
     if config is not None:
-        base, data = _base_model(config), _datasets(config)
+        base, data = _base_model(config.model), _datasets(config.data)
         if base is not None:
             meta["base_model"] = base.repository
             licence = licence or (_licence(base) if asks_hub else None)
         if data:
             meta["datasets"] = sorted({dataset.repository for dataset in data})
-        rows += _training_rows(stored, config, base, data, asks_hub)
+        rows += _training_rows(stored, base, data, asks_hub)
     rows.append(("licence", f"{licence} of the base model" if licence else "none is given; add it as license: above"))
     rows.append(("written by", f"mgpu_pipe {__version__}"))
     table = "\n".join(["| | |", "|---|---|", *(f"| {label} | {_escape_cell(text)} |" for label, text in rows)])
@@ -92,9 +93,10 @@ def _loading(stored: StoredModel, name: str, format: Format) -> list[str]:
 
 
 def _training_rows(
-    stored: StoredModel, config: RunConfig, base: HubName | None, data: list[HubName], asks_hub: bool
+    stored: StoredModel, base: HubName | None, data: list[HubName], asks_hub: bool
 ) -> list[tuple[str, str]]:
-    paths = RunPaths(stored.source.parents[1])
+    paths, config = RunPaths(stored.source.parents[1]), stored.config
+    assert config is not None
     summary = read_summary(paths)
 
     def licence_of(name: HubName) -> str:
@@ -134,13 +136,13 @@ def _training_rows(
     return rows
 
 
-def _base_model(config: RunConfig) -> HubName | None:
-    return hub_name(config.model.path) if config.model.path is not None else None
+def _base_model(model: ModelConfig) -> HubName | None:
+    return hub_name(model.path) if model.path is not None else None
 
 
-def _datasets(config: RunConfig) -> list[HubName]:
+def _datasets(data: DataConfig) -> list[HubName]:
     """The training data sets on the Hub, each at its commit; without local files."""
-    names = [data_name(path) for _, files in file_lists(config.data) for path in files.paths]
+    names = [data_name(path) for _, files in file_lists(data) for path in files.paths]
     return [name for name in names if name is not None and name.commit]
 
 
@@ -188,3 +190,45 @@ def write_card(
 ) -> None:
     """Write the card into ``folder``, see :func:`model_card`."""
     (folder / CARD).write_text(model_card(stored, name, dtype, format, asks_hub), encoding="utf-8")
+
+
+KEY = "--push"
+REPLACED = ["model*.safetensors", "model.safetensors.index.json", "pytorch_model*", "tokenizer*"]
+"""Files of an earlier push that this one deletes; a library that finds two models loads the wrong one."""
+
+
+def push_target(text: str) -> HubName:
+    """The repository that ``--push`` names, after the Hub has accepted the user's token.
+
+    Raises:
+        ConfigError: the name is wrong, the token is missing or unknown, or the Hub cannot be reached.
+    """
+    name = hub_name(f"{text}@main")
+    if name is None or name.revision != "main":
+        raise ConfigError(KEY, text, "give <org>/<name>")
+    name = HubName("model", text, None)
+    with asking(name, KEY):
+        from huggingface_hub import HfApi
+
+        HfApi().whoami()
+    return name
+
+
+def push_folder(folder: Path, name: HubName, private: bool, message: str) -> str:
+    """Upload ``folder`` as one commit and return its address; creates the repository if it does not exist.
+
+    Args:
+        private: of a new repository; an existing one keeps its visibility.
+
+    Raises:
+        ConfigError: this account may not write there, or the Hub cannot be reached.
+    """
+    with asking(name, KEY):
+        from huggingface_hub import HfApi
+
+        hub = HfApi()
+        hub.create_repo(name.repository, private=private or None, exist_ok=True)
+        done = hub.upload_folder(
+            repo_id=name.repository, folder_path=folder, commit_message=message, delete_patterns=REPLACED
+        )
+        return str(done.commit_url)

@@ -123,7 +123,7 @@ def load_run(
         if average:
             raise no_average(source.folder)
         return _load_model_folder(source, device)
-    return _load_checkpoint(source, source.config, device, frozen, average)
+    return _load_checkpoint(source, device, frozen, average)
 
 
 def _load_model_folder(source: ModelSource, device: torch.device | str) -> LoadedRun:
@@ -133,12 +133,10 @@ def _load_model_folder(source: ModelSource, device: torch.device | str) -> Loade
     return LoadedRun(model, source.folder, source.tokenizer, None, None)
 
 
-def _load_checkpoint(
-    source: ModelSource, config: RunConfig, device: torch.device | str, frozen: Path | None, average: bool
-) -> LoadedRun:
+def _load_checkpoint(source: ModelSource, device: torch.device | str, frozen: Path | None, average: bool) -> LoadedRun:
     from mgpu_pipe.models.build import materialise_empty
 
-    stored, reader = _open_checkpoint(source, config, frozen, average)
+    stored, reader = _open_checkpoint(source, frozen, average)
     model = materialise_empty(stored.model, "cpu")
     parameters = dict(model.named_parameters())
     stored_names = {
@@ -187,7 +185,7 @@ def open_model(path: Path | str | ModelSource, frozen: Path | None = None, avera
     source = path if isinstance(path, ModelSource) else find_model(path)
     folder = source.folder
     if source.config is not None:
-        return _open_checkpoint(source, source.config, frozen, average)[0]
+        return _open_checkpoint(source, frozen, average)[0]
     _refuse_frozen(frozen, folder)
     if average:
         raise no_average(folder)
@@ -208,15 +206,14 @@ def read_from(model: PreTrainedModel) -> ReadTensor:
     return read
 
 
-def _open_checkpoint(
-    source: ModelSource, config: RunConfig, frozen: Path | None, average: bool
-) -> tuple[StoredModel, CheckpointReader]:
+def _open_checkpoint(source: ModelSource, frozen: Path | None, average: bool) -> tuple[StoredModel, CheckpointReader]:
     """A step's weights on demand; reading a chunk checks it."""
     from mgpu_pipe.checkpoint.load import CheckpointReader
     from mgpu_pipe.models.build import run_model
     from mgpu_pipe.models.weights.pretrained import limit_modules, restore_buffers
 
-    step_folder = source.folder
+    step_folder, config = source.folder, source.config
+    assert config is not None
     reader = CheckpointReader(step_folder)
     with limit_modules(len(reader.names("model"))):
         model = run_model(config)
@@ -340,3 +337,37 @@ def with_buffers(model: PreTrainedModel) -> PreTrainedModel:
 
     materialise_buffers(model, recipe_of(model), "cpu")
     return model.eval()
+
+
+def open_draft(folder: Path, run: LoadedRun) -> PreTrainedModel:
+    """The draft model of a run's, step's or model's folder, on the device that takes the model's inputs.
+
+    It is smaller and proposes tokens, several of which the model checks in one forward pass: Leviathan et al. 2023,
+    https://arxiv.org/abs/2211.17192. Tokens are the model's own greedy choices.
+
+    Raises:
+        BadInputError: one of the two models does not continue texts or cannot take tokens back, or they have different
+            tokens.
+    """
+    from mgpu_pipe.inference.generation import input_device
+    from mgpu_pipe.system.compat.transformers_private import is_stateful
+
+    if next(run.model.parameters()).is_meta:  # transformers sends the proposed tokens there
+        raise BadInputError(
+            f"--draft={folder}: the first weights of {run.source} are on the disk; place them elsewhere"
+        )
+    draft = load_run(find_model(folder), input_device(run.model))
+    for model, place in ((run.model, run.source), (draft.model, draft.source)):
+        name = type(model).__name__
+        is_text = model.can_generate() and not model.config.is_encoder_decoder and model.main_input_name == "input_ids"
+        if not is_text or getattr(model.config, "image_token_id", None) is not None:
+            raise BadInputError(f"--draft={folder}: {place} is a {name}; drafts are for causal language models alone")
+        if is_stateful(model):
+            raise BadInputError(f"--draft={folder}: the state of a {name} takes no token back; leave --draft out")
+    sizes = [int(model.config.get_text_config().vocab_size) for model in (draft.model, run.model)]
+    if sizes[0] != sizes[1] or draft.tokenizer().get_vocab() != run.tokenizer().get_vocab():
+        raise BadInputError(
+            f"--draft={folder}: has other tokens ({sizes[0]}) than {run.source} ({sizes[1]}); give a model with the "
+            "same tokenizer"
+        )
+    return draft.model

@@ -21,7 +21,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.device_map import BALANCED, CPU, DISK, DeviceMap, Part, map_by_file, plan_map
 from mgpu_pipe.inference.find_model import ModelSource
-from mgpu_pipe.inference.map_arguments import MapSettings
+from mgpu_pipe.inference.model_arguments import MapSettings
 from mgpu_pipe.inference.open import LoadedRun, no_average, open_model, with_buffers
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.shard_units import decoder_blocks

@@ -167,7 +167,7 @@ def _compute_in(world: World, store: Store, settings: JobSettings, config: RunCo
 def _answer_together(settings: AnswerSettings, config: RunConfig, device: torch.device) -> None:
     """Answer prompts with a model of which this rank holds a part. A collective call."""
     from mgpu_pipe.inference.batch.answer import answer_prompts
-    from mgpu_pipe.inference.batch.share import Share
+    from mgpu_pipe.inference.batch.job_folder import Share
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.open import LoadedRun
     from mgpu_pipe.inference.parallel_run import EncoderDecoderForward, evaluation_config, open_parallel
@@ -188,8 +188,8 @@ def _compute_share(settings: JobSettings, device: torch.device | str, rank: int 
     """Open the run and compute the share of this process."""
     from mgpu_pipe.inference.batch.answer import answer_prompts
     from mgpu_pipe.inference.batch.encode import encode_texts
+    from mgpu_pipe.inference.batch.job_folder import Share
     from mgpu_pipe.inference.batch.pair_scorer import score_rows
-    from mgpu_pipe.inference.batch.share import Share
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.open import load_run
 

@@ -17,7 +17,7 @@ from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError
 from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
-from mgpu_pipe.inference.harness.measure import measure_tasks, stay_offline
+from mgpu_pipe.inference.harness.model import measure_tasks, stay_offline
 from mgpu_pipe.launch.process_job import SETTINGS, refuse_other_machines, run_processes, temporary_folder
 from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
 from mgpu_pipe.launch.world import enter, joined_store

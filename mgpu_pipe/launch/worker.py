@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.config.schema import RunConfig
     from mgpu_pipe.data.samples import Prepared
-    from mgpu_pipe.inference.prompt_samples import Sample
+    from mgpu_pipe.inference.during_training import Sample
     from mgpu_pipe.launch.world import World
     from mgpu_pipe.training.attempt import TrainResult
 
@@ -222,10 +222,10 @@ def _make_samples(config: RunConfig, result: TrainResult, prepared: Prepared, de
 
     A whole model is that of the last checkpoint, without which there are none. A sharded one is a collective call.
     """
+    from mgpu_pipe.inference.during_training import make_samples, shows_samples
     from mgpu_pipe.inference.open import load_run
-    from mgpu_pipe.inference.prompt_samples import make_samples, shows_samples
 
-    if not shows_samples(config) or result.status != "finished":
+    if not shows_samples(config.objective) or result.status != "finished":
         return []
     if not result.whole_model:
         folder, forward = prepared.tokenizer_folder, result.sampling_forward

@@ -15,14 +15,27 @@ from typing import Any
 
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.export_folder import check_target
-from mgpu_pipe.serving.adapters import NamedAdapter
-from mgpu_pipe.serving.client import EngineClient, address_of, compare, print_address
-from mgpu_pipe.serving.engine_process import EngineProcess, wait_for_any
-from mgpu_pipe.serving.engines import Engine, EngineRequest
+from mgpu_pipe.serving.engine_process import (
+    EngineClient,
+    EngineProcess,
+    address_of,
+    compare,
+    print_address,
+    wait_for_any,
+)
+from mgpu_pipe.serving.engines import (
+    ITEM_BYTES,
+    Engine,
+    EngineRequest,
+    EngineSizes,
+    Gpus,
+    choose_context,
+    choose_sizes,
+    model_context,
+)
 from mgpu_pipe.serving.prepare import Preparation
 from mgpu_pipe.serving.serve_file import GpuShare, Need
-from mgpu_pipe.serving.sizes import ITEM_BYTES, EngineSizes, Gpus, choose_context, choose_sizes, model_context
-from mgpu_pipe.serving.source import ServedModel, make_cache, read_answers
+from mgpu_pipe.serving.source import NamedAdapter, ServedModel, make_cache, read_answers
 
 
 @dataclass(frozen=True)

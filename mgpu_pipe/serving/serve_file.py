@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from mgpu_pipe.errors import BadInputError, one_line
-from mgpu_pipe.serving.sizes import Gpus
+from mgpu_pipe.serving.engines import Gpus
 from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, parse_yaml, read_bytes
 
 KEYS = (

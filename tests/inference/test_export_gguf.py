@@ -17,16 +17,15 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.inference import export_gguf as export
 from mgpu_pipe.inference.accuracy import relative_difference
-from mgpu_pipe.inference.check_gguf import TABLE_TOLERANCE
+from mgpu_pipe.inference.check_gguf import LIBRARY_VARIABLE, TABLE_TOLERANCE, LlamaLibrary
 from mgpu_pipe.inference.export_gguf import GgufReport, export_gguf
 from mgpu_pipe.inference.gguf import FILE, layouts, write
-from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.file import GgufFile
+from mgpu_pipe.inference.gguf.gguf_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
-from mgpu_pipe.inference.gguf.libllama import LIBRARY_VARIABLE, LlamaLibrary
 from mgpu_pipe.inference.gguf.model_metadata import metadata_of, settings_of
 from mgpu_pipe.inference.gguf.modelfile import write_modelfile
-from mgpu_pipe.inference.import_gguf import open_gguf
+from mgpu_pipe.inference.import_weights import open_gguf
 from mgpu_pipe.inference.open import StoredModel, read_from, with_buffers
 from mgpu_pipe.inference.streamed_weights import probe
 from mgpu_pipe.models.build import build_meta, materialise

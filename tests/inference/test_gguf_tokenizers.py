@@ -12,11 +12,10 @@ from tokenizers import Tokenizer, models, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.gguf.describe_tokenizer import describe_tokenizer
+from mgpu_pipe.inference.check_gguf import LlamaLibrary
 from mgpu_pipe.inference.gguf.file import GgufFile
-from mgpu_pipe.inference.gguf.libllama import LlamaLibrary
+from mgpu_pipe.inference.gguf.gguf_tokenizer import describe_tokenizer, write_tokenizer_folder
 from mgpu_pipe.inference.gguf.model_metadata import metadata_of
-from mgpu_pipe.inference.gguf.read_tokenizer import write_tokenizer_folder
 from mgpu_pipe.inference.gguf.tokenizer_kinds import PRE_TOKENIZERS, merges_of
 from mgpu_pipe.inference.gguf.write import lay_out, write_gguf
 from mgpu_pipe.inference.open import read_from

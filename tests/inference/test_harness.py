@@ -12,7 +12,7 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.harness import harness_settings
 from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
-from mgpu_pipe.inference.harness.measure import measure_tasks
+from mgpu_pipe.inference.harness.model import measure_tasks
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.support.command import mgpu
 
@@ -176,7 +176,7 @@ def test_a_template_cannot_run_code() -> None:
     from jinja2.exceptions import SecurityError
     from lm_eval import utils
 
-    from mgpu_pipe.inference.harness.measure import _sandbox
+    from mgpu_pipe.inference.harness.model import _sandbox
 
     template = "{{ ''.__class__.__mro__[1].__subclasses__() | length }}"
     assert utils.env.sandboxed or int(utils.env.from_string(template).render()) > 100

@@ -19,7 +19,7 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.model_metadata import settings_of
-from mgpu_pipe.inference.import_gguf import open_gguf
+from mgpu_pipe.inference.import_weights import open_gguf
 from tests.inference.gguf_files import ROWS, write_llama
 from tests.support.real_folders import need_smollm2, need_smollm2_file
 

@@ -33,7 +33,7 @@ ASKED = (
     "data/text/",
     "data/sources/mixture.py",
     "inference/generation.py",
-    "inference/gguf/type_accuracies.py",
+    "inference/accuracy.py",
     "inference/check_onnx.py",
     "planning/",
 )

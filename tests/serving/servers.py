@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.serving.client import DIRECT
+from mgpu_pipe.serving.engine_process import DIRECT
 from tests.support.command import mgpu, start
 
 QUESTIONS = [f"Is {n} even{' or odd' * (n % 3)}?" for n in range(12)]

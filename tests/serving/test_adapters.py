@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.inference.named_adapters import with_adapter
+from mgpu_pipe.serving.server.answerer import with_adapter
 from tests.models.test_peft_folder import made_by_peft
 from tests.serving.servers import serving, train_run
 from tests.support.command import mgpu

@@ -22,9 +22,8 @@ from safetensors.torch import save_file
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.serving.adapters import read_adapters
-from mgpu_pipe.serving.engines import EngineRequest, find_engine
-from mgpu_pipe.serving.sizes import Gpus, choose_sizes
+from mgpu_pipe.serving.engines import EngineRequest, Gpus, choose_sizes, find_engine
+from mgpu_pipe.serving.source import read_adapters
 from tests.inference.support import write_run, write_texts
 from tests.serving.servers import serving, train_run
 from tests.support.command import mgpu

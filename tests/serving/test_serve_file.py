@@ -12,8 +12,8 @@ import pytest
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.serving.engines import Gpus
 from mgpu_pipe.serving.serve_file import GpuShare, Need, check_host, read_serve_file, share_gpus
-from mgpu_pipe.serving.sizes import Gpus
 from tests.inference.support import write_run, write_texts
 from tests.support.command import start
 from tests.support.needs import need_server

@@ -94,7 +94,10 @@ def _measure_tasks(run: LoadedRun, config: RunConfig) -> dict[str, TaskResult]:
     objective = objective_class(config.objective.name).from_config(config, run.model, None, lambda step: 1.0)
     template = chat_of(run.tokenizer_folder) if run.tokenizer_folder is not None else None
     judge = Judge(objective, tokenizer, template, config.data.seq_len)
-    return {name: measure(rows_of(task, name, config), task, judge) for name, task in config.eval.tasks.items()}
+    return {
+        name: measure(rows_of(task, name, config.data.text_column), task, judge)
+        for name, task in config.eval.tasks.items()
+    }
 
 
 def _measure_held_out(run: LoadedRun, config: RunConfig) -> HeldOutFigures:

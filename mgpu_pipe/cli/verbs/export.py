@@ -13,7 +13,6 @@ from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, token_texts
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.find_model import find_model
 from mgpu_pipe.inference.gguf import FILE
-from mgpu_pipe.inference.hub_push import push_folder, push_target
 from mgpu_pipe.inference.model_arguments import (
     add_target_arguments,
     build_parser,
@@ -21,7 +20,7 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     silence_transformers,
 )
-from mgpu_pipe.inference.model_card import write_card
+from mgpu_pipe.inference.model_card import push_folder, push_target, write_card
 from mgpu_pipe.inference.open import open_model
 from mgpu_pipe.models.fields import builder_of, class_of
 from mgpu_pipe.system.local_files import expand_home, is_file

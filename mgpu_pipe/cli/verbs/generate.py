@@ -14,15 +14,17 @@ from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line, print_text
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE, AnswerSettings
 from mgpu_pipe.inference.find_model import existing_folder, find_model
-from mgpu_pipe.inference.map_arguments import MapSettings, add_map_arguments, read_map_arguments
 from mgpu_pipe.inference.model_arguments import (
+    MapSettings,
     add_device_argument,
+    add_map_arguments,
     add_visual_arguments,
     build_parser,
     find_inputs,
     folder_of,
     open_run,
     parse_arguments,
+    read_map_arguments,
     resolve_device,
     silence_transformers,
 )
@@ -179,7 +181,7 @@ def _answer(arguments: argparse.Namespace, run: LoadedRun, prompts: Sequence[str
 
     draft = None
     if arguments.draft is not None:
-        from mgpu_pipe.inference.draft_model import open_draft
+        from mgpu_pipe.inference.open import open_draft
 
         draft = open_draft(arguments.draft, run)
     chat = None if arguments.raw or run.model.config.is_encoder_decoder else run.chat()

@@ -93,7 +93,7 @@ def _import_gguf(arguments: argparse.Namespace) -> None:
     check_target(out, arguments.force)
     require_package(f"--from={arguments.source}")
     silence_transformers()
-    from mgpu_pipe.inference.import_gguf import open_gguf
+    from mgpu_pipe.inference.import_weights import open_gguf
 
     with working_folder(out, ".import") as scratch:
         stored = open_gguf(source, scratch)

@@ -19,12 +19,10 @@ from mgpu_pipe.inference.model_arguments import (
     parse_arguments,
     resolve_device,
 )
-from mgpu_pipe.serving.adapters import read_adapters
-from mgpu_pipe.serving.engines import ENGINES, Engine, find_engine
+from mgpu_pipe.serving.engines import ENGINES, Engine, Gpus, find_engine
 from mgpu_pipe.serving.serve import ServeOptions, need_of, print_command, serve, with_share
 from mgpu_pipe.serving.serve_file import check_host, read_serve_file, share_gpus
-from mgpu_pipe.serving.sizes import Gpus
-from mgpu_pipe.serving.source import ServedModel, find_draft, find_served
+from mgpu_pipe.serving.source import ServedModel, find_draft, find_served, read_adapters
 from mgpu_pipe.system.hardware import gpu_capability, host_memory, used_memory
 from mgpu_pipe.system.local_files import expand_home
 

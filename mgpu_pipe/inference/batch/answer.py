@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.data.images.chat_rows import ChatRow
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.batch.continuous import Row, RowBatch, answer_rows, takes_rows
+from mgpu_pipe.inference.batch.job_folder import Share, compute_batches
 from mgpu_pipe.inference.batch.prompts import (
     PromptRow,
     digest_files,
@@ -23,7 +24,6 @@ from mgpu_pipe.inference.batch.prompts import (
     visual_prompt_of,
 )
 from mgpu_pipe.inference.batch.settings import AnswerSettings
-from mgpu_pipe.inference.batch.share import Share, compute_batches
 from mgpu_pipe.inference.batch.transcribe import TranscriptEngine, answer_record, is_transcriber
 from mgpu_pipe.inference.generation import (
     Answer,

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.errors import print_line
+from mgpu_pipe.inference.batch.job_folder import Share, compute_batches
 from mgpu_pipe.inference.batch.settings import EncodeSettings
-from mgpu_pipe.inference.batch.share import Share, compute_batches
 from mgpu_pipe.inference.batch.texts import TextRow, no_tokens, read_texts, vectors_of
 from mgpu_pipe.inference.batch.vector_folder import VectorFolder
 from mgpu_pipe.inference.open import LoadedRun

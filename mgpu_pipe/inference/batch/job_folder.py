@@ -1,4 +1,7 @@
-"""Folder of an unfinished job next to its output: what each process has computed so far, from which a rerun resumes."""
+"""The folder of an unfinished job next to its output, and the part of the job that a process computes.
+
+The folder holds what each process has computed so far, from which a rerun resumes.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ import fcntl
 import json
 import os
 import shutil
+import sys
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, Protocol, TypeVar
 
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.system.local_files import exists, replace_file
+from mgpu_pipe.training.progress import Progress
 
 IDENTITY, LOCK = "job.json", "lock"
 SUFFIX = ".unfinished"
@@ -179,3 +187,82 @@ class PartWriter:
     def write(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._fd, data) :]
+
+
+POLL_S = 0.2
+"""Seconds between two looks at what other processes have computed."""
+
+
+class Row(Protocol):
+    """A row of the input, by its number in the file, from 1."""
+
+    @property
+    def line(self) -> int: ...
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a job that this process computes.
+
+    Attributes:
+        index, shares: the batches at ``index``, ``index + shares``, ... are its own.
+        writes: whether it writes them; of the processes that compute a batch together only one does.
+    """
+
+    index: int = 0
+    shares: int = 1
+    writes: bool = True
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0 and self.writes
+
+
+def compute_batches(
+    folder: JobFolder,
+    share: Share,
+    batches: Iterable[Sequence[AnyRow]],
+    rows: int,
+    compute: Callable[[Sequence[AnyRow]], Iterable[tuple[int, bytes]]],
+    unit: str,
+) -> float:
+    """Compute this process's batches; the first process then waits for the others.
+
+    Args:
+        batches: the same in every process.
+        rows: of all batches.
+        compute: yields the number of each row of a batch and its record, in any order.
+        unit: what a record is, in the singular.
+
+    Returns:
+        Seconds since the beginning.
+    """
+    import torch
+
+    done, started = frozenset(folder.numbers()), time.monotonic()
+    progress = Progress(rows, unit=unit, run_name=f"{unit}s")
+    if share.is_first:
+        if done:
+            print_line(f"note: {len(done)} of {rows} {unit}s are there already", file=sys.stderr, flush=True)
+        progress.start(len(done))
+    with folder.writer(share.index) if share.writes else nullcontext() as writer:
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # from here on no process needs the folder to begin
+        for batch in islice(batches, share.index, None, share.shares):
+            missing = {row.line for row in batch} - done
+            if not missing:
+                continue
+            for line, record in compute(batch):
+                if writer is not None and line in missing:
+                    writer.write(record)
+            if share.is_first:
+                progress.update(folder.count())
+    if share.is_first:
+        while (count := folder.count()) < rows:
+            progress.update(count)
+            time.sleep(POLL_S)
+        progress.close()
+    return time.monotonic() - started

@@ -13,9 +13,9 @@ import torch
 
 from mgpu_pipe.data.text.pair_template import join_pair, pair_template
 from mgpu_pipe.errors import BadInputError, print_line
+from mgpu_pipe.inference.batch.job_folder import Share, compute_batches
 from mgpu_pipe.inference.batch.score_rows import ScoredRow, read_scored_rows
 from mgpu_pipe.inference.batch.settings import ScoreSettings
-from mgpu_pipe.inference.batch.share import Share, compute_batches
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.objectives.sequence_classification import token_types

@@ -11,8 +11,8 @@ import numpy as np
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf.file import GgufFile
+from mgpu_pipe.inference.gguf.gguf_tokenizer import special_ids
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
-from mgpu_pipe.inference.gguf.read_tokenizer import special_ids
 
 if TYPE_CHECKING:
     import torch

@@ -1,11 +1,14 @@
-"""Settings of an evaluation by lm-eval; without torch, for the command that starts its processes."""
+"""Settings and task files of an evaluation by lm-eval; imports neither torch nor lm-eval."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+
+import yaml
 
 from mgpu_pipe.errors import BadInputError
 
@@ -57,3 +60,61 @@ def require_harness() -> None:
     """
     if find_spec("lm_eval") is None:
         raise BadInputError(f"--harness: needs the package lm-eval; install it: {INSTALL}")
+
+
+CODE = "!function"
+
+
+def check_task_files(folders: list[Path]) -> None:
+    """Refuse folders with a task file that names Python code, or includes a file that does.
+
+    Raises:
+        BadInputError: names file and line.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise BadInputError(f"--harness-path={folder}: no such folder; give a folder of task files (.yaml)")
+        read: set[Path] = set()
+        for file in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
+            _check(file.resolve(), read)
+
+
+def _check(file: Path, read: set[Path]) -> None:
+    if file in read:
+        return
+    read.add(file)
+    try:
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadInputError(f"{file}: cannot be read as YAML ({' '.join(str(error).split())}); correct it") from error
+    for node in _nodes(root):
+        if node.tag.startswith(CODE):
+            raise BadInputError(
+                f"{file}:{node.start_mark.line + 1}: names code ({node.tag} {node.value}), which would run as you; "
+                "read it, then add --harness-code"
+            )
+    for name in _included(root):
+        _check((file.parent / name).resolve(), read)
+
+
+def _nodes(root: yaml.Node | None) -> Iterator[yaml.Node]:
+    """Every node below ``root``; a node that YAML aliases share comes once."""
+    waiting, seen = [root] if root is not None else [], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        if isinstance(node, yaml.MappingNode):
+            waiting += [part for pair in node.value for part in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+
+
+def _included(root: yaml.Node | None) -> list[str]:
+    """The files that a task file includes."""
+    if not isinstance(root, yaml.MappingNode):
+        return []
+    values = [value for key, value in root.value if key.value == "include"]
+    return [str(node.value) for value in values for node in _nodes(value) if isinstance(node, yaml.ScalarNode)]

@@ -1,6 +1,6 @@
 """Evaluation tasks on rows of local files, one module for each ``eval.tasks.<name>.kind``.
 
-Each module has ``read(task, key, config)``, which returns checked rows, and ``measure(rows, task, judge)``, which
+Each module has ``read(task, key, text_column)``, which returns checked rows, and ``measure(rows, task, judge)``, which
 returns a :class:`TaskResult`.
 """
 
@@ -41,14 +41,17 @@ def choose_samples(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows[:: -(-len(rows) // SHOWN) or 1]
 
 
-def rows_of(task: EvalTask, name: str, config: RunConfig) -> Sequence[Any]:
+def rows_of(task: EvalTask, name: str, text_column: str) -> Sequence[Any]:
     """The rows of the task ``name``, at most ``max_samples``.
+
+    Args:
+        text_column: column of the texts in JSON lines (``data.text_column``).
 
     Raises:
         BadInputError: a file is missing or holds something else; the error names the key, or file and line.
     """
     key = f"eval.tasks.{name}"
-    rows: Sequence[Any] = _function_of_kind(task, "read")(task, key, config)
+    rows: Sequence[Any] = _function_of_kind(task, "read")(task, key, text_column)
     if not rows:
         raise DataError(f"{key}: there is nothing in it to measure; give files with rows")
     taken = evaluated_samples(len(rows), min(len(rows), task.max_samples or len(rows)))

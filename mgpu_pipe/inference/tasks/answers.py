@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mgpu_pipe.config.group_keys import EvalTask
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.text.conversations import messages_of
 from mgpu_pipe.errors import ConfigError, DataError
@@ -24,7 +23,7 @@ class Question(NamedTuple):
     truth: str
 
 
-def read(task: EvalTask, key: str, config: RunConfig) -> list[Question]:
+def read(task: EvalTask, key: str, text_column: str) -> list[Question]:
     _pattern(task, key)
     return [_question(line, origin) for line, origin in _lines(task, key)]
 

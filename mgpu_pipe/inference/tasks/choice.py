@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mgpu_pipe.config.group_keys import EvalTask
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.inference.tasks import TaskResult, choose_samples
@@ -23,7 +22,7 @@ class Choice(NamedTuple):
     answer: int
 
 
-def read(task: EvalTask, key: str, config: RunConfig) -> list[Choice]:
+def read(task: EvalTask, key: str, text_column: str) -> list[Choice]:
     return [
         _choice(files.json_row(line, origin), origin)
         for path in files.expand_paths(task.paths, f"{key}.paths")

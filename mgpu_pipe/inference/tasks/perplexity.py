@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.group_keys import EvalTask
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.inference.tasks import TaskResult
@@ -16,16 +15,16 @@ if TYPE_CHECKING:
     from mgpu_pipe.inference.tasks.judge import Judge
 
 
-def read(task: EvalTask, key: str, config: RunConfig) -> list[str]:
+def read(task: EvalTask, key: str, text_column: str) -> list[str]:
     texts = []
     for path in files.expand_paths(task.paths, f"{key}.paths"):
         if ".jsonl" not in path.name:
             texts.append(files.decode(files.read_bytes(path), str(path)))
             continue
         for line, origin, _ in files.read_lines(path):
-            text = files.json_row(line, origin).get(config.data.text_column)
+            text = files.json_row(line, origin).get(text_column)
             if not isinstance(text, str):
-                raise DataError(f"{origin}: column '{config.data.text_column}' (data.text_column) holds no text")
+                raise DataError(f"{origin}: column '{text_column}' (data.text_column) holds no text")
             files.check_unicode(text, origin)
             texts.append(text)
     return [text for text in texts if text]

@@ -1,4 +1,4 @@
-"""Engines that answer with a model's folder: a file each, with its ``ENGINE``."""
+"""Engines that answer with a model's folder, a file each with its ``ENGINE``, and their GPUs and caches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,120 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.architectures.formulas.flops import Shape
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.serving.adapters import NamedAdapter
-from mgpu_pipe.serving.sizes import EngineSizes
+from mgpu_pipe.serving.source import NamedAdapter
 from mgpu_pipe.system.local_files import expand_home
+
+ITEM_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "q8_0": 34 / 32}
+"""Bytes of a weight; a block of q8_0 has 32 values and a scale."""
+CACHE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "q8_0": 2}
+"""Bytes of a value of the key-value cache."""
+OVERHEAD_BYTES = 1.5e9
+"""A GPU's CUDA context, activations and graphs next to weights and cache; vLLM logs about as much."""
+DEFAULT_CONTEXT = 4096
+"""Tokens where the model's configuration names no limit."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs of the engine's machine: their number, and the bytes of each. Without any the engine runs on the CPU."""
+
+    count: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of an engine.
+
+    Attributes:
+        tensor_parallel: GPUs that share each layer.
+        context: most tokens of a prompt and its answer.
+        concurrency: requests that are computed together.
+        cache_bytes: of all key-value caches, together on all GPUs.
+        gpu_bytes: that one GPU needs; 0 on the CPU.
+    """
+
+    tensor_parallel: int
+    context: int
+    concurrency: int
+    cache_bytes: int
+    gpu_bytes: int
+
+
+def model_context(fields: Mapping[str, Any]) -> int | None:
+    """Most tokens of the model; None where its configuration names no limit."""
+    limit = fields.get("max_position_embeddings")
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def choose_context(fields: Mapping[str, Any], wanted: int | None) -> int:
+    """The context to serve.
+
+    Raises:
+        BadInputError: it is longer than the model's.
+    """
+    limit = model_context(fields)
+    if wanted is not None and limit is not None and wanted > limit:
+        raise BadInputError(f"--context={wanted}: the model was made for {limit} tokens; give at most that")
+    return wanted or limit or DEFAULT_CONTEXT
+
+
+def cache_bytes_per_token(shape: Shape, dtype: str) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    return 2 * shape.layers * shape.key_value_heads * shape.head_dim * CACHE_BYTES[dtype]
+
+
+def choose_sizes(
+    fields: Mapping[str, Any],
+    elements: int,
+    dtype: str,
+    context: int,
+    concurrency: int,
+    gpus: Gpus,
+    share: float,
+    draft: tuple[Mapping[str, Any], int] | None = None,
+) -> EngineSizes:
+    """The fewest GPUs that hold weights and caches, of the numbers by which the heads divide.
+
+    Args:
+        elements: numbers in the weights.
+        share: of each GPU's memory that the engine may take.
+        draft: fields and elements of a draft model, which is split and cached as the model is.
+
+    Raises:
+        BadInputError: the GPUs do not hold them.
+    """
+    models = [(fields, elements), *([] if draft is None else [draft])]
+    shapes = [Shape.from_fields(fields) for fields, _ in models]
+    weights = int(sum(elements for _, elements in models) * ITEM_BYTES[dtype])
+    cache = sum(cache_bytes_per_token(shape, dtype) for shape in shapes) * context * concurrency
+    if not gpus.count:
+        return EngineSizes(1, context, concurrency, cache, 0)
+    needed = 0
+    for ranks in range(1, gpus.count + 1):
+        if not all(divides_heads(shape, ranks) for shape in shapes):
+            continue
+        copies = max(
+            1, ranks // min(shape.key_value_heads for shape in shapes)
+        )  # fewer heads than GPUs: several GPUs hold the same
+        needed = int((weights + cache * copies) / ranks + OVERHEAD_BYTES)
+        if needed <= share * gpus.memory:
+            return EngineSizes(ranks, context, concurrency, cache, needed)
+    room = f"{share * gpus.memory / 1e9:.1f} GB of each of {gpus.count} GPU{'s' if gpus.count > 1 else ''}"
+    raise BadInputError(
+        f"--context={context} --concurrency={concurrency}: weights of {weights / 1e9:.1f} GB and caches of "
+        f"{cache / 1e9:.1f} GB need {needed / 1e9:.1f} GB a GPU and "
+        f"have {room}; lower them, use --dtype bf16, or more GPUs"
+    )
+
+
+def divides_heads(shape: Shape, ranks: int) -> bool:
+    """Whether engines split attention over ``ranks``: whole heads each, and key-value heads whole or repeated."""
+    keys = shape.key_value_heads
+    return shape.heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
 
 ENGINES = ("transformers", "vllm", "sglang", "llama_cpp")
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -14,8 +14,8 @@ from typing import Any
 
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.gguf import FILE
-from mgpu_pipe.serving.adapters import OPTION
 from mgpu_pipe.serving.engines import Engine, EngineCommand, EngineRequest, find_program, install_error
+from mgpu_pipe.serving.source import OPTION
 from mgpu_pipe.system.local_files import expand_home
 
 MODULE = ("-m", "llama_cpp.server")

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mgpu_pipe.serving.adapters import refuse_extra
 from mgpu_pipe.serving.engines import (
     OFFLINE,
     TORCH_DTYPES,
@@ -18,6 +17,7 @@ from mgpu_pipe.serving.engines import (
     find_program,
     install_error,
 )
+from mgpu_pipe.serving.source import refuse_extra
 from mgpu_pipe.system.local_files import expand_home
 
 MODULE = ("-m", "sglang.launch_server")

@@ -10,7 +10,6 @@ from typing import Any
 
 from mgpu_pipe.architectures.formulas.flops import Shape
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.serving.adapters import OPTION, refuse_extra
 from mgpu_pipe.serving.engines import (
     OFFLINE,
     TORCH_DTYPES,
@@ -20,6 +19,7 @@ from mgpu_pipe.serving.engines import (
     find_program,
     install_error,
 )
+from mgpu_pipe.serving.source import OPTION, refuse_extra
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Of vllm/v1/attention/backends/cpu_attn.py."""

@@ -21,10 +21,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mgpu_pipe.errors import MgpuError, one_line
 from mgpu_pipe.inference.model_arguments import silence_transformers
-from mgpu_pipe.inference.named_adapters import with_adapter
 from mgpu_pipe.inference.open import load_run
 from mgpu_pipe.serving.engines.transformers import TOKEN
-from mgpu_pipe.serving.server.answerer import Answerer
+from mgpu_pipe.serving.server.answerer import Answerer, with_adapter
 from mgpu_pipe.serving.server.app import build_app
 
 REQUEST_S = 10.0
