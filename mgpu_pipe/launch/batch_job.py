@@ -28,10 +28,10 @@ from mgpu_pipe.launch.process_job import SETTINGS, refuse_other_machines, run_pr
 from mgpu_pipe.launch.resume import restarts_without_progress
 from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
 from mgpu_pipe.launch.world import enter, joined_store
+from mgpu_pipe.system.hardware import limit_threads
 from mgpu_pipe.system.joined_world import LIFELINE_FD, existing_world
 from mgpu_pipe.system.local_files import exists, replace_file
 from mgpu_pipe.system.process_end import exit_now
-from mgpu_pipe.system.threads import limit_threads
 
 if TYPE_CHECKING:
     import torch

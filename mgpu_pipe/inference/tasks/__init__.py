@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mgpu_pipe.config.group_keys import EvalTask
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.samples import evaluated_samples
 from mgpu_pipe.errors import DataError
 
