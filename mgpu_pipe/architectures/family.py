@@ -169,7 +169,8 @@ class Family:
             stay whole under tensor parallelism (``strategy.parts``). Of ``hidden_states`` those of the layers in
             ``vision_feature_layer``.
         roles: roles in which it was tested, of those that need a test.
-        sight: how the model's text contains pictures; None: it is no vision-language model.
+        sight: how the model's text contains pictures; None: it sees none.
+        recordings: tokens of a recording in the model's text: as many as its ``length`` gives; empty: it hears none.
         has_summary: whether a vision tower's first vector is a summary of the picture and not a patch.
         caption_mask: whether the text tower is bidirectional and needs a mask of each caption.
         causal_if: boolean of the configuration without which tokens see later ones.
@@ -200,6 +201,7 @@ class Family:
     tower_outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roles: tuple[Role, ...] = ()
     sight: Sight | None = None
+    recordings: Literal["", "length"] = ""
     has_summary: bool = True
     caption_mask: bool = False
     causal_if: str = ""
@@ -234,6 +236,18 @@ def parts_in(fields: Mapping[str, Any]) -> list[str]:
 
 FRAMES_A_POSITION = 2
 """Frames of a spectrogram per position of Whisper's encoder: its second convolution has stride 2."""
+
+
+FEWEST_FRAMES = 7
+"""Fewest frames of a recording in a conversation: transformers takes a single token for an old form of its texts."""
+
+
+def sound_tokens(frames: Any) -> Any:
+    """Tokens of a recording of these spectrogram frames in a conversation, a number or an array (Qwen2-Audio).
+
+    The encoder's second convolution halves the frames, then so does the mean of two vectors (arXiv:2407.10759).
+    """
+    return ((frames - 1) // 2 - 1) // 2 + 1
 
 
 @dataclass(frozen=True)

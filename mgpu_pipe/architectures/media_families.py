@@ -86,6 +86,11 @@ _OWN: Mapping[str, Family] = {
         },
         sight=Sight("rows"),
     ),
+    "qwen2_audio": Family(
+        modules={"Qwen2AudioAttention": OUT_PROJ, "Qwen2AudioEncoderLayer": FC},
+        reads_weights={"Qwen2AudioEncoder": "embed_positions"},
+        recordings="length",
+    ),
     # Qwen 2.5 VL.
     "qwen2_5_vl": Family(
         modules={

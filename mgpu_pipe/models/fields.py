@@ -52,8 +52,11 @@ MODEL_CLASSES = {
     HEADLESS: ("MODEL_MAPPING_NAMES", "model without a head"),
 }
 """transformers' ``AutoModelFor...``, likeliest first: table of its types, and what it builds."""
-EXTRA_TYPES = {"AutoModelForZeroShotImageClassification": {"vision-text-dual-encoder": "VisionTextDualEncoderModel"}}
-"""Types and classes missing in these tables, which ``AutoModel`` builds."""
+EXTRA_TYPES = {
+    "AutoModelForZeroShotImageClassification": {"vision-text-dual-encoder": ("VisionTextDualEncoderModel", HEADLESS)},
+    "AutoModelForImageTextToText": {"qwen2_audio": ("Qwen2AudioForConditionalGeneration", "AutoModelForSeq2SeqLM")},
+}
+"""Types missing in these tables: class, and the ``AutoModel...`` that builds it."""
 TEXT = "text_config"
 """Field of a model's text part."""
 VISION = "vision_config"
@@ -87,14 +90,17 @@ def model_types(model_class: str = "AutoModelForCausalLM") -> list[str]:
 
 def builder_of(model_type: str, model_class: str) -> str:
     """Name of transformers' class that builds a model of ``model_type`` and ``model_class``."""
-    return HEADLESS if model_type in EXTRA_TYPES.get(model_class, {}) else model_class
+    return EXTRA_TYPES.get(model_class, {}).get(model_type, ("", model_class))[1]
 
 
 def class_of(architectures: Iterable[str] | None) -> str:
     """transformers' ``AutoModelFor...`` of models of ``architectures``; default: causal language models."""
     named = [str(architecture).removeprefix("FSDP") for architecture in architectures or ()]
+    for name, extra in EXTRA_TYPES.items():
+        if set(named) & {architecture for architecture, _ in extra.values()}:
+            return name
     for name, (table, _) in MODEL_CLASSES.items():
-        if set(named) & {*auto_mapping(table).values(), *EXTRA_TYPES.get(name, {}).values()}:
+        if set(named) & set(auto_mapping(table).values()):
             return name
     return "AutoModelForCausalLM"
 

@@ -25,8 +25,8 @@ NOT_MATHEMATICS = {
     "attn_implementation",
     "_attn_implementation",
 }
-PICTURE = ("image_token_index", "image_seq_length", "image_token_id", "video_token_id")
-"""Fields of the picture token, of tokens per picture, and of the video token."""
+PICTURE = ("image_token_index", "image_seq_length", "image_token_id", "video_token_id", "audio_token_index")
+"""Fields of the tokens of pictures, videos and recordings, and of tokens per picture."""
 LISTED = 8
 
 

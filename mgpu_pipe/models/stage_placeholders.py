@@ -18,6 +18,9 @@ class Removed(nn.Module):
         as_tuple: whether to return it in a tuple, like some families' blocks.
     """
 
+    device = torch.device("cpu")
+    """Device of a tower, which Qwen2-Audio asks for in every stage and uses in the first."""
+
     def __init__(self, as_tuple: bool = False) -> None:
         super().__init__()
         self._as_tuple = as_tuple

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.architectures.find import sight_of
+from mgpu_pipe.architectures.find import family_of, sight_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.data.step_batch import Field
+from mgpu_pipe.objectives.chat_recordings import ChatRecordings
 from mgpu_pipe.objectives.picture_inputs import (
     MOST_PLACES,
     Batch,
@@ -173,6 +174,8 @@ _ONE_SIZE: dict[str, type[PictureInputs]] = {"pictures": WholePictures, "questio
 
 def build_picture_inputs(config: Any, packed: bool = False) -> PictureInputs:
     """The picture inputs of the model with ``config``, with conversation positions if rows are packed."""
+    if family_of(config.model_type).recordings:
+        return ChatRecordings(config, packed)
     sight = sight_of(config.model_type)
     kind: Any = _KINDS.get(sight.pictures) or _ONE_SIZE.get(sight.both_ways, FixedSizePictures)
     inputs: PictureInputs = kind(config, packed)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mgpu_pipe.architectures.find import families_in_role, families_with, sight_of
+from mgpu_pipe.architectures.find import families_in_role, families_with, family_of, sight_of
 from mgpu_pipe.config.objective import Description, Metric
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.images.image_keys import AugmentConfig, ImageConfig
@@ -141,7 +141,10 @@ class VisionLanguageConfig(CachedFeaturesConfig, TokenLossConfig):
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         vision = fields.get("vision_config")
         kind = vision.get("model_type") if isinstance(vision, Mapping) else None
-        if kind in FIXED_SIZE_TOWERS or sight_of(str(fields.get("model_type"))).pictures != "one_size":
+        model_type = str(fields.get("model_type"))
+        if family_of(model_type).sight is None:
+            return []
+        if kind in FIXED_SIZE_TOWERS or sight_of(model_type).pictures != "one_size":
             return []
         fix = f"use one of {', '.join(FIXED_SIZE_TOWERS)}"
         return [ConfigError("model.config.vision_config.model_type", kind, fix, "no other tower was tried")]
@@ -173,6 +176,6 @@ VISION_LANGUAGE = Description(
     model_class="AutoModelForImageTextToText",
     attention="own",
     samples="picture_chats",
-    families=families_with(lambda family: family.sight is not None),
+    families=families_with(lambda family: family.sight is not None or family.recordings),
     refused_axes=("cp", "ep"),
 )

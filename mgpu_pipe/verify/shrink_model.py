@@ -46,7 +46,7 @@ STATES: tuple[tuple[tuple[str, ...], int], ...] = (
 """Fields of state space layers and linear attention, with their largest values."""
 STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
 """Fields of the heads of state space layers, together as wide as the expanded hidden states."""
-TOWERS = (TEXT, "vision_config")
+TOWERS = (TEXT, "vision_config", "audio_config")
 CAUSAL = "AutoModelForCausalLM"
 PATCH, PATCHES = 4, 4
 """Pixels of a patch, and patches across a picture."""
@@ -58,7 +58,7 @@ CONVOLUTION = 16
 """Channels of the convolutions of a waveform encoder."""
 TOKEN_IDS = (
     *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index", "image_token_id"),
-    *("video_token_id", "cls_token_id", "sep_token_id"),
+    *("video_token_id", "cls_token_id", "sep_token_id", "audio_token_index"),
 )
 
 

@@ -26,6 +26,7 @@ MODELS = (
     "whisper",
 )
 MODELS += ("gemma3", "gemma4", "internvl", "mistral3", "paligemma", "qwen3", "qwen35", "qwen3_vl", "vit_bert")
+MODELS += ("qwen2_audio",)
 LORA = ("peft=lora", "data=synthetic")
 
 

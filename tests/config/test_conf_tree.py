@@ -62,6 +62,7 @@ NEEDS_MORE = {
     ("model", "mistral3_tiny"),
     ("model", "internvl_tiny"),
     ("model", "qwen35_tiny"),
+    ("model", "qwen2_audio_tiny"),
     ("data", "digit_questions"),
     ("data", "moving_shapes"),
     ("experiment", "video_shapes"),

@@ -267,6 +267,17 @@ CONTRACTS = {
         4 exhaustive: model=gemma3_tiny strategy=fsdp strategy.tp=2; model=internvl_tiny strategy=fsdp strategy.tp=2
         """,
     ),
+    "recordings": Contract(
+        "objective=vision_language model=qwen2_audio_tiny data.packing=none",
+        """
+        1: strategy=single data.micro_batch_size=2
+        2 slow: strategy=fsdp
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=zero2; strategy=pp; strategy=tp;
+            strategy=fsdp @adapters
+        4 exhaustive: strategy=fsdp strategy.tp=2
+        """,
+        target="model.audio_tower.layers.1.fc2",
+    ),
     "own_sizes": Contract(
         "objective=vision_language data.packing=none",
         """
@@ -308,7 +319,8 @@ CONTRACTS = {
             model=qwen3_vl_tiny strategy=pp; model=smolvlm_tiny strategy=ddp; model=smolvlm_tiny strategy=fsdp;
             model=smolvlm_tiny strategy=tp; model=smolvlm_tiny strategy=zero3; model=smolvlm_tiny strategy=pp;
             model=internvl_tiny strategy=fsdp; model=internvl_tiny strategy=tp; model=internvl_tiny strategy=pp;
-            model=mistral3_tiny strategy=ddp; model=mistral3_tiny strategy=tp; model=mistral3_tiny strategy=pp
+            model=mistral3_tiny strategy=ddp; model=mistral3_tiny strategy=tp; model=mistral3_tiny strategy=pp;
+            model=qwen2_audio_tiny strategy=ddp; model=qwen2_audio_tiny strategy=pp
         2 slow: strategy=pp
         """,
     ),

@@ -101,7 +101,7 @@ def model_class(source: ModelConfig) -> str | None:
     known = {"t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification", **two_towers}
     seeing = (
         *("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "paligemma"),
-        *("gemma3", "gemma4", "internvl", "mistral3", "qwen3_5"),
+        *("gemma3", "gemma4", "internvl", "mistral3", "qwen3_5", "qwen2_audio"),
     )
     known |= dict.fromkeys(seeing, "AutoModelForImageTextToText")
     known |= {"wav2vec2": "AutoModelForCTC", "whisper": "AutoModelForSpeechSeq2Seq"}

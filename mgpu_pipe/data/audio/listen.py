@@ -13,12 +13,12 @@ import numpy as np
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.family import Frames
-from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.config.schema import Auto, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.audio import synthesis
 from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled
 from mgpu_pipe.data.audio.filter_bank import reads_filter_banks
-from mgpu_pipe.data.audio.log_mel import reads_spectrograms
+from mgpu_pipe.data.audio.log_mel import USUAL_RATE, reads_spectrograms
 from mgpu_pipe.data.audio.speech_keys import AudioConfig
 from mgpu_pipe.data.audio.speech_source import speech_source
 from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
@@ -33,7 +33,6 @@ from mgpu_pipe.data.text.token_store import save_array
 from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.system.hardware import cpu_cores
 
-USUAL_RATE = 16000
 _LEAST_VARIANCE = 1e-7
 """Floor of the variance in transformers' Wav2Vec2FeatureExtractor."""
 
@@ -121,6 +120,9 @@ _AT_ONCE, _POOL_FROM = 64, 512
 TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"
 
 
+Look = tuple[Path, Fingerprint | None]
+
+
 def listed(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | None = None) -> list[Entry]:
     """Lists recordings, named or embedded, with their transcripts or classes.
 
@@ -203,28 +205,44 @@ def _listened(
     data: AudioConfig, patterns: Sequence[str], key: str, sound: Sound, cache: Path, progress: Progress
 ) -> Path:
     entries = listed(data, patterns, key, kept_in(cache))
+    return listen_to(entries, sound.rate, data.max_seconds, data.tokenize_workers, cache, progress)
+
+
+def listen_to(
+    entries: Sequence[Entry],
+    rate: int,
+    max_seconds: float,
+    tokenize_workers: int | Auto,
+    cache: Path,
+    progress: Progress,
+) -> Path:
+    """Builds or finds the cache folder of these recordings.
+
+    Args:
+        max_seconds: a longer recording is a bad one.
+    """
     paths = {entry.path for entry in entries if not entry.fault}
     prints = fingerprints(sorted(paths - unusable_files(sorted(paths)).keys()), cache, progress)
     digests = {path: fingerprint.digest for path, fingerprint in prints.items()}
     rows = [[entry.label, entry.fault_anywhere or digests.get(entry.path, "")] for entry in entries]
     # The cache keeps paths. A run identifies its data by content alone, so it resumes after the files were moved.
-    content = digest_of("speech", _FORMAT, sound.rate, data.max_seconds, rows)
+    content = digest_of("speech", _FORMAT, rate, max_seconds, rows)
     name = digest_of(content, [str(entry.path.absolute()) for entry in entries])
-    return _built(cache, name, partial(_build_listened, data, entries, prints, sound.rate, content, progress))
+    look = partial(_looked, rate=rate, max_seconds=max_seconds, tokenize_workers=tokenize_workers, progress=progress)
+    return _built(cache, name, partial(_build_listened, entries, prints, look, rate, content))
 
 
 def _build_listened(
-    data: AudioConfig,
     entries: Sequence[Entry],
     prints: Mapping[Path, Fingerprint],
+    look: Callable[[Sequence[Look]], list[int | str]],
     rate: int,
     content: str,
-    progress: Progress,
     out: Path,
 ) -> dict[str, Any]:
     broken = [[entry.origin, entry.fault] for entry in entries if entry.fault]
     entries = [entry for entry in entries if not entry.fault]
-    looked = _looked([(entry.path, prints.get(entry.path)) for entry in entries], rate, data, progress)
+    looked = look([(entry.path, prints.get(entry.path)) for entry in entries])
     good = [(entry, length) for entry, length in zip(entries, looked, strict=True) if isinstance(length, int)]
     bad = [[entry.name, fault] for entry, fault in zip(entries, looked, strict=True) if isinstance(fault, str)]
     known = [prints[entry.path] for entry, _ in good]
@@ -255,19 +273,18 @@ def _write(
     return {"recordings": len(texts), "seconds": sum(lengths) / rate, "rate": rate, "bad": bad, "content": content}
 
 
-Look = tuple[Path, Fingerprint | None]
-
-
-def _looked(recordings: Sequence[Look], rate: int, data: AudioConfig, progress: Progress) -> list[int | str]:
+def _looked(
+    recordings: Sequence[Look], rate: int, max_seconds: float, tokenize_workers: int | Auto, progress: Progress
+) -> list[int | str]:
     """Samples of each recording, or why it cannot be used."""
     parts = [list(recordings[start : start + _AT_ONCE]) for start in range(0, len(recordings), _AT_ONCE)]
-    workers = cpu_cores() if data.tokenize_workers == "auto" else data.tokenize_workers
+    workers = cpu_cores() if tokenize_workers == "auto" else tokenize_workers
     looked: Iterable[list[int | str]]
     if len(recordings) < _POOL_FROM or workers == 1:
-        looked = map(_listener(rate, data.max_seconds), parts)
+        looked = map(_listener(rate, max_seconds), parts)
     else:
         died = "a process that listens to recordings died (killed, or out of memory): use data.tokenize_workers=1"
-        looked = work_in_order(parts, workers, _listener, (rate, data.max_seconds), ahead=4, what=died)
+        looked = work_in_order(parts, workers, _listener, (rate, max_seconds), ahead=4, what=died)
     results: list[int | str] = []
     for part in looked:
         results += part

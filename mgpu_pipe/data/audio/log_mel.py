@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import config_class
-from mgpu_pipe.architectures.family import FRAMES_A_POSITION
+from mgpu_pipe.architectures.family import FEWEST_FRAMES, FRAMES_A_POSITION
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
@@ -20,6 +20,8 @@ from mgpu_pipe.errors import ConfigError, ModelFolderError
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
 
+USUAL_RATE = 16000
+"""Samples a second where the model's folder says nothing."""
 FIELDS = ("num_mel_bins", "max_source_positions", "max_target_positions")
 
 
@@ -67,13 +69,29 @@ class LogMel:
             return None
         usual = _usual(model)
         bins, positions, most = (int(model_field(model, name) or usual[name]) for name in FIELDS)
+        return cls._of_window(model, rate, "model.config", (bins, positions, most))
+
+    @classmethod
+    def from_tower(cls, model: ModelConfig) -> LogMel:
+        """Reads the settings of a model that hears recordings in conversations; raises like :meth:`from_model`."""
+        part = model_field(model, "audio_config") or {}
+        known = config_class(str(part.get("model_type") or f"{model_field(model, 'model_type') or model.type}_encoder"))
+        usual = known.defaults if known else {}
+        bins, positions = (int(part.get(name) or usual[name]) for name in FIELDS[:2])
+        rate = _size(preprocessor_of(model.path, "feature_extractor").get("sampling_rate"), USUAL_RATE)
+        return cls._of_window(model, rate, "model.config.audio_config", (bins, positions, cls.most_tokens))
+
+    @classmethod
+    def _of_window(cls, model: ModelConfig, rate: int, key: str, sizes: tuple[int, int, int]) -> LogMel:
+        """Window of these bands, positions and tokens."""
+        bins, positions, most = sizes
         said = preprocessor_of(model.path, "feature_extractor")
         hop, width = (_size(said.get(name), default) for name, default in (("hop_length", 160), ("n_fft", 400)))
         samples = positions * FRAMES_A_POSITION * hop
         if samples % rate:
             whole = rate // np.gcd(rate, FRAMES_A_POSITION * hop)
             reason = f"its window is {samples / rate:g} s at {rate} samples a second"
-            raise ConfigError("model.config.max_source_positions", positions, f"use a multiple of {whole}", reason)
+            raise ConfigError(f"{key}.max_source_positions", positions, f"use a multiple of {whole}", reason)
         ours = {"feature_size": bins, "chunk_length": samples // rate}
         apart = [f"{name}={said[name]}, not {value}" for name, value in ours.items() if said.get(name, value) != value]
         if apart:
@@ -102,6 +120,19 @@ class LogMel:
     def by_band(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """A view of a recording's features, shape (bins, frames)."""
         return features
+
+    def num_frames(self, samples: Any) -> Any:
+        """Frames of recordings without the silence after them, a number or an array."""
+        return -(-samples // self.hop)
+
+    def chat_fault(self, samples: int) -> str:
+        """Why a recording of so many samples cannot stand in a conversation; empty if it can."""
+        if samples > self.most_samples:
+            return f"lasts {samples / self.rate:.1f} s; the model's window has {self.seconds} s"
+        if self.num_frames(samples) < FEWEST_FRAMES:
+            least = (FEWEST_FRAMES - 1) * self.hop / self.rate
+            return f"lasts {samples / self.rate:.2f} s; the model needs more than {least:g} s"
+        return ""
 
     def fault(self, numbers: Sequence[int], samples: int) -> str | None:
         """Why a recording of so many samples cannot teach a transcript of so many tokens; empty if it can."""

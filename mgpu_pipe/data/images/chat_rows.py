@@ -2,7 +2,7 @@
 
 A place is the text ``<image>`` in a message to the assistant (LLaVA's form), or a content part ``{"type": "image"}``
 (transformers' and OpenAI's form). The parts name the pictures, or a column does, in the order of their places. Videos
-work alike with the place ``<video>``.
+work alike with the place ``<video>``, recordings with ``<audio>``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.tables import Keep, fault_of, file_named, is_embedded, looked_at, row_lines
 from mgpu_pipe.data.text.conversations import (
+    AUDIO,
     PLACE,
     PLACES,
     SHAREGPT,
@@ -36,11 +37,16 @@ from mgpu_pipe.system.local_files import is_file, is_folder
 """Sources that need no files."""
 COLUMN = "messages"
 """Column of :attr:`ChatRow.text` that holds the messages."""
-ALSO = {PLACE: "image", VIDEO: "video"}
-"""LLaVA's columns of a row's picture and of its video."""
-KINDS = {"image": PLACE, "image_url": PLACE, "video": VIDEO, "video_url": VIDEO}
-"""Types of a content part that is a picture or a video."""
-NAMES = ("bytes", "image", "video", "path", "url", "image_url", "video_url")
+ALSO = {PLACE: "image", VIDEO: "video", AUDIO: "audio"}
+"""LLaVA's columns of a row's picture, of its video and of its recording."""
+AUDIOS = "audios"
+"""Column of the paths of a conversation's recordings."""
+KINDS = {
+    **{"image": PLACE, "image_url": PLACE, "video": VIDEO, "video_url": VIDEO},
+    **{"audio": AUDIO, "audio_url": AUDIO},
+}
+"""Types of a content part that is a picture, a video or a recording."""
+NAMES = ("bytes", "image", "video", "audio", "path", "url", "image_url", "video_url", "audio_url")
 """Fields of a part that name its picture."""
 RATES = ("sample_fps", "fps")
 """Fields of a row or part that state a frame folder's frames a second."""
@@ -54,8 +60,9 @@ class ChatRow:
 
     Attributes:
         text: a JSON object with its messages, each place a ``<image>`` in them.
-        pictures: their files, in the order of the places; of videos files, or folders of frames.
+        pictures: their files, in the order of the places; of videos files, or folders of frames; recordings too.
         videos: which of them are videos.
+        sounds: which of them are recordings.
         key: what the held-out split goes by: the pictures as the row names them, so that conversations about the same
             ones stay on one side, wherever the folder lies.
         origin: where it stands.
@@ -67,11 +74,18 @@ class ChatRow:
     text: str
     pictures: tuple[Path, ...]
     videos: tuple[bool, ...]
+    sounds: tuple[bool, ...]
     key: str
     origin: str
     size: int
     unused: tuple[str, ...] = ()
     rates: tuple[float, ...] = ()
+
+    @property
+    def kinds(self) -> list[str]:
+        """``picture``, ``video`` or ``sound`` of each file."""
+        named = zip(self.videos, self.sounds, strict=True)
+        return ["video" if video else "sound" if sound else "picture" for video, sound in named]
 
 
 Check = Callable[[ChatRow], None]
@@ -109,7 +123,7 @@ def rows_of(
             broken, that names a file that is not there, or has not as many places as pictures.
     """
     skips, first, whole = data.on_bad_sample == "skip", "", False
-    columns = (data.messages_column, data.image_column, data.video_column, *ALSO.values())
+    columns = (data.messages_column, data.image_column, data.video_column, AUDIOS, *ALSO.values())
     for path in paths:
         takes, expected, number = keep or looked_at(path), known.get(path) if known else None, 0
         unusable = unusable_files([path]) if skips else {}
@@ -146,7 +160,8 @@ def read_chat_row(
     """Parses a row; ``missing`` accepts names of missing files."""
     row = files.json_row(line, origin, data.messages_column, data.image_column, data.video_column)
     text, named, rates = conversation_of(row, origin, data, keep)
-    pictures, videos = tuple(folder / name for name, _ in named), tuple(kind == VIDEO for _, kind in named)
+    pictures = tuple(folder / name for name, _ in named)
+    videos, sounds = (tuple(kind == place for _, kind in named) for place in (VIDEO, AUDIO))
     for picture, video in zip(pictures, videos, strict=True):
         if not missing and not is_file(picture) and not (video and is_folder(picture)):
             raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
@@ -155,12 +170,12 @@ def read_chat_row(
     of_things = [next(stated) if video else 0.0 for video in videos]
     rates_read = RATES if any(folders) else ()
     read = columns_read(row, data.messages_column, data.format)
-    unused = unused_columns(row, (*read, data.image_column, data.video_column, *ALSO.values(), *rates_read))
+    unused = unused_columns(row, (*read, data.image_column, data.video_column, AUDIOS, *ALSO.values(), *rates_read))
     # A cached file is named by its content, so the cache's location does not matter.
     names = (Path(name).name if is_embedded(Path(name)) else name for name, _ in named)
     key = "\0".join(names) or text
     rated = tuple(rate * there for rate, there in zip(of_things, folders, strict=True))
-    return ChatRow(text, pictures, videos, key, origin, size, tuple(unused), rated)
+    return ChatRow(text, pictures, videos, sounds, key, origin, size, tuple(unused), rated)
 
 
 def _rates_of(row: dict[str, Any], in_parts: Sequence[object], videos: int, origin: str) -> list[float]:
@@ -191,7 +206,7 @@ def conversation_of(
 ) -> tuple[str, list[tuple[str, str]], list[object]]:
     """Messages of a row as JSON, its visual inputs as (file name, kind of place), and the rates in its video parts,
     None where unstated."""
-    in_parts: dict[str, list[str | None]] = {PLACE: [], VIDEO: []}
+    in_parts: dict[str, list[str | None]] = {PLACE: [], VIDEO: [], AUDIO: []}
     rates = list[object]()
     for column in (data.messages_column, SHAREGPT, "prompt", "completion"):
         if isinstance(row.get(column), list):
@@ -204,7 +219,11 @@ def conversation_of(
         )
     places = [place for message in messages for place in PLACES.findall(str(message.get("content") or ""))]
     named: dict[str, Iterator[str]] = {}
-    for place, column, what in ((PLACE, data.image_column, "pictures"), (VIDEO, data.video_column, "videos")):
+    for place, column, what in (
+        (PLACE, data.image_column, "pictures"),
+        (VIDEO, data.video_column, "videos"),
+        (AUDIO, AUDIOS, "recordings"),
+    ):
         names = _named(row, in_parts[place], origin, column, ALSO[place], keep)
         if len(names) != places.count(place):
             fix = f"write {place} where each belongs, and name each in column '{column}'"

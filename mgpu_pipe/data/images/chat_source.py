@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from typing_extensions import Self
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.audio.chat_sounds import prepare_sounds, unfit_sounds
+from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.bad_samples import OR_SKIP, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
 from mgpu_pipe.data.fingerprint import fingerprints
@@ -28,7 +30,7 @@ from mgpu_pipe.data.images.picture_source import ChatRules, chat_rules
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import picture_digests, prepare_files
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, prepare_clips
-from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, VisualInput, write_visual_index
+from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, SOUND, VisualInput, write_visual_index
 from mgpu_pipe.data.tables import Entry, kept_in
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
@@ -41,6 +43,19 @@ from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.local_files import is_file, is_folder
 
 _FORMAT = 3
+
+
+class ChatFolders(NamedTuple):
+    """Cache folders of a source's conversations: tokens, index of visuals, pictures, videos and recordings (None for
+    a model that hears none)."""
+
+    tokens: Path
+    visuals: Path
+    pictures: Path
+    clips: Path
+    sounds: Path | None
+
+
 TRAINED = "no picture"
 """Key of questions without a picture. Its hash is one of the largest, so they are trained on and not held out."""
 
@@ -54,7 +69,8 @@ class ChatSource:
         together: frames of a patch.
         writes_times: the model reads the times of a video's pictures.
         pictures: numbers of each conversation's visuals, in ``visuals``.
-        visuals: pictures by their index in ``entries``, video files by theirs in ``clips``.
+        visuals: pictures by their index in ``entries``, video files by theirs in ``clips``, recordings by theirs in
+            ``sounds``.
         entries: picture files, each once; empty for generated pictures.
         keys: of each conversation, for the held-out split.
         rates: frames a second that rows state for frame folders: (number in ``visuals``, rate).
@@ -72,6 +88,7 @@ class ChatSource:
     visuals: list[VisualInput] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     clips: list[Path] = field(default_factory=list)
+    sounds: list[Entry] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     rates: list[tuple[int, float]] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
@@ -107,10 +124,10 @@ class ChatSource:
 
         size = sum(content.size for content in known.values())
         chats = cls(plain, together, writes_times, Source(data.source, "", size, documents_of, "chat"))
-        numbers, places = dict[tuple[Path, bool, float], int](), dict[Path, int]()
+        numbers, places = dict[tuple[Path, str, float], int](), dict[Path, int]()
         for row in rows(chats.skipped):
             chats.notes.add_unused(row.origin, row.unused)
-            visuals = list(zip(row.pictures, row.videos, row.rates, strict=True))
+            visuals = list(zip(row.pictures, row.kinds, row.rates, strict=True))
             for visual in visuals:
                 if visual not in numbers:
                     numbers[visual] = len(numbers)
@@ -145,8 +162,12 @@ class ChatSource:
             plain, together, writes_times, source, [question.pictures for question in questions], origins, visuals
         )
 
-    def _visual(self, path: Path, video: bool, rate: float, origin: str, places: dict[Path, int]) -> VisualInput:
+    def _visual(self, path: Path, kind: str, rate: float, origin: str, places: dict[Path, int]) -> VisualInput:
         """Builds the visual input of a row's file; ``rate`` is the row's, and ``places`` maps files to entries."""
+        if kind == "sound":
+            self.sounds.append(Entry(path, "", origin))
+            return VisualInput((len(self.sounds) - 1,), clip=SOUND)
+        video = kind == "video"
         if video and not is_folder(path):
             self.clips.append(path)
             return VisualInput((), 0.0, len(self.clips) - 1)
@@ -170,21 +191,26 @@ class ChatSource:
         return VisualInput(tuple(places.setdefault(frame, len(places)) for frame in frames), seconds, moments=moments)
 
     def known(
-        self, pixels: Pixels, tokenizer: TokenizerInfo, standing: list[int], cache: Path, progress: Progress
-    ) -> tuple[Path, Path, Path, Path]:
-        """Builds or finds the folders of the tokens, of the index of visuals, of the pictures and of the videos.
+        self,
+        pixels: Pixels,
+        window: LogMel | None,
+        tokenizer: TokenizerInfo,
+        standing: list[int],
+        cache: Path,
+        progress: Progress,
+    ) -> ChatFolders:
+        """Builds or finds the folders.
 
         Args:
-            standing: placeholder tokens of pictures and videos.
+            window: of the model's spectrograms; None where it hears nothing.
+            standing: placeholder tokens of pictures, videos and recordings.
 
         Raises:
-            DataError: a picture or video that cannot be used, with ``data.on_bad_sample=stop``.
+            DataError: a picture, video or recording that cannot be used, with ``data.on_bad_sample=stop``.
         """
         tokens = tokenise(self.plain, self.source, tokenizer, cache, progress)
-        return (
-            tokens,
-            *self._among(TokenStore.open(tokens)).prepare_visuals(tokens, pixels, standing, cache, progress),
-        )
+        chosen = self._among(TokenStore.open(tokens))
+        return chosen.prepare_visuals(tokens, pixels, window, standing, cache, progress)
 
     def _among(self, store: TokenStore) -> Self:
         """Keeps the conversations that the chat template takes, so that rows and visuals correspond."""
@@ -195,9 +221,9 @@ class ChatSource:
         return replace(self, pictures=pictures, origins=origins, keys=[self.keys[row] for row in rows if self.keys])
 
     def prepare_visuals(
-        self, tokens: Path, pixels: Pixels, standing: list[int], cache: Path, progress: Progress
-    ) -> tuple[Path, Path, Path]:
-        """Builds or finds the folders of the index, the pictures and the videos, given the conversations' tokens."""
+        self, tokens: Path, pixels: Pixels, window: LogMel | None, standing: list[int], cache: Path, progress: Progress
+    ) -> ChatFolders:
+        """Builds or finds the folders, given that of the conversations' tokens."""
         data = self.plain
         rules = chat_rules(data)
         if rules is not None:
@@ -205,16 +231,20 @@ class ChatSource:
         else:
             pictures = prepare_files(data, self.entries, pixels.channels, cache, progress)
         clips = prepare_clips(data, self.clips, cache, progress)
+        sounds = prepare_sounds(self.sounds, window, data.tokenize_workers, cache, progress) if window else None
         stored = StoredClips(clips)
-        visuals = self._placed(pictures, stored)
+        visuals = self._placed(pictures, stored, sounds)
         misplaced = self._misplaced(tokens, standing)
         bad = [*self.skipped, *self.bad, *misplaced.values()]
-        bad += [tuple(entry) for folder in (pictures, clips) for entry in (read_manifest(folder) or {})["bad"]]
+        scanned = [pictures, clips, *([sounds] if sounds else [])]
+        bad += [tuple(entry) for folder in scanned for entry in (read_manifest(folder) or {})["bad"]]
+        bad += unfit_sounds(sounds, window) if sounds and window else []
         if isinstance(pixels, GridPixels):
             bad += [*too_long(pixels.grid, pictures), *self._uneven(visuals, pictures)]
             for path, fact in zip(stored.paths, stored.facts, strict=True):
                 bad += [] if all(pixels.grid.places(fact.height, fact.width)) else [(path, TOO_LONG)]
         kind = ("a picture or video", "pictures and videos") if self.clips else ("a picture", "pictures")
+        kind = ("a file of a conversation", "files of conversations") if self.sounds else kind
         report_bad_samples(bad, data.on_bad_sample, kind)
         pictures_of = self.pictures
         if misplaced:  # an unusable picture leaves the conversation out
@@ -225,27 +255,33 @@ class ChatSource:
         chosen = (data.frames_per_second, data.max_frames, self.together, self.writes_times)
         # Only content that an older version showed differently gets a new name.
         anew: list[Any] = [fact for fact in stored.facts if fact.moments or fact.mirrored]
-        contents = _content_of_visuals(pictures_of, visuals, pictures, stored) if self.keys else []
+        contents = _content_of_visuals(pictures_of, visuals, pictures, stored, sounds) if self.keys else []
         leaders = self._leaders(tokens, contents) if self.keys else None
         anew += [["rates", self.rates]] if self.rates else []
         anew += [["groups", leaders.tolist()]] if leaders is not None else []
         anew += [["shown", contents]] if self.keys else []
+        anew += [["sounds", _content(sounds)]] if sounds else []
         # The cache keeps paths. A run identifies its data by content alone, so it resumes after files were moved.
         content = f"{tokens.name}.shown-{digest_of(_FORMAT, _content(pictures), _content(clips), *chosen, *anew)}"
         out = cache / "tokens" / f"{content}-{digest_of(pictures.name, clips.name)}"
         build_once(out, partial(_write, pictures_of, visuals, leaders, content))
-        return out, pictures, clips
+        return ChatFolders(tokens, out, pictures, clips, sounds)
 
-    def _placed(self, pictures: Path, clips: StoredClips) -> list[VisualInput]:
+    def _placed(self, pictures: Path, clips: StoredClips, sounds: Path | None) -> list[VisualInput]:
         """Visuals with the indices of their frames in these folders."""
-        if not self.visuals or not (self.entries or self.clips):
+        if not self.visuals or not (self.entries or self.clips or self.sounds):
             return self.visuals
         data = self.plain
         place = _places(json.loads((pictures / FILES).read_text(encoding="utf-8"))["paths"])
         clip = _places(clips.paths)
+        sound = _places(json.loads((sounds / FILES).read_text(encoding="utf-8"))["paths"]) if sounds else {}
         frames = [place.get(str(entry.path.absolute()), -1) for entry in self.entries]
         placed = list[VisualInput]()
         for visual in self.visuals:
+            if visual.is_sound:
+                path = str(self.sounds[visual.frames[0]].path.absolute())
+                placed.append(replace(visual, frames=(sound.get(path, -1),)))
+                continue
             index = -1 if visual.clip < 0 else clip.get(str(self.clips[visual.clip].absolute()), -1)
             if index >= 0:
                 seen = choose_frames(clips.facts[index], data, self.together, self.writes_times)
@@ -261,7 +297,7 @@ class ChatSource:
         shapes = shapes_in(known_shapes(pictures))
         for visual, placed in zip(self.visuals, visuals, strict=True):
             sizes = (
-                {tuple(shapes[frame].tolist()) for frame in placed.frames if frame >= 0} if visual.clip < 0 else set()
+                {tuple(shapes[frame].tolist()) for frame in placed.frames if frame >= 0} if visual.clip == -1 else set()
             )
             if len(sizes) > 1:
                 yield str(self.entries[visual.frames[0]].path.parent), "has frames of different sizes"
@@ -299,15 +335,21 @@ class ChatSource:
 
 
 def _content_of_visuals(
-    conversations: list[tuple[int, ...]], visuals: list[VisualInput], pictures: Path, clips: StoredClips
+    conversations: list[tuple[int, ...]],
+    visuals: list[VisualInput],
+    pictures: Path,
+    clips: StoredClips,
+    sounds: Path | None,
 ) -> list[list[object]]:
     """Content of each conversation's visuals; an unusable visual gives its number."""
-    digests = picture_digests(pictures)
+    digests, sound_digests = picture_digests(pictures), picture_digests(sounds) if sounds else []
     content = list[object]()
     for place, thing in enumerate(visuals):
         if thing.clip >= 0:
             content.append(("file", clips.digests[thing.clip]))
-        elif thing.frames and min(thing.frames) >= 0:
+        elif thing.is_sound and thing.frames[0] >= 0:
+            content.append(("sound", sound_digests[thing.frames[0]]))
+        elif not thing.is_sound and thing.frames and min(thing.frames) >= 0:
             content.append((thing.is_video, *(digests[frame] for frame in thing.frames)))
         else:
             content.append(place)

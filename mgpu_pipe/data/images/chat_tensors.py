@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.chat_sounds import StoredSounds
 from mgpu_pipe.data.images.grids import AXES, GridPixels, chat_pixels, row_positions, seen_apart
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.patches import PatchPixels
@@ -100,7 +101,7 @@ class PackedChats:
             if axes is not None:
                 axes[row, :, here], axes[row, :, first + length :] = alone["position_ids"][member, :, :length], behind
         rows["position_ids"] = positions if axes is None else torch.cat([positions[:, None], axes], 1)
-        for name, amounts in _visual_fields(alone).items():
+        for name, amounts in _amounts(alone).items():
             rows[name] = _joined(alone[name], amounts, row_of, len(indices))
         if "pictures" in alone:
             rows["pictures"] = torch.zeros(len(indices), dtype=torch.int64)
@@ -113,8 +114,10 @@ class PackedChats:
         return self._members[ranges(first, counts)], counts
 
 
-def _visual_fields(alone: Mapping[str, torch.Tensor]) -> dict[str, NDArray[np.int64]]:
-    """Elements that each conversation has in every visual field, by the field's name."""
+def _amounts(alone: Mapping[str, torch.Tensor]) -> dict[str, NDArray[np.int64]]:
+    """Elements that each conversation has in every field of pictures and recordings, by the field's name."""
+    if "recordings" in alone:
+        return dict.fromkeys(("recordings", "input_features"), (alone["recordings"] > 0).sum(1).numpy())
     if "grids" in alone:
         patches = alone["grids"].prod(-1)
         return {"grids": (patches > 0).sum(1).numpy(), "pixel_values": patches.sum(1).numpy()}
@@ -143,7 +146,8 @@ class PictureChatSamples(RowSamples):
         self._seed, self._data, self._known = config.seed, config.data, prepared
         self._pixels, self._trains = chat_pixels(config.data, config.model), split == "train"
         self._stored = StoredPictures(prepared.pictures_of(split), self._pixels.channels)
-        self._clips = StoredClips(prepared.clips_of(split))
+        self._clips, sounds = StoredClips(prepared.clips_of(split)), prepared.sounds_of(split)
+        self._sounds = StoredSounds(sounds, prepared.window) if sounds and prepared.window else None
         self._all = prepared.visual_index(split)
         self._first, self._last = self._all.offsets[self.documents], self._all.offsets[self.documents + 1]
         self._places, self._standing, self._written = prepared.places_in(split), prepared.standing, prepared.written()
@@ -167,8 +171,13 @@ class PictureChatSamples(RowSamples):
         labels = np.full_like(ids, IGNORE_INDEX)
         for row, index in enumerate(indices.tolist()):
             self._fill(index, ids[row], labels[row])
-        pictures_of = [self._seen_pictures(*place) for place in zip(indices.tolist(), numbers.tolist(), strict=True)]
         arrays: dict[str, NDArray[Any]] = {"input_ids": ids[:, :-1], "labels": labels[:, 1:]}
+        if self._sounds is not None:
+            sounds = [self._sounds.spectrograms(self._sound_places(index)) for index in indices.tolist()]
+            arrays["recordings"] = _together([frames for frames, _ in sounds], (), np.int64)
+            arrays["input_features"] = _together([values for _, values in sounds], sounds[0][1].shape[1:])
+            return arrays
+        pictures_of = [self._seen_pictures(*place) for place in zip(indices.tolist(), numbers.tolist(), strict=True)]
         slices = [self._pictures_of(index) for index in indices.tolist()]
         if isinstance(self._pixels, PatchPixels):
             merge, values = self._pixels.parts.merge, self._pixels.parts.values
@@ -200,6 +209,11 @@ class PictureChatSamples(RowSamples):
     def _pictures_of(self, index: int) -> slice:
         """Slice of a conversation's pictures among all shown."""
         return slice(int(self._first[index]), int(self._last[index]))
+
+    def _sound_places(self, index: int) -> list[int]:
+        """Places of a conversation's recordings among the scanned ones."""
+        visuals = map(self._all.visual, self._all.pictures[self._pictures_of(index)].tolist())
+        return [visual.frames[0] for visual in visuals if visual.is_sound]
 
     def _seen_pictures(self, index: int, number: int) -> list[NDArray[np.float32]]:
         """Pictures of a conversation as the model sees them."""
@@ -236,6 +250,7 @@ class PictureChatSamples(RowSamples):
             if visual.clip < 0
             else self._clips.frames(visual.clip, visual.frames, channels)
             for visual in map(self._all.visual, numbers)
+            if not visual.is_sound
         ]
 
     def _fill(self, index: int, ids: NDArray[np.int64], labels: NDArray[np.int64]) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from mgpu_pipe.architectures.find import families_with, sight_of
+from mgpu_pipe.architectures.find import families_with, family_of, sight_of
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.data.audio.chat_sounds import chat_window, hears_sounds
+from mgpu_pipe.data.audio.decode_audio import soundfile
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, first_rows
 from mgpu_pipe.data.images.decode_image import pillow
@@ -75,7 +77,10 @@ def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
         plain = replace(data, messages_column=COLUMN, format="messages")
         check_chat(model, plain, [(row.text, row.origin) for row in looked])
 
-    checks: list[Callable[[], object]] = [*(pillow, lambda: chat_pixels(data, model)), lambda: check_rule(data)]
+    checks: list[Callable[[], object]] = [
+        *(pillow, lambda: chat_pixels(data, model), lambda: chat_window(model)),
+        lambda: check_rule(data),
+    ]
     checks.append(lambda: check_augmentation(data))
     if data.paths:
         checks.append(lambda: rows(data.paths, "data.paths"))
@@ -85,7 +90,7 @@ def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
 
 
 def check_row(model: ModelConfig, row: ChatRow) -> None:
-    """Checks that the model takes a row's videos, that PyAV reads their files, and that a model with bidirectional
+    """Checks that the model takes a row's files, that packages read them, and that a model with bidirectional
     attention before an answer learns only one answer.
 
     Raises:
@@ -99,6 +104,14 @@ def check_row(model: ModelConfig, row: ChatRow) -> None:
         if answers > 1:
             reason = f"has {answers} answers to learn, and {kind} reads all before the first from both sides"
             raise DataError(f'{row.origin}: {reason}; give the others "train": false, or a row each')
+    family = family_of(str(kind))
+    if family.recordings and family.sight is None and len(row.sounds) > sum(row.sounds):
+        seeing = families_with(lambda family: family.sight is not None)
+        reason = f"{row.origin} has a picture or a video, which no model of {kind} is given"
+        raise ConfigError("model.type", kind, f"use one of {', '.join(seeing)}", reason)
+    if any(row.sounds):
+        hears_sounds(model, row.origin)
+        soundfile()
     if any(row.videos):
         sees_videos(model, row.origin)
     if any(video and is_file(path) for path, video in zip(row.pictures, row.videos, strict=True)):

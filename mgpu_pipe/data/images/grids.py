@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.architectures.find import sight_of
+from mgpu_pipe.architectures.find import family_of, sight_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid
 from mgpu_pipe.architectures.pictures import LONGEST, Grid, Parts, Tiles
 from mgpu_pipe.config.schema import ModelConfig
@@ -112,8 +112,11 @@ class GridPixels(Pixels):
 def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
     """Chooses how a run's pictures become arrays; raises like :meth:`Pixels.from_config`,
     :meth:`GridPixels.from_grid`, :meth:`PartPixels.from_parts` and :meth:`TilePixels.from_tiles`."""
+    model_type = str(model.type or model_field(model, "model_type"))
+    if family_of(model_type).recordings and family_of(model_type).sight is None:
+        return Pixels(0, 3, (), (), data.fit)  # no row has a picture
     grid = Grid.from_fields(partial(vision_field, model))
-    kind = sight_of(str(model.type or model_field(model, "model_type"))).pictures
+    kind = sight_of(model_type).pictures
     if kind not in ("parts", "rows") and data.max_side != "auto":
         reason = "the model does not see pictures in parts"
         raise ConfigError("data.max_side", data.max_side, "leave it out", reason)

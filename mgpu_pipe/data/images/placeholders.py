@@ -9,7 +9,7 @@ from typing import Any
 from mgpu_pipe.architectures.find import sight_of
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.text.conversations import PLACE, VIDEO
+from mgpu_pipe.data.text.conversations import AUDIO, PLACE, VIDEO
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.errors import ConfigError
 
@@ -24,6 +24,15 @@ def placeholder_tokens(
     """
     image = _token(model, data, tokenizer, PLACE, "image_token_index", "image_token_id")
     return image, _token(model, data, tokenizer, VIDEO, "video_token_id") if has_videos else None
+
+
+def audio_token(model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo) -> int:
+    """Id of the placeholder token of recordings.
+
+    Raises:
+        ConfigError: as :func:`placeholder_tokens`.
+    """
+    return _token(model, data, tokenizer, AUDIO, "audio_token_index", "audio_token_id")
 
 
 def opener_of(tokenizer: Path, model_type: str, field: Callable[[str], Any]) -> int | None:

@@ -19,10 +19,13 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.config_source import config_class
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.architectures.pictures import Grid, Parts, Tiles
 from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.data.audio.chat_sounds import chat_window, tokens_of_sounds
+from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.data_source import held_out_data
@@ -32,9 +35,9 @@ from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.parts import PartPixels, TilePixels, picture_tokens_of
 from mgpu_pipe.data.images.patches import PatchPixels
 from mgpu_pipe.data.images.pixels import Pixels
-from mgpu_pipe.data.images.placeholders import opener_of, placeholder_tokens
+from mgpu_pipe.data.images.placeholders import audio_token, opener_of, placeholder_tokens
 from mgpu_pipe.data.images.videos import StoredClips
-from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualIndex
+from mgpu_pipe.data.images.visual_inputs import SOUND, PlaceholderTokens, VisualIndex
 from mgpu_pipe.data.model_field import model_field, model_field_or_default, resolve_packing
 from mgpu_pipe.data.prepared_splits import held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split
@@ -61,7 +64,11 @@ class PreparedPictureChats(PreparedRows):
     clips: Path
     """Folder of the scan of these video files."""
     held_out_clips: Path
-    image_token_id: int
+    sounds: Path | None = None
+    """Folder of the scan of these recordings; None where the model hears none."""
+    held_out_sounds: Path | None = None
+    image_token_id: int | None
+    """None where the model sees no pictures."""
     video_token_id: int | None = None
     """None where there are no videos."""
     tokens_a_picture: int
@@ -76,6 +83,9 @@ class PreparedPictureChats(PreparedRows):
     """How pictures are cut into patches, with a token after each row of places."""
     pooled: PooledGrid | None = None
     """How pictures are cut into patches, averaged for each place."""
+    window: LogMel | None = None
+    """How recordings become spectrograms."""
+    audio_token_id: int | None = None
     opener: int | None = None
     """Token that stands for a picture where the template writes another one than ``image_token_id``."""
     num_conversations: int
@@ -96,11 +106,17 @@ class PreparedPictureChats(PreparedRows):
 
     @property
     def standing(self) -> list[int]:
-        """Placeholder tokens of pictures and videos."""
-        return [token for token in (self.written_token, self.video_token_id) if token is not None]
+        """Placeholder tokens of pictures, videos and recordings."""
+        tokens = (self.written_token, self.video_token_id, self.audio_token_id)
+        return [token for token in tokens if token is not None]
 
     @property
-    def written_token(self) -> int:
+    def placeholders(self) -> list[int]:
+        """:attr:`standing`, and the token of a picture's places."""
+        return [*self.standing, *([] if self.image_token_id is None else [self.image_token_id])]
+
+    @property
+    def written_token(self) -> int | None:
         """Token that the chat template writes for a picture."""
         return self.image_token_id if self.opener is None else self.opener
 
@@ -120,6 +136,9 @@ class PreparedPictureChats(PreparedRows):
     def clips_of(self, split: Split) -> Path:
         return self.clips if split == "train" else self.held_out_clips
 
+    def sounds_of(self, split: Split) -> Path | None:
+        return self.sounds if split == "train" else self.held_out_sounds
+
     def places_in(self, split: Split) -> NDArray[np.int64]:
         """Places in time, down and across of each picture that a split shows, (pictures, 3); zeros for an unusable one.
 
@@ -132,12 +151,18 @@ class PreparedPictureChats(PreparedRows):
             sizes = shapes_in(known_shapes(self.pictures_of(split)))
             clips = np.array([fact[1:3] for fact in StoredClips(self.clips_of(split)).facts], np.int64)
             places = visuals.places(cut, *(places_of_shapes(cut, shapes) for shapes in (sizes, clips)))
+        folder, is_sound = self.sounds_of(split), visuals.clips == SOUND
+        if folder is not None and self.window is not None:
+            tokens = np.append(tokens_of_sounds(folder, self.window), 0)[visuals.frames[visuals.starts[:-1][is_sound]]]
+            places[is_sound] = np.stack([np.ones_like(tokens), tokens, np.ones_like(tokens)], 1)
+            places[is_sound] *= (tokens > 0)[:, None]
         return places[visuals.pictures]
 
     def more_tokens(self, split: Split) -> NDArray[np.int64]:
         """Tokens that the pictures add to each conversation of a split's folder."""
         written, visuals, places = self.written(), self.visual_index(split), self.places_in(split)
-        lengths = written.lengths(self.written_token, places)
+        # A recording counts its places alone.
+        lengths = places.prod(1) if self.written_token is None else written.lengths(self.written_token, places)
         if self.grid is not None and self.grid.has_timestamps and self.video_token_id is not None:
             for index in np.flatnonzero(~np.isnan(visuals.seconds[visuals.pictures])):
                 times = visuals.visual(int(visuals.pictures[index])).times(self.grid.frames)
@@ -146,7 +171,7 @@ class PreparedPictureChats(PreparedRows):
 
     def written(self) -> PlaceholderTokens:
         """Placeholder tokens of pictures and videos, by size."""
-        opened = None if self.opener is None else (self.opener, self.image_token_id)
+        opened = None if self.opener is None or self.image_token_id is None else (self.opener, self.image_token_id)
         return PlaceholderTokens(self.tokenizer_folder, self.named_parts, opened)
 
     def lengths(self, split: Split) -> NDArray[np.int64]:
@@ -168,6 +193,7 @@ class PreparedPictureChats(PreparedRows):
 
     def too_long(self, data: DataConfig) -> str:
         each = "with their pictures" if self.cut else f"each picture takes {self.tokens_a_picture}"
+        each = each if self.window is None else "with their recordings"
         limit = f"data.seq_len={self.seq_len} tokens ({each})"
         return describe_too_long(self.too_long_samples, "conversations", self.on_too_long, limit)
 
@@ -175,6 +201,8 @@ class PreparedPictureChats(PreparedRows):
         return [(self.num_conversations, "conversations"), *self.left_out()]
 
     def model_fields(self) -> dict[str, Any]:
+        if self.image_token_id is None:
+            return {"audio_token_index": self.audio_token_id}
         if self.grid is not None:
             video = {} if self.video_token_id is None else {"video_token_id": self.video_token_id}
             return {"image_token_id": self.image_token_id, **video}
@@ -192,8 +220,9 @@ class PreparedPictureChats(PreparedRows):
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
-        kinds = (("grid", Grid), ("parts", Parts), ("tiles", Tiles), ("rows", RowGrid), ("pooled", PooledGrid))
-        cut = {name: kind(**value[name]) for name, kind in kinds if value.get(name)}
+        kinds: dict[str, type[Any]] = {"grid": Grid, "parts": Parts, "tiles": Tiles, "rows": RowGrid}
+        kinds |= {"pooled": PooledGrid, "window": LogMel}
+        cut = {name: kind(**value[name]) for name, kind in kinds.items() if value.get(name)}
         return super().from_dict({**value, **cut})
 
 
@@ -212,7 +241,11 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
     tiles = pixels.parts if isinstance(pixels, TilePixels) else None
     patches = pixels.parts if isinstance(pixels, PatchPixels) else None
     of_one, native = parts or tiles, grid is not None or patches is not None
-    tokens = of_one.tokens if of_one else 0 if native else picture_tokens_of(config.model, pixels.size)
+    window = chat_window(config.model)
+    kind = str(config.model.type or model_field(config.model, "model_type"))
+    sees = family_of(kind).sight is not None or window is None
+    uncounted = native or not sees
+    tokens = of_one.tokens if of_one else 0 if uncounted else picture_tokens_of(config.model, pixels.size)
     cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
@@ -221,13 +254,13 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
             config.model, data, config.objective, [(sources[0].plain, sources[0].source)], cache, report
         )
         has_videos = any(visual.is_video for source in sources for visual in source.visuals)
-        image, video = placeholder_tokens(config.model, data, tokenizer, has_videos)
-        kind = str(config.model.type or model_field(config.model, "model_type"))
+        image, video = placeholder_tokens(config.model, data, tokenizer, has_videos) if sees else (None, None)
+        audio = None if window is None else audio_token(config.model, data, tokenizer)
         opener = opener_of(tokenizer.folder, kind, partial(model_field_or_default, config.model))
-        standing = [token for token in (image if opener is None else opener, video) if token is not None]
-        folders = [source.known(pixels, tokenizer, standing, cache, report) for source in sources]
-    folder, index, pictures, clips = folders[0]
-    held_folder, held_shown, held_pictures, held_clips = folders[-1]
+        standing = [token for token in (image if opener is None else opener, video, audio) if token is not None]
+        folders = [source.known(pixels, window, tokenizer, standing, cache, report) for source in sources]
+    folder, index, pictures, clips, sounds = folders[0]
+    held_folder, held_shown, held_pictures, held_clips, held_sounds = folders[-1]
     notes = notes_of(map(read_manifest, dict.fromkeys((folder, held_folder))))
     num_bad = notes.bad + sum(len(source.skipped) for source in sources)
     for source in sources:
@@ -245,6 +278,10 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         held_out_pictures=held_pictures,
         clips=clips,
         held_out_clips=held_clips,
+        sounds=sounds,
+        held_out_sounds=held_sounds,
+        window=window,
+        audio_token_id=audio,
         image_token_id=image,
         video_token_id=video,
         tokens_a_picture=tokens,
@@ -276,7 +313,8 @@ def _add_figures(
 ) -> PreparedPictureChats:
     """Adds sample counts and digests to ``known``."""
     apart = known.is_apart
-    seen: tuple[object, ...] = (asdict(pixels), *data.changes(), known.tokens_a_picture, data.seq_len, _FORMAT)
+    window = () if known.window is None else (asdict(known.window),)
+    seen: tuple[object, ...] = (asdict(pixels), *window, *data.changes(), known.tokens_a_picture, data.seq_len, _FORMAT)
     splits: tuple[Split, ...] = ("train", "validation") if apart else ("train",)
     faults = [known.faults(split) for split in splits]
     bad, long = (sum(int(fault[kind].sum()) for fault in faults) for kind in (0, 1))
@@ -285,7 +323,8 @@ def _add_figures(
         for split in splits:
             lengths = np.where(known.faults(split)[0], 0, known.lengths(split))
             refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "conversations, with their pictures,"), lengths)
-    left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad picture"
+    what = "picture" if known.window is None else "recording"
+    left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad {what}"
     if train and packed != "none":
         from mgpu_pipe.data.images.chat_tensors import rows_of_lengths
 

@@ -2,10 +2,10 @@
 
 A cache folder holds the index as arrays. Conversation ``c`` shows ``pictures[offsets[c] : offsets[c + 1]]``, numbers of
 visuals. Visual ``v`` has the frames ``frames[starts[v] : starts[v + 1]]``: frame numbers of the video file
-``clips[v]``, or, where that is -1, indices into the folder of pictures (-1 for an unusable one). ``seconds`` is the
-time from one patch of a video to the next, nan for a picture; ``moments`` are the times of the frames in seconds.
-``groups`` exists where conversations share pictures under several keys of the held-out split: the leader whose side
-each takes.
+``clips[v]``, or, where that is -1, indices into the folder of pictures (-1 for an unusable one); where it is -2, one
+index into the folder of recordings. ``seconds`` is the time from one patch of a video to the next, nan for others;
+``moments`` are the times of the frames in seconds. ``groups`` exists where conversations share pictures under several
+keys of the held-out split: the leader whose side each takes.
 """
 
 from __future__ import annotations
@@ -91,14 +91,16 @@ class PlaceholderTokens:
 NAMES = ("offsets", "pictures", "starts", "frames", "clips", "seconds", "moments")
 GROUPS = "groups.npy"
 PICTURE = float("nan")
+SOUND = -2
+"""Place of a recording's video file."""
 
 
 @dataclass(frozen=True)
 class VisualInput:
-    """A picture or a video of a conversation.
+    """A picture, a video or a recording of a conversation.
 
     Attributes:
-        frames: places of pictures, or numbers of frames of a file.
+        frames: places of pictures or of a recording, or numbers of frames of a file.
         seconds: from one patch of a video to the next.
         clip: that file's place.
         moments: of a video, when each of its frames is seen, in seconds.
@@ -112,6 +114,10 @@ class VisualInput:
     @property
     def is_video(self) -> bool:
         return self.seconds == self.seconds
+
+    @property
+    def is_sound(self) -> bool:
+        return self.clip == SOUND
 
     def times(self, together: int) -> tuple[float, ...]:
         """Time of each patch of ``together`` frames: the middle of its first and last frame."""

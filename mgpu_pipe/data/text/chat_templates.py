@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from mgpu_pipe.architectures.find import sight_of
+from mgpu_pipe.architectures.find import family_of, sight_of
 from mgpu_pipe.architectures.patch_grids import IMAGE_BREAK, IMAGE_CLOSE, IMAGE_OPEN, IMAGE_STOP
 from mgpu_pipe.architectures.pictures import BEGIN, END, IMAGE_BEGIN, IMAGE_END, PLACED
 from mgpu_pipe.config.data_sources import samples_of
@@ -18,7 +18,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.data.text import tokenizer_train
-from mgpu_pipe.data.text.conversations import PLACE, VIDEO
+from mgpu_pipe.data.text.conversations import AUDIO, PLACE, VIDEO
 from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.template_limits import TemplateLimit, reason
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
@@ -69,7 +69,8 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
         return None
     place: tuple[str, ...] = (PLACE,) if samples_of(data.source) == "picture_chats" else ()
     if place:
-        sight = sight_of(str(model.type))
+        family, sight = family_of(str(model.type)), sight_of(str(model.type))
+        place = (*(place if family.sight or not family.recordings else ()), *((AUDIO,) if family.recordings else ()))
         place = (*place, *OF_PICTURES.get(sight.pictures, ()), *OF_VIDEOS[sight.videos])
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"

@@ -136,9 +136,9 @@ def first_there(row: dict[str, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if row.get(name) is not None), None)
 
 
-PLACE, VIDEO = "<image>", "<video>"
-"""Placeholder tokens of a picture and of a video in a conversation."""
-PLACES = re.compile(f"{PLACE}|{VIDEO}")
+PLACE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
+"""Placeholder tokens of a picture, of a video and of a recording in a conversation."""
+PLACES = re.compile(f"{PLACE}|{VIDEO}|{AUDIO}")
 OPEN, CLOSE, SEEN = "\ufdd0", "\ufdd1", "\ufdd2"
 """Unicode noncharacters, which no text contains, as marks in a rendering. The last one marks a content."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -289,17 +289,17 @@ def _joined(parts: list[object], number: int, origin: str) -> str:
 
 
 def has_places(message: Mapping[str, Any]) -> bool:
-    """Whether a message to the assistant is a text with places of pictures or videos."""
+    """Whether a message to the assistant is a text with places of pictures, videos or recordings."""
     content = message.get("content")
     return message.get("role") == "user" and isinstance(content, str) and bool(PLACES.search(content))
 
 
 def as_parts(content: object) -> object:
-    """Splits a text into parts (texts, pictures, videos) for templates of vision-language models."""
+    """Splits a text into parts (texts, pictures, videos, recordings) for templates."""
     if not isinstance(content, str):
         return content
     first, *rest = PLACES.split(content)
     texts = [first, *(text.strip("\n") for text in rest)]
-    kinds = [[], *([{"type": "video" if place == VIDEO else "image"}] for place in PLACES.findall(content))]
+    kinds = [[], *([{"type": place.strip("<>")}] for place in PLACES.findall(content))]
     several = [[*kind, {"type": "text", "text": text}] for kind, text in zip(kinds, texts, strict=True)]
     return [part for parts in several for part in parts if part.get("text") != "" or len(texts) == 1]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.architectures.family import sound_tokens
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.labelled_text import PreparedLabelled
@@ -141,7 +142,7 @@ def _packed(tokenizer: Tokenizer, batch: Mapping[str, torch.Tensor], row: int, c
 def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dict[str, torch.Tensor]:
     """Converts a conversation to a packed row: each picture one token, the padding a separate document."""
     ids = batch["input_ids"][row]
-    pictures = (ids[:, None] == ids.new_tensor([prepared.image_token_id, *prepared.standing])).any(1)
+    pictures = (ids[:, None] == ids.new_tensor(prepared.placeholders)).any(1)
     if prepared.opener is not None:  # another token than that of the places
         pictures &= ids != prepared.opener
     sizes = _tokens_of_pictures(batch, row, prepared)
@@ -155,6 +156,9 @@ def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dic
 
 
 def _tokens_of_pictures(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> torch.Tensor:
+    if "recordings" in batch:
+        frames = batch["recordings"][row]
+        return cast("torch.Tensor", sound_tokens(frames[frames > 0]))
     if "grids" not in batch:
         number = batch["pictures"][row]
         return number.new_full((int(number),), prepared.tokens_a_picture)

@@ -1,0 +1,96 @@
+"""Recordings of conversations: scanned once, read as spectrograms of the model's window."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mgpu_pipe.architectures.family import sound_tokens
+from mgpu_pipe.architectures.find import families_with, family_of
+from mgpu_pipe.config.schema import Auto, ModelConfig
+from mgpu_pipe.data.audio.listen import FILES, listen_to, read_recording
+from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.fingerprint import Fingerprint
+from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.data.tables import Entry
+from mgpu_pipe.data.text.token_store import load_array
+from mgpu_pipe.errors import ConfigError
+
+LONGEST = 3600.0
+"""Seconds of the longest recording that is scanned; a model's window is shorter."""
+
+
+def chat_window(model: ModelConfig) -> LogMel | None:
+    """Window of the spectrograms that ``model`` hears in conversations; None where it hears none.
+
+    Raises:
+        ConfigError, ModelFolderError: see :meth:`LogMel.from_tower`.
+    """
+    kind = str(model.type or model_field(model, "model_type"))
+    return LogMel.from_tower(model) if family_of(kind).recordings else None
+
+
+def hears_sounds(model: ModelConfig, origin: str) -> None:
+    """Raises ConfigError where the model takes no recordings."""
+    kind = str(model.type or model_field(model, "model_type"))
+    if not family_of(kind).recordings:
+        hearing = families_with(lambda family: family.recordings)
+        reason = f"{origin} has a recording, which no model of {kind} is given"
+        raise ConfigError("model.type", kind, f"use one of {', '.join(hearing)}", reason)
+
+
+def prepare_sounds(
+    entries: Sequence[Entry], window: LogMel, tokenize_workers: int | Auto, cache: Path, progress: Progress
+) -> Path:
+    """Builds or finds the cache folder of recordings; see :func:`mgpu_pipe.data.audio.listen.listen_to`."""
+    once = {entry.path: entry for entry in reversed(entries)}
+    return listen_to(list(reversed(once.values())), window.rate, LONGEST, tokenize_workers, cache, progress)
+
+
+def unfit_sounds(folder: Path, window: LogMel) -> list[tuple[str, str]]:
+    """Recordings of a cache folder that do not fit the window, and why."""
+    paths, lengths = _paths(folder), load_array(folder / "lengths.npy").tolist()
+    faults = ((path, window.chat_fault(length)) for path, length in zip(paths, lengths, strict=True))
+    return [(path, fault) for path, fault in faults if fault]
+
+
+def tokens_of_sounds(folder: Path, window: LogMel) -> NDArray[np.int64]:
+    """Tokens of each recording of a cache folder; 0 for one that does not fit the window."""
+    lengths = load_array(folder / "lengths.npy")
+    fits = np.array([not window.chat_fault(length) for length in lengths.tolist()], np.bool_)
+    tokens: NDArray[np.int64] = np.where(fits, sound_tokens(window.num_frames(lengths)), 0)
+    return tokens
+
+
+class StoredSounds:
+    """Recordings of a cache folder."""
+
+    def __init__(self, folder: Path, window: LogMel) -> None:
+        self._window, self._files = window, json.loads((folder / FILES).read_text(encoding="utf-8"))
+
+    def spectrograms(self, places: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Frames of these recordings without the silence after them, (recordings,), and their spectrograms,
+        (recordings, bands, frames)."""
+        if not places:
+            return np.zeros(0, np.int64), np.zeros((0, *self._window.shape), np.float32)
+        waves = [
+            read_recording(
+                Path(self._files["paths"][place]),
+                Fingerprint(self._files["sizes"][place], tuple(self._files["blocks"][place])),
+                self._window.rate,
+                LONGEST,
+            )
+            for place in places
+        ]
+        frames = self._window.num_frames(np.array([len(wave) for wave in waves], np.int64))
+        return frames, np.concatenate([self._window.extract([wave]) for wave in waves])
+
+
+def _paths(folder: Path) -> list[str]:
+    paths: list[str] = json.loads((folder / FILES).read_text(encoding="utf-8"))["paths"]
+    return paths

@@ -1,0 +1,147 @@
+"""Recordings in conversations. Oracle: transformers' own processor and model, one conversation at a time."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.decode_audio import decode
+from mgpu_pipe.data.prepare_data import prepare, read_prepared
+from mgpu_pipe.data.text.preview import parts_of
+from mgpu_pipe.errors import DataError
+from tests.support import small_runs
+from tests.support.command import mgpu
+from tests.support.pictures import said
+from tests.support.sounds import tones, write_wav
+
+GIVEN = ("objective=vision_language", "model=qwen2_audio_tiny", "logger=none", "trainer.progress=off")
+WORDS = ("ab", "cabba", "bccab", "a")
+HEARD = (["ab"], ["cabba"], ["bccab"], ["a"], ["ab", "cabba"], [])
+
+
+def part(name: str) -> dict[str, str]:
+    return {"type": "audio", "audio": f"{name}.wav"}
+
+
+def write_chats(folder: Path) -> None:
+    """Conversations with no recording, one or two, of four lengths."""
+    for number, word in enumerate(WORDS):
+        write_wav(folder / f"{word}.wav", tones(word, number))
+    rows = []
+    for names in HEARD:
+        question = [*map(part, names), {"type": "text", "text": "What is said?"}]
+        rows.append({"messages": said(question, " and ".join(names) or "nothing")})
+    (folder / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def chats(folder: Path, *overrides: str) -> RunConfig:
+    if not (folder / "chats.jsonl").is_file():
+        write_chats(folder)
+    given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")
+    more = ("data.chat_template=chatml", "data.seq_len=200", "data.validation_fraction=0.4", "data.num_workers=0")
+    steps = ("trainer.max_steps=4", "data.global_batch_size=4")
+    return compose([*GIVEN, *given, *more, *steps, *overrides])[0]
+
+
+run = partial(small_runs.run, chats)
+
+
+def test_ids_and_spectrograms_are_those_of_transformers_processor(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    config = chats(tmp_path, "data.validation_fraction=0")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, every = prepared.open(config, "train"), np.arange(len(HEARD))
+    batch = samples.batch(every, every)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
+    extractor = WhisperFeatureExtractor(**prepared.window.settings())
+    processor = Qwen2AudioProcessor(extractor, tokenizer, chat_template="", audio_token="<audio>")
+    for row, names in enumerate(HEARD):
+        waves = [decode((tmp_path / f"{name}.wav").read_bytes(), 16000, 60) for name in names]
+        turns = said("<audio>" * len(names) + "What is said?", " and ".join(names) or "nothing")
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        made = processor(text=text, audio=waves or None, sampling_rate=16000, return_tensors="pt")
+        ids = made["input_ids"][0]
+        assert torch.equal(batch["input_ids"][row][: len(ids)], ids)
+        assert (batch["recordings"][row] > 0).sum() == len(names)
+        for place in range(len(names)):
+            assert batch["recordings"][row][place] == made["feature_attention_mask"][place].sum()
+            assert torch.allclose(batch["input_features"][row][place], made["input_features"][place], atol=1e-5)
+    texts = ["".join(part.text for part in row) for row in parts_of(prepared, samples, every, every, True)]
+    assert [text.count("<audio>") for text in texts] == list(map(len, HEARD)), "as people are shown them"
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("words", [("strategy=zero3",), ("strategy=pp", "trainer.devices=2")], ids=" ".join)
+def test_a_run_trains_and_resumes_under_another_strategy(tmp_path: Path, words: tuple[str, ...]) -> None:
+    metrics = small_runs.run_moved(chats, tmp_path)
+    other = small_runs.run(chats, tmp_path / "other", 2, *words)
+    assert other["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)
+
+
+def row(*parts: dict[str, str], answer: str = "yes", **columns: object) -> str:
+    return json.dumps({"messages": said([*parts, {"type": "text", "text": "Well?"}], answer), **columns})
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "expected"),
+    [
+        (row(part("gone")), "", "chats.jsonl:2: there is no file"),
+        (row(part("ab")), "model=llava_tiny", "chats.jsonl:1 has a recording, which no model of llava is given"),
+        (row(part("ab"), {"type": "image", "image": "ab.wav"}), "", "chats.jsonl:2 has a picture or a video, which no"),
+        (json.dumps({"messages": said("<audio>")}), "", "has 0 recordings, and places for 1"),
+        (row(part("ab")), "model.config.audio_config.max_source_positions=77", "use a multiple of 50"),
+        (row(part("ab")), "strategy=cp trainer.devices=2", "objective.name=vision_language"),
+        (row(part("ab")), "model.config.audio_config.depht=4", "model.config.audio_config.depht"),
+    ],
+)
+def test_bad_rows_are_refused_before_the_start(
+    cache: Path, tmp_path: Path, line: str, words: str, expected: str
+) -> None:
+    write_chats(tmp_path)
+    file = tmp_path / "chats.jsonl"
+    first, *_ = file.read_text().splitlines()
+    file.write_text(f"{first}\n{line}\n")
+    given = ("data=picture_chats", f"data.paths=[{file}]", "data.chat_template=chatml")
+    out = mgpu(cache, tmp_path, "check", *GIVEN, *given, *words.split(), code=2)
+    assert expected in out and "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "content", "expected"),
+    [
+        (4.5, b"", r"lasts 4.5 s; the model's window has 4 s"),
+        (0.05, b"", r"lasts 0.05 s; the model needs more than 0.06 s"),
+        (0, b"", "is empty"),
+        (0, b"RIFF no sound", "is no sound that can be read|is cut short"),
+    ],
+)
+def test_a_recording_that_cannot_be_used_stops_or_is_left_out(
+    tmp_path: Path, seconds: float, content: bytes, expected: str
+) -> None:
+    write_chats(tmp_path)
+    if seconds:
+        write_wav(tmp_path / "a.wav", np.zeros(int(8000 * seconds), np.float32))
+    else:
+        (tmp_path / "a.wav").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a.wav:? ({expected}).*on_bad_sample=skip"):
+        prepare(chats(tmp_path))
+    prepared: Any = prepare(chats(tmp_path, "data.on_bad_sample=skip", "data.validation_fraction=0"))
+    assert (prepared.train_samples, prepared.bad_samples) == (5, 1)
+
+
+def test_a_conversation_that_is_too_long_with_its_recordings_is_left_out(tmp_path: Path) -> None:
+    config = chats(tmp_path, "data.validation_fraction=0")
+    prepared: Any = prepare(config)
+    short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={max(prepared.lengths('train')) - 1}"))
+    assert short.train_samples == 5 and short.too_long_samples == 1
+    assert "with their recordings" in short.too_long(config.data)
