@@ -223,7 +223,7 @@ def print_command(model: ServedModel, options: ServeOptions) -> None:
         return
     command = engine.command(engine_request(model, options, folder, sizes, options.port, None), engine.program)
     _print_export(model, options)
-    if options.draft is not None:
+    if options.draft is not None and _target(options.draft, _of_draft(options)) != folder:
         _print_export(options.draft, _of_draft(options))
     variables += [f"{name}={shlex.quote(value)}" for name, value in command.environment.items()]
     print_line(" ".join([*variables, shlex.join([*engine.program, *command.words])]))

@@ -63,3 +63,4 @@ def test_jobs_that_cannot_run_end_with_a_line(cluster: Cluster, cache: Path, pla
     assert "whole.jsonl: exists already" in refused
     refused = mgpu(cache, place, *words, "--output", "no.jsonl", "launch.partition=nowhere", code=2)
     assert "launch.partition=nowhere: SLURM answers: " in refused
+    assert not list(place.glob("no.jsonl*"))

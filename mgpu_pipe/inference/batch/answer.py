@@ -51,8 +51,9 @@ if TYPE_CHECKING:
 
 
 MOST_BATCHES, LEAST_PARTS = 8, 16
-"""Most batches of rows, and least parts of a file, in which rows take each other's places. One process
-computes a part in one go, so neither their number nor a kill changes which rows go through the model together."""
+"""Most batches of a part, and least parts of a file; within a part waiting rows replace rows that ended. One process
+computes a whole part, so neither the number of processes nor a kill changes which rows go through the model together.
+"""
 
 
 def answer_prompts(
