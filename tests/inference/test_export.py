@@ -5,28 +5,34 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, LlamaConfig, PreTrainedModel
 
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.cli.main import main
+from mgpu_pipe.cli.verbs.export import _print_ids_without_rows
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference import export_folder as export
-from mgpu_pipe.inference.export_folder import export_folder, put_in_place
+from mgpu_pipe.inference.export_folder import _undo_half_a_replacement, export_folder, put_in_place, working_folder
 from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.inference.open import StoredModel, open_model, read_from, with_buffers
 from mgpu_pipe.inference.streamed_weights import streamed_logits
 from mgpu_pipe.models.build import build_meta, materialise
-from mgpu_pipe.models.weights.model_files import saved_groups
+from mgpu_pipe.models.weights.model_files import saved_groups, write_configuration
 from mgpu_pipe.parallel.device_memory import AllocationWatch
+from mgpu_pipe.system.child_process import bound
 from mgpu_pipe.training.initial_weights import build_model
+from tests.launch.launching import ROOT, alive, until
 from tests.models.tiny import tiny_model
 
 FAMILIES = ["llama", "gpt2", "qwen3", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_neox", "phi3", "opt"]
@@ -227,3 +233,87 @@ def test_a_context_shorter_than_the_probe_is_exported(tmp_path: Path, monkeypatc
     monkeypatch.setattr(export, "subprocess", subprocess)  # an interpreter of its own, as a user's export has
     run = run_of(tmp_path / "run", "gpt2", n_positions=16)
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+
+
+def test_a_first_token_outside_of_the_vocabulary_is_left_out(tmp_path: Path):
+    text = {
+        "vocab_size": 40,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    config = CLIPConfig(text_config={**text, "eos_token_id": 5}, vision_config={"num_hidden_layers": 1})
+    with torch.device("meta"):
+        model = CLIPModel(config)
+    write_configuration(model, tmp_path, torch.float32)
+    written = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    assert (written["bos_token_id"], written["eos_token_id"]) == (None, 5)
+    assert config.text_config.bos_token_id == 49406, "the run's own is left alone"
+
+
+def test_ids_without_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": model, "added_tokens": [{"id": 2, "content": "<x>"}]})
+    )
+    _print_ids_without_rows(tmp_path, LlamaConfig(vocab_size=2))
+    assert "1 tokens that the model has no row for (its vocabulary has 2), the first is 2 ('<x>')" in (
+        capsys.readouterr().out
+    )
+    _print_ids_without_rows(tmp_path, LlamaConfig(vocab_size=3))
+    assert capsys.readouterr().out == ""
+
+
+PARENT = """
+import subprocess, sys
+from mgpu_pipe.system.child_process import bound
+child = subprocess.Popen(bound([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]),
+                         stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_bound_child_dies_with_its_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], env={"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    assert alive(child)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    until(lambda: not alive(child), "the child's end")
+
+
+def test_a_child_whose_parent_is_gone_already_does_not_begin(tmp_path: Path) -> None:
+    other = [*bound(["touch", str(tmp_path / "begun")])]
+    other[other.index(str(os.getpid()))] = "1"  # not its parent
+    assert subprocess.run(other).returncode == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_is_cleaned_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    left = tmp_path / "out.partial"
+    left.mkdir()
+    (left / "half.safetensors").touch()
+    with working_folder(out) as folder:
+        assert folder == left and not list(folder.iterdir())
+        with pytest.raises(BadInputError, match="another process is writing it"), working_folder(out):
+            pass
+        (folder / "file").touch()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_kill_in_the_middle_of_a_replacement_loses_no_folder(renames: int, tmp_path: Path) -> None:
+    out, waiting = tmp_path / "out", tmp_path / "out.replaced.partial"
+    waiting.mkdir()
+    (waiting / "config.json").write_text("old")
+    if renames == 2:
+        out.mkdir()
+        (out / "config.json").write_text("new")
+    _undo_half_a_replacement(out)
+    assert (out / "config.json").read_text() == ("old" if renames == 1 else "new")
+    assert not waiting.exists()

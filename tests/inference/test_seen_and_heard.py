@@ -13,7 +13,9 @@ import torch
 
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.audio_samples import mark_mistakes
 from mgpu_pipe.inference.batch.job_folder import LineFolder
+from mgpu_pipe.report.run_tables import after_table
 from tests.inference.test_answer_files import write_rows
 from tests.objectives.test_speech_seq2seq import listed
 from tests.objectives.test_vision_language import chats
@@ -170,3 +172,27 @@ def test_recordings_are_transcribed_as_by_transformers(
     assert main([*words, str(tmp_path / "no.jsonl"), "--on-bad-row", "skip"]) == 0
     errors = [json.loads(line)["error"] for line in (tmp_path / "no.jsonl").read_text().splitlines()]
     assert "gone.wav: cannot be read" in errors[0] and "noise.wav: " in errors[1] and "no recording" in errors[2]
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "shown"),
+    [
+        ("please press one now", "please wun", "please wun\n  missed: one, now; wrong: wun for press"),
+        ("press one", "press uh one", "press uh one\n  added: uh"),
+        ("press one", "press one uh uh", "press one uh uh\n  added: uh (2 times)"),
+        ("press one", "press one", "press one"),
+        ("press one", "", "(nothing was heard)"),
+        (" ".join("abcdefghijklmnop"), "a", "a\n  missed: b, c, d, e, f, g, h, i, j, k, l, m, and 3 more"),
+    ],
+)
+def test_mistakes_of_a_transcript_are_named_in_words(said: str, heard: str, shown: str) -> None:
+    pytest.importorskip("jiwer")
+    assert mark_mistakes(said, heard) == shown
+
+
+def test_a_terminal_shows_what_was_said_and_what_was_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jiwer")
+    said = "please press one now"
+    after_table({"samples": [{"prompt": said, "text": f" \u2192 {mark_mistakes(said, 'please one')}"}]})
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "please press one now \u2192 please one" in lines and "missed: press, now" in lines
