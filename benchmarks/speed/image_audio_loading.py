@@ -31,7 +31,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.decode_audio import resampled
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.loader import train_step_batches

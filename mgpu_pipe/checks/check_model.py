@@ -124,7 +124,7 @@ def check_tokenizer_size(model: ModelConfig, data: DataConfig, objective: Object
 
     :func:`check_model_folder` compares the vocabulary of a folder without overrides.
     """
-    from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size, transcripts_vocab_size
+    from mgpu_pipe.data.model_field import trained_vocab_size, transcripts_vocab_size
 
     samples = samples_of(data.source)
     template, spoken = data.chat_template, samples == "speech"

@@ -1,8 +1,9 @@
 """Declarations of the shipped data sources, found by listing the folder ``data/sources``.
 
-Each module there has a ``SOURCE``: a :class:`mgpu_pipe.data.data_source.DataSource` under the module's name. Its
-declaration is the part that the configuration and the checks ask. Installed packages register further sources
-(:mod:`mgpu_pipe.config.plugins`); those have no declaration.
+Each module there has a ``SOURCE``, a :class:`mgpu_pipe.data.data_source.DataSource` under the module's name. A module
+of several variants has ``SOURCES`` instead, and ``VARIANTS`` of its package lists their names. The configuration and
+the checks read the declaration. Installed packages register further sources (:mod:`mgpu_pipe.config.plugins`), which
+have no declaration.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class SourceDeclaration:
     """The part of a shipped source that the configuration knows.
 
     Attributes:
-        name: ``data.source``, and the name of its module and of its option of ``conf/data``.
+        name: ``data.source``, and the name of its option of ``conf/data``.
         samples: kind of its samples; an objective trains on one kind.
         documents: kind of its documents; a chat template renders ``chat``, ``preferences`` and ``unpaired``.
         reads: keys of ``DataConfig`` that it reads and some other sources do not.
@@ -46,29 +47,30 @@ class SourceDeclaration:
 
 
 @functools.lru_cache(maxsize=None)
-def _packages() -> dict[str, str]:
-    """Package of each source's module by the source's name, in alphabetical order; demonstrations are last."""
-    root = Path(__file__).parents[2]
-    return {
-        path.stem: package
-        for package in PACKAGES
-        for path in sorted(root.joinpath(*package.split(".")).glob("*.py"))
-        if path.stem.isidentifier() and path.stem != "__init__"
-    }
+def _modules() -> dict[str, str]:
+    """Module of each source by the source's name, in alphabetical order; demonstrations are last."""
+    root, modules = Path(__file__).parents[2], dict[str, str]()
+    for package in PACKAGES:
+        variants = import_module(package).VARIANTS
+        files = root.joinpath(*package.split(".")).glob("*.py")
+        stems = [file.stem for file in files if file.stem.isidentifier() and file.stem != "__init__"]
+        modules |= sorted((name, f"{package}.{stem}") for stem in stems for name in variants.get(stem, (stem,)))
+    return modules
 
 
 def source_names() -> tuple[str, ...]:
     """Names of the shipped sources. Imports none of them."""
-    return tuple(_packages())
+    return tuple(_modules())
 
 
 @functools.lru_cache(maxsize=None)
 def find_source(name: str) -> SourceDeclaration | None:
     """Imports a shipped source; None for any other name, such as a plug-in's."""
-    if name not in _packages():
+    if name not in _modules():
         return None
-    source: SourceDeclaration = import_module(f"{_packages()[name]}.{name}").SOURCE
-    return source
+    module = import_module(_modules()[name])
+    sources: tuple[SourceDeclaration, ...] = getattr(module, "SOURCES", None) or (module.SOURCE,)
+    return next(source for source in sources if source.name == name)
 
 
 def all_sources() -> list[SourceDeclaration]:

@@ -11,7 +11,6 @@ import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.data_sources import SourceDeclaration, find_source, source_names
 from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
@@ -21,9 +20,6 @@ from mgpu_pipe.data.cache import Progress, no_progress
 from mgpu_pipe.data.text.documents import Source, refusing_bad
 from mgpu_pipe.data.text.plug_in import Load, plug_in_source
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, check_all
-
-if TYPE_CHECKING:
-    from mgpu_pipe.data.samples import Prepared
 
 
 def pass_check(model: ModelConfig, data: DataConfig) -> None:
@@ -36,7 +32,7 @@ class DataSource(SourceDeclaration):
 
     Attributes:
         check: preflight check of what the source reads, without tokenising it; raises what is wrong.
-        prepare: prepares the data of a run, or finds it in the cache; None: as all samples of its kind are.
+        prepared: kind of its prepared data (``Prepared.kind``); empty: that of its samples.
         open: opens its documents, given the cache folder, a progress callback and the key that names its paths in
             errors; None where its samples are not made of documents.
         labels: yields the class of each training sample, before preparation; None where there is none, or finding it
@@ -44,7 +40,7 @@ class DataSource(SourceDeclaration):
     """
 
     check: Callable[[ModelConfig, DataConfig], None] = pass_check
-    prepare: Callable[[RunConfig, Progress | None], Prepared] | None = None
+    prepared: str = ""
     open: Callable[[DataConfig, Path, Progress, str], Source] | None = None
     labels: Callable[[DataConfig], Iterator[str]] | None = None
 

@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -362,6 +362,17 @@ def json_row(line: str, origin: str, *columns: str) -> dict[str, Any]:
 
 def refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def require_columns(row: Mapping[str, Any], origin: str, columns: Mapping[str, str]) -> None:
+    """Checks that a row has its columns, which are listed by the keys that name them.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    for key, column in columns.items():
+        if column not in row:
+            raise missing_column(origin, key, column, list(row))
 
 
 def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> DataError:

@@ -44,7 +44,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     """
     source = shipped_source(config.data.source)
     if source is not None:
-        prepare_kind = source.prepare or PREPARE[KINDS[source.samples]]
+        prepare_kind = PREPARE[KINDS[source.prepared or source.samples]]
     else:
         is_text = arrays.array_class(config.data.source) is None
         prepare_kind = prepare_text.prepare if is_text else arrays.prepare_arrays

@@ -13,22 +13,18 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 from urllib.parse import unquote_to_bytes
 
-from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.bad_samples import BadSampleError, Fault, rows_of_files, unusable_files
+from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.compressed import bytes_read, codec_of, open_text, table_suffix
 from mgpu_pipe.data.fingerprint import Fingerprint, check_readable
 from mgpu_pipe.data.parquet_rows import is_parquet, parquet_lines
-from mgpu_pipe.data.text.label_rows import label_of
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import DataError
 
 Keep = Callable[[bytes], str]
 """Function from a file's content to the name of a file with this content."""
@@ -85,6 +81,8 @@ def is_embedded(path: Path) -> bool:
 
 RowLines = Iterator[tuple[str, str, int]]
 """For each row: its line of JSON, its origin, and its share of the file's bytes."""
+LOOKED_AT = 1000
+"""Rows of a table that a check reads; they may embed files."""
 csv.field_size_limit(files.LONGEST_LINE)
 
 
@@ -166,7 +164,7 @@ def _separated(path: Path, expected: Fingerprint | None, separator: str, nested:
                 done = file.tell() if read is None else read
                 origin = f"{path}:{reader.line_num}"
                 values = (_unquoted(field, separator) for field in fields)
-                row = dict(zip(columns, map(_nested, values) if nested else values, strict=False))
+                row = dict(zip(columns, map(nested_value, values) if nested else values, strict=False))
                 if len(fields) != len(columns):
                     broken.append(files.BrokenRow(f"has not as many columns as the first line; {files.FIX}"))
                 yield broken[0] if broken else json.dumps(row, ensure_ascii=False), origin, max(0, done - before)
@@ -205,7 +203,8 @@ def _lines(path: Path, file: IO[bytes], broken: list[files.BrokenRow]) -> Iterat
         yield line.removeprefix("\ufeff") if number == 1 else line
 
 
-def _nested(field: str) -> object:
+def nested_value(field: str) -> object:
+    """Parses a field that is a JSON list; returns any other unchanged."""
     if field.lstrip()[:1] != "[":
         return field
     try:
@@ -220,164 +219,3 @@ def _unquoted(field: str, separator: str) -> str:
     if separator == "," or len(field) < 2 or field[0] != '"' or field[-1] != '"' or '"' in inside.replace('""', ""):
         return field
     return inside.replace('""', '"')
-
-
-SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
-CAPTION, CLASSES = "caption", "classes"
-LOOKED_AT = 1000
-"""Rows of a Parquet file that a check reads; they may embed files."""
-LONGEST_NAME = 200
-"""Characters of a file name in a message: the column may also hold captions or base64 pictures."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """Part of a file, from ``offset`` on, and its fingerprint."""
-
-    offset: int
-    fingerprint: Fingerprint
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A file, or a part of one, and its label.
-
-    Attributes:
-        origin: where the sample is named.
-        fault: why the sample cannot be used; empty where nothing is known to be wrong.
-    """
-
-    path: Path
-    label: str
-    origin: str
-    part: Part | None = None
-    fault: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name in messages: the file, or the origin."""
-        return self.origin if self.part or self.fault or is_embedded(self.path) else str(self.path)
-
-    @property
-    def fault_anywhere(self) -> str:
-        """The fault without the folder of its list, so that it stays the same where the data moves."""
-        folder = str(self.path.parent / "_")[:-1]
-        return self.fault.replace(folder, "") if folder else self.fault
-
-
-def fault_of(error: DataError | str, origin: str) -> str:
-    """Reason in a sample's error, without the origin and the fix."""
-    return str(error).removeprefix(f"{origin}: ").removesuffix(f"; {files.FIX}")
-
-
-def entries_of(
-    paths: Sequence[Path], data: DataConfig, key: str, file_key: str, told_key: str, what: str, keep: Keep | None = None
-) -> Iterator[Entry]:
-    """Yields the samples that lists name, in order; a row with a list of captions gives one for each.
-
-    With ``data.on_bad_sample=skip`` a broken row, or the rest of a broken list, is an entry with a fault, as long as
-    one row is whole.
-
-    Args:
-        key: the key that names the lists.
-        file_key, told_key: keys of ``data`` that name the columns of paths (relative to the list's folder) and of
-            classes or texts; ``what`` names the latter.
-        keep: takes files that the rows hold; None for a check, which looks at the first rows of such a table.
-
-    Raises:
-        ConfigError: one is not a list.
-        DataError: no row is whole; with ``data.on_bad_sample=stop``, a list that cannot be read, or a row that lacks a
-            column or names a file that is not there.
-    """
-    columns = {name: str(getattr(data, name)) for name in (file_key, told_key)}
-    skips, first, whole = data.on_bad_sample == "skip", "", False
-    for path in paths:
-        plain = Path(path.stem) if codec_of(path) else path
-        if plain.suffix.lower() not in SUFFIXES:
-            raise ConfigError(key, path, f"give files that end with {' or '.join(SUFFIXES)}", "is no list of files")
-        unusable = unusable_files([path]) if skips else {}
-        takes = keep or looked_at(path)
-        read = partial(_list_rows, column=columns[file_key], takes=takes, whole=keep is not None)
-        make = partial(_entries_in, folder=path.parent, columns=columns, what=what, keep=takes)
-        for row in rows_of_files([path], unusable, read, make):
-            entries = [_faulty(path, row)] if isinstance(row, Fault) else row
-            for entry in entries:
-                if entry.fault and not skips:
-                    raise DataError(
-                        row.message if isinstance(row, Fault) else f"{entry.origin}: {entry.fault}; {files.FIX}"
-                    )
-                whole = whole or not entry.fault
-                yield entry
-            first = first or (row.message if isinstance(row, Fault) else "")
-    if first and not whole:
-        raise DataError(first)
-
-
-def _list_rows(path: Path, column: str, takes: Keep, whole: bool) -> RowLines:
-    lines = row_lines(path, keep={column: takes})
-    return lines if whole or codec_of(path) is not None or not is_parquet(path) else islice(lines, LOOKED_AT)
-
-
-def _faulty(path: Path, fault: Fault) -> Entry:
-    """The entry that stands for a refused row of a list, or for the rest of the list."""
-    if fault.origin == str(path):
-        origin, reason = fault.named()
-    else:
-        origin, reason = fault.origin, fault_of(fault.message, fault.origin)
-    return Entry(path, "", origin, fault=reason)
-
-
-def _entries_in(
-    line: str, origin: str, size: int, folder: Path, columns: Mapping[str, str], what: str, keep: Keep
-) -> list[Entry]:
-    """Samples of a row; raises DataError where it names none."""
-    row = files.json_row(line, origin, *columns.values())
-    for name, column in columns.items():
-        if column not in row:
-            raise files.missing_column(origin, f"data.{name}", column, list(row))
-    file_column, told_column = columns.values()
-    try:
-        named = file_named(row[file_column], keep)
-    except BadSampleError as error:
-        raise DataError(f"{origin}: {error}; {files.FIX}") from error
-    if not isinstance(named, str) or not named or "\0" in named:
-        raise DataError(f"{origin}: the file is {_shortened(repr(named))}, not a path; {files.FIX}")
-    file = folder / named
-    if not os.path.isfile(file):  # Path.is_file raises for too long names
-        raise DataError(f"{origin}: there is no file {folder / _shortened(named)}; {files.FIX}")
-    return [Entry(file, label, origin, fault=fault) for label, fault in labels_of(row, told_column, origin, what)]
-
-
-def labels_of(row: Mapping[str, Any], column: str, origin: str, what: str) -> Iterator[tuple[str, str]]:
-    """Labels of a row's picture or recording as (label, empty string); for an unusable row the reason comes second.
-
-    A column of captions may hold a list of them. One of classes holds a list or names between commas, which give one
-    label: a JSON list of their names.
-    """
-    value = row[column]
-    if what == CLASSES:
-        yield _list_of_classes(value, column, origin)
-        return
-    several = value if what == CAPTION and isinstance(value, list) and value else [value]
-    for single in several:
-        try:
-            yield label_of({column: single}, column, origin, what), ""
-        except DataError as error:
-            yield "", fault_of(error, origin)
-
-
-def _list_of_classes(value: object, column: str, origin: str) -> tuple[str, str]:
-    if isinstance(value, str):
-        value = _nested(value)
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(names, list):
-        names = [names]
-    try:
-        classes = {label_of({column: name}, column, origin) for name in names}
-    except DataError as error:
-        return "", fault_of(error, origin)
-    return json.dumps(sorted(classes), ensure_ascii=False), ""
-
-
-def _shortened(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."

@@ -18,7 +18,7 @@ from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
 from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
 from mgpu_pipe.data.audio.recordings import LabelledSounds, SpeechSamples
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.audio.transcript_tokens import Words
 from mgpu_pipe.data.samples import evaluation_numbers
 from mgpu_pipe.models.speech import greedy_transcripts

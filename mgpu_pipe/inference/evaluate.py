@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from mgpu_pipe.data.step_batch import StepBatch
-from mgpu_pipe.data.text.label_rows import Row
+from mgpu_pipe.data.text.file_source import Row
 from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, special_tokens

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from mgpu_pipe.data.text.encode_turns import TurnEncoder
+from mgpu_pipe.data.text.cut_texts import TurnEncoder
 from mgpu_pipe.data.text.tokenizer_folder import chat_of, check_tokenizer, json_file, refuse_library_errors
 from mgpu_pipe.errors import BadInputError, print_text
 from mgpu_pipe.inference.sampling import RowSampling, Sampling

@@ -18,13 +18,12 @@ from mgpu_pipe.architectures.patch_grids import PooledGrid
 from mgpu_pipe.data.audio.alphabet import wave_extractor
 from mgpu_pipe.data.audio.filter_bank import window_of
 from mgpu_pipe.data.audio.listen import Sound
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.images.decode_image import MODES, decode, pillow
 from mgpu_pipe.data.images.grids import GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
-from mgpu_pipe.data.images.parts import PartPixels, TilePixels
-from mgpu_pipe.data.images.patches import PatchPixels
+from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import FEWEST
 from mgpu_pipe.data.model_field import NESTED, PREPROCESSOR, PROCESSOR

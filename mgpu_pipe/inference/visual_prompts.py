@@ -15,9 +15,8 @@ from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.images.decode_image import SUFFIXES, decode
 from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.placeholders import opener_of
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, choose_frames, frames_of, look, pyav
-from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualInput
+from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualInput, opener_of
 from mgpu_pipe.data.text.conversations import PLACE, VIDEO
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.objectives.patch_pictures import PatchPictures, build_picture_inputs

@@ -17,7 +17,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.samples import Prepared, SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.speech import greedy_transcripts, prepare_spectrogram_encoder, spectrogram_shape

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.filter_bank import window_of
 from mgpu_pipe.data.audio.listen import Sound
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator

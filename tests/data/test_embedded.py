@@ -17,7 +17,7 @@ import torch
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.check_recordings import check_recordings
+from mgpu_pipe.data.audio.listen import check_recordings
 from mgpu_pipe.data.images.chat_rows import rows_of
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import BadInputError, DataError

@@ -25,7 +25,7 @@ def test_the_sources_are_the_options_of_data() -> None:
 
 
 @pytest.mark.parametrize("name", source_names())
-def test_a_source_is_declared_under_the_name_of_its_file(name: str) -> None:
+def test_a_source_is_declared_under_its_name(name: str) -> None:
     source = shipped_source(name)
     assert isinstance(source, DataSource) and source.name == name
     assert set(source.reads) <= {key.name for key in fields(DataConfig)}

@@ -14,7 +14,7 @@ from transformers import AutoModel, RobertaConfig, RobertaModel
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare_data import prepare
-from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig
+from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig
 from mgpu_pipe.inference.streamed_weights import compute_logits, probe
 from mgpu_pipe.objectives.text_embedding import TextEmbeddingObjective
 from mgpu_pipe.objectives.vector_keys import Pooling, TextEmbeddingConfig

@@ -27,7 +27,7 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.cli.verbs.eval import _evaluation_config
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig
+from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, ModelFolderError
 from mgpu_pipe.inference.open import load_run, open_model
 from mgpu_pipe.models.build import build_meta, materialise

@@ -98,7 +98,7 @@ def test_classes_are_found_or_given_and_the_model_names_them(tmp_path: Path) -> 
     [
         ({"text": "a"}, "has no column 'label'; set data.label_column"),
         ({"text": "a", "label": 0.5}, "has 0.5 as its class, not a name or a whole number"),
-        ({"text": ["a"], "label": 0}, "a text is a list, not a string"),
+        ({"text": ["a"], "label": 0}, "column 'text' holds list, not a string"),
     ],
 )
 def test_a_line_that_is_none_is_named(tmp_path: Path, line: dict[str, Any], told: str) -> None:

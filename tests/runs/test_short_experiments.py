@@ -16,8 +16,8 @@ from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data.prepare_data import prepare
+from mgpu_pipe.data.text.generated import answers
 from mgpu_pipe.data.text.heldout_split import held_out
-from mgpu_pipe.data.text.numbers import answers
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import ConfigErrors
 from tests.runs.test_chat_runs import until

@@ -138,7 +138,7 @@ def _balance(objective: ObjectiveConfig, samples: SampleSet, order: Order, plan:
 
 def _sources(prepared: PreparedMixture) -> list[tuple[str, str]]:
     """Share, size and epochs of each source of a mixture."""
-    from mgpu_pipe.data.text.mixture_keys import SLOTS
+    from mgpu_pipe.data.sources.mixture import SLOTS
 
     return [
         (

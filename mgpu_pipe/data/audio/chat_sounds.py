@@ -15,9 +15,9 @@ from mgpu_pipe.config.schema import Auto, ModelConfig
 from mgpu_pipe.data.audio.listen import FILES, listen_to, read_recording
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.cache import Progress
+from mgpu_pipe.data.file_lists import Entry
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.tables import Entry
 from mgpu_pipe.data.text.token_store import load_array
 from mgpu_pipe.errors import ConfigError
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.plugins import import_package
 from mgpu_pipe.data.bad_samples import BadSampleError
-from mgpu_pipe.data.iso_boxes import brands_of, is_cut_short, outer_boxes
+from mgpu_pipe.data.containers import brands_of, is_cut_short, outer_boxes
 
 CUT = "is cut short"
 NAMES = "M4A, AAC, AMR, WebM or WMA"

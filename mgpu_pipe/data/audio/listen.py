@@ -13,24 +13,23 @@ import numpy as np
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.family import Frames
-from mgpu_pipe.config.schema import Auto, ModelConfig
+from mgpu_pipe.config.schema import Auto, DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.audio import synthesis
-from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled
-from mgpu_pipe.data.audio.filter_bank import reads_filter_banks
+from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled, soundfile
+from mgpu_pipe.data.audio.filter_bank import reads_filter_banks, window_of
 from mgpu_pipe.data.audio.log_mel import USUAL_RATE, reads_spectrograms
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
-from mgpu_pipe.data.audio.speech_source import speech_source
-from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
+from mgpu_pipe.data.audio.speech_source import AudioConfig, speech_source
+from mgpu_pipe.data.bad_samples import BadSampleError, check_rule, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
-from mgpu_pipe.data.class_folders import ClassFolders
+from mgpu_pipe.data.file_lists import ClassFolders, Entry, entries_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, read_part
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.tables import Entry, Keep, entries_of, kept_in
+from mgpu_pipe.data.tables import Keep, kept_in
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.token_store import save_array
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError, check_all
 from mgpu_pipe.system.hardware import cpu_cores
 
 _LEAST_VARIANCE = 1e-7
@@ -137,6 +136,25 @@ def listed(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | No
         return [entry for pattern in patterns for entry in CLASS_FOLDERS.entries(pattern, key)]
     columns = ("audio_column", "text_column" if says == "text" else "label_column", says)
     return list(entries_of(files.expand_paths(patterns, key), data, key, *columns, keep=keep))
+
+
+def check_recordings(model: ModelConfig, data: DataConfig) -> None:
+    """Checks that packages and programs exist, lists name files, and the model takes such recordings.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    assert isinstance(data, AudioConfig)
+    checks = [*(soundfile, lambda: window_of(model, Sound.from_config(data, model).rate)), lambda: check_rule(data)]
+    if speech_source(data).speak is None:
+        try:
+            paths, held_out = with_splits(data)
+        except ConfigError as error:
+            raise ConfigErrors([error]) from error
+        checks.append(lambda: listed(data, paths, "data.paths"))
+        if held_out:
+            checks.append(lambda: listed(data, held_out, "data.validation_paths"))
+    check_all(checks)
 
 
 def prepare_recordings(data: AudioConfig, sound: Sound, cache: Path, progress: Progress) -> tuple[Path, Path]:

@@ -23,7 +23,7 @@ from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
 from mgpu_pipe.data.audio.listen import Sound, frames_of, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.audio.transcript_tokens import Words, words_of
 from mgpu_pipe.data.bad_samples import describe_too_long, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache

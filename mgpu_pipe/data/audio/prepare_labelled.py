@@ -18,8 +18,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.audio.filter_bank import window_of
 from mgpu_pipe.data.audio.listen import Sound, frames_of, notes_of_folders, prepare_recordings, transcripts
 from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
-from mgpu_pipe.data.audio.speech_keys import LabelledAudioConfig
-from mgpu_pipe.data.audio.speech_source import speech_source
+from mgpu_pipe.data.audio.speech_source import LabelledAudioConfig, speech_source
 from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.classes import class_fields, class_names, class_number

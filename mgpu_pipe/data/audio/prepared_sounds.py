@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import DataConfig
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.order import GlobalOrder, Order, SortedSteps
 from mgpu_pipe.data.prepared_splits import PreparedSplits
 from mgpu_pipe.data.samples import Split

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
 from mgpu_pipe.data.audio.listen import FILES, WAVES, Sound, read_recording
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.samples import Split, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX

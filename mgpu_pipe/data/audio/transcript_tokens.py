@@ -13,11 +13,10 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.alphabet import PREPROCESSOR, STRANGE
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.cache import build_once, digest_of, write_json
-from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.data.model_field import model_field, transcripts_vocab_size
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, FILES, TOKENIZER, existing_file, json_file, special_tokens
 from mgpu_pipe.data.text.tokenizer_train import END_OF_TEXT, train_bpe
-from mgpu_pipe.data.text.vocabulary_size import transcripts_vocab_size
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:

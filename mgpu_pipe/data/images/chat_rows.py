@@ -17,9 +17,10 @@ from typing import Any
 
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, BadSampleError, Fault, rows_of_files, unusable_files
+from mgpu_pipe.data.file_lists import fault_of
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.tables import Keep, fault_of, file_named, is_embedded, looked_at, row_lines
+from mgpu_pipe.data.tables import Keep, file_named, is_embedded, looked_at, row_lines
 from mgpu_pipe.data.text.conversations import (
     AUDIO,
     PLACE,

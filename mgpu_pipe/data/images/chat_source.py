@@ -19,6 +19,7 @@ from mgpu_pipe.data.audio.chat_sounds import prepare_sounds, unfit_sounds
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.bad_samples import OR_SKIP, report_bad_samples
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest
+from mgpu_pipe.data.file_lists import Entry
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, rows_of
 from mgpu_pipe.data.images.check_images import check_row
@@ -31,7 +32,7 @@ from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import picture_digests, prepare_files
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, prepare_clips
 from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, SOUND, VisualInput, write_visual_index
-from mgpu_pipe.data.tables import Entry, kept_in
+from mgpu_pipe.data.tables import kept_in
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
 from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_out_groups

@@ -13,7 +13,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.chat_sounds import StoredSounds
 from mgpu_pipe.data.images.grids import AXES, GridPixels, chat_pixels, row_positions, seen_apart
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.patches import PatchPixels
+from mgpu_pipe.data.images.parts import PatchPixels
 from mgpu_pipe.data.images.scan_images import StoredPictures
 from mgpu_pipe.data.images.videos import StoredClips
 from mgpu_pipe.data.samples import SampleSet, Split, random_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.plugins import import_package
 from mgpu_pipe.data.bad_samples import BadSampleError, decoding
-from mgpu_pipe.data.iso_boxes import brands_of, is_cut_short
+from mgpu_pipe.data.containers import brands_of, is_cut_short
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.standard_streams import library_output
 

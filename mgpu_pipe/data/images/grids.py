@@ -24,8 +24,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.images.decode_image import MODES, size_of
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.parts import PartPixels, TilePixels, picture_tokens_of
-from mgpu_pipe.data.images.patches import PatchPixels
+from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels, picture_tokens_of
 from mgpu_pipe.data.images.picture_files import FILES
 from mgpu_pipe.data.images.pixels import Pixels, normalised, preprocessor, vision_field
 from mgpu_pipe.data.model_field import model_field

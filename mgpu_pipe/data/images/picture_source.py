@@ -1,14 +1,16 @@
-"""Shipped sources of pictures, and of conversations about pictures. Imports no numpy."""
+"""Shipped sources of pictures and of conversations about pictures. Imports no numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from mgpu_pipe.config.data_sources import TEXT_KEYS, DocumentKind
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data.data_source import DataSource, shipped_source
+from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.images.demo_pictures import Question
@@ -22,6 +24,9 @@ Layout = Literal["digits", "folder", "list", "tar"]
 class PictureSource(DataSource):
     """A shipped source of pictures with classes or captions."""
 
+    samples: str = "labelled_images"
+    keys: type[Any] | None = ImageConfig
+    reads_files: bool = True
     layout: Layout
 
 
@@ -49,8 +54,11 @@ class ChatRules:
 class PictureChatSource(DataSource):
     """A shipped source of conversations with pictures; ``rules`` is None where files hold them."""
 
-    rules: ChatRules | None = None
     samples: str = "picture_chats"
+    documents: DocumentKind = "chat"
+    reads: tuple[str, ...] = (*TEXT_KEYS, "messages_column")
+    keys: type[Any] | None = PictureChatConfig
+    rules: ChatRules | None = None
 
 
 def chat_rules(data: DataConfig) -> ChatRules | None:

@@ -32,12 +32,17 @@ from mgpu_pipe.data.data_source import held_out_data
 from mgpu_pipe.data.images.chat_source import ChatSource
 from mgpu_pipe.data.images.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.parts import PartPixels, TilePixels, picture_tokens_of
-from mgpu_pipe.data.images.patches import PatchPixels
+from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels, picture_tokens_of
 from mgpu_pipe.data.images.pixels import Pixels
-from mgpu_pipe.data.images.placeholders import audio_token, opener_of, placeholder_tokens
 from mgpu_pipe.data.images.videos import StoredClips
-from mgpu_pipe.data.images.visual_inputs import SOUND, PlaceholderTokens, VisualIndex
+from mgpu_pipe.data.images.visual_inputs import (
+    SOUND,
+    PlaceholderTokens,
+    VisualIndex,
+    audio_token,
+    opener_of,
+    placeholder_tokens,
+)
 from mgpu_pipe.data.model_field import model_field, model_field_or_default, resolve_packing
 from mgpu_pipe.data.prepared_splits import held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split

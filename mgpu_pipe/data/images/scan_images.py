@@ -21,6 +21,7 @@ from mgpu_pipe.data.arrays import ArrayData
 from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, hash_blocks, write_json
 from mgpu_pipe.data.classes import in_order
+from mgpu_pipe.data.file_lists import Entry
 from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints
 from mgpu_pipe.data.images.augment import erase
 from mgpu_pipe.data.images.decode_image import MODES, pillow
@@ -29,7 +30,6 @@ from mgpu_pipe.data.images.picture_files import FILES, digits_file, read_digits,
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.ordered_work import work_in_order
 from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.tables import Entry
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.system.hardware import cpu_cores

@@ -10,8 +10,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.tables import row_lines
-from mgpu_pipe.data.text.file_source import check_first_row, check_paths
-from mgpu_pipe.data.text.label_rows import row_of
+from mgpu_pipe.data.text.file_source import check_first_row, check_paths, row_of
 
 
 def check_labelled(model: ModelConfig, data: DataConfig) -> None:

@@ -3,23 +3,82 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.data_sources import TEXT_KEYS, all_sources, find_source
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.config.sections import DATA
 from mgpu_pipe.config.suggest import choose_from
-from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource, check_sources
-from mgpu_pipe.data.text.mixture_keys import MixtureConfig, slots_of, source_data
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, raised_by
 
-if TYPE_CHECKING:
-    from mgpu_pipe.data.samples import Prepared
-
-
 NAME = r"[\w.-]{1,32}"
+SLOTS = 10_000
+"""Samples in which every source has exactly its share."""
+
+
+@dataclass
+class MixtureSource:
+    weight: float = field(default=1.0, metadata={"above": 0})
+    """Its share of the samples is this over the sum of all weights, to a hundredth of a percent."""
+    source: str = "jsonl"
+    """As data.source: a source of text or of conversations."""
+    paths: list[str] = field(default_factory=list)
+    """As data.paths."""
+    text_column: str = "text"
+    """As data.text_column."""
+    messages_column: str = "messages"
+    """As data.messages_column."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = "auto"
+    """As data.format."""
+    validation_paths: list[str] = field(default_factory=list)
+    """As data.validation_paths; without them data.validation_fraction of this source is held out."""
+
+
+@dataclass
+class MixtureConfig(DataConfig):
+    sources: dict[str, MixtureSource] = field(default_factory=dict)
+    """The sources of data=mixture by a name of your choice; all other keys of data are shared by them."""
+
+    def holds_conversations(self) -> bool:
+        parts = (find_source(part.source) for part in self.sources.values())
+        return any(source is not None and source.holds_conversations for source in parts)
+
+    def parts(self) -> Mapping[str, MixtureSource]:
+        return self.sources
+
+    def sample_text(self) -> str:
+        shares = (f"{name} {100 * slots / SLOTS:g}%" for name, slots in slots_of(self).items())
+        return f"{', '.join(shares)}; {super().sample_text()}"
+
+
+def slots_of(data: MixtureConfig) -> dict[str, int]:
+    """Slots of each source, by name in alphabetical order; they add up to :data:`SLOTS`."""
+    names = sorted(data.sources)
+    total = sum(data.sources[name].weight for name in names)
+    exact = [SLOTS * data.sources[name].weight / total for name in names]
+    slots = [int(share) for share in exact]
+    most_cut = sorted(range(len(names)), key=lambda index: slots[index] - exact[index])
+    for index in most_cut[: SLOTS - sum(slots)]:
+        slots[index] += 1
+    return dict(zip(names, slots, strict=True))
+
+
+def source_data(data: MixtureConfig) -> Iterator[tuple[str, DataConfig]]:
+    """Yields each source's keys as those of a separate run, by name in alphabetical order.
+
+    Weights divide the evaluated samples.
+    """
+    for name, slots in slots_of(data).items():
+        most = data.validation_max_samples
+        values = {key.name: getattr(data, key.name) for key in fields(DataConfig)}
+        values |= {key.name: getattr(data.sources[name], key.name) for key in fields(MixtureSource)}
+        del values["weight"]
+        values["validation_max_samples"] = None if most is None else max(1, round(most * slots / SLOTS))
+        yield name, DataConfig(**values)
 
 
 def check_mixture(model: ModelConfig, data: DataConfig) -> None:
@@ -79,12 +138,6 @@ def _below(where: str, error: BadInputError) -> BadInputError:
     return ConfigError(f"{where}.{key}", error.value, error.fix, error.reason)
 
 
-def prepare(config: RunConfig, progress: Progress | None) -> Prepared:
-    from mgpu_pipe.data.text.mixed_samples import prepare_mixture
-
-    return prepare_mixture(config, progress)
-
-
 SOURCE = DataSource(
-    name="mixture", keys=MixtureConfig, reads=(*TEXT_KEYS, "numbers"), check=check_mixture, prepare=prepare
+    name="mixture", prepared="mixture", keys=MixtureConfig, reads=(*TEXT_KEYS, "numbers"), check=check_mixture
 )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from mgpu_pipe.config.data_sources import TEXT_KEYS
-from mgpu_pipe.data.checks_of_sources import check_picture_chats
-from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.images.picture_source import PictureChatSource
 
-SOURCE = PictureChatSource(
-    name="picture_chats",
-    documents="chat",
-    keys=PictureChatConfig,
-    reads=(*TEXT_KEYS, "messages_column"),
-    reads_files=True,
-    check=check_picture_chats,
-)
+
+def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
+    """Checks that conversations have as many places as pictures, and that the chat template takes them.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    from mgpu_pipe.data.images import check_images
+
+    check_images.check_picture_chats(model, data)
+
+
+SOURCE = PictureChatSource(name="picture_chats", reads_files=True, check=check_picture_chats)

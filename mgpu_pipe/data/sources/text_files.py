@@ -1,4 +1,5 @@
-"""``data=text_files``: local UTF-8 text files, also compressed, a document each."""
+"""UTF-8 text files, a document each: local ones, also compressed (``data=text_files``), or the source text of the
+running Python's standard library (``data=stdlib_text``)."""
 
 from __future__ import annotations
 
@@ -6,12 +7,13 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.compressed import HEAD, codec_of
+from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.long_text import LongText, UndecodableError
-from mgpu_pipe.data.text.documents import Text
+from mgpu_pipe.data.text.documents import LongText, Source, Text, UndecodableError
 from mgpu_pipe.data.text.file_source import FileFormat, whole_document
 from mgpu_pipe.errors import DataError
 
@@ -56,4 +58,14 @@ def check_text_file(data: DataConfig, path: Path, whole: bool) -> None:
 
 
 FORMAT = FileFormat("text_files", read_texts, whole_document, check_text_file)
-SOURCE = FORMAT.source()
+
+
+def check_library(model: ModelConfig, data: DataConfig) -> None:
+    files.check_stdlib()
+
+
+def open_library(data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
+    return FORMAT.open_files(data, files.stdlib_files(), cache, progress)
+
+
+SOURCES = (FORMAT.source(), DataSource(name="stdlib_text", check=check_library, open=open_library))

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault
 from mgpu_pipe.data.files import FIX
+from mgpu_pipe.data.text.cut_texts import EncodedPiece, Piece, PieceSize, TurnEncoder, encode_piece, special_ends
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.encode_turns import TurnEncoder
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.notes import Notes
-from mgpu_pipe.data.text.pieces import EncodedPiece, Piece, PieceSize, encode_piece, special_ends
 from mgpu_pipe.data.text.tokenizer_folder import refuse_library_errors
 from mgpu_pipe.errors import DataError
 
@@ -136,7 +135,7 @@ class Encoder:
             return encode_piece(self._tokenizer, piece, PIECES)
 
     def special_ends(self) -> tuple[list[int], list[int]] | None:
-        """Calls :func:`mgpu_pipe.data.text.pieces.special_ends`."""
+        """Calls :func:`mgpu_pipe.data.text.cut_texts.special_ends`."""
         return special_ends(self._tokenizer)
 
     def encode_documents(self, documents: list[Document]) -> EncodedBatch:

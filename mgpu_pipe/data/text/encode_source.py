@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from mgpu_pipe.data.ordered_work import work_in_order
+from mgpu_pipe.data.text.cut_texts import EncodedPiece, Piece, cut, join
 from mgpu_pipe.data.text.document_encoder import (
     PARALLELISM,
     PIECES,
@@ -23,7 +24,6 @@ from mgpu_pipe.data.text.document_encoder import (
 )
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.heldout_split import document_hash
-from mgpu_pipe.data.text.pieces import EncodedPiece, Piece, cut, join
 
 # A batch is large compared to the cost of sending it to a process, and small compared to memory.
 _BATCH_CHARACTERS = 1 << 18

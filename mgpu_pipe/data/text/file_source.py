@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from mgpu_pipe.config.data_sources import DocumentKind
 from mgpu_pipe.config.hub import DATA
@@ -16,6 +16,7 @@ from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_f
 from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.compressed import codec_of, identity_of
 from mgpu_pipe.data.data_source import DataSource
+from mgpu_pipe.data.file_lists import label_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, check_readable, fingerprints, forget
 from mgpu_pipe.data.parquet_rows import is_parquet
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
@@ -100,11 +101,8 @@ def check_first_row(data: DataConfig, path: Path, whole: bool, check_row: CheckR
 
 def check_columns(data: DataConfig, line: str, origin: str, *keys: str) -> None:
     """Checks that a row has the columns that these keys of ``data`` name."""
-    columns = {key: getattr(data, key) for key in keys}
-    row = files.json_row(line, origin, *columns.values())
-    for key, column in columns.items():
-        if column not in row:
-            raise files.missing_column(origin, f"data.{key}", column, list(row))
+    columns = {f"data.{key}": getattr(data, key) for key in keys}
+    files.require_columns(files.json_row(line, origin, *columns.values()), origin, columns)
 
 
 Rows = Iterator[tuple[str, str, int]]
@@ -218,8 +216,7 @@ def text_of(row: dict[str, Any], key: str, column: str, origin: str) -> str:
     Raises:
         DataError: there is no such column, or it holds no valid string.
     """
-    if column not in row:
-        raise files.missing_column(origin, key, column, list(row))
+    files.require_columns(row, origin, {key: column})
     text = row[column]
     if not isinstance(text, str):
         raise DataError(f"{origin}: column '{column}' holds {type(text).__name__}, not a string; {files.FIX}")
@@ -245,3 +242,32 @@ def contents_of(paths: Sequence[Path], unusable: Mapping[Path, str], known: Mapp
     return [
         f"cannot be used: {unusable[path]}" if path in unusable else identity_of(path, known[path]) for path in paths
     ]
+
+
+class Row(NamedTuple):
+    """One line: its one or two texts, class, origin, and share of the progress."""
+
+    texts: tuple[str, ...]
+    label: str
+    origin: str
+    size: int
+
+    @property
+    def joined(self) -> str:
+        """Text that decides the split, and that trains a tokenizer."""
+        return "\n".join(self.texts)
+
+
+def row_of(data: DataConfig, line: str, origin: str, size: int = 0) -> Row:
+    """Parses a line of ``data.paths``.
+
+    Raises:
+        DataError: it is broken, or a column is missing or has another type.
+    """
+    columns = {"data.text_column": data.text_column}
+    if data.second_text_column is not None:
+        columns["data.second_text_column"] = data.second_text_column
+    row = files.json_row(line, origin, *columns.values(), data.label_column)
+    texts = tuple(text_of(row, key, column, origin) for key, column in columns.items())
+    files.require_columns(row, origin, {"data.label_column": data.label_column})
+    return Row(texts, label_of(row, data.label_column, origin), origin, size)

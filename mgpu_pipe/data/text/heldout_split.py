@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.data.long_text import LongText
+from mgpu_pipe.data.text.documents import LongText
 
 _KEY = b"mgpu_pipe held-out split 1"
 _PART = 1 << 20

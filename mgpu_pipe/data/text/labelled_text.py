@@ -33,8 +33,7 @@ from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.document_encoder import EncodedBatch
 from mgpu_pipe.data.text.documents import Document, Source
-from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
-from mgpu_pipe.data.text.label_rows import Row, row_of
+from mgpu_pipe.data.text.file_source import Row, contents_of, row_of, unusable_or_raise
 from mgpu_pipe.data.text.notes import Notes, notes_of, report_bad
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples
 from mgpu_pipe.data.text.row_encoder import RowEncoder

@@ -1,7 +1,7 @@
 """Several text sources in one run, each with its own form and weight: ``data=mixture``.
 
 Each source is prepared separately, with one tokenizer for all. Sample ``i`` of the run is a pure function of (seed, i):
-every :data:`~mgpu_pipe.data.text.mixture_keys.SLOTS` samples are a permutation of slots. Each source has its share
+every :data:`~mgpu_pipe.data.sources.mixture.SLOTS` samples are a permutation of slots. Each source has its share
 of the slots, and its slots walk through the source's order of samples, epoch after epoch.
 """
 
@@ -22,7 +22,7 @@ from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, writing_to_cache
 from mgpu_pipe.data.order import GlobalOrder, Order
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, weighed
-from mgpu_pipe.data.text.mixture_keys import SLOTS, MixtureConfig, slots_of, source_data
+from mgpu_pipe.data.sources.mixture import SLOTS, MixtureConfig, slots_of, source_data
 from mgpu_pipe.data.text.prepare_text import OpenedSource, PreparedData, prepare_opened
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
 
@@ -121,7 +121,7 @@ class PreparedMixture(Prepared):
     kind: ClassVar[str] = KIND
 
     slots: dict[str, int]
-    """See :func:`~mgpu_pipe.data.text.mixture_keys.slots_of`; the parts are in this order."""
+    """See :func:`~mgpu_pipe.data.sources.mixture.slots_of`; the parts are in this order."""
     parts: tuple[PreparedData, ...]
     tokenizer_folder: Path
     train_samples: int

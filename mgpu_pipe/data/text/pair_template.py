@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.data.cache import write_json
-from mgpu_pipe.data.text.pieces import special_ends
+from mgpu_pipe.data.text.cut_texts import special_ends
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, special_tokens
 
 if TYPE_CHECKING:

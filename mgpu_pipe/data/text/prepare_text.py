@@ -33,9 +33,9 @@ from mgpu_pipe.data.text import packing
 from mgpu_pipe.data.text.document_encoder import token_dtype
 from mgpu_pipe.data.text.documents import Source
 from mgpu_pipe.data.text.encode_source import encode_all
+from mgpu_pipe.data.text.generated import synthetic_batches
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.notes import notes_of, report_bad
-from mgpu_pipe.data.text.random_documents import synthetic_batches
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import CONVERSATIONS_FORMAT, TokenizerInfo, encoder_spec, resolve_tokenizer
 from mgpu_pipe.data.text.tokenizer_folder import token_bytes

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mgpu_pipe.data.text.document_encoder import EncodedBatch, library_threads, token_dtype
+from mgpu_pipe.data.text.file_source import Row
 from mgpu_pipe.data.text.heldout_split import document_hash
-from mgpu_pipe.data.text.label_rows import Row
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.errors import ConfigError
 

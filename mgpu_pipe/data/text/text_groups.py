@@ -22,8 +22,8 @@ from mgpu_pipe.data.bad_samples import LengthLimit
 from mgpu_pipe.data.cache import Progress, build_once
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.samples import Split
+from mgpu_pipe.data.text.cut_texts import special_ends
 from mgpu_pipe.data.text.pair_template import pair_template
-from mgpu_pipe.data.text.pieces import special_ends
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
 from mgpu_pipe.errors import ConfigError

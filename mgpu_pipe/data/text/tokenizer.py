@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import OR_SKIP
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
-from mgpu_pipe.data.model_field import model_field, model_vocab_size
+from mgpu_pipe.data.model_field import model_field, model_vocab_size, trained_vocab_size
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat_templates import SPECIAL, ChosenTemplate, chosen_template, compiled, no_template
 from mgpu_pipe.data.text.document_encoder import EncoderSpec
@@ -36,7 +36,6 @@ from mgpu_pipe.data.text.tokenizer_folder import (
     stop_tokens,
 )
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
-from mgpu_pipe.data.text.vocabulary_size import trained_vocab_size
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError, ModelFolderError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from mgpu_pipe.data import files
+from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig, check_pair_row
 from mgpu_pipe.data.tables import row_lines
-from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig, check_pair_row
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.encode import TextEncoder, batches_of
 from mgpu_pipe.inference.batch.texts import TextRow, prompt_of, vectors_of, width_of
@@ -93,7 +93,7 @@ def read_pairs(path: Path) -> Iterator[dict[str, object]]:
     """Yields the rows of a file in the form of ``data=embedding_pairs``.
 
     Raises:
-        DataError: a row is broken; see :func:`mgpu_pipe.data.text.embedding_rows.pair_document`.
+        DataError: a row is broken; see :func:`mgpu_pipe.data.sources.compared_texts.pair_document`.
     """
     columns = (KEYS.query_column, KEYS.positive_column, KEYS.negative_column)
     for line, origin, _ in row_lines(path, nested=True):

@@ -9,8 +9,8 @@ from typing import Any
 
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data import files
+from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig, check_pair_row, texts_of
 from mgpu_pipe.data.tables import row_lines
-from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig, check_pair_row, texts_of
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.models.fields import resolved_fields

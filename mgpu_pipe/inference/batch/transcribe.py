@@ -14,7 +14,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.audio.decode_audio import Wave, decode
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.tables import file_named, looked_at
 from mgpu_pipe.errors import BadInputError, DataError

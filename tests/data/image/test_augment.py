@@ -14,9 +14,8 @@ from PIL import Image
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.images.augment import augment, erase, random_crop_box
+from mgpu_pipe.data.images.augment import RAND_OPERATORS, augment, erase, rand_operator, random_crop_box, turn_hue
 from mgpu_pipe.data.images.image_keys import AugmentConfig
-from mgpu_pipe.data.images.rand_augment import RAND_OPERATORS, rand_operator, turn_hue
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigErrors

@@ -19,9 +19,9 @@ import torch
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.containers import tar_members
 from mgpu_pipe.data.images.prepare_images import PreparedImages
 from mgpu_pipe.data.prepare_data import prepare
-from mgpu_pipe.data.tar_members import tar_members
 from mgpu_pipe.errors import ConfigErrors, DataError
 from tests.data.image.test_pictures import configured
 from tests.support.fuzzing import changed

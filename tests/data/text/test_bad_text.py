@@ -173,7 +173,7 @@ def test_documents_of_a_plug_in(tmp_path: Path) -> None:
 
 
 def test_what_is_left_out_of_a_mixture_is_added_up(tmp_path: Path) -> None:
-    from mgpu_pipe.data.text.mixture_keys import MixtureConfig, MixtureSource
+    from mgpu_pipe.data.sources.mixture import MixtureConfig, MixtureSource
 
     run = configured(tmp_path, "jsonl", {"rows.jsonl": b"\n".join([*lines("jsonl"), *BAD_ROWS]), "t.txt": b"caf\xe9"})
     (tmp_path / "whole.txt").write_text(words(40))

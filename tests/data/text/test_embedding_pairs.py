@@ -14,8 +14,8 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.data_source import check_sources, open_source
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
+from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig
 from mgpu_pipe.data.sources.demo.stdlib_pairs import _functions, function_document
-from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from tests.data.support import write_jsonl

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.data.data_source import check_sources, open_source
-from mgpu_pipe.data.text.mixture_keys import MixtureConfig, MixtureSource
+from mgpu_pipe.data.sources.mixture import MixtureConfig, MixtureSource
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from tests.data.support import config
 

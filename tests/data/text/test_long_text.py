@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mgpu_pipe.data import files
-from mgpu_pipe.data.long_text import LongText, UndecodableError
 from mgpu_pipe.data.sources import text_files as source
 from mgpu_pipe.data.text import tokenizer_train
+from mgpu_pipe.data.text.documents import LongText, UndecodableError
 from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.token_store import TokenStore
 from tests.data.support import config, sentences

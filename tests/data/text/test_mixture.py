@@ -21,8 +21,8 @@ from mgpu_pipe.config.untrusted_run import untrusted_data
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
+from mgpu_pipe.data.sources.mixture import SLOTS, source_data
 from mgpu_pipe.data.text.mixed_samples import MixedOrder, PreparedMixture
-from mgpu_pipe.data.text.mixture_keys import SLOTS, source_data
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.topology import BatchPlan
 from tests.data.support import sentences, write_jsonl

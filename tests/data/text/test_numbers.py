@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_pipe.config.schema import NumbersConfig
-from mgpu_pipe.data.text.numbers import drawn_numbers, in_words, number_pairs
+from mgpu_pipe.data.text.generated import drawn_numbers, in_words, number_pairs
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from mgpu_pipe.data.text import document_encoder, encode_source, tokenizer_train
+from mgpu_pipe.data.text.cut_texts import PieceSize
 from mgpu_pipe.data.text.document_encoder import EncoderSpec
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.encode_source import encode_all
 from mgpu_pipe.data.text.heldout_split import document_hash
-from mgpu_pipe.data.text.pieces import PieceSize
 from tests.data.text.tokenizer_kinds import END_OF_TEXT, KINDS, write_kind
 from tests.data.text.written import CONTENTS, EOS
 

@@ -22,7 +22,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.cache import read_hashed, write_hashed
 from mgpu_pipe.data.data_source import all_names, check_sources, open_source
 from mgpu_pipe.data.fingerprint import fingerprints
-from mgpu_pipe.data.text.label_rows import row_of
+from mgpu_pipe.data.text.file_source import row_of
 from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.token_store import TokenStore
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError

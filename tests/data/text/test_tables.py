@@ -19,7 +19,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.data_source import check_sources, open_source
 from mgpu_pipe.data.parquet_rows import parquet_rows
 from mgpu_pipe.data.tables import row_lines
-from mgpu_pipe.data.text.label_rows import row_of
+from mgpu_pipe.data.text.file_source import row_of
 from mgpu_pipe.errors import BadInputError, DataError
 from tests.data.support import config, write_jsonl
 from tests.support.fuzzing import changed

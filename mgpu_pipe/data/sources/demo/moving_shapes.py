@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.cache import build_once
-from mgpu_pipe.data.checks_of_sources import check_picture_chats
-from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
+from mgpu_pipe.data.sources.picture_chats import check_picture_chats
 from mgpu_pipe.errors import check_all
 
 if TYPE_CHECKING:
@@ -54,11 +52,4 @@ def check_model(model: ModelConfig, data: DataConfig) -> None:
     check_all([lambda: check_picture_chats(model, data), lambda: sees_videos(model, f"data.source={SOURCE.name}")])
 
 
-SOURCE = PictureChatSource(
-    name="moving_shapes",
-    documents="chat",
-    keys=PictureChatConfig,
-    reads=(*TEXT_KEYS, "messages_column"),
-    check=check_model,
-    rules=ChatRules(ask_about_shapes, build_frames),
-)
+SOURCE = PictureChatSource(name="moving_shapes", check=check_model, rules=ChatRules(ask_about_shapes, build_frames))

@@ -1,4 +1,4 @@
-"""``data=spoken_digits``: three to five digits, spoken by the programs espeak-ng and flite."""
+"""Digits spoken by the programs espeak-ng and flite: three to five in a recording, or a single digit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
-from mgpu_pipe.data.audio.speech_keys import AudioConfig
-from mgpu_pipe.data.audio.speech_source import SpeechSource
+from mgpu_pipe.data.audio.speech_source import AudioConfig, LabelledAudioConfig, SpeechSource
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.checks_of_sources import check_recordings
+from mgpu_pipe.data.sources.labelled_recordings import check_recordings
 from mgpu_pipe.errors import check_all
 
 
@@ -21,6 +20,11 @@ class SpokenDigitsConfig(AudioConfig):
     """Of the training data (spoken_digits)."""
     held_out: Literal["voices", "synthesiser"] = "voices"
     """Held-out voices: voices of espeak-ng that are not trained on, or flite, another synthesiser."""
+
+
+@dataclass
+class SpokenLabelsConfig(SpokenDigitsConfig, LabelledAudioConfig):
+    """Keys of spoken digits that are classes."""
 
 
 def check_programs(model: ModelConfig, data: DataConfig) -> None:
@@ -36,6 +40,10 @@ def speak_digits(data: DataConfig, rate: int, cache: Path, progress: Progress) -
     from mgpu_pipe.data.audio.synthesis import DIGITS
 
     return spoken_folders(data, rate, cache, progress, DIGITS)
+
+
+def speak_single_digits(data: DataConfig, rate: int, cache: Path, progress: Progress) -> tuple[Path, Path]:
+    return spoken_folders(data, rate, cache, progress, (1, 1))
 
 
 def spoken_folders(
@@ -60,11 +68,23 @@ def spoken_folders(
     return trained, held_out
 
 
-SOURCE = SpeechSource(
-    name="spoken_digits",
-    samples="speech",
-    keys=SpokenDigitsConfig,
-    reads=("tokenizer", "on_too_long"),
-    check=check_programs,
-    speak=speak_digits,
+spoken = partial(SpeechSource, reads_files=False, check=check_programs)
+SOURCES = (
+    spoken(name="spoken_digits", keys=SpokenDigitsConfig, reads=("tokenizer", "on_too_long"), speak=speak_digits),
+    spoken(
+        name="spoken_single_digits",
+        says="class",
+        samples="labelled_sounds",
+        keys=SpokenLabelsConfig,
+        reads=("classes",),
+        speak=speak_single_digits,
+    ),
+    spoken(
+        name="spoken_digit_tags",
+        says="classes",
+        samples="tagged_sounds",
+        keys=SpokenLabelsConfig,
+        reads=("classes",),
+        speak=speak_digits,
+    ),
 )

@@ -16,8 +16,8 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
+from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig, document_of
 from mgpu_pipe.data.text.documents import Document, Source
-from mgpu_pipe.data.text.embedding_rows import EmbeddingPairsConfig, document_of
 from mgpu_pipe.data.text.file_source import FileFormat, Rows
 
 FEWEST_WORDS = 4

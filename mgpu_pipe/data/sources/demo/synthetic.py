@@ -1,4 +1,4 @@
-"""``data=synthetic``: random tokens in documents of log-normal length (:mod:`mgpu_pipe.data.text.random_documents`)."""
+"""``data=synthetic``: random tokens in documents of log-normal length (:mod:`mgpu_pipe.data.text.generated`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows of files with answers that are compared or labelled."""
+"""Rows of answers: a preferred and another answer to a prompt (``data=preferences_jsonl``), or an answer and whether it
+is desirable (``data=unpaired_jsonl``)."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mgpu_pipe.config.data_sources import DocumentKind
+from mgpu_pipe.config.data_sources import TEXT_KEYS, DocumentKind
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.file_source import ChatFormat, check_first_row, nested_rows
-from mgpu_pipe.data.text.preference_rows import Messages, prompt_of
+from mgpu_pipe.data.text.preference_rows import Messages, preference_of, prompt_of, unpaired_of
 
 ReadRow = Callable[[dict[str, Any], str, str], tuple[Messages, Any]]
 """Reads a row, given its origin and ``data.messages_column``: a conversation, and what else the row holds."""
@@ -36,3 +37,10 @@ def answer_format(name: str, kind: DocumentKind, read: ReadRow) -> ChatFormat:
         columns=lambda data: [kind, data.messages_column],
         kind=kind,
     )
+
+
+FORMATS = (
+    answer_format("preferences_jsonl", "preferences", preference_of),
+    answer_format("unpaired_jsonl", "unpaired", unpaired_of),
+)
+SOURCES = tuple(form.source(samples=form.kind, reads=(*TEXT_KEYS, "messages_column")) for form in FORMATS)

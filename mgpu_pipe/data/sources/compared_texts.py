@@ -1,7 +1,5 @@
-"""Rows of texts that are compared, and their keys.
-
-They are a query, a text to find and texts not to find; or two sentences and how similar they are.
-"""
+"""Rows of texts: a query, a text to find and texts not to find (``data=embedding_pairs``), or two sentences and their
+similarity (``data=scored_pairs``)."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.documents import Document
-from mgpu_pipe.data.text.file_source import Rows, text_of
+from mgpu_pipe.data.text.file_source import FileFormat, Rows, check_first_row, table_rows, text_of
 from mgpu_pipe.errors import DataError
 
 
@@ -79,7 +78,8 @@ def scored_document(data: DataConfig, line: str, origin: str, size: int) -> Docu
     for text, column in zip(texts, columns.values(), strict=True):
         if not text.strip():
             raise DataError(f"{origin}: column '{column}' is empty; {files.FIX}")
-    score = _score(row, keys.score_column, origin)
+    files.require_columns(row, origin, {"data.score_column": keys.score_column})
+    score = finite_number(row[keys.score_column], keys.score_column, origin)
     return Document(json.dumps(texts, ensure_ascii=False), origin, size, score=score, key=texts[0])
 
 
@@ -88,15 +88,8 @@ def check_scored_row(data: DataConfig, line: str, origin: str) -> None:
     scored_document(data, line, origin, 0)
 
 
-def _score(row: dict[str, Any], column: str, origin: str) -> float:
-    """The score of a row; CSV holds texts."""
-    if column not in row:
-        raise files.missing_column(origin, "data.score_column", column, list(row))
-    return finite_number(row[column], column, origin)
-
-
 def finite_number(value: Any, column: str, origin: str) -> float:
-    """The number that ``value`` is, or that its text says.
+    """The number that ``value`` is, or that its text says: CSV holds texts.
 
     Raises:
         DataError: it is no number, or not finite.
@@ -162,9 +155,9 @@ def pair_document(data: DataConfig, line: str, origin: str, size: int) -> Docume
     if keys.scores_column is None and row.get(SCORE) is not None:
         fix = "remove it, name a teacher's scores by data.scores_column, or use data=scored_pairs"
         raise DataError(f"{origin}: column '{SCORE}' is not read, a pair is right or wrong; {fix}")
-    for key, column in zip(("query_column", "positive_column"), columns, strict=False):
-        if column not in row:
-            raise files.missing_column(origin, f"data.{key}", column, list(row))
+    files.require_columns(
+        row, origin, {"data.query_column": keys.query_column, "data.positive_column": keys.positive_column}
+    )
     query, *others = texts_of(row[keys.query_column], keys.query_column, origin)
     positive, *more = texts_of(row[keys.positive_column], keys.positive_column, origin)
     if others or more:
@@ -181,8 +174,7 @@ def _scores(row: dict[str, Any], column: str | None, negatives: int, origin: str
     """The teacher's scores of the positive and the negatives of a row; empty without a column."""
     if column is None:
         return ()
-    if column not in row:
-        raise files.missing_column(origin, "data.scores_column", column, list(row))
+    files.require_columns(row, origin, {"data.scores_column": column})
     values = row[column]
     if not isinstance(values, list) or len(values) != 1 + negatives:
         has = f"{len(values)} scores" if isinstance(values, list) else repr(values)
@@ -219,3 +211,37 @@ def texts_of(value: Any, column: str, origin: str, least: int = 1) -> list[str]:
     if len(values) < least:
         raise DataError(f"{origin}: column '{column}' is empty; {files.FIX}")
     return values
+
+
+def _pair_columns(data: DataConfig) -> object:
+    keys = cast(EmbeddingPairsConfig, data)
+    columns = (keys.query_column, keys.positive_column, keys.negative_column)
+    scores = [] if keys.scores_column is None else [keys.scores_column]
+    return (*columns, keys.query_prompt, keys.document_prompt, *scores)
+
+
+def _scored_columns(data: DataConfig) -> object:
+    keys = cast(ScoredPairsConfig, data)
+    return (keys.sentence1_column, keys.sentence2_column, keys.score_column)
+
+
+PAIRS = FileFormat(
+    name="embedding_pairs",
+    rows=pair_rows,
+    document=pair_document,
+    check_file=partial(check_first_row, check_row=check_pair_row, nested=True),
+    columns=_pair_columns,
+    kind="text_groups",
+)
+SCORED = FileFormat(
+    name="scored_pairs",
+    rows=table_rows,
+    document=scored_document,
+    check_file=partial(check_first_row, check_row=check_scored_row),
+    columns=_scored_columns,
+    kind="text_groups",
+)
+SOURCES = (
+    PAIRS.source(samples="embedding_pairs", keys=EmbeddingPairsConfig),
+    SCORED.source(samples="scored_pairs", keys=ScoredPairsConfig),
+)

@@ -1,0 +1,289 @@
+"""Files with labels: tables with a column of paths, and a folder of files for each class.
+
+Folders of classes have the layout of Hugging Face's imagefolder and audiofolder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mgpu_pipe.config.hub import DATA
+from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data import files
+from mgpu_pipe.data.bad_samples import BadSampleError, Fault, rows_of_files, unusable_files
+from mgpu_pipe.data.compressed import codec_of
+from mgpu_pipe.data.files import files_below, is_no_data
+from mgpu_pipe.data.fingerprint import Fingerprint
+from mgpu_pipe.data.parquet_rows import is_parquet
+from mgpu_pipe.data.tables import LOOKED_AT, Keep, RowLines, file_named, is_embedded, looked_at, nested_value, row_lines
+from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.system.local_files import expand_home
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+CAPTION, CLASSES = "caption", "classes"
+LONGEST_NAME = 200
+"""Characters of a file name in a message: the column may also hold captions or base64 pictures."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a file, from ``offset`` on, and its fingerprint."""
+
+    offset: int
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, or a part of one, and its label.
+
+    Attributes:
+        origin: where the sample is named.
+        fault: why the sample cannot be used; empty where nothing is known to be wrong.
+    """
+
+    path: Path
+    label: str
+    origin: str
+    part: Part | None = None
+    fault: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name in messages: the file, or the origin."""
+        return self.origin if self.part or self.fault or is_embedded(self.path) else str(self.path)
+
+    @property
+    def fault_anywhere(self) -> str:
+        """The fault without the folder of its list, so that it stays the same where the data moves."""
+        folder = str(self.path.parent / "_")[:-1]
+        return self.fault.replace(folder, "") if folder else self.fault
+
+
+def fault_of(error: DataError | str, origin: str) -> str:
+    """Reason in a sample's error, without the origin and the fix."""
+    return str(error).removeprefix(f"{origin}: ").removesuffix(f"; {files.FIX}")
+
+
+def entries_of(
+    paths: Sequence[Path], data: DataConfig, key: str, file_key: str, told_key: str, what: str, keep: Keep | None = None
+) -> Iterator[Entry]:
+    """Yields the samples that lists name, in order; a row with a list of captions gives one for each.
+
+    With ``data.on_bad_sample=skip`` a broken row, or the rest of a broken list, is an entry with a fault, as long as
+    one row is whole.
+
+    Args:
+        key: the key that names the lists.
+        file_key, told_key: keys of ``data`` that name the columns of paths (relative to the list's folder) and of
+            classes or texts; ``what`` names the latter.
+        keep: takes files that the rows hold; None for a check, which looks at the first rows of such a table.
+
+    Raises:
+        ConfigError: one is not a list.
+        DataError: no row is whole; with ``data.on_bad_sample=stop``, a list that cannot be read, or a row that lacks a
+            column or names a file that is not there.
+    """
+    columns = {name: str(getattr(data, name)) for name in (file_key, told_key)}
+    skips, first, whole = data.on_bad_sample == "skip", "", False
+    for path in paths:
+        plain = Path(path.stem) if codec_of(path) else path
+        if plain.suffix.lower() not in SUFFIXES:
+            raise ConfigError(key, path, f"give files that end with {' or '.join(SUFFIXES)}", "is no list of files")
+        unusable = unusable_files([path]) if skips else {}
+        takes = keep or looked_at(path)
+        read = partial(_list_rows, column=columns[file_key], takes=takes, whole=keep is not None)
+        make = partial(_entries_in, folder=path.parent, columns=columns, what=what, keep=takes)
+        for row in rows_of_files([path], unusable, read, make):
+            entries = [_faulty(path, row)] if isinstance(row, Fault) else row
+            for entry in entries:
+                if entry.fault and not skips:
+                    raise DataError(
+                        row.message if isinstance(row, Fault) else f"{entry.origin}: {entry.fault}; {files.FIX}"
+                    )
+                whole = whole or not entry.fault
+                yield entry
+            first = first or (row.message if isinstance(row, Fault) else "")
+    if first and not whole:
+        raise DataError(first)
+
+
+def _list_rows(path: Path, column: str, takes: Keep, whole: bool) -> RowLines:
+    lines = row_lines(path, keep={column: takes})
+    return lines if whole or codec_of(path) is not None or not is_parquet(path) else islice(lines, LOOKED_AT)
+
+
+def _faulty(path: Path, fault: Fault) -> Entry:
+    """The entry that stands for a refused row of a list, or for the rest of the list."""
+    if fault.origin == str(path):
+        origin, reason = fault.named()
+    else:
+        origin, reason = fault.origin, fault_of(fault.message, fault.origin)
+    return Entry(path, "", origin, fault=reason)
+
+
+def _entries_in(
+    line: str, origin: str, size: int, folder: Path, columns: Mapping[str, str], what: str, keep: Keep
+) -> list[Entry]:
+    """Samples of a row; raises DataError where it names none."""
+    row = files.json_row(line, origin, *columns.values())
+    files.require_columns(row, origin, {f"data.{name}": column for name, column in columns.items()})
+    file_column, told_column = columns.values()
+    try:
+        named = file_named(row[file_column], keep)
+    except BadSampleError as error:
+        raise DataError(f"{origin}: {error}; {files.FIX}") from error
+    if not isinstance(named, str) or not named or "\0" in named:
+        raise DataError(f"{origin}: the file is {_shortened(repr(named))}, not a path; {files.FIX}")
+    file = folder / named
+    if not os.path.isfile(file):  # Path.is_file raises for too long names
+        raise DataError(f"{origin}: there is no file {folder / _shortened(named)}; {files.FIX}")
+    return [Entry(file, label, origin, fault=fault) for label, fault in labels_of(row, told_column, origin, what)]
+
+
+def labels_of(row: Mapping[str, Any], column: str, origin: str, what: str) -> Iterator[tuple[str, str]]:
+    """Labels of a row's picture or recording as (label, empty string); for an unusable row the reason comes second.
+
+    A column of captions may hold a list of them. One of classes holds a list or names between commas, which give one
+    label: a JSON list of their names.
+    """
+    value = row[column]
+    if what == CLASSES:
+        yield _list_of_classes(value, column, origin)
+        return
+    several = value if what == CAPTION and isinstance(value, list) and value else [value]
+    for single in several:
+        try:
+            yield label_of({column: single}, column, origin, what), ""
+        except DataError as error:
+            yield "", fault_of(error, origin)
+
+
+def _list_of_classes(value: object, column: str, origin: str) -> tuple[str, str]:
+    if isinstance(value, str):
+        value = nested_value(value)
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list):
+        names = [names]
+    try:
+        classes = {label_of({column: name}, column, origin) for name in names}
+    except DataError as error:
+        return "", fault_of(error, origin)
+    return json.dumps(sorted(classes), ensure_ascii=False), ""
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+
+
+def label_of(row: Mapping[str, Any], column: str, origin: str, what: str = "class") -> str:
+    """Class of a row (or another ``what``): a name or a whole number.
+
+    Raises:
+        DataError: it has another type.
+    """
+    label = row[column]
+    if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
+        kind = "a name or a whole number" if what == "class" else "a text"
+        problem = f"no {what}" if label in (None, "", []) else f"{label!r} as its {what}, not {kind}"
+        raise DataError(f"{origin}: has {problem}; {files.FIX}")
+    files.check_unicode(str(label), origin)
+    return str(label)
+
+
+TRAIN, HELD_OUT = "train", ("validation", "test")
+SPLITS = {
+    TRAIN: ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Names of split folders in Hugging Face's imagefolder."""
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """Reads folders whose files have one of these suffixes, lower case; ``what`` names the files in messages."""
+
+    what: str
+    suffixes: tuple[str, ...]
+
+    def entries(self, pattern: str, key: str) -> Iterator[Entry]:
+        """Yields the files of a folder of classes, in a fixed order.
+
+        Raises:
+            ConfigError: it is no folder, or holds no class.
+        """
+        root = expand_home(pattern)
+        if pattern.startswith(DATA) or not root.is_dir():
+            fix = f"give a folder that holds a folder of {self.what} for each class"
+            raise ConfigError(key, pattern, fix, "is no folder here")
+        classes = self.classes_in(root)
+        if not classes:
+            fix = f"put each class's {self.what} ({', '.join(self.suffixes)}) into a folder of its name below it"
+            raise ConfigError(key, pattern, fix, f"holds no folder of {self.what}")
+        for folder, paths in classes.items():
+            yield from (Entry(path, folder, str(path)) for path in paths)
+
+    def classes_in(self, root: Path) -> dict[str, list[Path]]:
+        """Folders of classes below ``root`` by name, with the files below each; skips hidden ones."""
+        stat, classes = root.stat(), {}
+        for folder in sorted(root.iterdir()):
+            if folder.is_dir() and not is_no_data(folder.name):
+                # A link to a parent folder would put every file into its class.
+                below = files_below(folder, walked={(stat.st_dev, stat.st_ino)})
+                if files := sorted(path for path in below if path.suffix.lower() in self.suffixes):
+                    classes[folder.name] = files
+        return classes
+
+    def loose_files(self, root: str) -> list[Path]:
+        """Files next to the folders of classes; they have no class."""
+        visible = (path for path in sorted(expand_home(root).iterdir()) if not is_no_data(path.name))
+        return [path for path in visible if path.suffix.lower() in self.suffixes and path.is_file()]
+
+    def with_splits(self, data: DataConfig) -> tuple[list[str], list[str]]:
+        """``data.paths`` and ``data.validation_paths``, with folders of splits (such as ``train`` and ``val``) replaced
+        by these splits.
+
+        Raises:
+            ConfigError: a folder holds splits and classes.
+        """
+        trained, held_out = list[str](), list[str]()
+        for key, patterns in (("data.paths", data.paths), ("data.validation_paths", data.validation_paths)):
+            for pattern in patterns:
+                splits = self._splits_in(pattern, key)
+                first_held = next((splits[kind] for kind in HELD_OUT if kind in splits), None)
+                if key == "data.paths":
+                    trained.append(splits.get(TRAIN, pattern))
+                    if first_held is not None and not data.validation_paths and data.validation_fraction > 0:
+                        held_out.append(first_held)
+                else:
+                    held_out.append(first_held or pattern)
+        return trained, held_out
+
+    def _splits_in(self, pattern: str, key: str) -> dict[str, str]:
+        """Splits that a folder has instead of classes, by kind."""
+        root = expand_home(pattern)
+        if not root.is_dir():
+            return {}
+        folders = [folder for folder in sorted(root.iterdir()) if folder.is_dir() and not is_no_data(folder.name)]
+        kinds = {kind: folder for folder in folders for kind, names in SPLITS.items() if folder.name.lower() in names}
+        if TRAIN not in kinds:
+            return {}
+        others = [folder for folder in folders if folder not in kinds.values() and self._holds_files(folder)]
+        if not others:
+            return {kind: str(folder) for kind, folder in kinds.items()}
+        if len(kinds) == 1:
+            return {}  # a class of trains
+        fix = "name the splits by data.paths and data.validation_paths"
+        names = " and ".join(folder.name for folder in kinds.values())
+        raise ConfigError(key, pattern, fix, f"holds the splits {names}, and {others[0].name} besides")
+
+    def _holds_files(self, folder: Path) -> bool:
+        return any(path.suffix.lower() in self.suffixes for path in files_below(folder))

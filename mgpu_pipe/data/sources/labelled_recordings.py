@@ -1,0 +1,47 @@
+"""Recordings with their text, class or classes, in tables of paths or in a folder for each class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.data.audio.speech_source import AudioConfig, LabelledAudioConfig, SpeechSource
+
+
+def check_recordings(model: ModelConfig, data: DataConfig) -> None:
+    """Checks that packages and programs exist, lists name files, and the model takes such recordings.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    from mgpu_pipe.data.audio import listen
+
+    listen.check_recordings(model, data)
+
+
+def labels_of_recordings(data: DataConfig) -> Iterator[str]:
+    """Yields the class of each training recording that files name."""
+    from mgpu_pipe.data.audio import listen
+
+    assert isinstance(data, AudioConfig)
+    for entry in listen.listed(data, listen.with_splits(data)[0], "data.paths"):
+        if not entry.fault:
+            yield entry.label
+
+
+listed = partial(SpeechSource, check=check_recordings)
+labelled = partial(listed, samples="labelled_sounds", keys=LabelledAudioConfig, labels=labels_of_recordings)
+SOURCES = (
+    listed(name="audio_list", reads=("text_column", "tokenizer", "on_too_long")),
+    labelled(name="audio_folder", says="folder", reads=("classes",)),
+    labelled(name="labelled_audio_list", says="class", reads=("classes", "label_column")),
+    labelled(name="labelled_audio_list", says="class", reads=("classes", "label_column")),
+    listed(
+        name="tagged_audio_list",
+        says="classes",
+        samples="tagged_sounds",
+        keys=LabelledAudioConfig,
+        reads=("classes", "label_column"),
+    ),
+)
