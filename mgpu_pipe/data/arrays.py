@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,17 @@ from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
+
+
+class Arrays(Protocol):
+    """Samples as arrays; the methods are those of :class:`ArrayData`."""
+
+    @property
+    def valid_units(self) -> NDArray[np.int64]: ...
+
+    def sample(self, index: int, random: np.random.Generator) -> Mapping[str, NDArray[Any]]: ...
+
+    def positions(self, index: int) -> int: ...
 
 
 class ArrayData(ABC):
@@ -163,7 +174,7 @@ class ArraySamples:
         reopen: opens the same samples in another process; picklable.
     """
 
-    def __init__(self, seed: int, source: str, data: ArrayData, reopen: Callable[[], ArraySamples]) -> None:
+    def __init__(self, seed: int, source: str, data: Arrays, reopen: Callable[[], ArraySamples]) -> None:
         self._seed, self._source, self._data, self._reopen = seed, source, data, reopen
         self._units = data.valid_units
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data import arrays
 from mgpu_pipe.data.audio import prepare_audio, prepare_labelled
 from mgpu_pipe.data.cache import Progress
@@ -14,10 +14,8 @@ from mgpu_pipe.data.images import prepare_captions, prepare_chats, prepare_image
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text import labelled_text, mixed_samples, pairs, preferences, prepare_text, scored_groups, unpaired
 
-Prepare = Callable[[RunConfig, Progress | None], Prepared]
+Prepare = Callable[[ModelConfig, DataConfig, ObjectiveConfig, Progress | None], Prepared]
 PREPARE: dict[type[Prepared], Prepare] = {
-    prepare_text.PreparedData: prepare_text.prepare,
-    mixed_samples.PreparedMixture: mixed_samples.prepare_mixture,
     labelled_text.PreparedLabelled: labelled_text.prepare_labelled,
     pairs.PreparedPairs: pairs.prepare_pairs,
     preferences.PreparedPreferences: preferences.prepare_preferences,
@@ -30,10 +28,15 @@ PREPARE: dict[type[Prepared], Prepare] = {
     prepare_audio.PreparedSpeech: prepare_audio.prepare_speech,
     prepare_labelled.PreparedLabelledSounds: prepare_labelled.prepare_labelled_sounds,
     prepare_labelled.PreparedTaggedSounds: prepare_labelled.prepare_tagged_sounds,
+}
+"""Kinds of samples, and the functions that prepare them from the sections that they read."""
+PREPARE_RUN: dict[type[Prepared], Callable[[RunConfig, Progress | None], Prepared]] = {
+    prepare_text.PreparedData: prepare_text.prepare,
+    mixed_samples.PreparedMixture: mixed_samples.prepare_mixture,
     arrays.PreparedArrays: arrays.prepare_arrays,
 }
-"""Each kind of samples and the function that prepares it."""
-KINDS = {kind.kind: kind for kind in PREPARE}
+"""Kinds that a package may provide, whose functions get the whole configuration."""
+KINDS = {kind.kind: kind for kind in (*PREPARE, *PREPARE_RUN)}
 
 
 def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
@@ -44,11 +47,13 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     """
     source = shipped_source(config.data.source)
     if source is not None:
-        prepare_kind = PREPARE[KINDS[source.prepared or source.samples]]
+        kind = KINDS[source.prepared or source.samples]
     else:
         is_text = arrays.array_class(config.data.source) is None
-        prepare_kind = prepare_text.prepare if is_text else arrays.prepare_arrays
-    return prepare_kind(config, progress)
+        kind = prepare_text.PreparedData if is_text else arrays.PreparedArrays
+    if kind in PREPARE_RUN:
+        return PREPARE_RUN[kind](config, progress)
+    return PREPARE[kind](config.model, config.data, config.objective, progress)
 
 
 def read_prepared(value: Mapping[str, Any]) -> Prepared:

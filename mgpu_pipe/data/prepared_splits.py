@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
 from mgpu_pipe.data.text.heldout_split import held_out, held_out_groups
 from mgpu_pipe.errors import DataError
@@ -46,13 +46,20 @@ class PreparedSplits(Prepared):
     unigram_perplexity: float | None = None
 
     @abstractmethod
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
-        """Opens the samples of a nonempty split; ``reopen`` opens them in another process."""
+    def samples(
+        self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
+    ) -> SampleSet:
+        """Opens the samples of a nonempty split.
+
+        Args:
+            seed: of the run, for random changes of training samples.
+            reopen: opens them in another process.
+        """
 
     def open(self, config: RunConfig, split: Split) -> SampleSet:
         if split == "validation" and not self.held_out_samples:
             raise ValueError("this data holds nothing out")
-        return self.samples(config, split, partial(self.open, config, split))
+        return self.samples(config.seed, config.model, config.data, split, partial(self.open, config, split))
 
     def folder_of(self, split: Split) -> Path:
         return self.folder if split == "train" else self.held_out_folder

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.bad_samples import describe_too_long
 from mgpu_pipe.data.order import GlobalOrder, Order
 from mgpu_pipe.errors import ConfigError
@@ -131,7 +131,7 @@ class Prepared(ABC):
         """Order of the run over its ``samples`` training samples."""
         return GlobalOrder(seed, samples)
 
-    def source_tokens(self, config: RunConfig) -> Callable[[int, int], dict[str, int]] | None:
+    def source_tokens(self, seed: int, data: DataConfig) -> Callable[[int, int], dict[str, int]] | None:
         """Function from ``(first, count)`` to the tokens of each source in these samples; None without a mixture."""
         return None
 
@@ -172,8 +172,13 @@ class Prepared(ABC):
 
     def complete(self, config: RunConfig) -> RunConfig:
         """``config`` with the fields that the data and the objective decide."""
-        fields = {**config.model.config, **self.model_fields(), **config.objective.model_fields()}
-        return replace(config, model=replace(config.model, config=fields))
+        folder, objective = self.tokenizer_folder, config.objective
+        completed = objective if folder is None else objective.with_tokenizer(folder)
+        return replace(config, model=self.complete_model(config.model, objective), objective=completed)
+
+    def complete_model(self, model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
+        """``model`` with the fields that the data and the objective decide."""
+        return replace(model, config={**model.config, **self.model_fields(), **objective.model_fields()})
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def picture_samples(config: RunConfig, prepared: PreparedImages, model: PreTrain
     if not len(chosen):
         return []
     samples = prepared.open(config, "validation")
-    data = LabelledImages(config, "validation", prepared)
+    data = LabelledImages(config.model, config.data, "validation", prepared)
     results = []
     for indices, batch, output in _outputs(model, samples, chosen):
         shares, answers = output.logits.float().softmax(-1).max(-1)
@@ -72,7 +72,7 @@ def retrieval_samples(config: RunConfig, prepared: PreparedCaptions, model: PreT
     chosen = prepared.evaluated_samples()[:PICTURES]
     if not len(chosen) or prepared.tokenizer_folder is None:
         return []
-    data, captions = CaptionedImages(config, "validation", prepared), list[list[int]]()
+    data, captions = CaptionedImages(config.model, config.data, "validation", prepared), list[list[int]]()
     pictures, texts, labels, picture_ids = [], [], list[int](), list[int]()
     for _, batch, output in _outputs(model, prepared.open(config, "validation"), chosen):
         pictures.append(F.normalize(output.image_embeds.float(), dim=1))

@@ -193,7 +193,7 @@ def build_engine(
         model_flops_utilisation=_utilisation(attempt, built.model),
         sample=sample,
         weights=weights,
-        source_tokens=attempt.prepared.source_tokens(config),
+        source_tokens=attempt.prepared.source_tokens(config.seed, config.data),
         begins=clock.start,
     )
     return Engine(strategy, checkpointer, recorder, clock, tasks, _build_profiler(attempt), must_stop)

@@ -17,16 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.family import Frames
-from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.paths import cache_folder
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
-from mgpu_pipe.data.audio.listen import Sound, frames_of, prepare_recordings, transcripts
+from mgpu_pipe.data.audio.listen import Sound, frames_of, transcripts
 from mgpu_pipe.data.audio.log_mel import LogMel
-from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
+from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds, bad_in, scan_recordings
 from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.audio.transcript_tokens import Words, words_of
 from mgpu_pipe.data.bad_samples import describe_too_long, report_bad_samples
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest, writing_to_cache
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.token_store import load_array, save_array
@@ -58,10 +58,12 @@ class PreparedSpeech(PreparedSounds):
     new_alphabet: bool
     """The model is new: it takes its vocabulary from the alphabet, or its special tokens from the tokenizer."""
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SpeechSamples:
+    def samples(
+        self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
+    ) -> SpeechSamples:
         from mgpu_pipe.data.audio.recordings import SpeechSamples
 
-        return SpeechSamples(config, split, self, reopen)
+        return SpeechSamples(seed, model, data, split, self, reopen)
 
     def labels_of(self, split: Split) -> Path:
         return self.labels if split == "train" else self.held_out_labels
@@ -102,8 +104,10 @@ class PreparedSpeech(PreparedSounds):
         return self.alphabet().model_fields if self.new_alphabet else {}
 
 
-def prepare_speech(config: RunConfig, progress: Progress | None = None) -> PreparedSpeech:
-    """Scans the recordings of ``config``, or finds them in the cache.
+def prepare_speech(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedSpeech:
+    """Scans the recordings of ``data``, or finds them in the cache.
 
     Raises:
         ConfigError: a path or a rate that cannot work; a package or program that is missing.
@@ -111,53 +115,37 @@ def prepare_speech(config: RunConfig, progress: Progress | None = None) -> Prepa
             train on.
         ModelFolderError: the model's alphabet cannot be read.
     """
-    data, report = config.data, progress or no_progress
     assert isinstance(data, AudioConfig)
-    sound = Sound.from_config(data, config.model)
-    window = LogMel.from_model(config.model, sound.rate)
-    limits = frames_of(config.model) if window is None else window
+    scan = scan_recordings(model, data, progress)
+    folder, held_folder, sound = scan.folder, scan.held_out_folder, scan.sound
+    window = LogMel.from_model(model, sound.rate)
+    limits = frames_of(model) if window is None else window
     cache = cache_folder(data.cache_dir).absolute()
     with writing_to_cache(cache):
-        private_folder(cache)
-        folder, held_folder = prepare_recordings(data, sound, cache, report)
         alphabet: Alphabet | Words
         if window is None:
-            alphabet, new = _alphabet(config.model, config.data, folder)
+            alphabet, new = _alphabet(model, data, folder)
             tokenizer = _alphabet_folder(alphabet, sound, cache)
         else:
-            alphabet = words_of(
-                config.model, data, config.objective, _training_texts(data, folder, held_folder), window, cache
-            )
-            tokenizer, new = alphabet.folder, config.model.path is None
+            texts = _training_texts(data, folder, held_folder)
+            alphabet = words_of(model, data, objective, texts, window, cache)
+            tokenizer, new = alphabet.folder, model.path is None
         written = (alphabet, limits, tokenizer.name)
         labels = _labels(folder, *written, data.speed, cache)
         held_labels = labels if held_folder == folder else _labels(held_folder, *written, 0.0, cache)
-    manifests = [
-        read_manifest(manifest) or {} for manifest in dict.fromkeys((folder, held_folder, labels, held_labels))
-    ]
-    bad = [(path, reason) for manifest in manifests for path, reason in manifest["bad"]]
-    apart = held_folder != folder or bool(data.validation_paths)
+    bad = bad_in(scan.manifests + [read_manifest(each) or {} for each in dict.fromkeys((labels, held_labels))])
     known = PreparedSpeech(
-        folder=folder,
-        held_out_folder=held_folder,
-        labels=labels,
-        held_out_labels=held_labels,
-        fraction=float(held_folder == folder) if apart else data.validation_fraction,
-        tokenizer_folder=tokenizer,
-        new_alphabet=new,
-        recordings=sum(manifest.get("recordings", 0) for manifest in manifests),
-        hours=sum(manifest.get("seconds", 0.0) for manifest in manifests) / 3600,
+        **scan.fields(), labels=labels, held_out_labels=held_labels, tokenizer_folder=tokenizer, new_alphabet=new
     )
-    return _add_counts(known, config.data, sound, bad + known.unlearnable())
+    return _add_counts(known, data, sound, bad + known.unlearnable())
 
 
-def _add_counts(known: PreparedSpeech, data: DataConfig, sound: Sound, bad: list[tuple[str, str]]) -> PreparedSpeech:
+def _add_counts(known: PreparedSpeech, data: AudioConfig, sound: Sound, bad: list[tuple[str, str]]) -> PreparedSpeech:
     """Adds sample counts, left-out recordings and digests to ``known``; reports the bad recordings.
 
     Raises:
         DataError: a bad recording that the rules do not leave out; no recording to train on.
     """
-    assert isinstance(data, AudioConfig)
     long, bad = _among_rules(bad, data)
     report_bad_samples(bad, data.on_bad_sample, ("the recording or its text", "recordings"))
     is_apart = known.is_apart or bool(data.validation_paths)

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.filter_bank import window_of
-from mgpu_pipe.data.audio.listen import Sound, frames_of, notes_of_folders, prepare_recordings, transcripts
-from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds
+from mgpu_pipe.data.audio.listen import Sound, frames_of, notes_of_folders, transcripts
+from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds, bad_in, scan_recordings
 from mgpu_pipe.data.audio.speech_source import LabelledAudioConfig, speech_source
 from mgpu_pipe.data.bad_samples import report_bad_samples
-from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, digest_of
 from mgpu_pipe.data.classes import class_fields, class_names, class_number
 from mgpu_pipe.data.prepared_splits import majority_accuracy
 from mgpu_pipe.data.samples import Split
@@ -52,10 +51,12 @@ class PreparedLabelledSounds(PreparedSounds):
     majority_accuracy: float | None = None
     """Accuracy of always predicting the most frequent training class, on the evaluated samples."""
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> LabelledSounds:
+    def samples(
+        self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
+    ) -> LabelledSounds:
         from mgpu_pipe.data.audio.recordings import LabelledSounds
 
-        return LabelledSounds(config, split, self, reopen)
+        return LabelledSounds(seed, model, data, split, self, reopen)
 
     def shown_lengths(self, folder: Path) -> NDArray[np.int64]:
         lengths = super().shown_lengths(folder)
@@ -122,8 +123,10 @@ def tags_in(text: str) -> list[str]:
     return names
 
 
-def prepare_labelled_sounds(config: RunConfig, progress: Progress | None = None) -> PreparedLabelledSounds:
-    """Scans the recordings of ``config``, or finds them in the cache.
+def prepare_labelled_sounds(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedLabelledSounds:
+    """Scans the recordings of ``data``, or finds them in the cache.
 
     Raises:
         ConfigError: a path, a rate, a segment or a list of classes that cannot work; a package or program that is
@@ -131,53 +134,43 @@ def prepare_labelled_sounds(config: RunConfig, progress: Progress | None = None)
         DataError: a list that is broken; a recording that cannot be used, with ``data.on_bad_sample=stop``; none to
             train on.
     """
-    known, contents = _scan(config, progress, PreparedLabelledSounds, lambda text: [text])
+    known, contents = _scan(model, data, progress, PreparedLabelledSounds, lambda text: [text])
     train, held_labels = known.labels("train"), known.labels("validation")
-    majority = majority_accuracy(train, held_labels, config.data)
-    return _add_counts(
-        known, config.model, config.data, contents, set(train.tolist()), set(held_labels.tolist()), majority
-    )
+    majority = majority_accuracy(train, held_labels, data)
+    return _add_counts(known, model, data, contents, set(train.tolist()), set(held_labels.tolist()), majority)
 
 
-def prepare_tagged_sounds(config: RunConfig, progress: Progress | None = None) -> PreparedLabelledSounds:
-    """Scans the recordings with several classes of ``config``; raises as :func:`prepare_labelled_sounds`."""
-    known, contents = _scan(config, progress, PreparedTaggedSounds, tags_in)
+def prepare_tagged_sounds(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedLabelledSounds:
+    """Scans the recordings with several classes of ``data``; raises as :func:`prepare_labelled_sounds`."""
+    known, contents = _scan(model, data, progress, PreparedTaggedSounds, tags_in)
     train, held_labels = (set(np.flatnonzero(known.labels(split).any(0)).tolist()) for split in SPLITS)
-    return _add_counts(known, config.model, config.data, contents, train, held_labels, None)
+    return _add_counts(known, model, data, contents, train, held_labels, None)
 
 
 def _scan(
-    config: RunConfig,
+    model: ModelConfig,
+    data: DataConfig,
     progress: Progress | None,
     prepared: type[PreparedLabelledSounds],
     names_in: Callable[[str], Iterable[str]],
 ) -> tuple[PreparedLabelledSounds, list[str]]:
     """The data without counts, and the content digest of each of its folders; reports the bad recordings."""
-    data, report = config.data, progress or no_progress
     assert isinstance(data, LabelledAudioConfig)
-    sound = Sound.from_config(data, config.model)
-    fewest, most, segment = _limits(config.model, data, sound.rate)
-    cache = cache_folder(data.cache_dir).absolute()
-    with writing_to_cache(cache):
-        private_folder(cache)
-        folder, held_folder = prepare_recordings(data, sound, cache, report)
-    manifests = [read_manifest(each) or {} for each in dict.fromkeys((folder, held_folder))]
-    has_held_paths = held_folder != folder or bool(data.validation_paths)
+    rate = Sound.from_config(data, model).rate
+    fewest, most, segment = _limits(model, data, rate)
+    scan = scan_recordings(model, data, progress)
     known = prepared(
-        folder=folder,
-        held_out_folder=held_folder,
-        fraction=float(held_folder == folder) if has_held_paths else data.validation_fraction,
-        classes=_classes(config.model, data, *(_names(each, names_in) for each in (folder, held_folder))),
-        recordings=sum(manifest.get("recordings", 0) for manifest in manifests),
-        hours=sum(manifest.get("seconds", 0.0) for manifest in manifests) / 3600,
+        **scan.fields(),
+        classes=_classes(model, data, *(_names(each, names_in) for each in (scan.folder, scan.held_out_folder))),
         fewest_samples=fewest,
         most_samples=most,
         segment_samples=segment,
     )
-    bad = [(path, reason) for manifest in manifests for path, reason in manifest["bad"]]
-    bad += known.unfit_recordings(sound.rate)
+    bad = bad_in(scan.manifests) + known.unfit_recordings(rate)
     report_bad_samples(bad, data.on_bad_sample, ("the recording", "recordings"))
-    return replace(known, bad_samples=len(bad)), [manifest["content"] for manifest in manifests]
+    return replace(known, bad_samples=len(bad)), [manifest["content"] for manifest in scan.manifests]
 
 
 def _add_counts(

@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.data.audio.listen import Sound, prepare_recordings
 from mgpu_pipe.data.audio.speech_source import AudioConfig
+from mgpu_pipe.data.cache import Progress, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.order import GlobalOrder, Order, SortedSteps
 from mgpu_pipe.data.prepared_splits import PreparedSplits
 from mgpu_pipe.data.samples import Split
@@ -46,3 +50,52 @@ class PreparedSounds(PreparedSplits):
 
     def context(self, data: DataConfig) -> float:
         return 0.0
+
+
+@dataclass(frozen=True)
+class SoundScan:
+    """Result of :func:`scan_recordings`.
+
+    Attributes:
+        folder, held_out_folder: of the cache, see :mod:`mgpu_pipe.data.audio.prepare_audio`.
+        fraction: held-out share, see :class:`~mgpu_pipe.data.prepared_splits.PreparedSplits`.
+        manifests: of both folders, or of the one.
+    """
+
+    folder: Path
+    held_out_folder: Path
+    fraction: float
+    manifests: list[dict[str, Any]]
+    sound: Sound
+
+    def fields(self) -> dict[str, Any]:
+        """Constructor fields of prepared recordings that the scan decides."""
+        return {
+            "folder": self.folder,
+            "held_out_folder": self.held_out_folder,
+            "fraction": self.fraction,
+            "recordings": sum(manifest["recordings"] for manifest in self.manifests),
+            "hours": sum(manifest["seconds"] for manifest in self.manifests) / 3600,
+        }
+
+
+def scan_recordings(model: ModelConfig, data: AudioConfig, progress: Progress | None) -> SoundScan:
+    """Scans the recordings of ``data``, or finds the scan in the cache.
+
+    Raises:
+        ConfigError: a path or a rate that cannot work; a package or program that is missing.
+        DataError: a list that is broken.
+    """
+    sound, cache = Sound.from_config(data, model), cache_folder(data.cache_dir).absolute()
+    with writing_to_cache(cache):
+        private_folder(cache)
+        folder, held_folder = prepare_recordings(data, sound, cache, progress or no_progress)
+    is_apart = held_folder != folder or bool(data.validation_paths)
+    fraction = float(held_folder == folder) if is_apart else data.validation_fraction
+    manifests = [read_manifest(each) or {} for each in dict.fromkeys((folder, held_folder))]
+    return SoundScan(folder, held_folder, fraction, manifests, sound)
+
+
+def bad_in(manifests: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Names of the recordings that cannot be used, and why."""
+    return [(name, reason) for manifest in manifests for name, reason in manifest["bad"]]

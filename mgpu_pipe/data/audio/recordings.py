@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
 from mgpu_pipe.data.audio.listen import FILES, WAVES, Sound, read_recording
 from mgpu_pipe.data.audio.speech_source import AudioConfig
@@ -82,11 +82,17 @@ class SoundSamples(ABC):
     """
 
     def __init__(
-        self, config: RunConfig, split: Split, prepared: PreparedSounds, reopen: Callable[[], SoundSamples]
+        self,
+        seed: int,
+        model: ModelConfig,
+        data: DataConfig,
+        split: Split,
+        prepared: PreparedSounds,
+        reopen: Callable[[], SoundSamples],
     ) -> None:
-        assert isinstance(config.data, AudioConfig)
-        self._data, self._seed, self._split, self._reopen = config.data, config.seed, split, reopen
-        self._sound = Sound.from_config(config.data, config.model)
+        assert isinstance(data, AudioConfig)
+        self._data, self._seed, self._split, self._reopen = data, seed, split, reopen
+        self._sound = Sound.from_config(data, model)
         folder, self._recordings = prepared.folder_of(split), prepared.chosen(split)
         self._waves, self._files = None, dict[str, Any]()
         if (folder / WAVES).is_file():
@@ -149,9 +155,15 @@ class SpeechSamples(SoundSamples):
     """Recordings with transcripts."""
 
     def __init__(
-        self, config: RunConfig, split: Split, prepared: PreparedSpeech, reopen: Callable[[], SpeechSamples]
+        self,
+        seed: int,
+        model: ModelConfig,
+        data: DataConfig,
+        split: Split,
+        prepared: PreparedSpeech,
+        reopen: Callable[[], SpeechSamples],
     ) -> None:
-        super().__init__(config, split, prepared, reopen)
+        super().__init__(seed, model, data, split, prepared, reopen)
         self._between_words = prepared.alphabet().between_words
         labels, among = prepared.labels_of(split), prepared.among_kept(split)
         starts = load_array(labels / "starts.npy")
@@ -182,9 +194,15 @@ class LabelledSounds(SoundSamples):
     """Recordings with a class, or with several."""
 
     def __init__(
-        self, config: RunConfig, split: Split, prepared: PreparedLabelledSounds, reopen: Callable[[], LabelledSounds]
+        self,
+        seed: int,
+        model: ModelConfig,
+        data: DataConfig,
+        split: Split,
+        prepared: PreparedLabelledSounds,
+        reopen: Callable[[], LabelledSounds],
     ) -> None:
-        super().__init__(config, split, prepared, reopen)
+        super().__init__(seed, model, data, split, prepared, reopen)
         self._labels, self._segment = prepared.labels(split), prepared.segment_samples
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:

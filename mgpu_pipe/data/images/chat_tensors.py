@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.chat_sounds import StoredSounds
 from mgpu_pipe.data.images.grids import AXES, GridPixels, chat_pixels, row_positions, seen_apart
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
@@ -139,12 +139,18 @@ class PictureChatSamples(RowSamples):
     """One split of conversations with pictures, unpacked."""
 
     def __init__(
-        self, config: RunConfig, prepared: PreparedPictureChats, split: Split, reopen: Callable[[], SampleSet]
+        self,
+        seed: int,
+        model: ModelConfig,
+        data: DataConfig,
+        prepared: PreparedPictureChats,
+        split: Split,
+        reopen: Callable[[], SampleSet],
     ) -> None:
         super().__init__(prepared, split, reopen)
-        assert isinstance(config.data, PictureChatConfig) and self.store.loss_mask is not None
-        self._seed, self._data, self._known = config.seed, config.data, prepared
-        self._pixels, self._trains = chat_pixels(config.data, config.model), split == "train"
+        assert isinstance(data, PictureChatConfig) and self.store.loss_mask is not None
+        self._seed, self._data, self._known = seed, data, prepared
+        self._pixels, self._trains = chat_pixels(data, model), split == "train"
         self._stored = StoredPictures(prepared.pictures_of(split), self._pixels.channels)
         self._clips, sounds = StoredClips(prepared.clips_of(split)), prepared.sounds_of(split)
         self._sounds = StoredSounds(sounds, prepared.window) if sounds and prepared.window else None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.paths import cache_folder
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
@@ -51,8 +51,10 @@ class PreparedCaptions(PreparedImages):
     end_of_text: int
     on_too_long: str = "truncate"
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> ArraySamples:
-        return ArraySamples(config.seed, config.data.source, CaptionedImages(config, split, self), reopen)
+    def samples(
+        self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
+    ) -> ArraySamples:
+        return ArraySamples(seed, data.source, CaptionedImages(model, data, split, self), reopen)
 
     def pictures(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's pictures in its folder; those with too long captions may be left out."""
@@ -102,9 +104,9 @@ class PreparedCaptions(PreparedImages):
     def model_fields(self) -> dict[str, Any]:
         return {}
 
-    def complete(self, config: RunConfig) -> RunConfig:
+    def complete_model(self, model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
         """Adds the end-of-text token: CLIP pools a caption at that token, so the model has to know it."""
-        return replace(config, model=with_end_of_text(config.model, self.end_of_text))
+        return with_end_of_text(model, self.end_of_text)
 
 
 class CaptionedImages(LabelledImages):
@@ -112,11 +114,11 @@ class CaptionedImages(LabelledImages):
     shape (seq_len,), and int64 ``labels`` and ``picture_ids``: equal for equal captions or classes, and for equal
     pictures."""
 
-    def __init__(self, config: RunConfig, split: Split, prepared: PreparedCaptions) -> None:
-        super().__init__(config, split, prepared)
-        assert isinstance(config.data, CaptionConfig)
+    def __init__(self, model: ModelConfig, data: DataConfig, split: Split, prepared: PreparedCaptions) -> None:
+        super().__init__(model, data, split, prepared)
+        assert isinstance(data, CaptionConfig)
         self._tokens = load_array(prepared.table_of(split) / TABLE)
-        self._ways = len(ways_to_say(config.data))
+        self._ways = len(ways_to_say(data))
         hashes = load_array(prepared.folder_of(split) / "hashes.npy")[prepared.pictures(split)]
         self._picture_ids = np.unique(hashes, return_inverse=True)[1].reshape(-1)
 
@@ -135,16 +137,18 @@ def ways_to_say(data: CaptionConfig) -> list[str]:
     return ["{}"] if layout_of(data) in ("list", "tar") else data.captions
 
 
-def prepare_captions(config: RunConfig, progress: Progress | None = None) -> PreparedCaptions:
-    """Prepares the pictures and captions of ``config``, or finds them in the cache.
+def prepare_captions(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedCaptions:
+    """Prepares the pictures and captions of ``data``, or finds them in the cache.
 
     Raises:
         ConfigError: see :func:`mgpu_pipe.data.images.prepare_images.prepare_images`; or the tokenizer cannot work.
         DataError: see :func:`mgpu_pipe.data.images.prepare_images.prepare_images`.
     """
-    data, report = config.data, progress or no_progress
+    report = progress or no_progress
     assert isinstance(data, CaptionConfig)
-    scan = scan_images(config.model, config.data, progress)
+    scan = scan_images(model, data, progress)
     cache, ways = cache_folder(data.cache_dir).absolute(), ways_to_say(data)
     texts = {folder: _captions(folder, ways) for folder in dict.fromkeys((scan.folder, scan.held_out_folder))}
     with writing_to_cache(cache):
@@ -154,8 +158,8 @@ def prepare_captions(config: RunConfig, progress: Progress | None = None) -> Pre
             return (Document(text, str(scan.folder), 1) for text in first)
 
         source = Source("captions", digest_of("captions", first), len(first), documents)
-        tokenizer = resolve_tokenizer(config.model, data, config.objective, [(data, source)], cache, report)
-        tables = {folder: _table(config.model, config.data, each, tokenizer, cache) for folder, each in texts.items()}
+        tokenizer = resolve_tokenizer(model, data, objective, [(data, source)], cache, report)
+        tables = {folder: _table(model, data, each, tokenizer, cache) for folder, each in texts.items()}
     known = PreparedCaptions(
         **scan.fields(),
         classes=[],
@@ -171,7 +175,7 @@ def prepare_captions(config: RunConfig, progress: Progress | None = None) -> Pre
     long = sum(int(known.long_captions(split).sum()) for split in ("train", "validation"))
     dropped = ["drop"] if long and known.on_too_long == "drop" else []
     seen = (scan.seen, *(table.name for table in tables.values()), *dropped)
-    return add_figures(replace(known, too_long_samples=long), config.data, seen, scan)
+    return add_figures(replace(known, too_long_samples=long), data, seen, scan)
 
 
 def _captions(folder: Path, ways: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.architectures.pictures import Grid, Parts, Tiles
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.chat_sounds import chat_window, tokens_of_sounds
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
@@ -94,16 +94,17 @@ class PreparedPictureChats(PreparedRows):
     opener: int | None = None
     """Token that stands for a picture where the template writes another one than ``image_token_id``."""
     num_conversations: int
+    packing: str
+    """``data.packing`` with auto resolved."""
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
-        from mgpu_pipe.data.images.chat_tensors import PictureChatSamples
+    def samples(
+        self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
+    ) -> SampleSet:
+        from mgpu_pipe.data.images.chat_tensors import PackedChats, PictureChatSamples
 
-        if resolve_packing(config.model, config.data, config.objective) == "none":
-            return PictureChatSamples(config, self, split, reopen)
-        from mgpu_pipe.data.images.chat_tensors import PackedChats
-
+        chats = PictureChatSamples(seed, model, data, self, split, reopen)
         # Held-out conversations are not packed: an evaluation judges each answer by its own row.
-        return PackedChats(PictureChatSamples(config, self, split, reopen), self.seq_len, split == "train", reopen)
+        return chats if self.packing == "none" else PackedChats(chats, self.seq_len, split == "train", reopen)
 
     def visual_index(self, split: Split) -> VisualIndex:
         """Index of what a split's conversations show."""
@@ -215,13 +216,13 @@ class PreparedPictureChats(PreparedRows):
             return {"image_token_id": self.image_token_id}
         return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}
 
-    def complete(self, config: RunConfig) -> RunConfig:
+    def complete_model(self, model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
         """Adds :meth:`model_fields` to a new model's configuration, as far as its family has these fields."""
-        if config.model.path is not None:
-            return config
-        known = config_class(str(config.model.type))
+        if model.path is not None:
+            return model
+        known = config_class(str(model.type))
         fields = {name: value for name, value in self.model_fields().items() if known is None or name in known.names}
-        return replace(config, model=replace(config.model, config={**config.model.config, **fields}))
+        return replace(model, config={**model.config, **fields})
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
@@ -231,37 +232,36 @@ class PreparedPictureChats(PreparedRows):
         return super().from_dict({**value, **cut})
 
 
-def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -> PreparedPictureChats:
-    """Prepares the conversations and pictures of ``config``, or finds them in the cache.
+def prepare_picture_chats(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedPictureChats:
+    """Prepares the conversations and pictures of ``data``, or finds them in the cache.
 
     Raises:
         ConfigError: a path, tokenizer or model that cannot work.
         DataError: a row that is broken; a picture that cannot be used, with ``data.on_bad_sample=stop``; no sample.
     """
-    data = config.data
     assert isinstance(data, PictureChatConfig)
-    pixels = chat_pixels(data, config.model)
+    pixels = chat_pixels(data, model)
     grid = pixels.grid if isinstance(pixels, GridPixels) else None
     parts = pixels.parts if isinstance(pixels, PartPixels) else None
     tiles = pixels.parts if isinstance(pixels, TilePixels) else None
     patches = pixels.parts if isinstance(pixels, PatchPixels) else None
     of_one, native = parts or tiles, grid is not None or patches is not None
-    window = chat_window(config.model)
-    kind = str(config.model.type or model_field(config.model, "model_type"))
+    window = chat_window(model)
+    kind = str(model.type or model_field(model, "model_type"))
     sees = family_of(kind).sight is not None or window is None
     uncounted = native or not sees
-    tokens = of_one.tokens if of_one else 0 if uncounted else picture_tokens_of(config.model, pixels.size)
+    tokens = of_one.tokens if of_one else 0 if uncounted else picture_tokens_of(model, pixels.size)
     cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
-        sources = _open_sources(config.model, data, pixels, cache, report)
-        tokenizer = resolve_tokenizer(
-            config.model, data, config.objective, [(sources[0].plain, sources[0].source)], cache, report
-        )
+        sources = _open_sources(model, data, pixels, cache, report)
+        tokenizer = resolve_tokenizer(model, data, objective, [(sources[0].plain, sources[0].source)], cache, report)
         has_videos = any(visual.is_video for source in sources for visual in source.visuals)
-        image, video = placeholder_tokens(config.model, data, tokenizer, has_videos) if sees else (None, None)
-        audio = None if window is None else audio_token(config.model, data, tokenizer)
-        opener = opener_of(tokenizer.folder, kind, partial(model_field_or_default, config.model))
+        image, video = placeholder_tokens(model, data, tokenizer, has_videos) if sees else (None, None)
+        audio = None if window is None else audio_token(model, data, tokenizer)
+        opener = opener_of(tokenizer.folder, kind, partial(model_field_or_default, model))
         standing = [token for token in (image if opener is None else opener, video, audio) if token is not None]
         folders = [source.known(pixels, window, tokenizer, standing, cache, report) for source in sources]
     folder, index, pictures, clips, sounds = folders[0]
@@ -297,10 +297,11 @@ def prepare_picture_chats(config: RunConfig, progress: Progress | None = None) -
         pooled=patches if isinstance(patches, PooledGrid) else None,
         opener=opener,
         num_conversations=sum(TokenStore.open(store).num_documents for store in {folder, held_folder}),
+        packing=resolve_packing(model, data, objective),
         bad_samples=num_bad,
         told=notes.summary(),
     )
-    return _add_figures(known, data, resolve_packing(config.model, config.data, config.objective), pixels)
+    return _add_figures(known, data, pixels)
 
 
 def _open_sources(
@@ -313,9 +314,7 @@ def _open_sources(
     return [ChatSource.from_config(model, each, key, pixels, cache, report) for key, each in keys.items()]
 
 
-def _add_figures(
-    known: PreparedPictureChats, data: PictureChatConfig, packed: str, pixels: Pixels
-) -> PreparedPictureChats:
+def _add_figures(known: PreparedPictureChats, data: PictureChatConfig, pixels: Pixels) -> PreparedPictureChats:
     """Adds sample counts and digests to ``known``."""
     apart = known.is_apart
     window = () if known.window is None else (asdict(known.window),)
@@ -330,11 +329,11 @@ def _add_figures(
             refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "conversations, with their pictures,"), lengths)
     what = "picture" if known.window is None else "recording"
     left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad {what}"
-    if train and packed != "none":
+    if train and known.packing != "none":
         from mgpu_pipe.data.images.chat_tensors import rows_of_lengths
 
         chosen = known.lengths("train")[known.documents("train")]
-        train, seen = len(rows_of_lengths(chosen, data.seq_len)[0]) - 1, (*seen, packed)
+        train, seen = len(rows_of_lengths(chosen, data.seq_len)[0]) - 1, (*seen, known.packing)
     return known.with_counts(
         data,
         train,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
@@ -44,8 +44,10 @@ class PreparedImages(PreparedSplits):
     majority_accuracy: float | None = None
     """Accuracy of always predicting the most frequent training class, on the evaluated samples."""
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> ArraySamples:
-        return ArraySamples(config.seed, config.data.source, LabelledImages(config, split, self), reopen)
+    def samples(
+        self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
+    ) -> ArraySamples:
+        return ArraySamples(seed, data.source, LabelledImages(model, data, split, self), reopen)
 
     def pictures(self, split: Split) -> NDArray[np.int64]:
         """Indices of a split's pictures in its folder."""
@@ -67,22 +69,20 @@ class PreparedImages(PreparedSplits):
         return class_fields(self.classes)
 
 
-def prepare_images(config: RunConfig, progress: Progress | None = None) -> PreparedImages:
-    """Prepares the pictures of ``config``, or finds them in the cache.
+def prepare_images(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedImages:
+    """Prepares the pictures of ``data``, or finds them in the cache.
 
     Raises:
         ConfigError: a path, list of classes or size that cannot work; a package that is missing.
         DataError: a list that is broken; a picture that cannot be used, with ``data.on_bad_sample=stop``; none to
             train on.
     """
-    scan = scan_images(config.model, config.data, progress)
-    known = PreparedImages(
-        **scan.fields(),
-        classes=class_names(
-            config.model, config.data, {name for manifest in scan.manifests for name in manifest["labels"]}
-        ),
-    )
-    return add_figures(known, config.data, (known.classes, scan.seen), scan)
+    scan = scan_images(model, data, progress)
+    there = {name for manifest in scan.manifests for name in manifest["labels"]}
+    known = PreparedImages(**scan.fields(), classes=class_names(model, data, there))
+    return add_figures(known, data, (known.classes, scan.seen), scan)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class ImageScan:
 
 
 def scan_images(model: ModelConfig, data: DataConfig, progress: Progress | None) -> ImageScan:
-    """Scans the pictures of ``config``, or finds the scan in the cache; raises like :func:`prepare_images`."""
+    """Scans the pictures of ``data``, or finds the scan in the cache; raises like :func:`prepare_images`."""
     assert isinstance(data, ImageConfig)
     pixels = Pixels.from_config(data, model)
     cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress

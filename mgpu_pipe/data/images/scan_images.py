@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.arrays import ArrayData
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, hash_blocks, write_json
 from mgpu_pipe.data.classes import in_order
@@ -72,21 +71,15 @@ def picture_digests(folder: Path) -> list[str]:
     return [Fingerprint(size, tuple(blocks)).digest for size, blocks in files]
 
 
-class LabelledImages(ArrayData):
+class LabelledImages:
     """One split of labelled pictures. A sample has ``pixel_values``, float32 of shape (channels, size, size), and
     ``labels``, int64; with cached tower features also its number ``shown``, int64."""
 
-    def __init__(self, config: RunConfig, split: Split, prepared: PreparedImages) -> None:
-        super().__init__(config, split)
-        assert isinstance(config.data, ImageConfig)
-        self._data, self._pixels = config.data, Pixels.from_config(config.data, config.model)
-        self._digest = prepared.digest if split == "train" else prepared.validation_digest
+    def __init__(self, model: ModelConfig, data: DataConfig, split: Split, prepared: PreparedImages) -> None:
+        assert isinstance(data, ImageConfig)
+        self._data, self._split, self._pixels = data, split, Pixels.from_config(data, model)
         self._pictures, self._labels = prepared.pictures(split), prepared.labels(split)
         self._stored = StoredPictures(prepared.folder_of(split), self._pixels.channels)
-
-    @property
-    def digest(self) -> str:
-        return self._digest
 
     @property
     def valid_units(self) -> NDArray[np.int64]:
@@ -94,13 +87,16 @@ class LabelledImages(ArrayData):
 
     def sample(self, index: int, random: np.random.Generator) -> Mapping[str, NDArray[Any]]:
         image = self.picture(index)
-        if self.split == "train":
+        if self._split == "train":
             values = self._pixels.array(self._pixels.changed(image, self._data, random))
             erase(values, self._data.augment, random)
         else:
             values = self._pixels.array(self._pixels.fitted(image))
         cached = {"shown": np.int64(index)} if self._data.cache_features else {}
         return {"pixel_values": values, "labels": self._labels[index], **cached}
+
+    def positions(self, index: int) -> int:
+        return 0
 
     def picture(self, index: int) -> Image:
         """The stored picture, in the model's channels."""

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, rows_of_files, rule_of
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
@@ -100,19 +100,21 @@ class PreparedLabelled(PreparedRows):
         return [(self.num_documents, "texts"), (len(self.classes), "classes"), *self.left_out()]
 
 
-def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> PreparedLabelled:
-    """Prepares the texts of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
+def prepare_labelled(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedLabelled:
+    """Prepares the texts of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
         ConfigError: a path, tokenizer or list of classes that cannot work.
         DataError: a line is broken or lacks a text or class; or there is no training sample.
     """
-    cache, data = cache_folder(config.data.cache_dir).absolute(), config.data
+    cache = cache_folder(data.cache_dir).absolute()
     with writing_to_cache(cache):
         private_folder(cache)
         report = progress or no_progress
-        source = held_source = _LabelledFiles(config.data, cache, "data.paths", report)
-        tokenizer = resolve_tokenizer(config.model, data, config.objective, [(data, source.as_text())], cache, report)
+        source = held_source = _LabelledFiles(data, cache, "data.paths", report)
+        tokenizer = resolve_tokenizer(model, data, objective, [(data, source.as_text())], cache, report)
         folder = held_folder = source.encoded(tokenizer)
         if data.validation_paths:
             held_data = held_out_data(data)
@@ -120,7 +122,7 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
             held_folder = held_source.encoded(tokenizer)
         source.measure(folder, tokenizer)
         held_source.measure(held_folder, tokenizer)
-    padding, stores = model_field(config.model, "pad_token_id"), {folder, held_folder}
+    padding, stores = model_field(model, "pad_token_id"), {folder, held_folder}
     known = PreparedLabelled(
         folder=folder,
         held_out_folder=held_folder,
@@ -128,7 +130,7 @@ def prepare_labelled(config: RunConfig, progress: Progress | None = None) -> Pre
         tokenizer_folder=tokenizer.folder,
         padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
         seq_len=data.seq_len,
-        classes=class_names(config.model, data, {name for store in stores for name in _names(store)}),
+        classes=class_names(model, data, {name for store in stores for name in _names(store)}),
         num_documents=sum(TokenStore.open(store).num_documents for store in stores),
         on_too_long=rule_of(data),
         bad_samples=notes_of(map(read_manifest, stores)).bad,

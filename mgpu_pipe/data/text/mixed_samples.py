@@ -136,10 +136,13 @@ class PreparedMixture(Prepared):
     told: str = ""
 
     def open(self, config: RunConfig, split: Split) -> MixedSamples:
+        return self.samples(split)
+
+    def samples(self, split: Split) -> MixedSamples:
         if split == "validation" and not self.validation_samples:
             raise ValueError("this data holds nothing out")
         parts = [part for part in self.parts if split == "train" or part.validation is not None]
-        return MixedSamples(tuple(part.open(config, split) for part in parts))
+        return MixedSamples(tuple(part.samples(split) for part in parts))
 
     def order(self, seed: int, data: DataConfig, samples: int) -> Order:
         return MixedOrder(seed, self.slots, [part.train_samples for part in self.parts])
@@ -154,8 +157,8 @@ class PreparedMixture(Prepared):
         ends = np.cumsum([part.train_samples for part in self.parts])
         return list(self.slots)[int(np.searchsorted(ends, index, side="right"))]
 
-    def source_tokens(self, config: RunConfig) -> Callable[[int, int], dict[str, int]]:
-        samples, order = self.open(config, "train"), self.order(config.seed, config.data, self.train_samples)
+    def source_tokens(self, seed: int, data: DataConfig) -> Callable[[int, int], dict[str, int]]:
+        samples, order = self.samples("train"), self.order(seed, data, self.train_samples)
 
         def tokens_of_steps(first: int, count: int) -> dict[str, int]:
             indices = order.indices(first, count)

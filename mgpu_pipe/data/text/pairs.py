@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import LengthLimit
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import Split
@@ -103,15 +103,17 @@ def pair_tokens(store: TokenStore) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return store.lengths - targets, targets
 
 
-def prepare_pairs(config: RunConfig, progress: Progress | None = None) -> PreparedPairs:
-    """Prepares the pairs of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
+def prepare_pairs(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedPairs:
+    """Prepares the pairs of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
         ConfigError: see there; or a pair does not fit and ``data.on_too_long=refuse``.
         DataError: see there; or no pair is left.
     """
-    known = prepare_rows(PreparedPairs, config, progress, target_len=config.data.target_tokens())
+    known = prepare_rows(PreparedPairs, model, data, objective, progress, target_len=data.target_tokens())
     pairs, tokens = known.count()
     rule = [known.on_too_long] if known.count_long() else []
     known = replace(known, num_pairs=pairs, num_tokens=tokens)
-    return known.with_samples(config.data, (known.seq_len, known.target_len, *rule))
+    return known.with_samples(data, (known.seq_len, known.target_len, *rule))

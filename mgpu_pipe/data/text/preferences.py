@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import LengthLimit
 from mgpu_pipe.data.cache import Progress, build_once
 from mgpu_pipe.data.files import FIX
@@ -107,20 +107,22 @@ def are_equal(folder: Path) -> NDArray[np.bool_]:
     return equal
 
 
-def prepare_preferences(config: RunConfig, progress: Progress | None = None) -> PreparedPreferences:
-    """Prepares the pairs of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
+def prepare_preferences(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedPreferences:
+    """Prepares the pairs of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
         ConfigError, DataError: see there; or no pair is left.
     """
-    with_margins = description(config.objective.name).reads_margins
-    known = prepare_rows(PreparedPreferences, config, progress, with_margins=with_margins)
+    with_margins = description(objective.name).reads_margins
+    known = prepare_rows(PreparedPreferences, model, data, objective, progress, with_margins=with_margins)
     if with_margins:
-        prepare_values(config.data, known, MARGINS, margins_of, progress)
+        prepare_values(data, known, MARGINS, margins_of, progress)
     equal = sum(int(are_equal(folder).sum()) for folder in known.folders)
     pairs, tokens = known.count()
     return known.with_samples(
-        config.data,
+        data,
         [known.seq_len],
         also=f"{equal} pairs are equal, ",
         num_pairs=pairs - equal - known.count_long(),

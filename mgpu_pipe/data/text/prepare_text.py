@@ -132,12 +132,10 @@ class PreparedData(Prepared):
     def evaluated_samples(self) -> NDArray[np.int64]:
         return evaluated_samples(self.validation.samples if self.validation else 0, self.validation_samples)
 
-    def complete(self, config: RunConfig) -> RunConfig:
-        """Completes ``config``; some objectives take a token from the tokenizer."""
-        completed = super().complete(config)
-        return replace(completed, objective=config.objective.with_tokenizer(self.tokenizer_folder))
-
     def open(self, config: RunConfig, split: Split) -> SampleSet:
+        return self.samples(split)
+
+    def samples(self, split: Split) -> SampleSet:
         from mgpu_pipe.data.text.packed_dataset import PackedDataset
 
         return PackedDataset.open(self, split)

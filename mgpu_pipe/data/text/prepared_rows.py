@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.paths import cache_folder, private_folder
-from mgpu_pipe.config.schema import DataConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
 from mgpu_pipe.data.data_source import held_out_data, open_shipped
@@ -55,7 +55,9 @@ class PreparedRows(PreparedSplits):
     def write_facts(cls, folder: Path) -> None:
         """Writes next to a token store what the kind has to know of its rows."""
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+    def samples(
+        self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
+    ) -> SampleSet:
         return self.samples_class(self, split, reopen)
 
     def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
@@ -184,8 +186,15 @@ class RowSamples(ABC):
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in arrays.items()}
 
 
-def prepare_rows(kind: type[Rows], config: RunConfig, progress: Progress | None = None, **facts: Any) -> Rows:
-    """Tokenises the rows of ``config``, or finds them cached; :meth:`PreparedRows.with_samples` adds the counts.
+def prepare_rows(
+    kind: type[Rows],
+    model: ModelConfig,
+    data: DataConfig,
+    objective: ObjectiveConfig,
+    progress: Progress | None = None,
+    **facts: Any,
+) -> Rows:
+    """Tokenises the rows of ``data``, or finds them cached; :meth:`PreparedRows.with_samples` adds the counts.
 
     Args:
         facts: fields of the kind.
@@ -193,14 +202,14 @@ def prepare_rows(kind: type[Rows], config: RunConfig, progress: Progress | None 
     Raises:
         ConfigError, DataError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
     """
-    data, cache, report = config.data, cache_folder(config.data.cache_dir).absolute(), progress or no_progress
+    cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
     with writing_to_cache(cache):
         private_folder(cache)
         source, opened = open_shipped(data, cache, report), list[tuple[DataConfig, Source]]()
         if data.validation_paths:
             held_data = held_out_data(data)
             opened.append((held_data, open_shipped(held_data, cache, report, "data.validation_paths")))
-        tokenizer = resolve_tokenizer(config.model, data, config.objective, [(data, source)], cache, report)
+        tokenizer = resolve_tokenizer(model, data, objective, [(data, source)], cache, report)
         folders = [tokenise(*each, tokenizer, cache, report) for each in [(data, source), *opened]]
     folder, held_folder = folders[0], folders[-1]
     for store in dict.fromkeys(folders):

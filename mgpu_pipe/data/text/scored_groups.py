@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.documents import Document
@@ -56,7 +56,9 @@ class PreparedEmbeddingPairs(PreparedTextGroups):
     has_scores: bool = False
     """Whether rows have a teacher's scores."""
 
-    def samples(self, config: RunConfig, split: Split, reopen: Callable[[], Any]) -> SampleSet:
+    def samples(
+        self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]
+    ) -> SampleSet:
         return (TaughtGroups if self.has_scores else TextGroups)(self, split, reopen)
 
 
@@ -72,18 +74,20 @@ class PreparedScoredPairs(PreparedTextGroups):
         return open_values(self.folder_of(split), SCORES)[self.documents(split)]
 
 
-def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None) -> PreparedEmbeddingPairs:
-    """Prepares the pairs of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
+def prepare_embedding_pairs(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedEmbeddingPairs:
+    """Prepares the pairs of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
         ConfigError, DataError: see there; or no pair is left, or nothing to compare a positive with.
     """
-    known, data = prepare_groups(PreparedEmbeddingPairs, config, progress), config.data
+    known = prepare_groups(PreparedEmbeddingPairs, model, data, objective, progress)
     if getattr(data, "scores_column", None) is not None:
-        prepare_values(config.data, known, TEACHER_SCORES, _teacher_scores, progress)
+        prepare_values(data, known, TEACHER_SCORES, _teacher_scores, progress)
         known = replace(known, has_scores=True)
     if known.more_tokens is not None:
-        _require_negatives(known, data, config.objective)
+        _require_negatives(known, data, objective)
     elif known.texts == 2 and 1 in (data.global_batch_size, known.train_samples):
         reason = "a pair has no text to tell from its positive, so its loss is always 0"
         if known.train_samples == 1:
@@ -93,18 +97,21 @@ def prepare_embedding_pairs(config: RunConfig, progress: Progress | None = None)
     return known
 
 
-def prepare_scored_pairs(config: RunConfig, progress: Progress | None = None) -> PreparedScoredPairs:
-    """Prepares the pairs of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
+def prepare_scored_pairs(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedScoredPairs:
+    """Prepares the pairs of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
         ConfigError, DataError: see there; or the scores of a split are all equal, or no cosines for
             ``objective.loss=cosine``.
     """
-    known, loss = prepare_groups(PreparedScoredPairs, config, progress), getattr(config.objective, "loss", None)
-    if loss == "cosent" and config.data.global_batch_size == 1:
+    known = prepare_groups(PreparedScoredPairs, model, data, objective, progress)
+    loss = getattr(objective, "loss", None)
+    if loss == "cosent" and data.global_batch_size == 1:
         reason = "the loss compares the pairs of a step"
         raise ConfigError("data.global_batch_size", 1, "use at least 2, or objective.loss=cosine", reason)
-    prepare_values(config.data, known, SCORES, _scores_of, progress)
+    prepare_values(data, known, SCORES, _scores_of, progress)
     splits = {"to train on": known.scores("train")}
     if known.held_out_samples:
         splits["held out"] = known.scores("validation")[known.evaluated_samples()]
@@ -116,7 +123,7 @@ def prepare_scored_pairs(config: RunConfig, progress: Progress | None = None) ->
             wrong = scores[np.abs(scores).argmax()]
             problem = f"a score {which} is {wrong:g}, no cosine; divide the scores, or use objective.loss=cosent"
         if problem:
-            raise DataError(f"data.source={config.data.source}: {problem}")
+            raise DataError(f"data.source={data.source}: {problem}")
     return known
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import LengthLimit
 from mgpu_pipe.data.cache import Progress, build_once
 from mgpu_pipe.data.model_field import model_field
@@ -155,16 +155,22 @@ class PreparedTextGroups(PreparedRows):
 Groups = TypeVar("Groups", bound=PreparedTextGroups)
 
 
-def prepare_groups(kind: type[Groups], config: RunConfig, progress: Progress | None = None) -> Groups:
-    """Prepares the groups of ``config``, or finds them cached.
+def prepare_groups(
+    kind: type[Groups],
+    model: ModelConfig,
+    data: DataConfig,
+    objective: ObjectiveConfig,
+    progress: Progress | None = None,
+) -> Groups:
+    """Prepares the groups of ``data``, or finds them cached.
 
     Raises:
         ConfigError, DataError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`; or no group is left.
     """
-    padding = model_field(config.model, "pad_token_id")
+    padding = model_field(model, "pad_token_id")
     own_padding = {"padding_token_id": padding} if isinstance(padding, int) else {}
-    known = prepare_rows(kind, config, progress, last_tokens=0, **own_padding)
-    is_joined, last_tokens = description(config.objective.name).joins_texts, _last_tokens(known.tokenizer_folder)
+    known = prepare_rows(kind, model, data, objective, progress, last_tokens=0, **own_padding)
+    is_joined, last_tokens = description(objective.name).joins_texts, _last_tokens(known.tokenizer_folder)
     template = pair_template(known.tokenizer_folder) if is_joined else None
     least = last_tokens + 2 if template is None else template.specials + 2
     if known.seq_len < least:
@@ -181,7 +187,7 @@ def prepare_groups(kind: type[Groups], config: RunConfig, progress: Progress | N
         more_tokens=None if template is None else template.more_tokens,
     )
     rule, joined = [known.on_too_long] if known.count_long() else [], ["joined"] if is_joined else []
-    return known.with_samples(config.data, (known.seq_len, known.padding_token_id, *rule, *joined))
+    return known.with_samples(data, (known.seq_len, known.padding_token_id, *rule, *joined))
 
 
 def _last_tokens(tokenizer_folder: Path) -> int:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
@@ -87,25 +87,23 @@ class PreparedUnpaired(PreparedRows):
         return [(self.num_samples, "answers"), *parts, (self.num_tokens, "tokens"), *self.left_out()]
 
 
-def prepare_unpaired(config: RunConfig, progress: Progress | None = None) -> PreparedUnpaired:
-    """Prepares the samples of ``config``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
+def prepare_unpaired(
+    model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
+) -> PreparedUnpaired:
+    """Prepares the samples of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
 
     Raises:
         ConfigError, DataError: see there; or the training samples are not of both labels.
     """
-    known = prepare_rows(PreparedUnpaired, config, progress)
+    known = prepare_rows(PreparedUnpaired, model, data, objective, progress)
     documents, (conversations, tokens) = known.documents("train"), known.count()
     desirable = int(is_desirable(TokenStore.open(known.folder), documents).sum()) if len(documents) else 0
     known = known.with_samples(
-        config.data,
-        [known.seq_len],
-        num_samples=conversations - known.count_long(),
-        num_tokens=tokens,
-        desirable=desirable,
+        data, [known.seq_len], num_samples=conversations - known.count_long(), num_tokens=tokens, desirable=desirable
     )
     if desirable in (0, len(documents)):
         label = "every training sample is desirable" if desirable else "no training sample is desirable"
-        raise DataError(f"data.source={config.data.source}: {label}; give answers of both labels")
+        raise DataError(f"data.source={data.source}: {label}; give answers of both labels")
     return known
 
 

@@ -151,7 +151,10 @@ def test_the_system_column_stands_before_whole_conversations() -> None:
 def test_a_pair_without_a_prompt_is_not_told_to_take_the_answer_for_one(column: str, tmp_path: Path) -> None:
     path = str(write_jsonl(tmp_path / "pairs.jsonl", [{"chosen": "b", "rejected": "c", "score": 1}]))
     run = config(tmp_path, source="preferences_jsonl", paths=[path], chat_template="plain", messages_column=column)
-    for refuse in (lambda: check_sources(run.model, run.data), lambda: prepare_preferences(run)):
+    for refuse in (
+        lambda: check_sources(run.model, run.data),
+        lambda: prepare_preferences(run.model, run.data, run.objective),
+    ):
         with pytest.raises(BadInputError) as refused:
             refuse()
         said = str(refused.value)

@@ -131,7 +131,7 @@ def test_a_cursor_goes_on_on_any_number_of_processes(mixed: tuple[RunConfig, Pre
     whole = together(1, 0, 40)
     assert torch.equal(together(2, 11, 40), whole[11:])
     assert torch.equal(together(4, 27, 40), whole[27:])
-    count = prepared.source_tokens(run)
+    count = prepared.source_tokens(run.seed, run.data)
     assert count is not None
     padding = sum(batch.padding for batch in train_step_batches(run, prepared, BatchPlan(8, 1, 8), 0, 0, 40))
     totals = count(0, 320)
