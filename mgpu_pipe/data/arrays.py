@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -104,9 +104,6 @@ class PreparedArrays(Prepared):
 
     def amounts(self) -> list[tuple[int, str]]:
         return []
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, **asdict(self)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:

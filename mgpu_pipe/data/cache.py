@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.local_files import fix_of_writing, flush_folder, replace_file
 
@@ -107,6 +109,15 @@ def writing_to_cache(cache: Path) -> Iterator[None]:
         fix = fix_of_writing(str(error), "give a folder that can be written and has room, or set MGPU_PIPE_CACHE")
         reason = f"the cache cannot be written: {error.strerror}{where}"
         raise ConfigError("data.cache_dir", cache, fix, reason) from error
+
+
+@contextmanager
+def run_cache(data: DataConfig) -> Iterator[Path]:
+    """Yields the run's cache folder, private to the user; raises like :func:`writing_to_cache`."""
+    cache = cache_folder(data.cache_dir).absolute()
+    with writing_to_cache(cache):
+        private_folder(cache)
+        yield cache
 
 
 class EarlierVersion(ValueError):

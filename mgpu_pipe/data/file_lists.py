@@ -1,4 +1,4 @@
-"""Files with labels: tables with a column of paths, and a folder of files for each class.
+"""Files with classes or texts: tables with a column of paths, and a folder of files for each class.
 
 Folders of classes have the layout of Hugging Face's imagefolder and audiofolder.
 """

@@ -16,14 +16,15 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from mgpu_pipe.errors import WorkerError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.system.child_process import die_with_parent
+from mgpu_pipe.system.hardware import cpu_cores
 
 MODULE = "mgpu_pipe.data.ordered_work"
 T = TypeVar("T")
@@ -74,6 +75,45 @@ def work_in_order(
             yield _next(waiting.popleft(), what)
     finally:
         _end_processes(processes, results, pipes)
+
+
+def scan_in_order(
+    items: Sequence[T],
+    work: Callable[[T], R],
+    workers: int | Literal["auto"],
+    progress: Callable[[str, int, int], None],
+    stage: str,
+    *,
+    pool_from: int,
+    at_once: int = 64,
+) -> list[R]:
+    """Result of ``work`` for each item, by several processes where there are many items.
+
+    Args:
+        work: picklable.
+        workers: number of processes; auto: one for each core.
+        stage: of the progress: what a process does with the items.
+        pool_from: number of items below which this process does all: starting processes takes longer.
+        at_once: items that a process gets together.
+
+    Raises:
+        WorkerError: a process was killed.
+    """
+    parts = [items[start : start + at_once] for start in range(0, len(items), at_once)]
+    workers = cpu_cores() if workers == "auto" else workers
+    worked: Iterable[list[R]] = map(_part_worker(work), parts)
+    if len(items) >= pool_from and workers > 1:
+        died = "a process that scans files died (killed, or out of memory): use data.tokenize_workers=1"
+        worked = work_in_order(parts, workers, _part_worker, (work,), ahead=4, what=died)
+    results: list[R] = []
+    for part in worked:
+        results += part
+        progress(stage, len(results), len(items))
+    return results
+
+
+def _part_worker(work: Callable[[T], R]) -> Callable[[Sequence[T]], list[R]]:
+    return lambda part: [work(item) for item in part]
 
 
 def _start_process(pipe: Connection) -> subprocess.Popen[bytes]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.data.cache import read_manifest
+from mgpu_pipe.data.classes import class_number, in_order
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
 from mgpu_pipe.data.text.heldout_split import held_out, held_out_groups
+from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.errors import DataError
 
 
@@ -110,10 +113,6 @@ class PreparedSplits(Prepared):
     def is_here(self) -> bool:
         return all(value.exists() for value in vars(self).values() if isinstance(value, Path))
 
-    def as_dict(self) -> dict[str, Any]:
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {"kind": self.kind, **plain}
-
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         known = {name: entry for name, entry in value.items() if name != "kind"}
@@ -124,6 +123,27 @@ class PreparedSplits(Prepared):
 def held_out_share(data: DataConfig, folder: Path, held_out_folder: Path) -> float:
     """Share of the held-out folder that is held out, as :attr:`PreparedSplits.fraction` defines it."""
     return float(held_out_folder == folder) if data.validation_paths else data.validation_fraction
+
+
+def stored_names(folder: Path) -> list[str]:
+    """Names of the classes or captions of a cache folder, by their numbers in its ``labels.npy``."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return list(manifest["labels"])
+
+
+def stored_classes(folder: Path, classes: Sequence[str]) -> NDArray[np.int64]:
+    """Number in ``classes`` of each sample of a cache folder, (samples,)."""
+    numbers = np.array([class_number(name, classes) for name in stored_names(folder)], np.int64)
+    return numbers[load_array(folder / "labels.npy")]
+
+
+def store_labels(out: Path, labels: Sequence[str]) -> list[str]:
+    """Writes ``labels.npy``, the number of each sample's label; returns the labels by their numbers."""
+    names = sorted(set(labels), key=in_order)
+    numbers = {name: number for number, name in enumerate(names)}
+    save_array(out / "labels.npy", np.array([numbers[name] for name in labels], np.int64))
+    return names
 
 
 def majority_accuracy(train: NDArray[np.int64], held_labels: NDArray[np.int64], data: DataConfig) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -180,13 +180,21 @@ class Prepared(ABC):
         """``model`` with the fields that the data and the objective decide."""
         return replace(model, config={**model.config, **self.model_fields(), **objective.model_fields()})
 
-    @abstractmethod
     def as_dict(self) -> dict[str, Any]:
         """JSON form; :meth:`from_dict` reads it."""
+        fields: Any = self  # every subclass is a dataclass
+        return {"kind": self.kind, **_plain(asdict(fields))}
 
     @classmethod
     @abstractmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self: ...
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with paths as texts."""
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return str(value) if isinstance(value, Path) else value
 
 
 def evaluated_samples(available: int, number: int) -> NDArray[np.int64]:

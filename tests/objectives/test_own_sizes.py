@@ -109,7 +109,7 @@ def test_a_picture_that_is_too_long_stops_or_is_left_out(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((QWEN25, "data.image_size=8"), "data.image_size=8: the model takes pictures in sizes of their own"),
+        ((QWEN25, "data.image_size=8"), "data.image_size=8: the model takes pictures in native size"),
         (
             (QWEN3, "strategy=pp", "trainer.devices=2", "strategy.pipeline.layers=[1,2]"),
             "strategy.pipeline.layers=1,2: pictures enter after each of the first 2 layers, and the first stage "

@@ -182,14 +182,14 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         model=gemma3_tiny data.packing=best_fit -> gemma3 reads pictures from both sides
         model=qwen35_tiny data.packing=best_fit -> data.packing=best_fit
         model=mistral3_tiny data.max_side=3 -> data.max_side=3: a place has so many pixels; use at least 4
-        model=mistral3_tiny data.fit=crop -> data.fit=crop: the model takes pictures in sizes of their own
+        model=mistral3_tiny data.fit=crop -> data.fit=crop: the model takes pictures in native size
         model=gemma4_tiny data.max_pixels=15 -> data.max_pixels=15: a place has so many pixels; use at least 16
         model=gemma4_tiny data.mean=[0.5] -> the model normalises pictures by itself
         model=gemma4_tiny strategy=pp trainer.devices=2 -> strategy.pp=2
         model=internvl_tiny model.config.vision_config.use_qk_norm=true strategy=tp trainer.devices=2
             -> strategy.tp=2: this kind of internvl has weights that cannot be cut
-        model=qwen25_vl_tiny data.image_size=8 -> data.image_size=8: the model takes pictures in sizes of their own
-        model=qwen25_vl_tiny data.fit=crop -> data.fit=crop: the model takes pictures in sizes of their own
+        model=qwen25_vl_tiny data.image_size=8 -> data.image_size=8: the model takes pictures in native size
+        model=qwen25_vl_tiny data.fit=crop -> data.fit=crop: the model takes pictures in native size
         model=qwen3_vl_tiny data.max_pixels=15 -> data.max_pixels=15: a place has 16 pixels
         model=llava_tiny data.max_pixels=99 -> data.max_pixels=99: the model's pictures have one size
         model=qwen25_vl_tiny model.config.vision_config.in_channels=4 -> pictures are grey or RGB

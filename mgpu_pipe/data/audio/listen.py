@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,11 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
 from mgpu_pipe.data.file_lists import ClassFolders, Entry, entries_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, read_part
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
-from mgpu_pipe.data.ordered_work import work_in_order
+from mgpu_pipe.data.ordered_work import scan_in_order
 from mgpu_pipe.data.tables import Keep, kept_in
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.token_store import save_array
 from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError, check_all
-from mgpu_pipe.system.hardware import cpu_cores
 
 _LEAST_VARIANCE = 1e-7
 """Floor of the variance in transformers' Wav2Vec2FeatureExtractor."""
@@ -114,8 +113,7 @@ SUFFIXES = (
 )
 """Endings of the files that a folder of a class is searched for."""
 CLASS_FOLDERS = ClassFolders("recordings", SUFFIXES)
-_AT_ONCE, _POOL_FROM = 64, 512
-"""Recordings per task of a process, and the number below which this process decodes all: starting one takes time."""
+_POOL_FROM = 512
 TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"
 
 
@@ -246,7 +244,10 @@ def listen_to(
     # The cache keeps paths. A run identifies its data by content alone, so it resumes after the files were moved.
     content = digest_of("speech", _FORMAT, rate, max_seconds, rows)
     name = digest_of(content, [str(entry.path.absolute()) for entry in entries])
-    look = partial(_looked, rate=rate, max_seconds=max_seconds, tokenize_workers=tokenize_workers, progress=progress)
+    work = partial(_length_or_fault, rate=rate, max_seconds=max_seconds)
+    look = partial(
+        scan_in_order, work=work, workers=tokenize_workers, progress=progress, stage="listen", pool_from=_POOL_FROM
+    )
     return _built(cache, name, partial(_build_listened, entries, prints, look, rate, content))
 
 
@@ -291,30 +292,9 @@ def _write(
     return {"recordings": len(texts), "seconds": sum(lengths) / rate, "rate": rate, "bad": bad, "content": content}
 
 
-def _looked(
-    recordings: Sequence[Look], rate: int, max_seconds: float, tokenize_workers: int | Auto, progress: Progress
-) -> list[int | str]:
-    """Samples of each recording, or why it cannot be used."""
-    parts = [list(recordings[start : start + _AT_ONCE]) for start in range(0, len(recordings), _AT_ONCE)]
-    workers = cpu_cores() if tokenize_workers == "auto" else tokenize_workers
-    looked: Iterable[list[int | str]]
-    if len(recordings) < _POOL_FROM or workers == 1:
-        looked = map(_listener(rate, max_seconds), parts)
-    else:
-        died = "a process that listens to recordings died (killed, or out of memory): use data.tokenize_workers=1"
-        looked = work_in_order(parts, workers, _listener, (rate, max_seconds), ahead=4, what=died)
-    results: list[int | str] = []
-    for part in looked:
-        results += part
-        progress("listen", len(results), len(recordings))
-    return results
-
-
-def _listener(rate: int, max_seconds: float) -> Callable[[list[Look]], list[int | str]]:
-    return lambda part: [_length_or_fault(path, expected, rate, max_seconds) for path, expected in part]
-
-
-def _length_or_fault(path: Path, expected: Fingerprint | None, rate: int, max_seconds: float) -> int | str:
+def _length_or_fault(look: Look, rate: int, max_seconds: float) -> int | str:
+    """Samples of a recording, or why it cannot be used."""
+    path, expected = look
     if expected is None:
         return "is empty"
     try:

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.family import Frames
-from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.alphabet import Alphabet, named_alphabet
 from mgpu_pipe.data.audio.listen import Sound, frames_of, transcripts
@@ -26,7 +25,7 @@ from mgpu_pipe.data.audio.prepared_sounds import PreparedSounds, bad_in, scan_re
 from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.audio.transcript_tokens import Words, words_of
 from mgpu_pipe.data.bad_samples import describe_too_long, report_bad_samples
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, read_manifest, run_cache
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.heldout_split import held_out
 from mgpu_pipe.data.text.token_store import load_array, save_array
@@ -120,8 +119,7 @@ def prepare_speech(
     folder, held_folder, sound = scan.folder, scan.held_out_folder, scan.sound
     window = LogMel.from_model(model, sound.rate)
     limits = frames_of(model) if window is None else window
-    cache = cache_folder(data.cache_dir).absolute()
-    with writing_to_cache(cache):
+    with run_cache(data) as cache:
         alphabet: Alphabet | Words
         if window is None:
             alphabet, new = _alphabet(model, data, folder)

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.listen import Sound, prepare_recordings
 from mgpu_pipe.data.audio.speech_source import AudioConfig
-from mgpu_pipe.data.cache import Progress, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.order import GlobalOrder, Order, SortedSteps
 from mgpu_pipe.data.prepared_splits import PreparedSplits
 from mgpu_pipe.data.samples import Split
@@ -86,9 +85,8 @@ def scan_recordings(model: ModelConfig, data: AudioConfig, progress: Progress | 
         ConfigError: a path or a rate that cannot work; a package or program that is missing.
         DataError: a list that is broken.
     """
-    sound, cache = Sound.from_config(data, model), cache_folder(data.cache_dir).absolute()
-    with writing_to_cache(cache):
-        private_folder(cache)
+    sound = Sound.from_config(data, model)
+    with run_cache(data) as cache:
         folder, held_folder = prepare_recordings(data, sound, cache, progress or no_progress)
     is_apart = held_folder != folder or bool(data.validation_paths)
     fraction = float(held_folder == folder) if is_apart else data.validation_fraction

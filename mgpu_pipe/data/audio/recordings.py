@@ -70,8 +70,7 @@ class Spans:
 
 def random_of_spans(seed: int, number: int) -> np.random.Generator:
     """Random numbers for the spans of the sample with this number."""
-    mask = 0xFFFFFFFFFFFFFFFF
-    return np.random.Generator(np.random.Philox(key=np.array([(seed ^ _KEY << 32) & mask, number & mask], np.uint64)))
+    return random_of(seed ^ _KEY << 32, number)
 
 
 class SoundSamples(ABC):

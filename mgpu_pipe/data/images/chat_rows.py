@@ -20,7 +20,7 @@ from mgpu_pipe.data.bad_samples import OR_SKIP, BadSampleError, Fault, rows_of_f
 from mgpu_pipe.data.file_lists import fault_of
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.tables import Keep, file_named, is_embedded, looked_at, row_lines
+from mgpu_pipe.data.tables import LOOKED_AT, Keep, file_named, is_embedded, looked_at, row_lines
 from mgpu_pipe.data.text.conversations import (
     AUDIO,
     PLACE,
@@ -35,7 +35,6 @@ from mgpu_pipe.data.text.conversations import (
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.local_files import is_file, is_folder
 
-"""Sources that need no files."""
 COLUMN = "messages"
 """Column of :attr:`ChatRow.text` that holds the messages."""
 ALSO = {PLACE: "image", VIDEO: "video", AUDIO: "audio"}
@@ -51,8 +50,6 @@ NAMES = ("bytes", "image", "video", "audio", "path", "url", "image_url", "video_
 """Fields of a part that name its picture."""
 RATES = ("sample_fps", "fps")
 """Fields of a row or part that state a frame folder's frames a second."""
-LOOKED_AT = 1000
-"""Rows that a check reads before a run."""
 
 
 @dataclass(frozen=True)

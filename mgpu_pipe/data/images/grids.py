@@ -22,9 +22,9 @@ from mgpu_pipe.architectures.patch_grids import PatchGrid
 from mgpu_pipe.architectures.pictures import LONGEST, Grid, Parts, Tiles
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
-from mgpu_pipe.data.images.decode_image import MODES, size_of
+from mgpu_pipe.data.images.decode_image import size_of
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels, picture_tokens_of
+from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels, native_channels, picture_tokens_of
 from mgpu_pipe.data.images.picture_files import FILES
 from mgpu_pipe.data.images.pixels import Pixels, normalised, preprocessor, vision_field
 from mgpu_pipe.data.model_field import model_field
@@ -60,17 +60,10 @@ class GridPixels(Pixels):
         Raises:
             ConfigError: sizes that are no whole numbers; one size for all pictures; bounds that no picture keeps.
         """
-        if grid.channels not in MODES:
-            reason = "pictures are grey or RGB"
-            raise ConfigError("model.config.vision_config.in_channels", grid.channels, "use 1 or 3", reason)
+        native_channels(data, grid.channels, "in_channels")
         if not all(isinstance(number, int) and number > 0 for number in (grid.patch, grid.merge, grid.frames)):
             fix = "use whole numbers of at least 1 for it, spatial_merge_size and temporal_patch_size"
             raise ConfigError("model.config.vision_config.patch_size", grid.patch, fix)
-        own_sizes = "the model takes pictures in sizes of their own"
-        if data.image_size != "auto":
-            raise ConfigError("data.image_size", data.image_size, "use auto, and data.max_pixels", own_sizes)
-        if data.fit != "squash":
-            raise ConfigError("data.fit", data.fit, "leave it out", own_sizes)
         folder = preprocessor(model)
         size, area = folder.get("size"), grid.side**2
         named: Mapping[str, Any] = {**(size if isinstance(size, dict) else {}), **folder}

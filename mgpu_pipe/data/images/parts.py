@@ -202,7 +202,7 @@ class PatchPixels(Pixels):
             ConfigError: as :meth:`from_pooled`.
         """
         folder, field = preprocessor(model), partial(vision_field, model)
-        channels = _check(data, field("num_channels") or 3)
+        channels = native_channels(data, field("num_channels") or 3)
         size, usual = folder.get("size"), field("image_size")
         longest = size.get("longest_edge") if isinstance(size, dict) else None
         most = data.max_side if data.max_side != "auto" else longest or (usual if isinstance(usual, int) else usual[0])
@@ -220,7 +220,7 @@ class PatchPixels(Pixels):
             ConfigError: sizes that are no whole numbers; one size for all pictures; a bound that no picture keeps.
         """
         folder, field = preprocessor(model), partial(vision_field, model)
-        channels = _check(data, 3)
+        channels = native_channels(data, 3)
         patch, merge = _whole(field("patch_size"), field("pooling_kernel_size"))
         area = (patch * merge) ** 2
         most = data.max_pixels // area if data.max_pixels != "auto" else folder.get("max_soft_tokens", SOFT_TOKENS)
@@ -255,15 +255,17 @@ class PatchPixels(Pixels):
         return np.pad(patches, ((0, self.parts.most * self.parts.merge**2 - len(patches)), (0, 0)))[None]
 
 
-def _check(data: PictureChatConfig, channels: Any) -> int:
-    """The channels; raises ConfigError for one size of all pictures."""
-    own_sizes = "the model takes pictures in sizes of their own"
-    if data.image_size != "auto":
-        raise ConfigError("data.image_size", data.image_size, "leave it out", own_sizes)
-    if data.fit != "squash":
-        raise ConfigError("data.fit", data.fit, "leave it out", own_sizes)
+def native_channels(data: PictureChatConfig, channels: Any, field: str = "num_channels") -> int:
+    """Channels of a model's pictures in native size, which its vision configuration names ``field``.
+
+    Raises:
+        ConfigError: neither 1 nor 3; or one size for all pictures.
+    """
     if channels not in MODES:
-        raise ConfigError("model.config.vision_config.num_channels", channels, "use 1 or 3", "pictures are grey or RGB")
+        raise ConfigError(f"model.config.vision_config.{field}", channels, "use 1 or 3", "pictures are grey or RGB")
+    for key, value, usual in (("image_size", data.image_size, "auto"), ("fit", data.fit, "squash")):
+        if value != usual:
+            raise ConfigError(f"data.{key}", value, "leave it out", "the model takes pictures in native size")
     return int(channels)
 
 

@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, run_cache
 from mgpu_pipe.data.images.image_keys import CaptionConfig
 from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.images.prepare_images import PreparedImages, add_figures, scan_images
 from mgpu_pipe.data.images.scan_images import LabelledImages
 from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.data.prepared_splits import stored_names
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import Row
@@ -65,7 +65,7 @@ class PreparedCaptions(PreparedImages):
         """Which samples of a split have a caption, or a caption of their class, that does not fit."""
         table = self.table_of(split)
         long = load_array(_lengths_folder(table) / LENGTHS) > load_array(table / TABLE).shape[1]
-        names = (read_manifest(self.folder_of(split)) or {})["labels"]
+        names = stored_names(self.folder_of(split))
         numbers = load_array(self.folder_of(split) / "labels.npy")[super().pictures(split)]
         rows: NDArray[np.bool_] = long.reshape(len(names), -1).any(1)[numbers]
         return rows
@@ -84,7 +84,7 @@ class PreparedCaptions(PreparedImages):
         assert isinstance(data, CaptionConfig)
         if layout_of(data) in ("list", "tar"):
             return None
-        names = list((read_manifest(self.held_out_folder) or {})["labels"])
+        names = stored_names(self.held_out_folder)
         tokens = load_array(self.held_out_table / TABLE).astype(np.int64)
         return names, tokens.reshape(len(names), len(data.captions), -1)
 
@@ -149,9 +149,9 @@ def prepare_captions(
     report = progress or no_progress
     assert isinstance(data, CaptionConfig)
     scan = scan_images(model, data, progress)
-    cache, ways = cache_folder(data.cache_dir).absolute(), ways_to_say(data)
+    ways = ways_to_say(data)
     texts = {folder: _captions(folder, ways) for folder in dict.fromkeys((scan.folder, scan.held_out_folder))}
-    with writing_to_cache(cache):
+    with run_cache(data) as cache:
         first = texts[scan.folder]
 
         def documents() -> Iterator[Document]:
@@ -179,9 +179,7 @@ def prepare_captions(
 
 
 def _captions(folder: Path, ways: Sequence[str]) -> list[str]:
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    return [way.replace("{}", name) for name in manifest["labels"] for way in ways]
+    return [way.replace("{}", name) for name in stored_names(folder) for way in ways]
 
 
 def _table(model: ModelConfig, data: DataConfig, texts: Sequence[str], tokenizer: TokenizerInfo, cache: Path) -> Path:

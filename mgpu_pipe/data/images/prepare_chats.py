@@ -22,12 +22,11 @@ from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.architectures.pictures import Grid, Parts, Tiles
-from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.chat_sounds import chat_window, tokens_of_sounds
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
-from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.data_source import held_out_data
 from mgpu_pipe.data.images.chat_source import ChatSource
 from mgpu_pipe.data.images.grids import GridPixels, chat_pixels, known_shapes, places_of_shapes, shapes_in
@@ -253,9 +252,8 @@ def prepare_picture_chats(
     sees = family_of(kind).sight is not None or window is None
     uncounted = native or not sees
     tokens = of_one.tokens if of_one else 0 if uncounted else picture_tokens_of(model, pixels.size)
-    cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
-    with writing_to_cache(cache):
-        private_folder(cache)
+    report = progress or no_progress
+    with run_cache(data) as cache:
         sources = _open_sources(model, data, pixels, cache, report)
         tokenizer = resolve_tokenizer(model, data, objective, [(sources[0].plain, sources[0].source)], cache, report)
         has_videos = any(visual.is_video for source in sources for visual in source.visuals)

@@ -11,18 +11,17 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
-from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.classes import class_fields, class_names, class_number
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, run_cache
+from mgpu_pipe.data.classes import class_fields, class_names
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_files import CLASS_FOLDERS, entries, label_column_of, tar_entries, with_splits
 from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import LabelledImages, prepare_digits, prepare_files
-from mgpu_pipe.data.prepared_splits import PreparedSplits, majority_accuracy
+from mgpu_pipe.data.prepared_splits import PreparedSplits, majority_accuracy, stored_classes
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.tables import kept_in
 from mgpu_pipe.data.text.token_store import load_array
@@ -55,9 +54,7 @@ class PreparedImages(PreparedSplits):
 
     def labels(self, split: Split) -> NDArray[np.int64]:
         """Class of each sample of a split, in the order of :meth:`pictures`."""
-        folder = self.folder_of(split)
-        numbers = np.array([class_number(name, self.classes) for name in _names(folder)], np.int64)
-        return numbers[load_array(folder / "labels.npy")[self.pictures(split)]]
+        return stored_classes(self.folder_of(split), self.classes)[self.pictures(split)]
 
     def amounts(self) -> list[tuple[int, str]]:
         return [(self.num_pictures, "pictures"), (len(self.classes), "classes"), *self.left_out()]
@@ -116,9 +113,8 @@ def scan_images(model: ModelConfig, data: DataConfig, progress: Progress | None)
     """Scans the pictures of ``data``, or finds the scan in the cache; raises like :func:`prepare_images`."""
     assert isinstance(data, ImageConfig)
     pixels = Pixels.from_config(data, model)
-    cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
-    with writing_to_cache(cache):
-        private_folder(cache)
+    report = progress or no_progress
+    with run_cache(data) as cache:
         paths, held_out = with_splits(data)
         folder = held_folder = _known(data, paths, "data.paths", pixels.channels, cache, report)
         if held_out:
@@ -156,12 +152,6 @@ def add_figures(known: Images, data: DataConfig, seen: tuple[object, ...], scan:
         digest=digest_of(content[0], known.fraction, *identity),
         validation_digest=digest_of(content[-1], *identity) if apart else "",
     )
-
-
-def _names(folder: Path) -> list[str]:
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    return list(manifest["labels"])
 
 
 def _known(data: ImageConfig, patterns: list[str], key: str, channels: int, cache: Path, progress: Progress) -> Path:

@@ -8,7 +8,7 @@ Pictures stay where they are and are decoded when a step needs them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.bad_samples import BadSampleError, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, hash_blocks, write_json
-from mgpu_pipe.data.classes import in_order
 from mgpu_pipe.data.file_lists import Entry
 from mgpu_pipe.data.fingerprint import Fingerprint, fingerprints
 from mgpu_pipe.data.images.augment import erase
@@ -27,11 +26,11 @@ from mgpu_pipe.data.images.decode_image import MODES, pillow
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.images.picture_files import FILES, digits_file, read_digits, read_picture
 from mgpu_pipe.data.images.pixels import Pixels
-from mgpu_pipe.data.ordered_work import work_in_order
+from mgpu_pipe.data.ordered_work import scan_in_order
+from mgpu_pipe.data.prepared_splits import store_labels
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.token_store import load_array, save_array
-from mgpu_pipe.system.hardware import cpu_cores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -104,10 +103,7 @@ class LabelledImages:
 
 
 _FORMAT = 1
-_AT_ONCE = 64
-"""Pictures per task of a scanning process."""
 _POOL_FROM = 2048
-"""Number below which this process scans all pictures: starting processes takes longer."""
 
 
 def prepare_digits(cache: Path) -> Path:
@@ -171,7 +167,15 @@ def _build_files(
         for entry, known, fault in zip(listed, prints_of, faults, strict=True)
         if known is not None and not fault
     }
-    seen = _faults([(*look, known) for look, known in looks.items()], channels, data, progress)
+    work = partial(_fault, channels=channels)
+    seen = scan_in_order(
+        [(*look, known) for look, known in looks.items()],
+        work,
+        data.tokenize_workers,
+        progress,
+        "look",
+        pool_from=_POOL_FROM,
+    )
     fault_of = dict(zip(looks, seen, strict=True))
     faults = [
         fault or fault_of[entry.path, entry.part.offset if entry.part else None]
@@ -201,9 +205,7 @@ def _build_files(
 def _write(
     out: Path, labels: Sequence[str], hashes: Sequence[int], bad: list[list[str]], content: str
 ) -> dict[str, Any]:
-    names = sorted(set(labels), key=in_order)
-    numbers = {name: number for number, name in enumerate(names)}
-    save_array(out / "labels.npy", np.array([numbers[name] for name in labels], np.int64))
+    names = store_labels(out, labels)
     save_array(out / "hashes.npy", np.array(hashes, np.uint64))
     return {"labels": names, "pictures": len(labels), "bad": bad, "content": content}
 
@@ -211,27 +213,9 @@ def _write(
 Look = tuple[Path, int | None, Fingerprint]
 
 
-def _faults(pictures: Sequence[Look], channels: int, data: ImageConfig, progress: Progress) -> list[str]:
-    """Why each picture cannot be used; empty strings for usable ones."""
-    parts = [list(pictures[start : start + _AT_ONCE]) for start in range(0, len(pictures), _AT_ONCE)]
-    workers = cpu_cores() if data.tokenize_workers == "auto" else data.tokenize_workers
-    if len(pictures) < _POOL_FROM or workers == 1:
-        looked = map(_looker(channels), parts)
-    else:
-        died = "a process that looks at pictures died (killed, or out of memory): use data.tokenize_workers=1"
-        looked = work_in_order(parts, workers, _looker, (channels,), ahead=4, what=died)  # type: ignore[assignment]
-    faults: list[str] = []
-    for part in looked:
-        faults += part
-        progress("look", len(faults), len(pictures))
-    return faults
-
-
-def _looker(channels: int) -> Callable[[list[Look]], list[str]]:
-    return lambda part: [_fault(*look, channels) for look in part]
-
-
-def _fault(path: Path, offset: int | None, expected: Fingerprint, channels: int) -> str:
+def _fault(look: Look, channels: int) -> str:
+    """Why a picture cannot be used; empty for a usable one."""
+    path, offset, expected = look
     try:
         read_picture(path, expected, channels, offset)
     except BadSampleError as error:

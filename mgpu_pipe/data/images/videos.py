@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,8 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, open_data
 from mgpu_pipe.data.images.decode_image import LEAST_SIDE, MODES, MOST_PIXELS, SIDEWAYS, pillow
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.ordered_work import work_in_order
+from mgpu_pipe.data.ordered_work import scan_in_order
 from mgpu_pipe.errors import DataError
-from mgpu_pipe.system.hardware import cpu_cores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -157,7 +156,6 @@ and the signs of a and d, or of b and c (ISO/IEC 14496-12, 8.2.2)."""
 MIRRORED = ("FLIP_LEFT_RIGHT", "FLIP_TOP_BOTTOM", "TRANSPOSE", "TRANSVERSE")
 _FORMAT = 1
 _POOL_FROM = 8
-"""Number below which this process scans all videos: starting processes takes longer."""
 
 
 def pyav() -> Any:
@@ -223,16 +221,8 @@ def _build(
     progress: Progress,
     out: Path,
 ) -> dict[str, Any]:
-    workers = cpu_cores() if data.tokenize_workers == "auto" else data.tokenize_workers
     looks = list(zip(paths, prints_of, strict=True))
-    looked: Iterator[ClipFacts | str] = map(_looked, looks)
-    if len(looks) >= _POOL_FROM and workers > 1:
-        died = "a process that looks at videos died (killed, or out of memory): use data.tokenize_workers=1"
-        looked = work_in_order(looks, workers, _looker, (), ahead=2, what=died)
-    facts = list[ClipFacts | str]()
-    for facts_or_fault in looked:
-        facts.append(facts_or_fault)
-        progress("look", len(facts), len(looks))
+    facts = scan_in_order(looks, _looked, data.tokenize_workers, progress, "look", pool_from=_POOL_FROM, at_once=1)
     good = [(path, known, fact) for (path, known), fact in zip(looks, facts, strict=True) if not isinstance(fact, str)]
     described = {
         "paths": [str(path.absolute()) for path, _, _ in good],
@@ -242,10 +232,6 @@ def _build(
     write_json(out / CLIPS, described)
     bad = [[str(path), fact] for path, fact in zip(paths, facts, strict=True) if isinstance(fact, str)]
     return {"bad": bad, "content": content}
-
-
-def _looker() -> Callable[[tuple[Path, Fingerprint | str]], ClipFacts | str]:
-    return _looked
 
 
 def _looked(job: tuple[Path, Fingerprint | str]) -> ClipFacts | str:

@@ -19,16 +19,15 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, LengthLimit, rows_of_files, rule_of
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
-from mgpu_pipe.data.classes import class_fields, class_names, class_number, in_order
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, run_cache
+from mgpu_pipe.data.classes import class_fields, class_names
 from mgpu_pipe.data.data_source import held_out_data
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, forget
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.prepared_splits import held_out_share, majority_accuracy
+from mgpu_pipe.data.prepared_splits import held_out_share, majority_accuracy, store_labels, stored_classes, stored_names
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.document_encoder import EncodedBatch
@@ -82,9 +81,7 @@ class PreparedLabelled(PreparedRows):
 
     def labels(self, split: Split) -> NDArray[np.int64]:
         """Class of each sample of a split, in the order of :meth:`documents`."""
-        folder = self.folder_of(split)
-        numbers = np.array([class_number(name, self.classes) for name in _names(folder)], np.int64)
-        return numbers[load_array(folder / "labels.npy")[self.documents(split)]]
+        return stored_classes(self.folder_of(split), self.classes)[self.documents(split)]
 
     def limits(self, folder: Path) -> list[tuple[LengthLimit, NDArray[np.int64]]]:
         return [(limit, load_array(_long(folder) / "needs.npy")) for limit, _ in super().limits(folder)]
@@ -109,9 +106,7 @@ def prepare_labelled(
         ConfigError: a path, tokenizer or list of classes that cannot work.
         DataError: a line is broken or lacks a text or class; or there is no training sample.
     """
-    cache = cache_folder(data.cache_dir).absolute()
-    with writing_to_cache(cache):
-        private_folder(cache)
+    with run_cache(data) as cache:
         report = progress or no_progress
         source = held_source = _LabelledFiles(data, cache, "data.paths", report)
         tokenizer = resolve_tokenizer(model, data, objective, [(data, source.as_text())], cache, report)
@@ -130,7 +125,7 @@ def prepare_labelled(
         tokenizer_folder=tokenizer.folder,
         padding_token_id=padding if isinstance(padding, int) else tokenizer.eos_token_id,
         seq_len=data.seq_len,
-        classes=class_names(model, data, {name for store in stores for name in _names(store)}),
+        classes=class_names(model, data, {name for store in stores for name in stored_names(store)}),
         num_documents=sum(TokenStore.open(store).num_documents for store in stores),
         on_too_long=rule_of(data),
         bad_samples=notes_of(map(read_manifest, stores)).bad,
@@ -140,13 +135,6 @@ def prepare_labelled(
     identity = (_FORMAT, known.classes, known.seq_len, known.padding_token_id, *ruled)
     accuracy = majority_accuracy(known.labels("train"), known.labels("validation"), data)
     return known.with_samples(data, identity, is_apart=known.is_apart, majority_accuracy=accuracy)
-
-
-def _names(folder: Path) -> list[str]:
-    """Class names of a folder, by their numbers in its ``labels.npy``."""
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    return list(manifest["labels"])
 
 
 def _long(folder: Path) -> Path:
@@ -224,9 +212,7 @@ class _LabelledFiles:
                 yield encoder.encode([])[0]._replace(notes=notes)
 
             meta = write_tokens(out, batches(), {"name": SOURCE, **identity}, self._size, self._progress)
-            names = sorted(set(labels), key=in_order)
-            numbers = {name: number for number, name in enumerate(names)}
-            save_array(out / "labels.npy", np.array([numbers[name] for name in labels], np.int64))
+            names = store_labels(out, labels)
             save_array(out / "seconds.npy", np.array(seconds, np.int64))
             return {**meta, "labels": names}
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, RunConfig
-from mgpu_pipe.data.cache import Progress, digest_of, no_progress, writing_to_cache
+from mgpu_pipe.data.cache import Progress, digest_of, no_progress, run_cache
 from mgpu_pipe.data.order import GlobalOrder, Order
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, weighed
 from mgpu_pipe.data.sources.mixture import SLOTS, MixtureConfig, slots_of, source_data
@@ -200,8 +199,7 @@ class PreparedMixture(Prepared):
         return sum(tokens) / SLOTS
 
     def as_dict(self) -> dict[str, Any]:
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {"kind": self.kind, **plain, "parts": [part.as_dict() for part in self.parts]}
+        return {**super().as_dict(), "parts": [part.as_dict() for part in self.parts]}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> PreparedMixture:
@@ -216,11 +214,10 @@ def prepare_mixture(config: RunConfig, progress: Progress | None = None) -> Prep
     Raises:
         ConfigError, DataError, ModelFolderError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
     """
-    report, cache = progress or no_progress, cache_folder(config.data.cache_dir).absolute()
+    report = progress or no_progress
     data = cast(MixtureConfig, config.data)
     slots = slots_of(data)
-    with writing_to_cache(cache):
-        private_folder(cache)
+    with run_cache(data) as cache:
         opened = [OpenedSource.from_config(replace(config, data=part), cache, report) for _, part in source_data(data)]
         tokenizer = resolve_tokenizer(
             config.model,

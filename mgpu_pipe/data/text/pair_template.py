@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.text.cut_texts import special_ends
-from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, special_tokens
+from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, plain_tokenizer, special_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,9 +50,7 @@ class PairTemplate:
 def pair_template(folder: Path) -> PairTemplate:
     """The template of the tokenizer in ``folder``: its own, or for one that does not separate two texts, its
     end-of-sequence token after each."""
-    tokenizer = load_tokenizer_file(folder / TOKENIZER)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+    tokenizer = plain_tokenizer(folder)
     starts, ends = special_ends(tokenizer) or ([], [])
     alone = (len(starts), len(ends))
     if not separates_pairs(tokenizer):

@@ -22,10 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.data_sources import makes_tokens
-from mgpu_pipe.config.paths import cache_folder, private_folder
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long, rule_of
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.data_source import held_out_data, open_source
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
@@ -110,11 +109,6 @@ class PreparedData(Prepared):
     told: str = ""
     """What users should know of their conversations (:mod:`.notes`)."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """JSON form; :meth:`from_dict` reads it."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return {"kind": self.kind, **plain}
-
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> PreparedData:
         fields = {name: entry for name, entry in value.items() if name != "kind"}
@@ -171,10 +165,8 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> PreparedData
         DataError: a file that is missing, empty, broken or not UTF-8; no training sample.
         ModelFolderError: a model folder without a tokenizer, or with a smaller vocabulary.
     """
-    cache = cache_folder(config.data.cache_dir).absolute()
     report = progress or no_progress
-    with writing_to_cache(cache):
-        private_folder(cache)
+    with run_cache(config.data) as cache:
         opened = OpenedSource.from_config(config, cache, report)
         known = [] if opened.source is None else [(config.data, opened.source)]
         tokenizer = resolve_tokenizer(config.model, config.data, config.objective, known, cache, report)
@@ -362,9 +354,3 @@ def _pack(
 
     manifest = build_once(folder, build)
     return SplitFiles(tokens, folder, manifest["documents"], manifest["samples"], manifest["valid_tokens"])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return str(value) if isinstance(value, Path) else value

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from mgpu_pipe.config.paths import cache_folder, private_folder
+from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, writing_to_cache
+from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.data_source import held_out_data, open_shipped
 from mgpu_pipe.data.prepared_splits import PreparedSplits, held_out_share
 from mgpu_pipe.data.samples import SampleSet, Split
@@ -202,9 +202,8 @@ def prepare_rows(
     Raises:
         ConfigError, DataError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
     """
-    cache, report = cache_folder(data.cache_dir).absolute(), progress or no_progress
-    with writing_to_cache(cache):
-        private_folder(cache)
+    report = progress or no_progress
+    with run_cache(data) as cache:
         source, opened = open_shipped(data, cache, report), list[tuple[DataConfig, Source]]()
         if data.validation_paths:
             held_data = held_out_data(data)

@@ -10,7 +10,9 @@ import numpy as np
 from mgpu_pipe.data.text.document_encoder import EncodedBatch, library_threads, token_dtype
 from mgpu_pipe.data.text.file_source import Row
 from mgpu_pipe.data.text.heldout_split import document_hash
+from mgpu_pipe.data.text.pair_template import separates_pairs
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
+from mgpu_pipe.data.text.tokenizer_folder import plain_tokenizer
 from mgpu_pipe.errors import ConfigError
 
 
@@ -25,14 +27,10 @@ class RowEncoder:
     """
 
     def __init__(self, tokenizer: TokenizerInfo, seq_len: int) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self._tokenizer = plain_tokenizer(tokenizer.folder)
         self._eos, self._dtype, self._seq_len = tokenizer.eos_token_id, token_dtype(tokenizer.vocab_size), seq_len
         self._ends = 0 if self._tokenizer.encode("a").ids[-1:] == [self._eos] else 1
-        self._pairs = self._tokenizer.num_special_tokens_to_add(True) > self._tokenizer.num_special_tokens_to_add(False)
+        self._pairs = separates_pairs(self._tokenizer)
         least = self._tokenizer.num_special_tokens_to_add(True) + 2 * self._ends + 2
         if seq_len < least:
             raise ConfigError("data.seq_len", seq_len, f"use at least {least}", "a row holds its texts and their ends")

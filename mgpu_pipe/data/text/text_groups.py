@@ -26,6 +26,7 @@ from mgpu_pipe.data.text.cut_texts import special_ends
 from mgpu_pipe.data.text.pair_template import pair_template
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples, prepare_rows
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array
+from mgpu_pipe.data.text.tokenizer_folder import plain_tokenizer
 from mgpu_pipe.errors import ConfigError
 
 _FIRST_TEXTS, _STARTS, _HASHES, _LENGTHS = "first_texts.npy", "starts.npy", "hashes.npy", "lengths.npy"
@@ -192,12 +193,7 @@ def prepare_groups(
 
 def _last_tokens(tokenizer_folder: Path) -> int:
     """Number of special tokens that the tokenizer adds after a text."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    ends = special_ends(tokenizer)
+    ends = special_ends(plain_tokenizer(tokenizer_folder))
     return len(ends[1]) if ends else 0
 
 

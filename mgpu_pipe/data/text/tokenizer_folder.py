@@ -220,6 +220,14 @@ def load_tokenizer_file(file: Path) -> Tokenizer:
         return Tokenizer.from_file(str(file))
 
 
+def plain_tokenizer(folder: Path) -> Tokenizer:
+    """Loads the tokenizer of a folder without padding and truncation; raises like :func:`load_tokenizer_file`."""
+    tokenizer = load_tokenizer_file(folder / TOKENIZER)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
 @contextmanager
 def refuse_library_errors(what: str) -> Iterator[None]:
     """Turns any error of the tokenizers library into one line that begins with ``what``.

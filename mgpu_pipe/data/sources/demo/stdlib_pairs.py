@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig, document_of
+from mgpu_pipe.data.sources.text_files import check_library
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import FileFormat, Rows
 
@@ -68,10 +69,6 @@ FORMAT = FileFormat(
     columns=lambda data: [getattr(data, key) for key in ("query_prompt", "document_prompt")],
     kind="text_groups",
 )
-
-
-def check_library(model: ModelConfig, data: DataConfig) -> None:
-    files.check_stdlib()
 
 
 def open_library(data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
