@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import family_of, stages_of
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.checks.check_sizes import strategy_errors, update_errors
 from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
+from mgpu_pipe.config.group_keys import PipelineOptions
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.resolve import device_type, resolve_precision
+from mgpu_pipe.config.schema import RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.hardware_profile import HardwareProfile
@@ -31,14 +33,16 @@ from mgpu_pipe.planning.layout_search import (
     zero_bytes,
 )
 from mgpu_pipe.planning.memory import activations_of, memory_by_rank, overheads_of, state_of
-from mgpu_pipe.planning.model_work import model_work, place_of_state
+from mgpu_pipe.planning.model_work import model_work, place_of_state, runs_eager
 from mgpu_pipe.planning.run_hardware import CPU
 from mgpu_pipe.planning.step_time import StepTime, step_time
 from mgpu_pipe.planning.work import Hardware, Work
 from mgpu_pipe.topology import ParallelDims
 
-INTERLEAVED = (1, 2, 4)
-"""Stages of a rank that are tried in a pipeline."""
+STAGES = (2, 4)
+"""Stages of a rank that are tried under schedules which take any number."""
+UNTRIED = "gpipe"
+"""Schedule that is as fast as 1F1B and keeps more."""
 MESH = Sharding()
 ON_GPUS = (Sharding(0, "cpu"), Sharding(2, "cpu"), Sharding(3, "cpu"), Sharding(3, "nvme"))
 """Shardings of data parallelism that keep state outside of the GPU."""
@@ -122,7 +126,21 @@ def on_processes(trainer: TrainerConfig, profile: HardwareProfile, gpus: int) ->
     return trainer, words
 
 
-def _allowed_sizes(data: DataConfig, objective: ObjectiveConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
+def _schedules(config: RunConfig) -> tuple[tuple[str, int], ...]:
+    """Pipeline schedules to try, each with stages of a rank: all, or the one that the configuration names."""
+    chosen = config.strategy.pipeline.schedule
+    names = [chosen] if chosen != PipelineOptions().schedule else [name for name in SCHEDULES if name != UNTRIED]
+    can_split = config.model.compile is not True and resolve_precision(config.precision, config.trainer) != "fp8"
+    return tuple(
+        (name, stages)
+        for name, traits in SCHEDULES.items()
+        if name in names and (can_split or not traits.splits_backward)
+        for stages in (STAGES if traits.more_stages else (traits.stages_per_rank,))
+    )
+
+
+def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> AllowedSizes:
+    data, objective = config.data, config.objective
     model_type, sequence = str(fields["model_type"]), data.seq_len
     refused, family = description(objective.name).refused_axes, family_of(model_type)
     sizes = divisors(gpus)
@@ -148,7 +166,8 @@ def _allowed_sizes(data: DataConfig, objective: ObjectiveConfig, fields: Mapping
         cp=cp,
         ulysses=ulysses,
         ep=ep,
-        stages_per_rank=INTERLEAVED,
+        schedules=_schedules(config),
+        eager_kernels=float(device_type(config.trainer) == "cuda"),
         has_sequence_parallel=family.sequence is not None and all(sequence % (a * b) == 0 for a in tp for b in cp),
     )
 
@@ -163,8 +182,8 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
     trainer, words = on_processes(config.trainer, profile, gpus)
     placed = replace(config, trainer=trainer)
     samples = config.data.global_batch_size
-    model = model_work(placed, fields)
-    layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed.data, placed.objective, fields, gpus))
+    model = model_work(_alone(placed, MESH), fields)
+    layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed, fields, gpus))
     if not np.size(layouts.tp):
         fewer = max(size for size in divisors(samples) if size <= gpus)
         fix = f"use plan.gpus={fewer}, or data.global_batch_size={gpus}"
@@ -204,7 +223,9 @@ def _sharded(alone: RunConfig, fields: Mapping[str, Any], layouts: Work, shardin
     if sharding != MESH:
         where = place_of_state(alone.strategy, resolve_precision(alone.precision, alone.trainer))
         casts = layouts.cast_bytes if sharding.zero == 0 else 0.0
-        layouts = replace(layouts, zero=float(sharding.zero or 3), cast_bytes=casts, **where)
+        device = device_type(alone.trainer)
+        eager = runs_eager(alone.model, alone.strategy, alone.precision, device, fields)
+        layouts = replace(layouts, zero=float(sharding.zero or 3), cast_bytes=casts, eager=eager, **where)
     estimate = zero_bytes if sharding.zero else layout_bytes
     sizes = estimate(layouts, state, keeps, overheads_of(alone.trainer))
     return Sharded(sharding, layouts, sizes, layout_host_bytes(layouts, state))
@@ -213,7 +234,7 @@ def _sharded(alone: RunConfig, fields: Mapping[str, Any], layouts: Work, shardin
 def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
     """The configuration under a layout, as its overrides would make it."""
     name, sharding = layout.overrides[0].partition("=")[2], layout.sharding
-    schedule = "interleaved_1f1b" if layout.stages_per_rank > 1 else "1f1b"
+    takes_any = SCHEDULES[layout.schedule].more_stages
     strategy = replace(
         config.strategy,
         name=name,
@@ -223,8 +244,8 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
         activation_checkpointing=layout.checkpointing,  # type: ignore[arg-type]
         pipeline=replace(
             config.strategy.pipeline,
-            schedule=schedule,  # type: ignore[arg-type]
-            stages_per_rank=layout.stages_per_rank if layout.stages_per_rank > 1 else "auto",
+            schedule=layout.schedule,  # type: ignore[arg-type]
+            stages_per_rank=layout.stages_per_rank if takes_any else "auto",
             layers=[],
         ),
         context=replace(config.strategy.context, method=layout.context),  # type: ignore[arg-type]

@@ -8,9 +8,10 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import Overheads, Place, State, host_bytes, memory_terms, passes_in_flight
-from mgpu_pipe.planning.work import Work
+from mgpu_pipe.planning.work import Numbers, Work
 
 CHECKPOINTING = ("none", "selective", "full")
 MOST_ROWS = 64
@@ -27,9 +28,12 @@ class AllowedSizes:
     cp: tuple[int, ...] = (1,)
     """Of a ring."""
     ep: tuple[int, ...] = (1,)
-    stages_per_rank: tuple[int, ...] = (1,)
+    schedules: tuple[tuple[str, int], ...] = (("1f1b", 1),)
+    """Pipeline schedules, each with stages of a rank."""
     checkpointing: tuple[str, ...] = CHECKPOINTING
     has_sequence_parallel: bool = False
+    eager_kernels: float = 0.0
+    """1 if blocks that cannot be compiled run eager kernels."""
     ulysses: frozenset[tuple[int, int]] = frozenset()
     """Sizes of ``tp`` and ``cp`` with which ranks may exchange heads for tokens."""
 
@@ -63,6 +67,7 @@ class Layout:
     sequence_parallel: bool
     context: str = "ring"
     sharding: Sharding = Sharding()
+    schedule: str = "1f1b"
 
     @property
     def name(self) -> str:
@@ -70,7 +75,8 @@ class Layout:
         axes = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
         words = [f"{axis} {getattr(self, axis)}" for axis in axes if getattr(self, axis) > 1]
         words += [self.context] if self.context != "ring" else []
-        words += [f"{self.stages_per_rank} stages a rank"] if self.stages_per_rank > 1 else []
+        words += [self.schedule] if self.schedule not in ("1f1b", "interleaved_1f1b") else []
+        words += [f"{self.stages_per_rank} stages a rank"] if SCHEDULES[self.schedule].more_stages else []
         words += [f"ZeRO-{self.sharding.zero}"] if self.sharding.zero else []
         words += [f"offload {self.sharding.offload}"] if self.sharding.offload != "none" else []
         return " x ".join(words) or "one process"
@@ -97,8 +103,9 @@ class Layout:
             words.append("strategy.sequence_parallel=true")
         if self.context != "ring":
             words.append(f"strategy.context.method={self.context}")
-        if self.stages_per_rank > 1:
-            words.append("strategy.pipeline.schedule=interleaved_1f1b")
+        if self.schedule != "1f1b":
+            words.append(f"strategy.pipeline.schedule={self.schedule}")
+        if SCHEDULES[self.schedule].more_stages:
             words.append(f"strategy.pipeline.stages_per_rank={self.stages_per_rank}")
         return words
 
@@ -111,10 +118,10 @@ def enumerate_layouts(model: Work, world: int, samples: int, allowed: AllowedSiz
         samples: ``data.global_batch_size``.
     """
     rows = list(_layouts(model, world, samples, allowed))
-    columns = np.array(rows, dtype=np.float64).reshape(-1, 11).T
-    tp, pp, cp, ep, dp_shard, dp_replicate, stages, micro, batches, mode, ulysses = columns
+    columns = np.array(rows, dtype=np.float64).reshape(-1, 12).T
+    tp, pp, cp, ep, dp_shard, dp_replicate, schedule, stages, micro, batches, mode, ulysses = columns
     full, selective = mode == CHECKPOINTING.index("full"), mode == CHECKPOINTING.index("selective")
-    return replace(
+    layouts = replace(
         model,
         tp=tp,
         pp=pp,
@@ -122,6 +129,7 @@ def enumerate_layouts(model: Work, world: int, samples: int, allowed: AllowedSiz
         ep=ep,
         dp_shard=dp_shard,
         dp_replicate=dp_replicate,
+        schedule=schedule,
         stages_per_rank=stages,
         ulysses=ulysses,
         rows=micro,
@@ -133,15 +141,20 @@ def enumerate_layouts(model: Work, world: int, samples: int, allowed: AllowedSiz
         recompute_attention=full.astype(np.float64),
         recompute_elementwise=(full | selective).astype(np.float64),
     )
+    eager = np.where(_has(layouts, "splits_backward"), allowed.eager_kernels, model.eager)
+    return replace(layouts, eager=eager)
 
 
 def data_parallel_layouts(layouts: Work, sharding: Sharding) -> Work:
     """The layouts of data parallelism alone under another sharding; empty arrays if there are none.
 
+    One process has nothing to shard, and can offload.
+
     Args:
         layouts: see :func:`enumerate_layouts`.
     """
-    alone = (layouts.tp * layouts.pp * layouts.cp * layouts.ep == 1) & (np.asarray(layouts.dp_shard) > 1)
+    sharded = (np.asarray(layouts.dp_shard) > 1) | ((np.asarray(layouts.world) == 1) & (sharding.offload != "none"))
+    alone = (layouts.tp * layouts.pp * layouts.cp * layouts.ep == 1) & sharded
     if sharding.zero:
         alone &= np.asarray(layouts.dp_replicate) == 1
     arrays = {field.name: getattr(layouts, field.name) for field in fields(layouts)}
@@ -166,13 +179,14 @@ def layout_at(layouts: Work, index: int, sharding: Sharding = Sharding()) -> Lay
         sequence_parallel=sequence_parallel,
         context=context,
         sharding=sharding,
+        schedule=tuple(SCHEDULES)[size("schedule")],
     )
 
 
 def zero_bytes(layouts: Work, state: State, keeps: Activations, overheads: Overheads) -> Array:
     """Likely bytes of a rank of every layout of ZeRO; see :func:`layout_bytes`."""
     stores = _stores(layouts, keeps)
-    groups = 2.0  # the world and the shards
+    groups = np.where(np.asarray(layouts.world) > 1, 2.0, 0.0)  # the world and the shards
     terms = memory_terms(layouts, replace(state, groups=groups), stores, Place(layouts.layers), overheads)
     return np.asarray(sum(terms.values()), dtype=np.float64)
 
@@ -185,7 +199,14 @@ def layout_host_bytes(layouts: Work, state: State) -> Array:
 
 def _stores(layouts: Work, keeps: Activations) -> Activations:
     again, products = np.asarray(layouts.recompute_elementwise), np.asarray(layouts.recompute_products)
-    return replace(keeps, recompute=again, products=again - products)
+    compiled = np.where(_has(layouts, "splits_backward"), 0.0, keeps.compiled)
+    return replace(keeps, recompute=again, products=again - products, compiled=compiled)
+
+
+def _has(layouts: Work, trait: str) -> NDArray[np.bool_]:
+    """Whether each layout is a pipeline whose schedule has a trait of :class:`ScheduleTraits`."""
+    chosen = [index for index, traits in enumerate(SCHEDULES.values()) if getattr(traits, trait)]
+    return np.isin(layouts.schedule, chosen) & (np.asarray(layouts.pp) > 1)
 
 
 def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Overheads) -> Array:
@@ -198,34 +219,39 @@ def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Ove
     pp, shards = np.asarray(layouts.pp), np.asarray(layouts.dp_shard * layouts.cp)
     whole = (pp > 1) | (shards == 1)
     axes = (layouts.tp, pp, layouts.cp, layouts.ep, layouts.dp_shard, layouts.dp_replicate, layouts.world)
-    table = layouts.vocabulary * layouts.width
+    table, v_shaped = layouts.vocabulary * layouts.width, _has(layouts, "v_shaped")
     placed = replace(
         state,
         gathers_units=(~whole | ((pp == 1) & (np.asarray(state.gathers_units) > 0))).astype(np.float64),
         sums_whole=whole.astype(np.float64),
         gradient=np.where(whole, state.gradient, np.minimum(state.gradient, state.weight)),
         groups=sum((np.asarray(size) > 1).astype(np.float64) for size in axes),
-        head=np.where((pp > 1) & (np.asarray(state.head) == 0), table, state.head),
+        head=np.where((pp > 1) & ~v_shaped & (np.asarray(state.head) == 0), table, state.head),
     )
     stores = _stores(layouts, keeps)
-    sharded, stages, batches = replace(layouts, zero=3.0), layouts.stages_per_rank, layouts.micro_batches
-    schedules = [
-        np.where(
-            np.asarray(stages) > 1,
-            passes_in_flight("interleaved_1f1b", rank, pp, stages, batches),
-            passes_in_flight("1f1b", rank, pp, 1.0, batches),
-        )
-        for rank in (0.0, pp - 1)
-    ]
-    layers = layouts.layers / pp
-    alone = (pp == 1).astype(np.float64)
-    first = memory_terms(sharded, placed, stores, Place(layers, schedules[0], 1.0, alone), overheads)
-    last = memory_terms(sharded, placed, stores, Place(layers, schedules[1], alone, 1.0), overheads)
+    sharded, layers = replace(layouts, zero=3.0), layouts.layers / pp
+    alone, both = (pp == 1).astype(np.float64), ((pp == 1) | v_shaped).astype(np.float64)
+    first = memory_terms(sharded, placed, stores, Place(layers, _passes(layouts, 0.0), 1.0, both), overheads)
+    of_last = Place(layers, _passes(layouts, pp - 1), alone, np.where(v_shaped, alone, 1.0))
+    last = memory_terms(sharded, placed, stores, of_last, overheads)
     return np.maximum(*(np.asarray(sum(terms.values()), dtype=np.float64) for terms in (first, last)))
 
 
+def _passes(layouts: Work, rank: Numbers) -> Array:
+    """Micro-batches in flight on a pipeline rank of every layout; see :func:`passes_in_flight`."""
+    passes = np.ones(np.shape(layouts.pp))
+    for index, schedule in enumerate(SCHEDULES):
+        is_chosen = np.asarray(layouts.schedule) == index
+        if is_chosen.any():
+            each = passes_in_flight(schedule, rank, layouts.pp, layouts.stages_per_rank, layouts.micro_batches)
+            passes = np.where(is_chosen, each, passes)
+    return passes
+
+
 def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> Iterator[tuple[int, ...]]:
-    modes = [CHECKPOINTING.index(mode) for mode in allowed.checkpointing]
+    modes, no_mode = [CHECKPOINTING.index(mode) for mode in allowed.checkpointing], [CHECKPOINTING.index("none")]
+    numbers = {name: number for number, name in enumerate(SCHEDULES)}
+    unused = (("1f1b", 1),)
     splits = [(tp, cp, 0) for tp in allowed.tp for cp in allowed.cp]
     splits += [(tp, cp, 1) for tp, cp in sorted(allowed.ulysses) if tp in allowed.tp and cp > 1]
     for (tp, cp, ulysses), pp in ((split, pp) for split in splits for pp in allowed.pp):
@@ -243,11 +269,21 @@ def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> It
                     batches = share // micro
                     if micro > MOST_ROWS or batches < pp:
                         continue
-                    for stages in allowed.stages_per_rank if pp > 1 else (1,):
-                        if stages > 1 and (batches % pp or pp * stages > model.layers):
+                    axes = tp, pp, cp, ep, dp_shard, parallel // dp_shard
+                    for schedule, stages in allowed.schedules if pp > 1 else unused:
+                        if pp * stages > model.layers or not _takes(schedule, pp, batches):
                             continue
-                        for mode in modes:
-                            yield tp, pp, cp, ep, dp_shard, parallel // dp_shard, stages, micro, batches, mode, ulysses
+                        # A split backward pass computes a block again for each of its weights.
+                        for mode in no_mode if SCHEDULES[schedule].splits_backward else modes:
+                            yield *axes, numbers[schedule], stages, micro, batches, mode, ulysses
+
+
+def _takes(schedule: str, pp: int, micro_batches: int) -> bool:
+    """Whether a schedule takes so many micro-batches without longer waits than :func:`step_time.bubble` says."""
+    traits = SCHEDULES[schedule]
+    if traits.v_shaped:
+        return micro_batches >= 2 * pp
+    return not traits.more_stages or micro_batches % pp == 0
 
 
 def divisors(number: int) -> list[int]:

@@ -69,24 +69,24 @@ def product_seconds(
     return np.asarray(seconds, dtype=np.float64)
 
 
-def layer_product_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers]:
-    """Seconds of a layer's products, forward and backward."""
+def layer_product_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers, Numbers]:
+    """Seconds of a layer's products: forward, for gradients of inputs, and for gradients of weights.
+
+    Products of adapters count as forward and as gradients of inputs.
+    """
     eight = np.asarray(work.float8) > 0
     peak = np.where(eight, hardware.float8_peak * constants.float8, hardware.peak)
     forward: Numbers = 0.0
-    backward: Numbers = 0.0
+    inputs: Numbers = 0.0
+    weights: Numbers = 0.0
     for product in _products(work):
         of_input, of_weight = product.gradients
         forward = forward + product.seconds(hardware, constants, peak)
-        backward = backward + of_input.seconds(hardware, constants, peak)
-        backward = backward + _dense_share(work) * of_weight.seconds(hardware, constants, peak)
+        inputs = inputs + of_input.seconds(hardware, constants, peak)
+        weights = weights + of_weight.seconds(hardware, constants, peak)
     added = _adapter_seconds(work, hardware, constants)
-    return forward + added[0], backward + added[1]
-
-
-def _dense_share(work: Work) -> Numbers:
-    """Share of the dense weights that have a gradient: none next to adapters."""
-    return np.where(np.asarray(work.adapter_rank) > 0, 0, work.trained)
+    trained = np.where(np.asarray(work.adapter_rank) > 0, 0, work.trained)  # next to adapters no dense weight is
+    return forward + added[0], inputs + added[1], trained * weights
 
 
 def _adapter_seconds(work: Work, hardware: Hardware, constants: Constants) -> tuple[Numbers, Numbers]:

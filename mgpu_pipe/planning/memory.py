@@ -21,10 +21,10 @@ from mgpu_pipe.architectures.formulas.parameters import (
     layer_parameters,
     sizes_of,
 )
-from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, stages_by_rank
 from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision
+from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activation_bytes import Activations
@@ -38,7 +38,7 @@ from mgpu_pipe.planning.memory_terms import (
     memory_terms,
     passes_in_flight,
 )
-from mgpu_pipe.planning.model_work import NEEDED, run_work, stages_per_rank
+from mgpu_pipe.planning.model_work import NEEDED, compiles_blocks, run_work, stages_per_rank
 from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters, trained_apart
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
@@ -178,18 +178,13 @@ def activations_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelD
     mode = config.strategy.activation_checkpointing
     return Activations(
         item=item,
-        compiled=float(prefers_compiled(config.model, config.strategy, config.precision, device, _parameters(fields))),
+        compiled=float(compiles_blocks(config.model, config.strategy, config.precision, device, fields)),
         copies=float(device == "cpu"),
         frozen_norms=float(config.peft.name != "none"),
         recompute=float(mode != "none"),
         products=float(mode == "selective"),
         logit_rows=0 if chunk == 0 and dims.tp == 1 else rows,
     )
-
-
-def _parameters(fields: Mapping[str, Any]) -> int:
-    blocks = sum(layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"]))
-    return blocks + embedding_parameters(fields) + head_parameters(fields)
 
 
 def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -> State:
@@ -202,7 +197,8 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     layers = [layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"])]
     block = sum(layers) / max(1, len(layers))
     shape, final_norm = Shape.from_fields(fields), final_norm_parameters(fields)
-    shares_table = bool(fields.get("tie_word_embeddings")) and dims.pp == 1
+    by_one_rank = dims.pp == 1 or SCHEDULES[strategy.pipeline.schedule].v_shaped
+    shares_table = bool(fields.get("tie_word_embeddings")) and by_one_rank
     table, towers = embedding_parameters(fields), tower_parameters(fields)
     shards, adapts = dims.dp_shard * dims.cp, peft.name != "none"
     item = FP32 if precision == "fp32" else HALF

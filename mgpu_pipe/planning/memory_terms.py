@@ -234,9 +234,12 @@ OUTSIDE = ("communication", "context", "fragmentation")
 
 
 def passes_in_flight(schedule: str, rank: Numbers, pp: Numbers, stages: Numbers, micro_batches: Numbers) -> Numbers:
-    """The most micro-batches of all its layers whose backward pass has not started on a pipeline rank.
+    """The most micro-batches of all its layers whose activations a pipeline rank keeps.
+
+    A split backward pass keeps them until the gradients of weights are there.
 
     Args:
+        schedule: name of the schedule.
         stages: stages of each rank; a fraction of a micro-batch is in some of them.
     """
     left = pp - 1 - rank
@@ -244,7 +247,7 @@ def passes_in_flight(schedule: str, rank: Numbers, pp: Numbers, stages: Numbers,
         "gpipe": micro_batches * stages,
         "1f1b": left + 1,
         "interleaved_1f1b": (stages - 1) * pp + 2 * left + 1,
-        "interleaved_zero_bubble": (stages - 1) * pp + left + 1,
+        "interleaved_zero_bubble": stages * pp,
         "zbv": 2 * pp,
         "dualpipev": 2 * pp + 1,
     }[schedule]

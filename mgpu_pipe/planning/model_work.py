@@ -8,13 +8,20 @@ from typing import Any
 
 from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
-from mgpu_pipe.architectures.formulas.parameters import experts_of, experts_per_token, sizes_of
-from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
+from mgpu_pipe.architectures.formulas.parameters import (
+    embedding_parameters,
+    experts_of,
+    experts_per_token,
+    head_parameters,
+    layer_parameters,
+    sizes_of,
+)
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, splits_backward
 from mgpu_pipe.architectures.formulas.towers import vision_shape
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.objective import description
-from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision
+from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
@@ -22,6 +29,9 @@ from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields without which nothing can be said."""
 FOUR_BITS = 0.5
+DEQUANTISED_BYTES = {False: 22.5, True: 2.5}
+"""Bytes per four-bit weight that :func:`mgpu_pipe.models.adapters.qlora.dequantise` reads and writes, by whether one
+compiled kernel does it: two codes of a byte to integers (2.5), levels in fp32 (6), times the scale (8), rounded (6)."""
 CAST_BYTES = 10.0
 """FSDP2 on one process rounds fp32 weights (6 bytes) and copies the result (4)."""
 PICTURE_SHARE = 0.5
@@ -49,6 +59,8 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
     precision, tokens = resolve_precision(config.precision, config.trainer), config.data.tokens()
     adapts = config.peft.name != "none"
     entry = 4.0 if precision == "fp32" else 2.0
+    device = device_type(config.trainer)
+    is_compiled = compiles_blocks(config.model, config.strategy, config.precision, device, fields)
     return Work(
         layers=float(shape.layers),
         width=float(shape.width),
@@ -70,6 +82,8 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         float8=float(precision == "fp8"),
         trained=ADAPTERS if adapts else 1.0,
         adapter_rank=float(config.peft.r) if adapts else 0.0,
+        eager=runs_eager(config.model, config.strategy, config.precision, device, fields),
+        dequantised_bytes=DEQUANTISED_BYTES[is_compiled] if config.peft.name == "qlora" else 0.0,
         cast_bytes=CAST_BYTES if precision in ("bf16", "fp16", "fp8") and config.strategy.engine == "mesh" else 0.0,
         **_tower(config, fields, tokens),
     )
@@ -109,6 +123,7 @@ def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
     return replace(
         model_work(config, fields),
         **{axis: float(getattr(dims, axis)) for axis in (*AXES, "ep")},
+        schedule=float(tuple(SCHEDULES).index(config.strategy.pipeline.schedule)),
         stages_per_rank=float(stages_per_rank(config.strategy)),
         rows=float(plan.micro_batch_size),
         micro_batches=float(plan.num_micro_batches),
@@ -120,6 +135,30 @@ def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         recompute_attention=float(mode == "full"),
         recompute_elementwise=float(mode != "none"),
     )
+
+
+def compiles_blocks(
+    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, device: str, fields: Mapping[str, Any]
+) -> bool:
+    """Whether a run compiles its blocks; the planner takes the toolchain of ``model.compile=auto`` for granted.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
+    """
+    blocks = sum(layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"]))
+    parameters = blocks + embedding_parameters(fields) + head_parameters(fields)
+    wanted = prefers_compiled(model, strategy, precision, device, parameters)
+    return wanted and (model.compile is True or not splits_backward(strategy))
+
+
+def runs_eager(
+    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, device: str, fields: Mapping[str, Any]
+) -> float:
+    """1 if a GPU runs the blocks neither compiled nor by Liger's kernels; see :func:`compiles_blocks`."""
+    if device != "cuda" or model.kernels == "liger":
+        return 0.0
+    return float(not compiles_blocks(model, strategy, precision, device, fields))
 
 
 def place_of_state(strategy: StrategyConfig, precision: str) -> dict[str, float]:

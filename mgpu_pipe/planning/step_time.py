@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
+from mgpu_pipe.planning.elementwise import choose, maximum
 from mgpu_pipe.planning.matrix_products import Product, layer_product_seconds
 from mgpu_pipe.planning.offload_time import (
     gradient_copy_seconds,
@@ -22,6 +24,9 @@ from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work
 
 BUCKET_COPIES = 4
 """Times that DeepSpeed reads or writes a gradient to fill a bucket and to divide it by the number of ranks."""
+EAGER_SHARED_BYTES, EAGER_SPLIT_BYTES = 64.0, 34.0
+"""Bytes per token and width that a block's forward pass reads and writes in eager kernels besides those of compiled
+ones: 32 for each norm in fp32; 20 for rotary positions of queries and keys and 14 for the gate."""
 HALF = 2
 """Bytes of an entry for which the constants count bytes."""
 
@@ -86,7 +91,8 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
         work.pp > 1, 2 * work.stages_per_rank * (message / speed + _latency(2, stride, hardware, constants)), 0
     )
     stage = (work.layers * layer + head) / work.pp
-    fill = constants.bubble * (work.pp - 1) / work.stages_per_rank * (stage + hop)
+    share = _bubble_share(work, forward.total, backward.total, hardware, constants)
+    fill = constants.bubble * (work.pp - 1) / work.stages_per_rank * (share * stage + hop)
     head_share = on_rank - layers * layer
     parts = {
         "compute": each * (layers * (forward.compute + backward.compute) + head_share + tower),
@@ -104,6 +110,49 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
     nodes = np.maximum(1, work.world / hardware.gpus_per_node)
     total = known * (1 + constants.stragglers * np.log2(nodes)) + constants.step
     return StepTime(**parts, overhead=total - sum(parts.values()))
+
+
+def _bubble_share(work: Work, forward: Numbers, backward: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds that a rank waits for each rank besides it, over those of both passes of a stage.
+
+    Schedules that split the backward pass fill the wait with gradients of weights: see :func:`bubble`.
+
+    Args:
+        forward: seconds of a layer.
+        backward: likewise, for inputs and weights.
+    """
+    schedule, share = np.asarray(work.schedule), np.asarray(1.0)
+    for index, (name, traits) in enumerate(SCHEDULES.items()):
+        is_chosen = (schedule == index) & (np.asarray(work.pp) > 1)
+        if traits.splits_backward and np.any(is_chosen):
+            weights = layer_product_seconds(work, hardware, constants)[2]
+            each = bubble(name, work.pp, work.micro_batches, forward, backward - weights, weights)
+            share = np.where(is_chosen, each / (forward + backward), share)
+    return share
+
+
+def bubble(
+    schedule: str, pp: Numbers, micro_batches: Numbers, forward: Numbers, inputs: Numbers, weights: Numbers
+) -> Numbers:
+    """Seconds that a pipeline rank waits in a step, over ``pp - 1``.
+
+    ZB-H1's are in table 2 of arXiv:2401.10241. Those of ZB-V and DualPipeV are of the streams of
+    :mod:`mgpu_pipe.parallel.pipeline.work_order`, where ``weights <= forward <= inputs``.
+
+    Args:
+        schedule: name of the schedule.
+        forward: seconds of a stage's forward pass.
+        inputs: seconds of the gradients of its inputs.
+        weights: seconds of the gradients of its weights.
+    """
+    if schedule == "interleaved_zero_bubble":
+        return maximum(forward + inputs - weights, inputs)
+    if schedule == "zbv":
+        return choose(micro_batches < 2 * pp - 1, 2 * inputs, maximum(inputs, 2 * (inputs - weights)))
+    if schedule == "dualpipev":
+        late = 2 * inputs - weights - forward / maximum(1, pp - 1)
+        return maximum(maximum(forward + inputs - weights, inputs), late)
+    return forward + inputs + weights
 
 
 def _tower_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
@@ -163,10 +212,19 @@ def _attention_seconds(work: Work, hardware: Hardware, constants: Constants) -> 
 
 def _elementwise_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of a layer's norms, activations and sums in a forward pass; a backward pass takes twice."""
-    shared = constants.shared_bytes / np.where(np.asarray(work.sequence_parallel) > 0, work.tp, 1)
-    inner = constants.split_bytes / work.tp * work.chosen * (1 + work.gated) * work.inner / (4 * work.width)
-    moved = work.activation_bytes / HALF * work.tokens * work.width * (shared + inner)
+    shared = constants.shared_bytes + EAGER_SHARED_BYTES * work.eager
+    shared = shared / np.where(np.asarray(work.sequence_parallel) > 0, work.tp, 1)
+    inner = constants.split_bytes * work.chosen * (1 + work.gated) * work.inner / (4 * work.width)
+    split = (inner + EAGER_SPLIT_BYTES * work.eager) / work.tp
+    moved = work.activation_bytes / HALF * work.tokens * work.width * (shared + split)
     return moved / (hardware.bandwidth * constants.memory)
+
+
+def _dequantise_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds in which a pass makes a layer's four-bit weights numbers of the compute type."""
+    experts = maximum(1, work.experts) * work.expert_parameters / maximum(work.tp, work.ep)
+    weights = work.attention_parameters / work.tp + experts
+    return work.dequantised_bytes * weights / (hardware.bandwidth * constants.memory)
 
 
 def _bandwidth(ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
@@ -248,6 +306,7 @@ def _forward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
         layer_product_seconds(work, hardware, constants)[0]
         + attention
         + _elementwise_seconds(work, hardware, constants)
+        + _dequantise_seconds(work, hardware, constants)
     )
     gathers = _gather_seconds(work, work.weight_bytes, hardware, constants) + weight_copy_seconds(work, hardware)
     context = _context_seconds(work, attention, hardware, constants)
@@ -256,12 +315,13 @@ def _forward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
 
 def _backward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
     """Seconds of a layer's backward pass, with what it computes again."""
-    again, products = layer_product_seconds(work, hardware, constants)
+    again, inputs, weights = layer_product_seconds(work, hardware, constants)
     attention_again, attention = _attention_seconds(work, hardware, constants)
     elementwise = _elementwise_seconds(work, hardware, constants)
-    busy = products + attention + 2 * elementwise
+    busy = inputs + weights + attention + 2 * elementwise
     busy = busy + work.recompute_products * again + work.recompute_attention * attention_again
     busy = busy + work.recompute_elementwise * elementwise
+    busy = busy + (1 + work.recompute_products) * _dequantise_seconds(work, hardware, constants)
     gathers = _gather_seconds(work, work.weight_bytes + work.trained * work.gradient_bytes, hardware, constants)
     gathers = gathers + weight_copy_seconds(work, hardware) + gradient_copy_seconds(work, hardware)
     context = _context_seconds(work, attention, hardware, constants, backward=True)

@@ -40,6 +40,9 @@ class Work:
     dp_shard: Numbers = 1.0
     dp_replicate: Numbers = 1.0
     stages_per_rank: Numbers = 1.0
+    schedule: Numbers = 1.0
+    """Index of the pipeline schedule in :data:`mgpu_pipe.architectures.formulas.pipeline_schedules.SCHEDULES`; several
+    stages of a rank make 1F1B, the default, its interleaved form."""
     rows: Numbers = 1.0
     """Rows of a micro-batch."""
     micro_batches: Numbers = 1.0
@@ -64,10 +67,14 @@ class Work:
     """Bytes of an activation that is sent."""
     float8: Numbers = 0.0
     """1 if the layers' matrix products are in float8."""
+    eager: Numbers = 0.0
+    """1 if a GPU runs the blocks without compiling or fusing their elementwise kernels."""
     trained: Numbers = 1.0
     """Share of the parameters that have a gradient."""
     adapter_rank: Numbers = 0.0
     """Rank of adapters next to all linear layers of the blocks, whose weights have no gradient then; 0 for none."""
+    dequantised_bytes: Numbers = 0.0
+    """Bytes read and written per weight of a block where a pass multiplies by four-bit weights."""
     cast_bytes: Numbers = 0.0
     """Bytes read and written per parameter where a rank that has whole weights makes their compute copy, which it does
     for each micro-batch."""

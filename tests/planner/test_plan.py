@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.checks.layout_candidates import find_candidates, with_layout
 from mgpu_pipe.checks.plan_layouts import _fits_host, plan_layouts
 from mgpu_pipe.checks.preflight import preflight_errors
@@ -93,6 +94,28 @@ def test_every_layout_of_a_small_world_is_tried_once() -> None:
     assert {(s.tp, s.pp, s.cp, s.dp_shard, s.dp_replicate, s.micro_batch_size) for s in seen} == expected
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_is_searched_unless_the_configuration_names_it(schedule: str) -> None:
+    words = [*SMALL, "trainer.devices=4", "data.global_batch_size=32", "model.config.num_hidden_layers=8"]
+    config = composed(*words, f"strategy.pipeline.schedule={schedule}", "plan.rows=99")
+    layouts = find_candidates(config, load_profile("cpu"), 4).kinds[0].layouts
+    tried = {layout_at(layouts, index).schedule for index in np.flatnonzero(np.asarray(layouts.pp) > 1).tolist()}
+    assert tried == ({schedule} if schedule != "1f1b" else {*SCHEDULES} - {"gpipe"})
+    plans = [plan for plan in plan_layouts(config)[0] if plan.layout.pp > 1]
+    assert len({plan.layout.pp for plan in plans}) == 2
+    for plan in plans:
+        found = composed(*words, *plan.overrides)
+        assert found.strategy.pipeline == plan.config.strategy.pipeline and not preflight_errors(found, elsewhere=True)
+
+
+def test_a_schedule_that_splits_the_backward_pass_is_tried_where_torch_allows_it() -> None:
+    words = (*LARGE, "trainer.devices=8", "strategy.pipeline.schedule=zbv")
+    for more, tries in (((), True), (("model.compile=true",), False), (("precision=fp8",), False)):
+        layouts = find_candidates(composed(*words, *more), load_profile("h100"), 8).kinds[0].layouts
+        assert bool(np.any(np.asarray(layouts.pp) > 1)) is tries
+        assert not np.any((np.asarray(layouts.pp) > 1) & (np.asarray(layouts.recompute_elementwise) > 0))
+
+
 def test_heads_are_exchanged_for_tokens_where_that_is_faster() -> None:
     allowed = AllowedSizes(cp=(1, 2), ulysses=frozenset({(1, 1), (1, 2)}), checkpointing=("none",))
     tried = enumerate_layouts(TOY, 2, 4, allowed)
@@ -116,8 +139,10 @@ def _step_of(config: RunConfig, profile: HardwareProfile, layout: Layout) -> flo
     return float(np.asarray(step_time(work, profile.hardware, profile.fitted).context_parallel))
 
 
-def test_the_bulk_estimate_of_memory_is_that_of_every_rank() -> None:
-    found = find_candidates(composed(*CLUSTER), load_profile("h100"), 64)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bulk_estimate_of_memory_is_that_of_every_rank(schedule: str) -> None:
+    config = composed(*CLUSTER, f"strategy.pipeline.schedule={schedule}")
+    found = find_candidates(config, load_profile("h100"), 64)
     order = np.argsort(found.sizes)
     near = order[
         np.sort(found.sizes) < 4 * load_profile("h100").memory_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import fields, replace
 
 import numpy as np
@@ -10,13 +11,17 @@ import pytest
 
 from benchmarks.accuracy.plan_accuracy import cases, committed, predict_held_out, regret
 from benchmarks.accuracy.published_runs import fit, fold_of, read_runs, rows_of_this_project
-from benchmarks.gpu.gpu_step import BASE, OURS
+from benchmarks.gpu.gpu_step import BASE, OURS, WHOLE
 from benchmarks.support import RESULTS
 from mgpu_pipe.architectures.formulas.flops import Shape, training_flops_per_token
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.models.fields import model_fields
+from mgpu_pipe.parallel.pipeline.work_order import streams, timeline
 from mgpu_pipe.planning.hardware_profile import load_profile
+from mgpu_pipe.planning.model_work import run_work
 from mgpu_pipe.planning.run_hardware import predicted_seconds
-from mgpu_pipe.planning.step_time import StepTime, step_time
+from mgpu_pipe.planning.step_time import StepTime, bubble, step_time
 from mgpu_pipe.planning.work import Constants, Hardware, Work, constant_names
 
 MODEL = Work(
@@ -31,6 +36,7 @@ IDEAL = Constants(
     stragglers=1e-12, bubble=1, reduction=1,
 )  # fmt: skip
 """Nothing is lost: products run at the peak and memory is infinitely fast."""
+OUR_ROWS = json.loads((RESULTS / "gpu_step-gpu.json").read_text())["rows"]
 H200_ROWS = json.loads((RESULTS / "gpu_step-h200.json").read_text())["rows"]
 COMMITTED = {row["runs"]: row for row in committed()}
 
@@ -62,6 +68,53 @@ def test_an_ideal_pipeline_waits_for_its_stages_alone() -> None:
         found = step_time(replace(model, pp=pp, stages_per_rank=stages), replace(H100, link=1e18, network=1e18), IDEAL)
         assert found.bubble == pytest.approx(whole / 4 / pp * (pp - 1) / stages, rel=1e-3)
         assert found.compute == pytest.approx(whole / pp, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "units"),
+    [("gpipe", 3), ("1f1b", 3), ("interleaved_1f1b", 3), ("interleaved_zero_bubble", 1), ("zbv", 1), ("dualpipev", 1)],
+)
+def test_the_bubble_of_a_schedule_is_the_published_and_that_of_its_streams(schedule: str, units: int) -> None:
+    """1F1B waits ``(p-1)(F+B)`` (arXiv:2104.04473), ZB-H1 ``(p-1)(F+B-W)``, in units of equal passes
+    (arXiv:2401.10241, table 2); any other passes by the simulated streams."""
+    assert bubble(schedule, 8, 64, 1.0, 1.0, 1.0) == units
+    generator = random.Random(1)
+    for ranks in (2, 3, 4, 8):
+        for micro_batches in (2 * ranks, 4 * ranks):
+            weights, forward, inputs = sorted(generator.uniform(0.3, 3) for _ in range(3))
+            seconds = {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
+            rows = timeline(streams(schedule, ranks, micro_batches), seconds)
+            stages = SCHEDULES[schedule].stages_per_rank
+            waits = max(row[-1].end for row in rows) - stages * micro_batches * (forward + inputs + weights)
+            each = bubble(schedule, ranks, micro_batches, forward, inputs, weights)
+            assert (ranks - 1) * each == pytest.approx(waits)
+
+
+def test_zero_bubbles_are_filled_with_gradients_of_weights() -> None:
+    model = replace(MODEL, vocabulary=256, is_balanced=0, layers=64, pp=4, stages_per_rank=2, micro_batches=8)
+    fast = replace(H100, link=1e18, network=1e18)
+    plain, *filled = (step_time(replace(model, schedule=float(index)), fast, IDEAL) for index in (2, 3, 4, 5))
+    products = 2 * 8192 * (2 * 4096 * 128 * 40 + 3 * 4096 * 14336) / 989.4e12
+    attention = 2 * 8192 * 8192 * 4096 / 989.4e12  # half of the scores are masked
+    layer = 3 * (products + attention)
+    assert float(plain.bubble) == pytest.approx(3 / 2 * 16 * layer, rel=1e-3)
+    zero_bubble, zbv, dualpipev = (float(found.bubble) / (3 / 2 * 16) for found in filled)
+    assert zero_bubble == pytest.approx(products + 3 * attention, rel=1e-3)
+    assert zbv == pytest.approx(max(products + 2 * attention, 4 * attention), rel=1e-3)
+    late = products + 4 * attention - (products + attention) / 3
+    assert dualpipev == pytest.approx(max(products + 3 * attention, late), rel=1e-3)
+    adapted = replace(model, adapter_rank=16, trained=0.01)
+    one, other = (float(step_time(replace(adapted, schedule=s), fast, IDEAL).bubble) for s in (2.0, 3.0))
+    assert other == pytest.approx(one, rel=1e-3)  # weights without gradients fill nothing
+
+
+def test_eager_blocks_move_as_many_bytes_as_measured() -> None:
+    """Next to compiled ones: Hugging Face Trainer's step of a 1B model and a compiled loop's, on an H100."""
+    rows = {row["case"]: row["seconds a step"] for row in OUR_ROWS}
+    config = compose([*BASE, *WHOLE, "trainer.accelerator=cuda", "plan.hardware=[h100]"])[0]
+    models = (replace(config.model, compile=compiles) for compiles in (True, False))
+    compiled, eager = (predicted_seconds(replace(config, model=model))[0] for model in models)
+    assert eager / compiled == pytest.approx(rows["Hugging Face Trainer"] / rows["compiled torch loop"], rel=0.03)
 
 
 def test_a_balanced_pipeline_gives_the_stage_with_the_head_fewer_layers() -> None:
@@ -115,6 +168,19 @@ def test_frozen_weights_get_no_gradient_and_adapters_cost_narrow_products() -> N
     constants = replace(IDEAL, memory=1)
     moved = (step_time(replace(MODEL, adapter_rank=rank), H100, constants).compute for rank in (16, 64))
     assert next(moved) == next(moved)
+
+
+def test_four_bit_weights_are_dequantised_in_each_pass() -> None:
+    constants = replace(IDEAL, memory=1)
+    layer = 2 * 4096 * 128 * 40 + 3 * 4096 * 14336
+    for again, passes in ((0.0, 2), (1.0, 3)):
+        plain = replace(MODEL, adapter_rank=16, recompute_products=again)
+        added = total(replace(plain, dequantised_bytes=22.5), constants) - total(plain, constants)
+        assert added == pytest.approx(4 * passes * 32 * layer * 22.5 / 3350e9, rel=1e-6)
+    words = ("model=llama3_8b", "peft=qlora", "trainer.devices=1", "trainer.accelerator=cuda", "plan.hardware=[h100]")
+    for compiles, size in ((True, 0.5 + 2), (False, 0.5 + 2 + 2 + 4 + 8 + 6)):
+        config = compose([*words, f"model.compile={str(compiles).lower()}"])[0]
+        assert run_work(config, model_fields(config.model)).dequantised_bytes == size
 
 
 def test_whole_weights_are_cast_for_each_micro_batch() -> None:
