@@ -25,7 +25,7 @@ from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, stage
 from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import (
@@ -204,7 +204,10 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     item = FP32 if precision == "fp32" else HALF
     by_fsdp = shards > 1 or dims.uses_model_axes or precision != "fp32" or strategy.offload != "none"
     is_zero = strategy.engine == "deepspeed"
-    storage = _zero_storage(config, item) if is_zero else _mesh_storage(config, dims, item * by_fsdp)
+    if is_zero:
+        storage = _zero_storage(config.optimizer, strategy, precision, item)
+    else:
+        storage = _mesh_storage(config.optimizer, config.precision, precision, strategy, dims, item * by_fsdp)
     trained = float(not adapts and not {"language", "*"} & set(config.model.freeze))
     four = four_bits(peft)
     return State(
@@ -230,43 +233,52 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     )
 
 
-def _mesh_storage(config: RunConfig, dims: ParallelDims, copy: float) -> dict[str, float]:
+def _mesh_storage(
+    optimizer: OptimizerConfig,
+    precision: PrecisionConfig,
+    computes: str,
+    strategy: StrategyConfig,
+    dims: ParallelDims,
+    copy: float,
+) -> dict[str, float]:
     """Fields of :class:`State` that say how DDP and FSDP2 keep weights, gradients and optimizer state.
 
     Args:
+        computes: the resolved name of ``precision``.
         copy: bytes of a weight in the compute type next to the weight.
     """
-    is_half = resolve_precision(config.precision, config.trainer) == "bf16_true"
+    is_half = computes == "bf16_true"
     whole = dims.pp > 1 or dims.dp_shard * dims.cp == 1
     # Whole gradients are summed up in the type of their reduction.
-    reduces_half = config.precision.reduce == "bf16" or (is_half and not whole)
+    reduces_half = precision.reduce == "bf16" or (is_half and not whole)
     # One process keeps its copy of the weights, unless it is in their own type.
     keeps_gathered = whole and not (is_half and dims.pp == 1)
     return {
         "weight": HALF if is_half else FP32,
         "copy": copy,
         "gradient": HALF if reduces_half else FP32,
-        "optimizer": optimizer_bytes(config.optimizer) // (2 if is_half else 1),
-        "gathers_units": float(not keeps_gathered and config.strategy.fsdp.reshard_after_forward is not False),
+        "optimizer": optimizer_bytes(optimizer) // (2 if is_half else 1),
+        "gathers_units": float(not keeps_gathered and strategy.fsdp.reshard_after_forward is not False),
         "sums_whole": float(whole),
     }
 
 
-def _zero_storage(config: RunConfig, item: float) -> dict[str, float]:
+def _zero_storage(optimizer: OptimizerConfig, strategy: StrategyConfig, computes: str, item: float) -> dict[str, float]:
     """Fields of :class:`State` that say how DeepSpeed keeps weights, gradients and optimizer state.
 
     Args:
+        computes: the resolved precision.
         item: bytes of a number in the compute type.
     """
-    precision, stage = resolve_precision(config.precision, config.trainer), sharded_stage(config.strategy)
-    weight, master = (FP32, 0) if precision == "fp32" else (HALF, FP32)
+    stage = sharded_stage(strategy)
+    weight, master = (FP32, 0) if computes == "fp32" else (HALF, FP32)
     return {
         "weight": weight,
         "copy": item * (stage > 2),
         "gradient": FP32,
-        "optimizer": optimizer_bytes(config.optimizer) // (2 if precision == "bf16_true" else 1) + master,
+        "optimizer": optimizer_bytes(optimizer) // (2 if computes == "bf16_true" else 1) + master,
         # ZeRO-2 reduces in the compute type, the others in fp32.
-        "buckets": config.strategy.bucket_mib * MIB * (item / FP32 if stage == 2 else 1),
+        "buckets": strategy.bucket_mib * MIB * (item / FP32 if stage == 2 else 1),
     }
 
 

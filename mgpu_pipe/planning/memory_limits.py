@@ -148,10 +148,20 @@ def fitting_changes(config: RunConfig, machine: Machine) -> Iterator[tuple[str, 
     """
     for kind in _kinds(config, machine):
         for words in kind:
-            likely = _likely_with(config, words, machine)
-            if likely is not None:
-                yield " ".join(words), likely
+            try:
+                changed = with_overrides(config, words)
+                plan = memory_by_rank(changed)
+            except BadInputError:  # no run that can start
+                continue
+            if plan is not None and _fits(plan, changed.trainer, changed.strategy, machine):
+                yield " ".join(words), plan.likely
                 break
+
+
+def _fits(plan: MemoryPlan, trainer: TrainerConfig, strategy: StrategyConfig, machine: Machine) -> bool:
+    """Whether the worst rank fits by the high figure, and a node's offloaded state into its host."""
+    fits_host = plan.host * devices_per_node(trainer, strategy) <= machine.host
+    return fits_host and plan.high <= _share(trainer, strategy, machine)
 
 
 def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
@@ -210,20 +220,6 @@ def _smaller_micro_batches(data: DataConfig, trainer: TrainerConfig, strategy: S
     dims = ParallelDims.from_config(trainer, strategy)
     plan = BatchPlan.resolve(data, dims.data_parallel_size, dims.pp)
     return [size for size in range(plan.micro_batch_size - 1, 0, -1) if plan.samples_per_process % size == 0]
-
-
-def _likely_with(config: RunConfig, words: list[str], machine: Machine) -> int | None:
-    """Likely bytes of the worst rank with overrides; None if it may not fit, or is no run that can start."""
-    try:
-        changed = with_overrides(config, words)
-        plan = memory_by_rank(changed)
-    except BadInputError:
-        return None
-    if plan is None or plan.high > _share(changed.trainer, changed.strategy, machine):
-        return None
-    if plan.host * devices_per_node(changed.trainer, changed.strategy) > machine.host:
-        return None
-    return plan.likely
 
 
 def with_overrides(config: RunConfig, words: list[str]) -> RunConfig:

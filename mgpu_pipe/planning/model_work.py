@@ -18,10 +18,10 @@ from mgpu_pipe.architectures.formulas.parameters import (
 )
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, splits_backward
 from mgpu_pipe.architectures.formulas.towers import vision_shape
-from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.group_keys import PeftConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision
-from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
@@ -85,17 +85,19 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         eager=runs_eager(config.model, config.strategy, config.precision, device, fields),
         dequantised_bytes=DEQUANTISED_BYTES[is_compiled] if config.peft.name == "qlora" else 0.0,
         cast_bytes=CAST_BYTES if precision in ("bf16", "fp16", "fp8") and config.strategy.engine == "mesh" else 0.0,
-        **_tower(config, fields, tokens),
+        **_tower(config.model, config.objective, config.peft, fields, tokens),
     )
 
 
-def _tower(config: RunConfig, fields: Mapping[str, Any], tokens: int) -> dict[str, float]:
+def _tower(
+    model: ModelConfig, objective: ObjectiveConfig, peft: PeftConfig, fields: Mapping[str, Any], tokens: int
+) -> dict[str, float]:
     """Fields of :class:`Work` for the vision tower; none where no pictures are shown. Pictures are taken to fill
     :data:`PICTURE_SHARE` of a row."""
     shape = vision_shape(fields)
-    if shape is None or description(config.objective.name).samples != "picture_chats":
+    if shape is None or description(objective.name).samples != "picture_chats":
         return {}
-    patches, frozen = PICTURE_SHARE * tokens * shape.patches_of_place, {"vision", "*"} & set(config.model.freeze)
+    patches, frozen = PICTURE_SHARE * tokens * shape.patches_of_place, {"vision", "*"} & set(model.freeze)
     return {
         "tower_layers": float(shape.layers),
         "tower_width": float(shape.width),
@@ -104,7 +106,7 @@ def _tower(config: RunConfig, fields: Mapping[str, Any], tokens: int) -> dict[st
         "tower_gated": float(shape.is_gated),
         "patches": patches,
         "patches_in_view": min(patches, shape.patches or patches),
-        "tower_trains": float(not frozen if config.peft.name == "none" else "vision" in config.peft.train_also),
+        "tower_trains": float(not frozen if peft.name == "none" else "vision" in peft.train_also),
     }
 
 
