@@ -193,7 +193,9 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
         fix = "plan one of a language model, such as objective=causal_lm"
         raise ConfigError("objective.name", config.objective.name, fix, "the memory of this objective is not known")
     kinds, refused = [_sharded(alone, fields, layouts, MESH)], 0
-    for sharding in (*ZERO, *(ON_GPUS if profile.accelerator != CPU else ())):
+    fits_alone = gpus == 1 and bool(np.any(kinds[0].sizes <= profile.memory_bytes))
+    offloads = () if fits_alone or profile.accelerator == CPU else ON_GPUS  # a GPU that has enough does not wait
+    for sharding in (*ZERO, *offloads):
         if sharding.offload == "nvme" and config.strategy.offload_path is None:
             continue
         others = data_parallel_layouts(layouts, sharding)

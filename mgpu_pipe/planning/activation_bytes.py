@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mgpu_pipe.architectures.formulas.kept_memory import FP32
-from mgpu_pipe.planning.elementwise import Numbers, choose, maximum, minimum
-from mgpu_pipe.planning.work import Work
+from mgpu_pipe.planning.work import Numbers, Work, choose, maximum, minimum
 
 AROUND_BLOCKS = 5
 """Widths in the compute type of a token outside of the blocks: the last block's result, its norm in fp32 and in the

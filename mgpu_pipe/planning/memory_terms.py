@@ -18,8 +18,7 @@ from mgpu_pipe.planning.activation_bytes import (
     loss_bytes,
     message_bytes,
 )
-from mgpu_pipe.planning.elementwise import Numbers, choose, maximum, minimum
-from mgpu_pipe.planning.work import Work
+from mgpu_pipe.planning.work import Numbers, Work, choose, maximum, minimum
 
 GIB = 1 << 30
 Terms = dict[str, Numbers]

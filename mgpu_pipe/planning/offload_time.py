@@ -8,8 +8,7 @@ parallelism offloads, so a rank has a ``dp_shard``-th of the model. Nothing of t
 
 from __future__ import annotations
 
-from mgpu_pipe.planning.elementwise import Numbers, choose, minimum
-from mgpu_pipe.planning.work import Constants, Hardware, Work
+from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work, choose, minimum
 
 COPIED = 0.8
 """Share of the speed of PCIe and of a disk that large copies reach; assumed."""

@@ -7,12 +7,11 @@ Matrix products go by their shapes, attention by its kernel, elementwise work by
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
-from mgpu_pipe.planning.elementwise import choose, maximum
 from mgpu_pipe.planning.matrix_products import Product, layer_product_seconds
 from mgpu_pipe.planning.offload_time import (
     gradient_copy_seconds,
@@ -20,7 +19,7 @@ from mgpu_pipe.planning.offload_time import (
     offload_seconds,
     weight_copy_seconds,
 )
-from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work
+from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work, choose, maximum
 
 BUCKET_COPIES = 4
 """Times that DeepSpeed reads or writes a gradient to fill a bucket and to divide it by the number of ranks."""
@@ -182,9 +181,13 @@ def all_reduce_seconds(size: Numbers, ranks: Numbers, hardware: Hardware, consta
 
 
 def _cast_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
-    """Seconds in which a rank that has whole weights makes their compute copy; a pipeline's ranks keep theirs."""
+    """Seconds in which a rank that has whole weights makes their compute copy; a pipeline's ranks keep theirs.
+
+    Four-bit weights have none.
+    """
     is_whole = (np.asarray(work.pp) == 1) & (np.asarray(work.dp_shard * work.cp) == 1)
-    moved = np.where(is_whole, work.cast_bytes, 0) * rank_parameters(work)
+    layers = np.where(np.asarray(work.dequantised_bytes) > 0, 0, work.layers)
+    moved = np.where(is_whole, work.cast_bytes, 0) * rank_parameters(replace(work, layers=layers))
     return moved / (hardware.bandwidth * constants.memory)
 
 

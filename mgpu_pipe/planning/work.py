@@ -1,14 +1,22 @@
 """Work of a step: shapes of the model, the layout, the batch; and the hardware's figures and constants.
 
 Every field of :class:`Work` and :class:`Hardware` is a number or an array; arrays broadcast, so that one call predicts
-all layouts of a search, or all rows of a table of measured runs.
+all layouts of a search, or all rows of a table of measured runs. The functions at the end import NumPy only for arrays,
+since ``check`` has none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from mgpu_pipe.planning.elementwise import Numbers, maximum
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Numbers = float | NDArray[np.float64]
+else:  # check imports no NumPy
+    Numbers = float
 
 
 @dataclass(frozen=True)
@@ -251,3 +259,28 @@ def constant_names() -> list[str]:
 def spread(name: str) -> float:
     """Standard deviation of the prior of a constant's logarithm; small for what can be counted."""
     return float(next(constant for constant in fields(Constants) if constant.name == name).metadata.get("spread", 0.5))
+
+
+def choose(condition: Any, then: Any, otherwise: Any) -> Numbers:
+    """``then`` where a number or an array is true, else ``otherwise``."""
+    if isinstance(condition, bool | int | float):
+        return then if condition else otherwise
+    import numpy as np
+
+    chosen: NDArray[np.float64] = np.where(condition, then, otherwise)
+    return chosen
+
+
+def maximum(first: Any, second: Any) -> Numbers:
+    """The larger of two numbers, element by element."""
+    if isinstance(first, int | float) and isinstance(second, int | float):
+        return max(first, second)
+    import numpy as np
+
+    largest: NDArray[np.float64] = np.maximum(first, second)
+    return largest
+
+
+def minimum(first: Any, second: Any) -> Numbers:
+    """The smaller of two numbers, element by element."""
+    return -maximum(-first, -second)

@@ -173,10 +173,11 @@ def test_offload_and_zero_lose_where_the_state_fits_on_the_gpus() -> None:
     assert {plan.layout.sharding.zero for plan in plans} == {0, 1, 2, 3}
 
 
-def test_shardings_are_estimated_in_bulk_as_each_alone() -> None:
+@pytest.mark.parametrize("gpus", [1, 8])
+def test_shardings_are_estimated_in_bulk_as_each_alone(gpus: int) -> None:
     profile = load_profile("h100")
-    config = composed("model=llama3_8b", "data.global_batch_size=64", "trainer.devices=8")
-    found = find_candidates(config, profile, 8)
+    config = composed("model=llama3_8b", "data.global_batch_size=64", f"trainer.devices={gpus}")
+    found = find_candidates(config, profile, gpus)
     seconds = np.asarray(found.times(profile.hardware, profile).total)
     for kind in found.kinds[1:]:
         at = int(np.flatnonzero(found.sizes == kind.sizes[0])[0])
@@ -331,7 +332,7 @@ def test_precision_chooses_the_peak() -> None:
 
 
 def test_hardware_without_a_plan_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["model=llama3_8b", "plan.hardware=h100,rtx4090", "plan.gpus=1", "data.global_batch_size=8", "peft=lora"]
+    words = ["model=llama3_70b", "plan.hardware=h100,rtx4090", "plan.gpus=1", "data.global_batch_size=8"]
     assert main(["plan", *words]) == 0
     assert "no plan: plan.gpus=1: no layout fits on 1 of rtx4090: " in capsys.readouterr().out
 
@@ -345,11 +346,22 @@ def test_a_step_too_small_for_the_gpus_is_named(capsys: pytest.CaptureFixture[st
 
 
 def test_adapters_and_four_bits_need_less() -> None:
-    words = ["model=llama3_8b", "plan.hardware=[h100]", "trainer.devices=1", "data.global_batch_size=8", "plan.rows=1"]
-    assert "no layout fits on 1 of h100" in refusal(*words)
-    (lora,), _ = plan_layouts(composed(*words, "peft=lora", "plan.rank_by=memory"))
-    (qlora,), _ = plan_layouts(composed(*words, "peft=qlora", "plan.rank_by=memory"))
-    assert qlora.memory.likely < lora.memory.likely
+    words = [
+        "model=llama3_8b",
+        "plan.hardware=[h100]",
+        "data.global_batch_size=8",
+        "plan.rows=9",
+        "plan.rank_by=memory",
+    ]
+    kinds = ("none", "lora", "qlora")
+    plans = [plan_layouts(composed(*words, "trainer.devices=1", f"peft={peft}"))[0] for peft in kinds]
+    without, lora, qlora = ([plan for plan in each if plan.layout.sharding == Sharding()] for each in plans)
+    assert not without and qlora[0].memory.likely < lora[0].memory.likely
+    offloaded = {(plan.config.strategy.name, plan.layout.sharding.offload): plan for plan in plans[0]}
+    assert {*offloaded} == {("single", "cpu"), ("zero2", "cpu"), ("zero3", "cpu")}
+    for plan in plans[0]:
+        config = composed(*words, *plan.overrides)
+        assert memory_by_rank(config) == plan.memory and not preflight_errors(config, elsewhere=True)
 
 
 def test_a_family_without_known_shapes_says_what_is_assumed() -> None:

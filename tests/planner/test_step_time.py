@@ -177,6 +177,9 @@ def test_four_bit_weights_are_dequantised_in_each_pass() -> None:
         plain = replace(MODEL, adapter_rank=16, recompute_products=again)
         added = total(replace(plain, dequantised_bytes=22.5), constants) - total(plain, constants)
         assert added == pytest.approx(4 * passes * 32 * layer * 22.5 / 3350e9, rel=1e-6)
+    cast = replace(MODEL, cast_bytes=10, dequantised_bytes=1e-12)
+    tables = 2 * 4096 * 128256
+    assert total(cast, constants) - total(replace(cast, cast_bytes=0), constants) == pytest.approx(40 * tables / 3350e9)
     words = ("model=llama3_8b", "peft=qlora", "trainer.devices=1", "trainer.accelerator=cuda", "plan.hardware=[h100]")
     for compiles, size in ((True, 0.5 + 2), (False, 0.5 + 2 + 2 + 4 + 8 + 6)):
         config = compose([*words, f"model.compile={str(compiles).lower()}"])[0]
