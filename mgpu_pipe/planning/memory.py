@@ -39,7 +39,7 @@ from mgpu_pipe.planning.memory_terms import (
     passes_in_flight,
 )
 from mgpu_pipe.planning.model_work import NEEDED, compiles_blocks, run_work, stages_per_rank
-from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters, trained_apart
+from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters, trained_apart, uncut_parameters
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 MIB = 1 << 20
@@ -200,6 +200,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     by_one_rank = dims.pp == 1 or SCHEDULES[strategy.pipeline.schedule].v_shaped
     shares_table = bool(fields.get("tie_word_embeddings")) and by_one_rank
     table, towers = embedding_parameters(fields), tower_parameters(fields)
+    uncut = uncut_parameters(fields, strategy.parts.whole)
     shards, adapts = dims.dp_shard * dims.cp, peft.name != "none"
     item = FP32 if precision == "fp32" else HALF
     by_fsdp = shards > 1 or dims.uses_model_axes or precision != "fp32" or strategy.offload != "none"
@@ -213,7 +214,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     return State(
         block=block,
         embedding=table + sum(towers.values()) + final_norm * shares_table,
-        uncut=sum(towers.get(part, 0.0) for part in strategy.parts.whole),
+        uncut=sum(uncut.values()),
         head=0.0 if shares_table else head_parameters(fields) + final_norm,
         experts=max(layers) - min(dense_parameters(fields), max(layers)) if experts_of(fields) else 0.0,
         norms=layer_norm_parameters(fields),
@@ -223,6 +224,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         dequantised=DEQUANTISED * _largest_matrix(fields) if four else 0.0,
         trained=trained,
         trained_apart=trained_apart(towers, config.model.freeze, peft),
+        uncut_apart=trained_apart(uncut, config.model.freeze, peft),
         added=_adapter_parameters(config.peft, fields, shape) if adapts else 0.0,
         units=1 + strategy.fsdp.prefetch if device_type(config.trainer) == "cuda" else 1,
         other=other_bytes(config.objective, item, shards),

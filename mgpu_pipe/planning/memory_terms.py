@@ -65,6 +65,7 @@ class State:
         trained: share of the parameters that is trained.
         trained_apart: parameters of towers and projector that train although others do not, less those that do not
             although others do.
+        uncut_apart: those of them that every tensor-parallel rank has.
         added: trained parameters of a block's adapters.
         gathers_units: 1 if weights are gathered unit by unit and freed; 0 if the copy is kept whole.
         sums_whole: 1 if several micro-batches are summed up in whole gradients.
@@ -93,6 +94,7 @@ class State:
     optimizer: Numbers = ADAM_STATE
     trained: Numbers = 1.0
     trained_apart: Numbers = 0.0
+    uncut_apart: Numbers = 0.0
     added: Numbers = 0.0
     gathers_units: Numbers = 1.0
     sums_whole: Numbers = 0.0
@@ -129,7 +131,7 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     ends = embedding + place.last * state.head / work.tp
     blocks = place.layers * a_block
     adapters = place.layers * state.added / work.tp
-    apart = place.first * state.trained_apart / choose(state.uncut, 1, work.tp)
+    apart = place.first * ((state.trained_apart - state.uncut_apart) / work.tp + state.uncut_apart)
     trained = state.trained * (blocks + ends) + adapters + apart
     weights_split = choose(work.zero > 2, shards, 1)
     weights = (state.block_weight * blocks + state.weight * (ends + adapters)) / weights_split

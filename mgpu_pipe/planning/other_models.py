@@ -34,6 +34,17 @@ def tower_parameters(fields: Mapping[str, Any]) -> dict[str, float]:
     return {part: _usual_parameters(fields.get(CONFIGS[part])) for part in TOWERS}
 
 
+def uncut_parameters(fields: Mapping[str, Any], whole: Sequence[str]) -> dict[str, float]:
+    """Parameters of the parts of :func:`tower_parameters` that every tensor-parallel rank has.
+
+    Args:
+        whole: parts that are not cut at all.
+    """
+    vision = vision_parameters(fields)
+    uncut = {} if vision is None else {"vision": vision.uncut_tower, PROJECTOR: vision.uncut_projector}
+    return {part: size if part in whole else uncut.get(part, 0.0) for part, size in tower_parameters(fields).items()}
+
+
 def trained_apart(towers: Mapping[str, float], freeze: Sequence[str], peft: PeftConfig) -> float:
     """Parameters of ``towers`` that train although the language model does not, less those of which the opposite is
     true."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,11 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.models.model_parts import freeze_parameters, part_patterns, unused_parameters
+from mgpu_pipe.parallel.tensor.cut import tensor_plan
 from mgpu_pipe.planning.activation_bytes import Activations, kept_bytes
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.planning.model_work import model_work
-from mgpu_pipe.planning.other_models import tower_parameters, trained_apart
+from mgpu_pipe.planning.other_models import tower_parameters, trained_apart, uncut_parameters
 
 CLASS = "AutoModelForImageTextToText"
 SEEING = (
@@ -67,6 +69,21 @@ def test_vision_parts_are_counted_exactly(name: str, fields: dict[str, Any]) -> 
     sizes = {path: parameter.numel() for path, parameter in built.named_parameters()}
     language = sum(size for path, size in sizes.items() if "language_model" in path or "text_model" in path)
     assert parts.total == sum(sizes.values()) - language - sizes.get("lm_head.weight", 0)
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_what_tensor_parallelism_leaves_whole_is_counted_exactly(name: str) -> None:
+    model = tiny(name)
+    built, fields = build_meta(model, CLASS), resolved_fields(model)
+    plan = tensor_plan(built)
+    uncut = sum(
+        parameter.numel()
+        for path, parameter in built.named_parameters()
+        if path.rpartition(".")[0] not in plan and not re.search(r"language_model|text_model|lm_head|[qk]_norm", path)
+    )
+    assert sum(uncut_parameters(fields, ()).values()) == uncut
+    whole, towers = uncut_parameters(fields, ("vision", "projector")), tower_parameters(fields)
+    assert whole == towers and uncut < sum(towers.values())
 
 
 def test_a_model_with_unknown_parts_is_not_counted() -> None:

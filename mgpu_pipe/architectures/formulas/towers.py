@@ -10,6 +10,8 @@ from mgpu_pipe.architectures.config_source import NO_DEFAULT, config_class
 
 Read = Callable[[str], Any]
 """Value of a field of a configuration, or its class's default; None without either."""
+Projector = Callable[[Read, Read, int], tuple[int, int]]
+"""Parameters of a projector, by tower, model and the language model's width, and those that are not cut."""
 
 
 @dataclass(frozen=True)
@@ -21,16 +23,25 @@ class VisionParameters:
         layers: number of the tower's layers.
         around: of the tower outside of its layers.
         projector: of what lies between tower and language model.
+        norms: those of a layer in norms and scales of the width.
+        uncut_projector: those of the projector that tensor parallelism does not cut.
     """
 
     layer: int
     layers: int
     around: int
     projector: int
+    norms: int
+    uncut_projector: int
 
     @property
     def total(self) -> int:
         return self.layers * self.layer + self.around + self.projector
+
+    @property
+    def uncut_tower(self) -> int:
+        """Parameters of the tower that tensor parallelism does not cut."""
+        return self.layers * self.norms + self.around
 
 
 @dataclass(frozen=True)
@@ -89,8 +100,9 @@ def vision_parameters(fields: Mapping[str, Any]) -> VisionParameters | None:
         return None
     kind, tower, model = known
     layer, around = _TOWERS[kind](tower)
-    projector = _PROJECTORS[str(fields["model_type"])](tower, model, int(fields["hidden_size"]))
-    return VisionParameters(layer, _layers(tower), around, projector)
+    projector, uncut = _PROJECTORS[str(fields["model_type"])](tower, model, int(fields["hidden_size"]))
+    norms = _NORMS.get(kind, 4) * int(tower("hidden_size"))
+    return VisionParameters(layer, _layers(tower), around, projector, norms, uncut)
 
 
 def _known_tower(fields: Mapping[str, Any]) -> tuple[str, Read, Read] | None:
@@ -193,6 +205,8 @@ _TOWERS: Mapping[str, Callable[[Read], tuple[int, int]]] = {
     "gemma4_vision": _gemma4,
 }
 """Parameters of a layer, and outside of the layers, by type of tower."""
+_NORMS = {"internvl_vision": 6, "pixtral": 2, "qwen2_5_vl_vision": 2}
+"""Vectors of a layer's norms and scales, where they are not four."""
 _GATED = ("pixtral", "qwen2_5_vl_vision", "gemma4_vision")
 """Types of towers with a gate."""
 
@@ -204,15 +218,15 @@ def _two_layers(tower: Read, model: Read, width: int) -> int:
     return _linear(inputs, width, bias) + _linear(width, width, bias)
 
 
-def _internvl_projector(tower: Read, model: Read, width: int) -> int:
+def _internvl_projector(tower: Read, model: Read, width: int) -> tuple[int, int]:
     inputs = int(tower("hidden_size")) * round(1 / model("downsample_ratio")) ** 2
-    return 2 * inputs + _linear(inputs, width) + _linear(width, width)
+    return 2 * inputs + _linear(inputs, width) + _linear(width, width), 2 * inputs
 
 
-def _mistral3_projector(tower: Read, model: Read, width: int) -> int:
+def _mistral3_projector(tower: Read, model: Read, width: int) -> tuple[int, int]:
     inputs = int(tower("hidden_size"))
-    merged = inputs * int(model("spatial_merge_size")) ** 2
-    return inputs + merged * inputs + _two_layers(tower, model, width)
+    uncut = inputs + inputs**2 * int(model("spatial_merge_size")) ** 2
+    return uncut + _two_layers(tower, model, width), uncut
 
 
 def _merger(tower: Read, norm: int) -> int:
@@ -221,24 +235,34 @@ def _merger(tower: Read, norm: int) -> int:
     return norm + _linear(inputs, inputs) + _linear(inputs, int(tower("out_hidden_size")))
 
 
-def _qwen3_projector(tower: Read, model: Read, width: int) -> int:
-    norm = 2 * int(tower("hidden_size"))
-    deep = len(tower("deepstack_visual_indexes") or ())
-    return _merger(tower, norm) + deep * _merger(tower, norm * tower("spatial_merge_size") ** 2)
+def _qwen3_projector(tower: Read, model: Read, width: int) -> tuple[int, int]:
+    norm, deep = 2 * int(tower("hidden_size")), len(tower("deepstack_visual_indexes") or ())
+    deep_norm = norm * int(tower("spatial_merge_size")) ** 2
+    return _merger(tower, norm) + deep * _merger(tower, deep_norm), norm + deep * deep_norm
 
 
-_PROJECTORS: Mapping[str, Callable[[Read, Read, int], int]] = {
-    "gemma3": lambda tower, model, width: int(tower("hidden_size")) * (width + 1),
-    "gemma4": lambda tower, model, width: int(tower("hidden_size")) * width,
+def _whole(count: Callable[[Read, Read, int], int]) -> Projector:
+    """A projector that tensor parallelism does not cut."""
+
+    def parameters(tower: Read, model: Read, width: int) -> tuple[int, int]:
+        number = count(tower, model, width)
+        return number, number
+
+    return parameters
+
+
+_PROJECTORS: Mapping[str, Projector] = {
+    "gemma3": _whole(lambda tower, model, width: int(tower("hidden_size")) * (width + 1)),
+    "gemma4": _whole(lambda tower, model, width: int(tower("hidden_size")) * width),
     "internvl": _internvl_projector,
-    "llava": _two_layers,
+    "llava": lambda tower, model, width: (_two_layers(tower, model, width), 0),
     "mistral3": _mistral3_projector,
-    "paligemma": lambda tower, model, width: _linear(int(tower("hidden_size")), width),
-    "qwen2_5_vl": lambda tower, model, width: _merger(tower, int(tower("hidden_size"))),
+    "paligemma": _whole(lambda tower, model, width: _linear(int(tower("hidden_size")), width)),
+    "qwen2_5_vl": _whole(lambda tower, model, width: _merger(tower, int(tower("hidden_size")))),
     **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _qwen3_projector),
     **dict.fromkeys(
         ("smolvlm", "idefics3"),
-        lambda tower, model, width: int(tower("hidden_size") * model("scale_factor") ** 2) * width,
+        _whole(lambda tower, model, width: int(tower("hidden_size") * model("scale_factor") ** 2) * width),
     ),
 }
 """Parameters of the projector by type of the whole model."""
