@@ -33,6 +33,11 @@ def families_in_role(role: Role) -> tuple[str, ...]:
     return families_with(lambda family: role in family.roles)
 
 
+def takes_media(config: Any) -> bool:
+    """Whether pictures or recordings stand in the texts of the model with this transformers configuration."""
+    return getattr(config, "image_token_id", None) is not None or bool(family_of(config.model_type).recordings)
+
+
 def sight_of(model_type: str) -> Sight:
     """How a vision-language model's text contains pictures; pictures of one size for an unknown family."""
     return family_of(model_type).sight or Sight()

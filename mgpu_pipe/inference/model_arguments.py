@@ -45,11 +45,13 @@ def add_target_arguments(parser: argparse.ArgumentParser, dtypes: Sequence[str] 
 
 
 def add_visual_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a verb that takes pictures and videos."""
+    """Add the arguments of a verb that takes pictures, videos and recordings."""
     image_help = "a picture, for models that see; repeatable; <image> in the text marks its place, else it comes first"
     parser.add_argument("--image", action="append", type=Path, default=[], metavar="FILE", help=image_help)
     video_help = "a video, a file or a folder of frames, likewise; <video> in the text marks its place"
     parser.add_argument("--video", action="append", type=Path, default=[], metavar="FILE", help=video_help)
+    audio_help = "a recording, for models that hear, likewise; <audio> in the text marks its place"
+    parser.add_argument("--audio", action="append", type=Path, default=[], metavar="FILE", help=audio_help)
 
 
 def add_device_argument(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.config.hub import is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
@@ -360,7 +361,7 @@ def open_draft(folder: Path, run: LoadedRun) -> PreTrainedModel:
     for model, place in ((run.model, run.source), (draft.model, draft.source)):
         name = type(model).__name__
         is_text = model.can_generate() and not model.config.is_encoder_decoder and model.main_input_name == "input_ids"
-        if not is_text or getattr(model.config, "image_token_id", None) is not None:
+        if not is_text or takes_media(model.config):
             raise BadInputError(f"--draft={folder}: {place} is a {name}; drafts are for causal language models alone")
         if is_stateful(model):
             raise BadInputError(f"--draft={folder}: the state of a {name} takes no token back; leave --draft out")

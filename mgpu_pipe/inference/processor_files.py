@@ -16,6 +16,7 @@ import torch
 from mgpu_pipe.architectures.find import family_of, sight_of
 from mgpu_pipe.architectures.patch_grids import PooledGrid
 from mgpu_pipe.data.audio.alphabet import wave_extractor
+from mgpu_pipe.data.audio.chat_sounds import chat_window
 from mgpu_pipe.data.audio.filter_bank import window_of
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.speech_source import AudioConfig
@@ -27,7 +28,7 @@ from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import FEWEST
 from mgpu_pipe.data.model_field import NESTED, PREPROCESSOR, PROCESSOR
-from mgpu_pipe.data.text.conversations import PLACE
+from mgpu_pipe.data.text.conversations import AUDIO, PLACE
 from mgpu_pipe.data.text.tokenizer_folder import json_file
 from mgpu_pipe.inference.open import StoredModel
 from mgpu_pipe.models.fields import picture_tokens
@@ -59,6 +60,10 @@ def probe_files(stored: StoredModel) -> ProbeFiles:
     config = stored.config
     if config is not None and isinstance(config.data, ImageConfig):
         chats = isinstance(config.data, PictureChatConfig)
+        if chats and (spectrogram := chat_window(config.model)) is not None:
+            wave = np.random.default_rng(0).normal(0.1, 0.2, int(SECONDS * spectrogram.rate)).astype(np.float32)
+            content = {WAVE: torch.from_numpy(wave), RATE: torch.tensor(spectrogram.rate)}
+            return ProbeFiles(content, {spectrogram.input_name: torch.from_numpy(spectrogram.extract([wave]))}, False)
         pixels = chat_pixels(config.data, config.model) if chats else Pixels.from_config(config.data, config.model)  # type: ignore[arg-type]
         png = _picture(pixels.channels)
         image = decode(png, pixels.channels)
@@ -144,6 +149,9 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         # CLIPImageProcessor supports every step of the run's preparation
         return {PREPROCESSOR: _square_settings(pixels, "CLIPImageProcessor")}
     pixels, model = chat_pixels(data, stored.config.model), stored.model.config
+    if (window := chat_window(stored.config.model)) is not None:
+        sounds = {**window.settings(), "return_attention_mask": True, PROCESSOR_CLASS: "Qwen2AudioProcessor"}
+        return {PREPROCESSOR: sounds, PROCESSOR: {PROCESSOR_CLASS: "Qwen2AudioProcessor", "audio_token": AUDIO}}
     if isinstance(pixels, GridPixels):  # the whole processor needs torchvision and its own tokens
         videos = {VIDEOS: _video_settings(pixels, data)} if sight_of(model.model_type).videos else {}
         return {PREPROCESSOR: _grid_settings(pixels), **videos}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_pipe.architectures.family import Frames
+from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.models.fields import picture_shape
 from mgpu_pipe.models.shard_units import decoder_blocks
@@ -43,8 +44,7 @@ def probe(model: PreTrainedModel) -> Inputs:
         if not two_towers:
             return inputs
     text: Any = model.config.get_text_config()
-    image = getattr(model.config, "image_token_id", None)
-    kind = None if image is None else build_picture_inputs(model.config)
+    kind = build_picture_inputs(model.config) if takes_media(model.config) else None
     picture = None if kind is None else kind.random_picture(generator)
     places = 0 if picture is None else picture.tokens
     positions = getattr(text, "max_position_embeddings", None) or PROBE_TOKENS

@@ -1,4 +1,4 @@
-"""Prepares pictures and videos in prompts of a vision-language model."""
+"""Prepares pictures, videos and recordings in prompts of a model that sees or hears."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mgpu_pipe.architectures.find import sight_of
+from mgpu_pipe.architectures.find import sight_of, takes_media
 from mgpu_pipe.config.schema import ModelConfig
+from mgpu_pipe.data.audio.chat_sounds import LONGEST, chat_window
+from mgpu_pipe.data.audio.decode_audio import decode as decode_sound
+from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.images.decode_image import SUFFIXES, decode
 from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, choose_frames, frames_of, look, pyav
 from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualInput, opener_of
-from mgpu_pipe.data.text.conversations import PLACE, VIDEO
+from mgpu_pipe.data.text.conversations import AUDIO, PLACE, VIDEO
 from mgpu_pipe.errors import BadInputError, ConfigError
+from mgpu_pipe.objectives.chat_recordings import Recording
 from mgpu_pipe.objectives.patch_pictures import PatchPictures, build_picture_inputs
 from mgpu_pipe.objectives.picture_inputs import NativeSizePictures, Picture, PictureInputs
 from mgpu_pipe.system.local_files import expand_home, is_file, is_folder
@@ -29,27 +33,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VisualReader:
-    """Prepares pictures and videos for a model.
+    """Prepares pictures, videos and recordings for a model.
 
     Attributes:
         kind: builds the model's inputs.
-        token: stands for a picture in a prompt.
+        token: stands for a picture in a prompt; None for a model that sees none.
         written: the tokens that replace it, or that of a video.
         pixels: the form in which the model takes pictures.
+        window: that of recordings; None for a model that hears none.
         data: settings of the run's pictures.
     """
 
     model_class: str
     model_type: str
     kind: PictureInputs
-    token: int
+    token: int | None
     written: PlaceholderTokens
     pixels: Any
+    window: LogMel | None
     data: PictureChatConfig
 
     @classmethod
     def from_run(cls, run: LoadedRun) -> VisualReader:
-        """The reader of a run's model, which sees pictures (:func:`sees_pictures`)."""
+        """The reader of a run's model, which takes pictures or recordings."""
         config, data = run.model.config, picture_settings(run)
         model = ModelConfig(path=str(run.source)) if run.config is None else run.config.model
         pixels, kind = chat_pixels(data, model), build_picture_inputs(config)
@@ -57,27 +63,33 @@ class VisualReader:
         opener = opener_of(run.tokenizer_folder, config.model_type, lambda name: getattr(config, name, None))
         opened = None if opener is None else (opener, kind.token)
         written = PlaceholderTokens(run.tokenizer_folder, getattr(pixels, "parts", None), opened)
-        token = kind.token if opener is None else opener
-        return cls(type(run.model).__name__, config.model_type, kind, token, written, pixels, data)
+        token = (kind.token if opener is None else opener) if sees_pictures(run) else None
+        name, window = type(run.model).__name__, chat_window(model)
+        return cls(name, config.model_type, kind, token, written, pixels, window, data)
 
     def read(
         self,
         pictures: Sequence[Path],
         videos: Sequence[Path] = (),
         rates: Sequence[float] = (),
-        options: tuple[str, str] = ("", ""),
+        sounds: Sequence[Path] = (),
+        options: tuple[str, str, str] = ("", "", ""),
     ) -> PromptVisuals:
-        """Reads the pictures and videos (files or folders of frames) of a prompt.
+        """Reads the pictures, videos (files or folders of frames) and recordings of a prompt.
 
         Args:
             rates: frames a second of each video; 0, or none at all, for a video file and for the run's setting.
-            options: what errors write before a picture's and a video's name.
+            options: what errors write before a picture's, a video's and a recording's name.
 
         Raises:
-            BadInputError: a file is no picture or no video, or the model takes none.
+            BadInputError: a file is no picture, video or recording, or the model takes none.
         """
-        picture_option, video_option = options
+        picture_option, video_option, sound_option = options
         pixels, kind = self.pixels, self.kind
+        if pictures and self.token is None:
+            raise BadInputError(f"{picture_option}{pictures[0]}: {self.model_class} sees no pictures; leave it out")
+        if sounds and self.window is None:
+            raise BadInputError(f"{sound_option}{sounds[0]}: {self.model_class} hears no recordings; leave it out")
         if videos:
             first = f"{video_option}{videos[0]}"
             if not (isinstance(pixels, GridPixels) and sight_of(self.model_type).videos):
@@ -92,7 +104,8 @@ class VisualReader:
         if pictures and isinstance(kind, PatchPictures) and sum(picture.tokens for picture in read) < kind.fewest:
             reason = f"{self.model_class} of transformers fails for a picture of one place"
             raise BadInputError(f"{picture_option}{pictures[0]}: {reason}; give a larger picture")
-        return PromptVisuals(self, read, clips)
+        heard = [_recording(f"{sound_option}{file}", file, self.window) for file in sounds if self.window]
+        return PromptVisuals(self, read, clips, heard)
 
 
 def sees_pictures(run: LoadedRun) -> bool:
@@ -113,35 +126,41 @@ def picture_settings(run: LoadedRun) -> PictureChatConfig:
 
 @dataclass(frozen=True)
 class PromptVisuals:
-    """Prepared pictures and videos of a prompt, in their order."""
+    """Prepared pictures, videos and recordings of a prompt, in their order."""
 
     reader: VisualReader
     pictures: list[Picture]
     videos: list[Picture]
+    sounds: list[Recording]
 
     @classmethod
-    def from_files(cls, run: LoadedRun, files: Sequence[Path], videos: Sequence[Path] = ()) -> PromptVisuals | None:
-        """Prepares the pictures in ``files`` and the ``videos`` (files or folders of frames) for the run's model; None
-        if there are none and the model needs no inputs next to the text.
+    def from_files(
+        cls, run: LoadedRun, files: Sequence[Path], videos: Sequence[Path] = (), sounds: Sequence[Path] = ()
+    ) -> PromptVisuals | None:
+        """Prepares the pictures in ``files``, the ``videos`` (files or folders of frames) and the recordings for the
+        run's model; None if there are none and the model needs no inputs next to the text.
 
         Raises:
-            BadInputError: a file is no picture or no video, or the model takes none.
+            BadInputError: a file is no picture, video or recording, or the model takes none.
         """
-        if not files and not videos and not reads_questions_whole(run):
+        if not files and not videos and not sounds and not reads_questions_whole(run):
             return None
-        if not sees_pictures(run):
-            first, what = (f"--image={files[0]}", "pictures") if files else (f"--video={videos[0]}", "videos")
-            raise BadInputError(f"{first}: {type(run.model).__name__} sees no {what}; leave it out")
-        return VisualReader.from_run(run).read(files, videos, options=("--image=", "--video="))
+        if not takes_media(run.model.config):
+            named = [*(("image", "sees no pictures", file) for file in files)]
+            named += [("video", "sees no videos", file) for file in videos]
+            option, problem, first = (*named, *(("audio", "hears no recordings", file) for file in sounds))[0]
+            raise BadInputError(f"--{option}={first}: {type(run.model).__name__} {problem}; leave it out")
+        options = ("--image=", "--video=", "--audio=")
+        return VisualReader.from_run(run).read(files, videos, sounds=sounds, options=options)
 
     def inputs(self, prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, torch.Tensor]:
-        """The model's inputs next to these expanded prompts, each of which has all pictures and videos."""
+        """The model's inputs next to these expanded prompts, each of which has all pictures, videos and recordings."""
         return visual_inputs(prompts, [self] * len(prompts), device)
 
     def in_order(self, ids: Sequence[int]) -> list[Picture]:
-        """Pictures and videos in the order of an expanded prompt's tokens."""
+        """Pictures, videos and recordings in the order of an expanded prompt's tokens."""
         if not self.videos:
-            return self.pictures
+            return [*self.pictures, *self.sounds]
         kind = self.reader.kind
         remaining = {kind.token: iter(self.pictures), kind.video: iter(self.videos)}
         visual_ids, ordered = [token for token in ids if token in remaining], list[Picture]()
@@ -150,16 +169,18 @@ class PromptVisuals:
         return ordered
 
     def expand(self, ids: Sequence[int]) -> list[int]:
-        """A prompt's token ids, with each place replaced by the tokens of its picture or video.
+        """A prompt's token ids, with each place replaced by the tokens of its picture, video or recording.
 
         Raises:
-            BadInputError: the prompt has another number of places than pictures or videos.
+            BadInputError: the prompt has another number of places than pictures, videos or recordings.
         """
         remaining = dict[int | None, Iterator[Picture]]()
-        for token, place, what, visuals in (
+        kinds: tuple[tuple[int | None, str, str, Sequence[Picture]], ...] = (
             (self.reader.token, PLACE, "pictures", self.pictures),
             (self.reader.kind.video, VIDEO, "videos", self.videos),
-        ):
+            (self.reader.kind.token if self.reader.window else None, AUDIO, "recordings", self.sounds),
+        )
+        for token, place, what, visuals in kinds:
             num_places = sum(prompt_id == token for prompt_id in ids)
             if token is not None and num_places != len(visuals):
                 fix = f"write {place} where each belongs, or nowhere"
@@ -195,9 +216,9 @@ def visual_inputs(
     return {name: value.to(device) for name, value in inputs.items() if name not in ("input_ids", "use_cache")}
 
 
-def with_places(text: str, pictures: int, videos: int = 0) -> str:
-    """``text`` with a place in front for each picture and video, unless the text has places."""
-    counts = ((PLACE, pictures), (VIDEO, videos))
+def with_places(text: str, pictures: int, videos: int = 0, sounds: int = 0) -> str:
+    """``text`` with a place in front for each picture, video and recording, unless the text has places."""
+    counts = ((PLACE, pictures), (VIDEO, videos), (AUDIO, sounds))
     return "".join(place * count for place, count in counts if place not in text) + text
 
 
@@ -209,6 +230,20 @@ def _picture(named: str, file: Path, pixels: Any, kind: PictureInputs) -> Pictur
     if not all(places):
         raise BadInputError(f"{named}: {TOO_LONG}; give another picture")
     return Picture(torch.from_numpy(pixels.clip([pixels.fitted(image)])), places)
+
+
+def _recording(named: str, file: Path, window: LogMel) -> Recording:
+    """The recording in a file, which errors call ``named``."""
+    try:
+        wave = decode_sound(expand_home(file).read_bytes(), window.rate, LONGEST)
+        if fault := window.chat_fault(len(wave)):
+            raise BadSampleError(fault)
+    except OSError as error:
+        raise BadInputError(f"{named}: cannot be read ({error.strerror}); give a recording's file") from error
+    except BadSampleError as error:
+        raise BadInputError(f"{named}: {error}; give another recording") from error
+    frames = int(window.num_frames(len(wave)))
+    return Recording.from_spectrogram(torch.from_numpy(window.extract([wave])), frames)
 
 
 def _video(named: str, file: Path, pixels: GridPixels, data: PictureChatConfig, rate: float) -> Picture:

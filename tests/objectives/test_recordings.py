@@ -17,6 +17,7 @@ from mgpu_pipe.data.audio.decode_audio import decode
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import DataError
+from tests.objectives.harness import check_trained_on, exported_model, shown_as
 from tests.support import small_runs
 from tests.support.command import mgpu
 from tests.support.pictures import said
@@ -45,10 +46,11 @@ def write_chats(folder: Path) -> None:
 def chats(folder: Path, *overrides: str) -> RunConfig:
     if not (folder / "chats.jsonl").is_file():
         write_chats(folder)
+    chosen = GIVEN if "model=hf" not in overrides else [word for word in GIVEN if not word.startswith("model=")]
     given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")
     more = ("data.chat_template=chatml", "data.seq_len=200", "data.validation_fraction=0.4", "data.num_workers=0")
     steps = ("trainer.max_steps=4", "data.global_batch_size=4")
-    return compose([*GIVEN, *given, *more, *steps, *overrides])[0]
+    return compose([*chosen, *given, *more, *steps, *overrides])[0]
 
 
 run = partial(small_runs.run, chats)
@@ -145,3 +147,40 @@ def test_a_conversation_that_is_too_long_with_its_recordings_is_left_out(tmp_pat
     short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={max(prepared.lengths('train')) - 1}"))
     assert short.train_samples == 5 and short.too_long_samples == 1
     assert "with their recordings" in short.too_long(config.data)
+
+
+@pytest.mark.slow
+def test_generate_and_export_answer_like_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoProcessor, Qwen2AudioForConditionalGeneration
+
+    from mgpu_pipe.cli.main import main
+
+    words = ("strategy=single", "trainer.max_steps=20", "optimizer.lr=1e-3")
+    metrics, folder = small_runs.run(chats, tmp_path / "run", 1, *words), tmp_path / "run"
+    files = [tmp_path / "ab.wav", tmp_path / "bccab.wav"]
+    asked = ["generate", str(folder), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
+    question = "Is <audio> or <audio> longer?"
+    assert main([*asked, "--prompt", question, "--audio", str(files[0]), "--audio", str(files[1])]) == 0
+    answer = capsys.readouterr().out.strip()
+    exported = exported_model(folder, Qwen2AudioForConditionalGeneration, capsys)
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    waves = [decode(file.read_bytes(), 16000, 60) for file in files]
+    turns = [{"role": "user", "content": question}]
+    text = processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    inputs = processor(text=text, audio=waves, sampling_rate=16000, return_tensors="pt")
+    wrote = exported.generate(**inputs, max_new_tokens=8, do_sample=False)[0][inputs["input_ids"].shape[1] :]
+    assert shown_as(processor.tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer and answer
+    # A file of prompts, with parts that name recordings, gives the same answer.
+    parts = [{"type": "text", "text": "Is "}, part("ab"), {"type": "text", "text": " or "}, part("bccab")]
+    content = [*parts, {"type": "text", "text": " longer?"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n")
+    given = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert main([*asked, *given]) == 0
+    assert shown_as(json.loads((tmp_path / "out.jsonl").read_text())["answer"]).strip() == answer
+    check_trained_on(chats, tmp_path, metrics, 1, "data.chat_template=null", "strategy=single")
+    capsys.readouterr()
+    for file, expected in ((tmp_path / "gone.wav", "cannot be read"), (tmp_path / "chats.jsonl", "is no sound")):
+        assert main([*asked, "--prompt", "What?", "--audio", str(file)]) == 2
+        assert expected in capsys.readouterr().err
+    assert main([*asked, "--prompt", "What?", "--image", str(files[0])]) == 2
+    assert "Qwen2AudioForConditionalGeneration sees no pictures" in capsys.readouterr().err

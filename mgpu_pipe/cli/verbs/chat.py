@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
 HELP = (
-    "/image FILE shows a picture with the next question, /video FILE a video, /system TEXT sets how to answer, "
-    "/reset clears the conversation, /save FILE saves it, /exit (or Ctrl-D) ends"
+    "/image FILE shows a picture with the next question, /video FILE a video, /audio FILE plays a recording, "
+    "/system TEXT sets how to answer, /reset clears the conversation, /save FILE saves it, /exit (or Ctrl-D) ends"
 )
 
 
@@ -63,9 +63,10 @@ def _chat(arguments: argparse.Namespace) -> None:
         )
     from mgpu_pipe.inference.visual_prompts import PromptVisuals, with_places
 
-    images, videos = list(arguments.image), list(arguments.video)
-    used = (0, 0)  # numbers of images and videos in earlier questions
-    PromptVisuals.from_files(run, images, videos)
+    files = {"/image": list(arguments.image), "/video": list(arguments.video), "/audio": list(arguments.audio)}
+    used = dict.fromkeys(files, 0)
+    """Numbers of pictures, videos and recordings in earlier questions."""
+    PromptVisuals.from_files(run, *files.values())
     tokenizer, terminal = run.tokenizer(), sys.stdin.isatty()
     begin = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
     messages = list(begin)
@@ -77,11 +78,9 @@ def _chat(arguments: argparse.Namespace) -> None:
         if word in ("/exit", "/quit"):
             return
         if word == "/reset":
-            messages, images, videos, used = list(begin), [], [], (0, 0)
-        elif word == "/image":
-            images = _with(run, images, rest.strip())
-        elif word == "/video":
-            videos = _with(run, videos, rest.strip(), video=True)
+            messages, files, used = list(begin), {name: [] for name in files}, dict.fromkeys(files, 0)
+        elif word in files:
+            _add_file(run, files, word, rest.strip())
         elif word == "/system":
             begin = [{"role": "system", "content": rest.strip()}] if rest.strip() else []
             messages = begin + [message for message in messages if message["role"] != "system"]
@@ -90,13 +89,13 @@ def _chat(arguments: argparse.Namespace) -> None:
         elif word.startswith("/"):
             print_text(f"no such word: {word}; {HELP}", file=sys.stderr)
         elif word:
-            new = len(images) - used[0], len(videos) - used[1]
+            new = [len(several) - used[name] for name, several in files.items()]
             conversation = [*messages, {"role": "user", "content": with_places(line.strip(), *new)}]
-            visuals = partial(PromptVisuals.from_files, run, images, videos)
+            visuals = partial(PromptVisuals.from_files, run, *files.values())
             answer = _answer(run, tokenizer, template, conversation, visuals, arguments, number)
             if answer is not None:
                 messages = [*conversation, {"role": "assistant", "content": answer}]
-                used = len(images), len(videos)
+                used = {name: len(several) for name, several in files.items()}
 
 
 def _answer(
@@ -135,17 +134,16 @@ def _answer(
     return None
 
 
-def _with(run: LoadedRun, files: list[Path], name: str, video: bool = False) -> list[Path]:
-    """``files`` and the file ``name``, if the model accepts it."""
+def _add_file(run: LoadedRun, files: dict[str, list[Path]], word: str, name: str) -> None:
+    """Adds the file ``name`` to those of ``word``, if the model accepts it."""
     from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
-    new = [Path(name)]
     try:
-        PromptVisuals.from_files(run, *([], new) if video else (new,))
+        PromptVisuals.from_files(run, *([Path(name)] if kind == word else [] for kind in files))
     except BadInputError as error:
         print_line(one_line(error), file=sys.stderr)
-        return files
-    return [*files, *new]
+    else:
+        files[word].append(Path(name))
 
 
 def _line(terminal: bool) -> str | None:

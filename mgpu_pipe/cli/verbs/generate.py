@@ -89,7 +89,7 @@ def generate(argv: Sequence[str]) -> int:
 def _check_file_arguments(arguments: argparse.Namespace) -> None:
     """Refuse options that belong to ``--input`` without it, and options that do not go with it."""
     has_file = arguments.input is not None
-    names = ("prompt", "image", "video") if has_file else ("output", "batch_size", "on_bad_row", "overrides")
+    names = ("prompt", "image", "video", "audio") if has_file else ("output", "batch_size", "on_bad_row", "overrides")
     for name in names:
         if getattr(arguments, name):
             option = arguments.overrides[0] if name == "overrides" else f"--{name.replace('_', '-')}"
@@ -104,7 +104,7 @@ def _check_draft(arguments: argparse.Namespace) -> None:
     draft = arguments.draft
     if draft is None:
         return
-    for option in ("input", "image", "video"):
+    for option in ("input", "image", "video", "audio"):
         if getattr(arguments, option):
             raise BadInputError(f"--draft={draft}: does not work with --{option}; leave one of them out")
     if arguments.temperature != 0:
@@ -184,18 +184,19 @@ def _answer(arguments: argparse.Namespace, run: LoadedRun, prompts: Sequence[str
         from mgpu_pipe.inference.open import open_draft
 
         draft = open_draft(arguments.draft, run)
+    files = (arguments.image, arguments.video, arguments.audio)
     chat = None if arguments.raw or run.model.config.is_encoder_decoder else run.chat()
     texts = generate_text(
         run.model,
         run.tokenizer(),
-        [with_places(prompt, len(arguments.image), len(arguments.video)) for prompt in prompts],
+        [with_places(prompt, *map(len, files)) for prompt in prompts],
         chat=chat,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
-        visuals=PromptVisuals.from_files(run, arguments.image, arguments.video),
+        visuals=PromptVisuals.from_files(run, *files),
         draft=draft,
     )
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):

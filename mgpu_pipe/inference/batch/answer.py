@@ -6,8 +6,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.data.images.chat_rows import ChatRow
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.batch.continuous import Row, RowBatch, answer_rows, takes_rows
@@ -42,7 +44,6 @@ from mgpu_pipe.inference.visual_prompts import (
     VisualReader,
     picture_settings,
     reads_questions_whole,
-    sees_pictures,
     visual_inputs,
 )
 
@@ -147,10 +148,11 @@ class AnswerEngine:
         """
         chat_row, name = None, type(self._run.model).__name__
         data = picture_settings(self._run)
-        if names_visuals(row, data) and (self._is_cut or not sees_pictures(self._run)):
+        takes_files = takes_media(self._run.model.config)
+        if names_visuals(row, data) and (self._is_cut or not takes_files):
             what = "strategy=ddp" if self._is_cut else "a vision-language model"
             raise BadInputError(f"names pictures or videos, which {name} does not see here; use {what}")
-        if names_visuals(row, data) or (sees_pictures(self._run) and not self._is_cut and has_places(row)):
+        if names_visuals(row, data) or (takes_files and not self._is_cut and has_places(row)):
             prompt, chat_row = visual_prompt_of(row, origin, data, self._settings.input.parent)
         else:
             prompt = prompt_of(row, origin)
@@ -167,12 +169,11 @@ class AnswerEngine:
     def _read(self, chat_row: ChatRow | None) -> PromptVisuals:
         if chat_row is None:
             return self._reader.read([])
-        files = list(zip(chat_row.pictures, chat_row.videos, chat_row.rates, strict=True))
-        return self._reader.read(
-            [file for file, is_video, _ in files if not is_video],
-            [file for file, is_video, _ in files if is_video],
-            [rate for _, is_video, rate in files if is_video],
-        )
+        files: dict[str, list[Path]] = {"picture": [], "video": [], "sound": []}
+        for file, kind in zip(chat_row.pictures, chat_row.kinds, strict=True):
+            files[kind].append(file)
+        rates = [rate for rate, is_video in zip(chat_row.rates, chat_row.videos, strict=True) if is_video]
+        return self._reader.read(files["picture"], files["video"], rates, files["sound"])
 
     def _visual_inputs(self, rows: Sequence[PromptRow]) -> Mapping[str, Any] | None:
         """The model's inputs next to the prompts; None where it needs none."""

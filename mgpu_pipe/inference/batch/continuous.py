@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.inference.sampling import RowDraws, Sampling
 from mgpu_pipe.system.compat.transformers_private import is_stateful
 
@@ -27,7 +28,7 @@ REFILL_SHARE = 4
 
 def takes_rows(model: PreTrainedModel) -> bool:
     """Whether rows may enter and leave the model's cache: it keeps all keys and values, and no other states."""
-    if model.config.is_encoder_decoder or is_stateful(model) or getattr(model.config, "image_token_id", None):
+    if model.config.is_encoder_decoder or is_stateful(model) or takes_media(model.config):
         return False
     taken = inspect.signature(model.forward).parameters
     if not {"past_key_values", "attention_mask"} <= set(taken):

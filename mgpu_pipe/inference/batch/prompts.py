@@ -15,7 +15,7 @@ from typing import Any
 
 from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.data import files
-from mgpu_pipe.data.images.chat_rows import ALSO, COLUMN, ChatRow, read_chat_row
+from mgpu_pipe.data.images.chat_rows import ALSO, AUDIOS, COLUMN, ChatRow, read_chat_row
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.tables import kept_in
 from mgpu_pipe.data.text.conversations import PLACES, SHAREGPT, prompt_messages
@@ -113,8 +113,8 @@ def _without_answer(messages: object) -> object:
 
 
 def names_visuals(row: Mapping[str, Any], data: PictureChatConfig) -> bool:
-    """Whether a row names pictures or videos, in a column."""
-    return any(row.get(column) for column in (data.image_column, data.video_column, *ALSO.values()))
+    """Whether a row names pictures, videos or recordings, in a column."""
+    return any(row.get(column) for column in (data.image_column, data.video_column, AUDIOS, *ALSO.values()))
 
 
 def has_places(row: Mapping[str, Any]) -> bool:
@@ -136,7 +136,8 @@ def visual_prompt_of(row: dict[str, Any], origin: str, data: PictureChatConfig, 
     _check_form(row, origin)
     messages = _without_answer(row.get(MESSAGES))
     if PROMPT in row:
-        counts = (_count(row, data.image_column, "image"), _count(row, data.video_column, "video"))
+        columns = ((data.image_column, "image"), (data.video_column, "video"), (AUDIOS, "audio"))
+        counts = [_count(row, *names) for names in columns]
         messages = [{"role": "user", "content": with_places(row[PROMPT], *counts)}]
     others = {name: value for name, value in row.items() if name not in (PROMPT, MESSAGES, SHAREGPT)}
     training_row = {**others, COLUMN: [*messages, ANSWER] if isinstance(messages, list) and messages else messages}
