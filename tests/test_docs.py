@@ -26,6 +26,7 @@ from tests.support.hub import TOKEN, files_of, local_hub
 from tests.support.needs import need_digits, need_speech
 from tests.support.pictures import folder_of_classes
 from tests.support.program import run_program
+from tests.support.sounds import tones, write_wav
 
 PAGES = [str(page.relative_to(REPOSITORY)) for page in pages()]
 WITH_COMMANDS = [page for page in PAGES if any(b.commands or b.shown for b in blocks(REPOSITORY / page))]
@@ -147,6 +148,10 @@ def test_commands_of(page: str, tmp_path: Path, corpus: Path, cache: Path) -> No
         need_digits()
     if page in ("docs/guides/images.md", "docs/guides/vision_language.md", "docs/guides/videos.md"):
         folder_of_classes(tmp_path / "pets")
+    if page == "docs/guides/recordings.md":
+        (tmp_path / "sounds").mkdir()
+        for name in ("ab", "ba"):
+            write_wav(tmp_path / "sounds" / f"{name}.wav", tones(name, 0))
     if page == "docs/guides/speech.md":
         need_speech("espeak-ng")
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")

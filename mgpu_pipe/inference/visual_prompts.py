@@ -104,8 +104,8 @@ class VisualReader:
         if pictures and isinstance(kind, PatchPictures) and sum(picture.tokens for picture in read) < kind.fewest:
             reason = f"{self.model_class} of transformers fails for a picture of one place"
             raise BadInputError(f"{picture_option}{pictures[0]}: {reason}; give a larger picture")
-        heard = [_recording(f"{sound_option}{file}", file, self.window) for file in sounds if self.window]
-        return PromptVisuals(self, read, clips, heard)
+        recordings = [_recording(f"{sound_option}{file}", file, self.window) for file in sounds if self.window]
+        return PromptVisuals(self, read, clips, recordings)
 
 
 def sees_pictures(run: LoadedRun) -> bool:
