@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -109,13 +111,7 @@ def test_another_adapter_is_refused(folders: tuple[Path, Path, Any], keys: dict[
 
 
 def test_other_kinds_of_adapters_and_other_bases_are_refused(folders: tuple[Path, Path, Any], tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    other = shutil.copytree(folders[1], tmp_path / "adapter")
-    settings = json.loads((other / "adapter_config.json").read_text())
-    (other / "adapter_config.json").write_text(json.dumps({**settings, "bias": "all"}))
-    run = run_of((folders[0], other, None))
+    run = with_settings(folders, tmp_path, {**settings_of(folders), "bias": "all"})
     with pytest.raises(ConfigError, match="its bias is 'all'; merge it with the peft package"):
         build_model(run, torch.device("cpu"), False)
     wider = tiny_model("llama", tie_word_embeddings=False, hidden_size=96)
@@ -157,17 +153,12 @@ def test_every_field_of_peft_is_known() -> None:
 
 
 def with_settings(folders: tuple[Path, Path, Any], root: Path, settings: object) -> RunConfig:
-    import json
-    import shutil
-
     other = shutil.copytree(folders[1], root / "adapter")
     (other / "adapter_config.json").write_text(json.dumps(settings))
     return run_of((folders[0], other, None))
 
 
 def settings_of(folders: tuple[Path, Path, Any]) -> dict[str, Any]:
-    import json
-
     settings: dict[str, Any] = json.loads((folders[1] / "adapter_config.json").read_text())
     return settings
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
@@ -102,6 +103,19 @@ def check_alone(objective: Any, plain: Any) -> None:
     check_gradients(objective.model, gradients_of(plain), each=1e-5, whole=1e-6)
 
 
+def check_classes(objective: Any, batch: Batch) -> None:
+    """The sums over a batch are the counts of its samples, of which the last has no class; there are three classes."""
+    with torch.no_grad():
+        sums = objective.evaluation_sums(batch).tolist()
+        logits = objective.model(**objective.model_inputs(batch)).logits[:-1]
+    labels = batch["labels"][:-1]
+    assert sums[0] == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")), rel=1e-5)
+    confusion = np.zeros((3, 3))
+    np.add.at(confusion, (labels.numpy(), logits.argmax(-1).numpy()), 1)
+    assert objective.findings([*sums, float(len(labels))])["confusion"] == confusion.tolist()
+    assert sums[1] == np.trace(confusion) and sums[2] == len(labels)
+
+
 def check_cuts(objective: Any, batch: Batch, weight: torch.nn.Parameter, *more: Batch) -> None:
     """The loss is that of the plain formula and one weight's gradient the same, however the six rows are cut.
 
@@ -187,6 +201,25 @@ def learnt_metrics(composed: Any, folder: Path) -> tuple[dict[str, float], dict[
     assert metrics["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
     words = ("strategy=single", "trainer.max_steps=30", "optimizer.lr=1e-3")
     return whole, small_runs.run(composed, folder / "longer", 1, *words)
+
+
+GREEDY = ("--device", "cpu", "--temperature", "0", "--max-new-tokens", "8")
+
+
+def generated(folder: Path, capsys: pytest.CaptureFixture[str], prompt: str, *pictures: Path) -> str:
+    """The answer of ``mgpu-pipe generate`` to a prompt about pictures."""
+    from mgpu_pipe.cli.main import main
+
+    shown = [word for picture in pictures for word in ("--image", str(picture))]
+    capsys.readouterr()
+    assert main(["generate", str(folder), *GREEDY, "--prompt", prompt, *shown]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def check_written(model: Any, tokenizer: Any, answer: str, input_ids: torch.Tensor, **inputs: torch.Tensor) -> None:
+    """transformers' generation writes ``answer``."""
+    wrote = model.generate(input_ids=input_ids, **inputs, max_new_tokens=8, do_sample=False)[0][input_ids.shape[1] :]
+    assert shown_as(tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
 
 
 def shown_as(text: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
@@ -28,7 +27,7 @@ from mgpu_pipe.objectives.image_classification import MIX_SEED, ImageClassificat
 from mgpu_pipe.report.compare_runs import PNG, encoded_of
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.verify.shrink import shrink
-from tests.objectives.harness import check_evaluated, check_logits, exported_model
+from tests.objectives.harness import check_classes, check_evaluated, check_logits, exported_model
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
@@ -82,15 +81,7 @@ def test_a_batch_is_its_samples_alone_and_the_metrics_are_counts(family: str) ->
     together = objective.micro_batch_loss(batch).detach()
     alone = objective.reference_loss(objective.model, objective.model, batch).loss_sum
     assert float(together) == pytest.approx(float(alone), rel=1e-5)
-    with torch.no_grad():
-        sums = objective.evaluation_sums(batch).tolist()
-        loss, right, among = sums[:3]
-        logits = objective.model(pixel_values=batch["pixel_values"]).logits[:-1]
-    assert loss == pytest.approx(float(F.cross_entropy(logits, batch["labels"][:-1], reduction="sum")), rel=1e-5)
-    confusion = np.zeros((3, 3))
-    np.add.at(confusion, (batch["labels"][:-1].numpy(), logits.argmax(-1).numpy()), 1)
-    assert objective.findings([*sums, 5.0])["confusion"] == confusion.tolist()
-    assert right == int((logits.argmax(-1) == batch["labels"][:-1]).sum()) and among == 5  # of three classes
+    check_classes(objective, batch)
 
 
 @pytest.mark.parametrize("family", one_in(4, IMAGE_FAMILIES))

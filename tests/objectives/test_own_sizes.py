@@ -21,10 +21,9 @@ from mgpu_pipe.errors import DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
-from tests.objectives.harness import check_trained_on, exported_model, shown_as
+from tests.objectives.harness import check_trained_on, check_written, exported_model, generated
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
-from tests.support.command import mgpu
 from tests.support.pictures import SIZES, stored, write_chats
 from tests.support.sampling import one_in
 from tests.verify.support import small_run
@@ -106,42 +105,6 @@ def test_a_picture_that_is_too_long_stops_or_is_left_out(tmp_path: Path) -> None
     assert (prepared.train_samples, prepared.bad_samples) == (5, 1)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((QWEN25, "data.image_size=8"), "data.image_size=8: the model takes pictures in native size"),
-        (
-            (QWEN3, "strategy=pp", "trainer.devices=2", "strategy.pipeline.layers=[1,2]"),
-            "strategy.pipeline.layers=1,2: pictures enter after each of the first 2 layers, and the first stage "
-            "has only 1; give the first at least 2, e.g. strategy.pipeline.layers=[2,1]",
-        ),
-        pytest.param(
-            (QWEN3, "strategy=pp", "trainer.devices=3"),
-            "use a pipeline of fewer stages: at most 2",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            (QWEN25, "strategy=cp", "trainer.devices=2"), "objective.name=vision_language", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            (QWEN3, "strategy=tp", "trainer.devices=2", "strategy.sequence_parallel=true"),
-            *("strategy.sequence_parallel",),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            (QWEN25, "model.config.vision_config.depht=4"), "model.config.vision_config.depth?", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_bad_input_is_told_before_the_run(
-    cache: Path, tmp_path: Path, overrides: tuple[str, ...], expected: str
-) -> None:
-    given = ("data=picture_chats", f"data.paths=[{tmp_path / 'chats.jsonl'}]", "data.chat_template=chatml")
-    chats(tmp_path)
-    out = mgpu(cache, tmp_path, "check", *GIVEN, *given, *overrides, code=2)
-    assert expected in out and "Traceback" not in out
-
-
 def test_the_merger_is_the_projector_and_shipped_models_have_their_published_size() -> None:
     model = build_meta(compose(["model=qwen25_vl_7b"])[0].model, CLASS)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(8292.2, rel=1e-4)
@@ -159,16 +122,12 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
 ) -> None:
     import transformers
 
-    from mgpu_pipe.cli.main import main
     from mgpu_pipe.inference.open import load_run
     from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
     metrics = small_runs.run_moved(chats, tmp_path, words=(model,))
     second, pictures = tmp_path / "second", [tmp_path / "high.png", tmp_path / "large.png"]
-    asked = ["generate", str(second), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
-    shown = [word for picture in pictures for word in ("--image", str(picture))]
-    assert main([*asked, "--prompt", "Is <image> or <image> high?", *shown]) == 0
-    answer = capsys.readouterr().out.strip()
+    answer = generated(second, capsys, "Is <image> or <image> high?", *pictures)
     kind = getattr(transformers, f"{name}ForConditionalGeneration")
     exported = exported_model(second, kind, capsys)
     # Its own picture processor, positions and generation write the same.
@@ -190,8 +149,7 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     with torch.no_grad():
         plain = exported(**inputs).logits
         assert torch.allclose(loaded.model(input_ids=ids, **ours).logits, plain, rtol=0, atol=1e-5)
-    wrote = exported.generate(**inputs, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
-    assert shown_as(tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
+    check_written(exported, tokenizer, answer, **inputs)
     check_trained_on(chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp")
 
 

@@ -25,7 +25,7 @@ from mgpu_pipe.models.model_parts import part_patterns
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from mgpu_pipe.objectives.picture_inputs import NOT_ZERO
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
-from tests.objectives.harness import check_trained_on, exported_model, shown_as
+from tests.objectives.harness import GREEDY, check_trained_on, check_written, exported_model, generated
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import SIZES, write_chats
@@ -172,14 +172,11 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
 
     metrics = small_runs.run_moved(chats, tmp_path)
     second, pictures = tmp_path / "second", [tmp_path / "high.png", tmp_path / "large.png"]
-    told = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
-    shown = [word for picture in pictures for word in ("--image", str(picture))]
     asked = "Is <image> or <image> high?"
-    assert main(["generate", str(second), *told, "--prompt", asked, *shown]) == 0
-    answer = capsys.readouterr().out.strip()
+    answer = generated(second, capsys, asked, *pictures)
     talk = io.StringIO(f"/image {pictures[0]}\n/image {pictures[1]}\n{asked}\nReally?\n/exit\n")
     monkeypatch.setattr("sys.stdin", talk)
-    assert main(["chat", str(second), *told]) == 0
+    assert main(["chat", str(second), *GREEDY]) == 0
     assert capsys.readouterr().out.startswith(answer)
     exported = exported_model(second, SmolVLMForConditionalGeneration, capsys)
     # Its own picture processor, tokens around parts and generation write the same.
@@ -194,7 +191,6 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
         **{"tokenize": False, "add_generation_prompt": True},
     )
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    wrote = exported.generate(input_ids=ids, **made, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
-    assert shown_as(tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
+    check_written(exported, tokenizer, answer, ids, **made)
     assert json.loads((tmp_path / "out" / "processor_config.json").read_text())["image_seq_len"] == 4
     check_trained_on(chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp", "data.max_side=auto")

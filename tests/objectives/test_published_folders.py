@@ -22,7 +22,7 @@ from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
-from tests.objectives.harness import shown_as
+from tests.objectives.harness import check_written, generated
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import SIZES, write_chats
@@ -137,25 +137,17 @@ def test_a_published_folder_is_tuned_evaluated_exported_and_answers(
     metrics = run(tmp_path / "run", 1, "strategy=single")
     tuned, pictures = tmp_path / "run", [tmp_path / "wide.png", tmp_path / "high.png"]
     assert main(["eval", str(tuned), "--device", "cpu"]) == 0
-    capsys.readouterr()
-    asked, told = "Compare <image> and <image>.", ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
-    shown = [word for picture in pictures for word in ("--image", str(picture))]
-    assert main(["generate", str(tuned), *told, "--prompt", asked, *shown]) == 0
-    answer = capsys.readouterr().out.strip()
-    assert main(["export", str(tuned), "--out", str(tmp_path / "out")]) == 0
-    capsys.readouterr()
-    out = tmp_path / "out"
-    assert main(["generate", str(out), *told, "--prompt", asked, *shown]) == 0
-    assert capsys.readouterr().out.strip() == answer
+    asked, out = "Compare <image> and <image>.", tmp_path / "out"
+    answer = generated(tuned, capsys, asked, *pictures)
+    assert main(["export", str(tuned), "--out", str(out)]) == 0
     loaded: Any = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
     exported, info = loaded
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert generated(out, capsys, asked, *pictures) == answer
     message = [{"role": "user", "content": asked}]
     made = prepared_by_maker(family, out, in_parts(message), [Image.open(picture) for picture in pictures], True)
     ids = torch.tensor([made.pop("input_ids")])
     made = model_inputs(family, made, ids == exported.config.image_token_id)
-    wrote = exported.generate(input_ids=ids, **made, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
-    tokenizer: Any = AutoTokenizer.from_pretrained(out)
-    assert shown_as(tokenizer.decode(wrote, skip_special_tokens=True).strip()) == answer
+    check_written(exported, AutoTokenizer.from_pretrained(out), answer, ids, **made)
     again = run(tmp_path / "again", 1, f"model.path={out}", "optimizer.lr=0", "strategy=single")
     assert again["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-5)

@@ -20,7 +20,7 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigErrors
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
-from tests.objectives.harness import check_trained_on, exported_model, shown_as
+from tests.objectives.harness import check_trained_on, check_written, exported_model, generated
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.pictures import folder_of_classes, said
@@ -115,15 +115,9 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     from transformers import PaliGemmaForConditionalGeneration
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-    from mgpu_pipe.cli.main import main
-
     metrics = small_runs.run_moved(chats, tmp_path)
     second, picture = tmp_path / "second", tmp_path / "p" / "dark" / "0.png"
-    told = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
-    assert main(["generate", str(second), *told, "--prompt", "What is it?", "--image", str(picture)]) == 0
-    answer = capsys.readouterr().out.strip()
-    assert main(["generate", str(second), *told, "--prompt", "What is it?"]) == 0
-    unseen = capsys.readouterr().out.strip()
+    answer, unseen = (generated(second, capsys, "What is it?", *shown) for shown in ([picture], []))
     exported = exported_model(second, PaliGemmaForConditionalGeneration, capsys)
     # Its own processor and generation write the same.
     own = SiglipImageProcessorPil.from_pretrained(tmp_path / "out")
@@ -131,11 +125,8 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     processor = processor_of(tmp_path / "out", size=own.size, resample=own.resample)
     made = processor(images=Image.open(picture).convert("RGB"), text="<image>What is it?", return_tensors="pt")
     made.pop("labels", None)
-    wrote = exported.generate(**made, max_new_tokens=8, do_sample=False)[0][made["input_ids"].shape[1] :]
-    assert shown_as(processor.tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
+    check_written(exported, processor.tokenizer, answer, **made)
     text = processor.tokenizer.bos_token + "What is it?\n"
     ids = processor.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-    types = {"token_type_ids": torch.zeros_like(ids)}
-    wrote = exported.generate(input_ids=ids, **types, max_new_tokens=8, do_sample=False)[0][ids.shape[1] :]
-    assert shown_as(processor.tokenizer.decode(wrote, skip_special_tokens=True)).strip() == unseen
+    check_written(exported, processor.tokenizer, unseen, ids, token_type_ids=torch.zeros_like(ids))
     check_trained_on(chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp")

@@ -16,6 +16,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 from tests.data.text.test_pair_template import configured, rows_of
+from tests.objectives import test_own_sizes, test_vision_language
 from tests.objectives.harness import answers_config
 from tests.objectives.test_distill import small_data, with_teacher
 from tests.objectives.test_sequence_classification import write_rows
@@ -173,8 +174,42 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         """,
     ),
     (
+        partial(words_of, "objective=contrastive data=captioned_digits model=clip_tiny"),
+        """
+        strategy=pp trainer.devices=2 -> objective.name=contrastive
+        data.seq_len=64 -> data.seq_len=64
+        objective.max_scale=0.5 -> objective.max_scale=0.5
+        model=llama_tiny -> llama
+        """,
+    ),
+    (
+        test_vision_language.chats,
+        """
+        strategy=cp trainer.devices=2 -> objective.name=vision_language
+        strategy=pp trainer.devices=4 -> strategy.pp=4: 1f1b cuts 3 layers into 4 stages
+        strategy=pp trainer.devices=2 data.cache_features=true model.freeze=[vision]
+            -> data.cache_features=true: every process that trains reads them; use strategy.pp=1, or false
+        data.chat_template=null -> data.chat_template
+        model.config.vision_config.model_type=metaclip_2_vision_model -> use one of clip_vision_model
+        model.freeze=[audio] -> model.freeze=audio: matches no parameter
+        """,
+    ),
+    (
+        test_own_sizes.chats,
+        """
+        model=qwen3_vl_tiny strategy=pp trainer.devices=2 strategy.pipeline.layers=[1,2]
+            -> strategy.pipeline.layers=1,2: pictures enter after each of the first 2 layers, and the first stage has
+            only 1; give the first at least 2, e.g. strategy.pipeline.layers=[2,1]
+        model=qwen3_vl_tiny strategy=pp trainer.devices=3 -> use a pipeline of fewer stages: at most 2
+        strategy=cp trainer.devices=2 -> objective.name=vision_language
+        model=qwen3_vl_tiny strategy=tp trainer.devices=2 strategy.sequence_parallel=true -> strategy.sequence_parallel
+        model.config.vision_config.depht=4 -> model.config.vision_config.depth?
+        """,
+    ),
+    (
         partial(words_of, "objective=vision_language data=digit_questions"),
         """
+        model=llama_tiny model.config={} -> llama
         model=internvl_tiny data.fit=crop -> data.fit=crop: the model sees pictures in tiles
         model=internvl_tiny data.max_pixels=60 -> data.max_pixels=60: a tile has 64 pixels
         model=internvl_tiny model.config.vision_config.patch_size=8 -> downsample_ratio=0.5: a picture has 1 x

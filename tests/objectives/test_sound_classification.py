@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from sklearn.metrics import accuracy_score, f1_score
 
 from mgpu_pipe.architectures.find import families_in_role
@@ -23,7 +22,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.fields import config_fields
 from mgpu_pipe.objectives.sound_classification import SoundClassificationObjective, SoundTaggingObjective
-from tests.objectives.harness import check_alone, check_evaluated, check_trained_on
+from tests.objectives.harness import check_alone, check_classes, check_evaluated, check_trained_on
 from tests.objectives.test_ctc import FIELDS
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
@@ -90,15 +89,7 @@ def test_loss_and_gradients_are_those_of_recordings_alone(family: str, norm: str
 
 def test_metrics_are_counts_and_padded_rows_count_nothing() -> None:
     objective = SoundClassificationObjective(made("wav2vec2"), None, lambda step: 1.0, 0.2)
-    batch = objective.random_batch(3, 2, 6, 0, packed=False)
-    with torch.no_grad():
-        sums = objective.evaluation_sums(batch).tolist()
-        logits = objective.model(**objective.model_inputs(batch)).logits[:-1]
-    assert sums[0] == pytest.approx(float(F.cross_entropy(logits, batch["labels"][:-1], reduction="sum")), rel=1e-5)
-    confusion = np.zeros((3, 3))
-    np.add.at(confusion, (batch["labels"][:-1].numpy(), logits.argmax(-1).numpy()), 1)
-    assert objective.findings([*sums, 5.0])["confusion"] == confusion.tolist()
-    assert sums[1] == np.trace(confusion) and sums[2] == 5
+    check_classes(objective, objective.random_batch(3, 2, 6, 0, packed=False))
 
 
 def labelled(folder: Path, *overrides: str) -> RunConfig:

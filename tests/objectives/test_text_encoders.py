@@ -23,6 +23,7 @@ from mgpu_pipe.objectives.packed_text import is_first_document
 from mgpu_pipe.objectives.text_keys import MaskedLMConfig
 from mgpu_pipe.objectives.text_vectors import pool, present_rows
 from tests.models.tiny import tiny_model
+from tests.objectives.harness import check_gradients, gradients_of
 from tests.support.command import mgpu, run_folder
 from tests.support.embedding_pairs import write_pairs
 
@@ -112,13 +113,9 @@ def test_hidden_tokens_of_packed_texts_are_learned_as_those_of_each_text(family:
     expected = torch.stack(losses).sum()
     expected.backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    gradients = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    total = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
-    for name, parameter in ours.named_parameters():
-        if parameter.grad is None:
-            assert name not in gradients
-            continue
-        assert float((parameter.grad - gradients[name]).norm()) <= 1e-5 * float(gradients[name].norm()) + 1e-7 * total
+    wanted, found = gradients_of(plain), gradients_of(ours)
+    assert [name for name in wanted if wanted[name] is None] == [name for name in found if found[name] is None]
+    check_gradients(ours, wanted, each=1e-5, whole=1e-7)
 
 
 def test_the_first_document_of_a_row_is_all_but_padding() -> None:

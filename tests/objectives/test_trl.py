@@ -15,6 +15,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.preference_keys import CPOConfig, SimPOConfig
 from mgpu_pipe.objectives.preference_pairs import CPOObjective, SimPOObjective, documents_of_pairs
 from tests.models.tiny import tiny_model
+from tests.objectives.harness import check_gradients, gradients_of
 from tests.objectives.test_kto import made, measured
 from tests.objectives.test_reward import made as made_reward
 
@@ -26,15 +27,13 @@ ACCELERATOR = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=GAT
 
 def assert_equal(model: Any, expected: torch.Tensor, loss: torch.Tensor) -> None:
     """Losses and every parameter's gradient agree to 1e-6 of the whole."""
-    gradients = []
-    for value in (expected, loss):
-        model.zero_grad()
-        value.backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    expected.backward()
+    wanted = gradients_of(model)
+    assert None not in wanted.values()
+    model.zero_grad()
+    loss.backward()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
-    total = torch.cat([gradient.flatten() for gradient in gradients[0].values()]).norm()
-    for name, wanted in gradients[0].items():
-        assert float((gradients[1][name] - wanted).norm() / total) < 1e-6, name
+    check_gradients(model, wanted, each=0, whole=1e-6)
 
 
 def bare(trainer: type, **attributes: Any) -> Any:

@@ -37,6 +37,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from mgpu_pipe.inference.generation import encode
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
+from tests.objectives.harness import GREEDY
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
@@ -351,17 +352,16 @@ def test_generate_and_chat_are_shown_videos_and_an_export_says_how_they_are_prep
     assert torch.equal(given["position_ids"][:, 0], row["position_ids"][0, :, : len(ids)])
     patches = torch.cat([given["pixel_values_videos"], given["pixel_values"]])
     assert torch.equal(patches, row["pixel_values"][0, : len(patches)])
-    told = ["--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
     shown = ["--image", str(still), "--video", str(walk), "--video", str(film)]
     question = "Is <video> or <image> like <video>?"
-    assert main(["generate", str(tmp_path / "run"), *told, "--prompt", question, *shown]) == 0
+    assert main(["generate", str(tmp_path / "run"), *GREEDY, "--prompt", question, *shown]) == 0
     answer = capsys.readouterr().out.strip()
     talk = f"/video {tmp_path}/gone.mkv\n/image {still}\n/video {walk}\n/video {film}\n{question}\n/exit\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(talk))
-    assert main(["chat", str(tmp_path / "run"), *told]) == 0
+    assert main(["chat", str(tmp_path / "run"), *GREEDY]) == 0
     spoken = capsys.readouterr()
     assert spoken.out.startswith(answer) and "gone.mkv: no such file or folder" in spoken.err
-    assert main(["generate", str(tmp_path / "run"), *told, "--prompt", "<video>", "--image", str(still)]) == 2
+    assert main(["generate", str(tmp_path / "run"), *GREEDY, "--prompt", "<video>", "--image", str(still)]) == 2
     assert "the prompt has 1 places for 0 videos" in capsys.readouterr().err
     # transformers' own model writes the same, making its positions itself.
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import RunConfig
@@ -21,14 +23,14 @@ from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.preview import lengths_of, places_of_pictures
 from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.token_store import TokenStore
+from mgpu_pipe.errors import ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
-from tests.objectives.harness import check_logits, check_trained_on, exported_model
+from tests.objectives.harness import GREEDY, check_logits, check_trained_on, exported_model, generated
 from tests.support import small_runs
 from tests.support.command import mgpu, run_folder
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes, said
-from tests.support.sampling import one_in
 from tests.verify.support import small_run
 
 GIVEN = ("objective=vision_language", "model=llava_tiny", "logger=none", "trainer.progress=off")
@@ -189,54 +191,23 @@ def test_digits_are_held_out_by_pairs_and_asked_about_alone_and_together(cache: 
 
 
 @pytest.mark.parametrize(
-    ("row", "overrides", "expected"),
-    one_in(
-        3,
-        [
-            (
-                {"messages": said("<image>"), "images": ["p/dark/0.png", "p/dark/1.png"]},
-                (),
-                "has 2 pictures, and places for 1",
-            ),
-            ({"messages": said("<image><image>"), "image": "p/dark/0.png"}, (), "has 1 pictures, and places for 2"),
-            ({"messages": said([PART])}, (), "has 0 pictures, and places for 1"),
-            ({"messages": said("<image>"), "images": ["gone.png"]}, (), "there is no file"),
-            ({"messages": said("<image>"), "images": ["https://x/y.png"]}, (), "save it to a file"),
-            ({"messages": said("hm", "<image>"), "images": ["p/dark/0.png"]}, (), "the assistant says <image>"),
-            (ROWS[0], ("strategy=cp", "trainer.devices=2"), "objective.name=vision_language"),
-            (ROWS[0], ("strategy=pp", "trainer.devices=4"), "strategy.pp=4: 1f1b cuts 3 layers into 4 stages"),
-            (
-                ROWS[0],
-                ("strategy=pp", "trainer.devices=2", "data.cache_features=true", "model.freeze=[vision]"),
-                "data.cache_features=true: every process that trains reads them; use strategy.pp=1, or false",
-            ),
-            (ROWS[0], ("model=llama_tiny", "model.config={}"), "llama"),
-            (ROWS[0], ("data.chat_template=null",), "data.chat_template"),
-            (
-                ROWS[0],
-                ("model.config.vision_config.model_type=metaclip_2_vision_model",),
-                "use one of clip_vision_model",
-            ),
-            (ROWS[0], ("model.freeze=[audio]",), "model.freeze=audio: matches no parameter"),
-        ],
-    ),
+    ("row", "expected"),
+    [
+        ({"messages": said("<image>"), "images": ["p/dark/0.png", "p/dark/1.png"]}, "has 2 pictures, and places for 1"),
+        ({"messages": said("<image><image>"), "image": "p/dark/0.png"}, "has 1 pictures, and places for 2"),
+        ({"messages": said([PART])}, "has 0 pictures, and places for 1"),
+        ({"messages": said("<image>"), "images": ["gone.png"]}, "there is no file"),
+        ({"messages": said("<image>"), "images": ["https://x/y.png"]}, "save it to a file"),
+        ({"messages": said("hm", "<image>"), "images": ["p/dark/0.png"]}, "the assistant says <image>"),
+    ],
 )
-def test_bad_input_is_told_before_the_run(
-    cache: Path, tmp_path: Path, row: dict[str, Any], overrides: tuple[str, ...], expected: str
-) -> None:
-    folder_of_classes(tmp_path / "p")
-    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + "\n")
-    shape = ("model.config.vision_config.image_size=16", "model.config.vision_config.patch_size=4")
-    shape = () if "model=llama_tiny" in overrides else shape
-    given = ("data=picture_chats", "data.paths=[chats.jsonl]", "data.chat_template=chatml", "data.seq_len=64")
-    out = mgpu(cache, tmp_path, "check", *GIVEN, *given, *shape, *overrides, code=2)
-    assert expected in out and "Traceback" not in out
+def test_rows_that_do_not_hold_together_are_refused(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigErrors, match=re.escape(expected)):
+        preflight(chats(tmp_path, rows=[row]))
 
 
 @pytest.mark.slow
 def test_a_picture_that_cannot_be_used_stops_or_is_left_out(tmp_path: Path) -> None:
-    from mgpu_pipe.errors import DataError
-
     config = chats(tmp_path, "data.validation_fraction=0")
     (tmp_path / "p" / "light" / "1.png").write_bytes(b"this is no picture\n")
     with pytest.raises(DataError, match=r"is no picture of a known format.*data\.on_bad_sample=skip"):
@@ -261,14 +232,12 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
     printed = capsys.readouterr().out
     said = float(printed.split("nats a token")[0].split()[-1])
     assert said == pytest.approx(metrics["val/loss"], abs=1e-6) and "exact_match" in printed
-    asked = ["generate", str(second), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]
-    assert main([*asked, "--prompt", "What is it?", "--image", picture]) == 0
-    answer = capsys.readouterr().out.strip()
-    wrong = [*asked, "--prompt", "<image> or <image>?", "--image", picture]
+    answer = generated(second, capsys, "What is it?", Path(picture))
+    wrong = ["generate", str(second), *GREEDY, "--prompt", "<image> or <image>?", "--image", picture]
     assert main(wrong) == 2 and "the prompt has 2 places for 1 pictures" in capsys.readouterr().err
     talk = io.StringIO(f"/image {tmp_path}/gone.png\n/image {picture}\nWhat is it?\nReally?\n/exit\n")
     monkeypatch.setattr("sys.stdin", talk)
-    assert main(["chat", str(second), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "8"]) == 0
+    assert main(["chat", str(second), *GREEDY]) == 0
     spoken = capsys.readouterr()
     assert spoken.out.startswith(answer) and "gone.png: cannot be read" in spoken.err
     exported = exported_model(second, LlavaForConditionalGeneration, capsys)

@@ -1,4 +1,4 @@
-"""Oracle: the plain model over whole micro-batches in one process."""
+"""Oracle: the plain model over whole micro-batches in one process; last, that of every family."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mgpu_pipe.architectures.find import families_with
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import ConfigError
@@ -16,7 +17,9 @@ from mgpu_pipe.objectives.losses.cross_entropy import logits_cross_entropy
 from mgpu_pipe.objectives.packed_text import forward_kwargs, packed_text
 from mgpu_pipe.parallel.checkpointing import apply_activation_checkpointing
 from mgpu_pipe.parallel.context.attention import apply_context_parallel, context_of
+from tests.models.tiny import tiny_model
 from tests.support.processes import run_processes
+from tests.support.sampling import one_in
 from tests.support.tiny import MODELS, VOCABULARY, global_batch
 
 pytestmark = pytest.mark.slow
@@ -59,6 +62,14 @@ def totals(model: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[float, d
     return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def summed(loss: float, gradients: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients, summed over the ranks."""
+    total = torch.tensor(loss, dtype=torch.float64)
+    for value in (total, *gradients.values()):
+        dist.all_reduce(value)
+    return float(total), gradients
+
+
 def split(
     name: str, method: str, length: int, dtype: torch.dtype = torch.float32, checkpointing: str = "none"
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -66,12 +77,7 @@ def split(
     model = model_of(MODELS[name], dtype)
     apply_context_parallel(model, dist.group.WORLD, method, packed_text())
     apply_activation_checkpointing(model, checkpointing)
-    loss, gradients = totals(model, micro_batches(length))
-    summed = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(summed)
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-    return float(summed), gradients
+    return summed(*totals(model, micro_batches(length)))
 
 
 def split_each(names: list[str], methods: list[str]) -> dict[str, tuple[float, dict[str, torch.Tensor]]]:
@@ -138,12 +144,7 @@ def heads_of_half_a_model(method: str) -> tuple[float, dict[str, torch.Tensor]]:
     model = model_of(MODELS["llama"])
     halve(model)
     apply_context_parallel(model, dist.group.WORLD, method, packed_text())
-    loss, gradients = totals(model, micro_batches(24))
-    summed = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(summed)
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-    return float(summed), gradients
+    return summed(*totals(model, micro_batches(24)))
 
 
 def halve(model: Any) -> None:
@@ -200,3 +201,45 @@ def test_attention_that_is_not_computed_is_refused() -> None:
     assert "softcap" in run_processes(2, refused, capped)[0]
     dropping = ModelConfig(name="l", type="llama", config={**MODELS["llama"].config, "attention_dropout": 0.1})
     assert "dropout" in run_processes(2, refused, dropping)[0]
+
+
+WITHOUT_CAP = {"gemma2": {"attn_logit_softcapping": None}}
+
+
+def gradients(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of the tokens' losses, and all its gradients."""
+    with context_of(model, batch) as part:
+        logits = model(**forward_kwargs(model, part)).logits
+        total = logits_cross_entropy(logits, part["labels"])
+    total.backward()
+    found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return total.detach(), torch.cat([gradient.flatten().double() for gradient in found])
+
+
+def both(families: list[str]) -> dict[str, float]:
+    """The relative error of each family under each method; its gradients are summed over the ranks."""
+    errors = {}
+    batch = global_batch(0, 4)
+    for family in families:
+        config = tiny_model(family, **WITHOUT_CAP.get(family, {}))
+        model = materialise(build_meta(config), 1, "cpu").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        expected = gradients(model, batch)
+        for method in ("ring", "ulysses"):
+            model.zero_grad()
+            apply_context_parallel(model, dist.group.WORLD, method, packed_text())
+            for found, true in zip(gradients(model, batch), expected, strict=True):
+                dist.all_reduce(found)
+                error = float((found - true).norm() / true.norm())
+                errors[f"{family} {method}"] = max(error, errors.get(f"{family} {method}", 0.0))
+    return errors
+
+
+@pytest.mark.parametrize("first", one_in(3, range(3)))
+def test_every_family_that_is_offered(first: int) -> None:
+    """A third at a time."""
+    for errors in run_processes(2, both, families_with(lambda family: family.context)[first::3]):
+        print(sorted(errors.items(), key=lambda entry: -entry[1])[:12])
+        assert {name: error for name, error in errors.items() if not error < 1e-5} == {}
