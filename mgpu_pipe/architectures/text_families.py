@@ -251,7 +251,7 @@ _OWN: Mapping[str, Family] = {
         bidirectional=True,
         roles=("text_vectors",),
     ),
-    # Qwen2.5-VL's language model, which is given positions along four axes: the first tells conversations apart.
+    # Qwen2.5-VL's language model, which takes positions along four axes. The first separates conversations.
     "qwen2_5_vl_text": Family(packing="axes", sizes=Sizes(qkv_bias=True)),
     "qwen2_moe": Family(
         packing="positions",
@@ -274,7 +274,7 @@ _OWN: Mapping[str, Family] = {
         sizes=Sizes("attention_bias", "attention_bias", head_norms=True, expert_width="moe_intermediate_size"),
     ),
     "qwen3_next": Family(experts="num_experts", softmax_routers=True),
-    # Qwen3-VL's language model, which is given positions along four axes: the first tells conversations apart.
+    # Qwen3-VL's language model, which takes positions along four axes. The first separates conversations.
     "qwen3_vl_text": Family(
         packing="axes", stages=Stages(), sizes=Sizes("attention_bias", "attention_bias", head_norms=True)
     ),

@@ -27,7 +27,7 @@ _NAMES_ONE = re.compile(r"(^|_)(act|activation)(_fn|_function)?$|^hidden_mamba_a
 def check_activations(model: ModelConfig) -> None:
     """Raise for an unknown activation function that the family's source takes from transformers' table alone.
 
-    It imports neither torch nor transformers. What another family takes, a built model tells.
+    It imports neither torch nor transformers. For other families the built model refuses a wrong name.
 
     Raises:
         ConfigError: the field, with the nearest known name.

@@ -28,7 +28,7 @@ EXPERTS_MAY_BE_ZERO = frozenset(
 )
 """Model types whose layers are dense with 0 experts."""
 OF_EXPERTS = re.compile(r"expert|moe")
-"""Fields that say nothing where there are no experts."""
+"""Fields without effect where there are no experts."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Fields that hold the number of experts of a layer."""
 POSITIONS_AFTER_PADDING = (

@@ -105,8 +105,8 @@ def unused_parameters(model: nn.Module) -> list[str]:
     layers = len(cast(nn.ModuleList, inside[stack]))
     chosen = [taken] if isinstance(taken, int) else taken
     last = max(layer if layer >= 0 else layers + 1 + layer for layer in chosen)
-    behind = tuple(f"{prefix}{stack}.{number}." for number in range(last, layers))
-    unused = (*behind, f"{prefix}post_layernorm.", f"{prefix}head.")
+    after = tuple(f"{prefix}{stack}.{number}." for number in range(last, layers))
+    unused = (*after, f"{prefix}post_layernorm.", f"{prefix}head.")
     return [name for name, _ in model.named_parameters() if name.startswith(unused)]
 
 

@@ -183,7 +183,7 @@ class ReferenceTable:
 
 
 class ReferencedAnswers(AnswerObjective):
-    """Base of objectives over answers that a reference model holds.
+    """Base of objectives that compare answers with those of a reference model.
 
     Attributes:
         number: field of a micro-batch with the samples' numbers.

@@ -187,7 +187,7 @@ KTO = Description(
 class RewardConfig(OneOutputConfig):
     name: str = "reward"
     center_weight: float = field(default=0.0, metadata={"at_least": 0})
-    """Weight of the square of a pair's summed rewards, which holds the rewards around 0 (arXiv:2312.09244)."""
+    """Weight of the square of a pair's summed rewards, which keeps the rewards around 0 (arXiv:2312.09244)."""
 
 
 def measure_reward(sums: Sequence[float]) -> dict[str, float]:

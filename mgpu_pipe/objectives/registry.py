@@ -40,9 +40,9 @@ def load_subclass(key: str, name: str, group: str, base: type) -> Any:
     """
     loaded = load(key, name, group)
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        reason = f"what the entry point names, {getattr(loaded, '__qualname__', loaded)}, is none"
+        reason = f"the entry point names {getattr(loaded, '__qualname__', loaded)}, which is no such class"
         raise ConfigError(key, name, f"register a subclass of {base.__module__}.{base.__qualname__}", reason)
     missing = sorted(getattr(loaded, "__abstractmethods__", ()))
     if missing:
-        raise ConfigError(key, name, f"define {', '.join(missing)}", f"{loaded.__qualname__} does not say how")
+        raise ConfigError(key, name, f"define {', '.join(missing)}", f"{loaded.__qualname__} leaves them abstract")
     return loaded

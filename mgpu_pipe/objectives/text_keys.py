@@ -52,10 +52,10 @@ class SampledTextConfig(TokenLossConfig):
 
 @dataclass
 class ReferencedConfig(SampledTextConfig):
-    """Keys of objectives over answers that a reference model holds."""
+    """Keys of objectives that compare answers with those of a reference model."""
 
     beta: float = field(default=0.1, metadata={"above": 0})
-    """How strongly the model is held to its reference: the larger, the closer it stays."""
+    """Strength of the pull to the reference: the larger, the closer the model stays."""
     reference: Literal["cached", "live"] = "cached"
     """cached takes the reference's log-probabilities once, before the first step; live in every step from the model
     without its adapters (peft=lora), a forward pass more."""

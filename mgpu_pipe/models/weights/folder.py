@@ -48,7 +48,7 @@ def check_weights_listed(path: str, key: str = "model.path") -> None:
     """Refuses a name at a commit without weights that this program reads; fetches none.
 
     Raises:
-        ConfigError: says what it has instead.
+        ConfigError: it has none, with what it has instead.
     """
     name = hub_name(path)
     assert name is not None

@@ -140,8 +140,7 @@ class TokenLoss:
         # The model changes its logits after the head (soft-capping, scaling, cutting), so it needs them.
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning(
-                "%s changes its logits after the head: they are computed whole, whatever "
-                "objective.loss_chunk_tokens says",
+                "%s changes its logits after the head: they are computed whole, without objective.loss_chunk_tokens",
                 type(self._model).__name__.removeprefix("FSDP"),
             )
         self._head = None

@@ -114,7 +114,7 @@ class ScheduledStage(LeanStage):
         self._share, self._after_weights = share, after_weights
         self._finished = False
         self.most_in_flight = 0
-        """The most micro-batches whose activations this stage has held at once."""
+        """The most micro-batches whose activations this stage had in memory at once."""
         share.append(self)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -164,7 +164,7 @@ def build_schedule(
     """torch's schedule of that name over this rank's stages; gradients are summed, never scaled.
 
     Args:
-        loss_function: of the last stage's output and a target, which is not looked at: the micro-batch's own
+        loss_function: of the last stage's output and a target, which is ignored: the micro-batch's own
             go to the stage itself.
 
     Raises:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TIED = "mgpu_tied_across_stages"
-"""The attribute of a root module that names its parameter that a stage on another rank holds too."""
+"""The attribute of a root module that names the parameter it shares with a stage on another rank."""
 SENT = "mgpu_sent"
 """The attribute of a root module that holds the :class:`Sent` of the active stage."""
 
@@ -220,7 +220,7 @@ def hidden_width(model: nn.Module) -> int:
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds the submodule called ``name``, and what it calls it."""
+    """The parent of the submodule ``name``, and its attribute there."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
 
