@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
-from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, step_generator
+from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
 from mgpu_pipe.objectives.packed_text import skips_last
-from mgpu_pipe.objectives.sound_inputs import VERIFY_MAX_FRAMES, WaveInputs, hide_spans
+from mgpu_pipe.objectives.sound_inputs import VERIFY_MAX_FRAMES, SoundObjective, WaveInputs
 from mgpu_pipe.objectives.transcript_keys import CTC, count_errors, transcribe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class CTCObjective(Objective):
+class CTCObjective(SoundObjective):
     """Negative log-likelihood of transcripts under a Hugging Face model ``...ForCTC``, a mean over characters."""
 
     description = CTC
@@ -33,10 +31,6 @@ class CTCObjective(Objective):
     def __init__(self, model: torch.nn.Module, optimizer_factory: Any, learning_rate: LearningRate) -> None:
         super().__init__(model, optimizer_factory, learning_rate)
         self._inputs, self._blank = WaveInputs(model), int(cast(Any, model.config).pad_token_id)
-
-    @classmethod
-    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
-        return hide_spans(samples, config.model, config.seed)
 
     @property
     def batch_spec(self) -> BatchSpec:

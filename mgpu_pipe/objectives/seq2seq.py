@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.listen import Sound
-from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
-from mgpu_pipe.data.audio.speech_source import AudioConfig
-from mgpu_pipe.data.samples import Prepared, SampleSet
+from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.models.speech import greedy_transcripts, prepare_spectrogram_encoder, spectrogram_shape
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Objective, Reference, step_generator
 from mgpu_pipe.objectives.losses.loss_head import TokenLoss
 from mgpu_pipe.objectives.packed_text import skips_last
-from mgpu_pipe.objectives.sound_inputs import Spectrograms
+from mgpu_pipe.objectives.sound_inputs import SoundObjective
 from mgpu_pipe.objectives.text_keys import SEQ2SEQ, Seq2SeqConfig
 from mgpu_pipe.objectives.transcript_keys import SPEECH_SEQ2SEQ, SpeechSeq2SeqConfig, count_errors
 from mgpu_pipe.system.compat.transformers_private import hide_nothing
@@ -128,7 +124,7 @@ VERIFY_MAX_TOKENS = 12
 """Most tokens of a transcript of ``verify``."""
 
 
-class SpeechSeq2SeqObjective(Objective):
+class SpeechSeq2SeqObjective(SoundObjective):
     """Cross-entropy of the transcripts under a Hugging Face model ``...ForSpeechSeq2Seq``.
 
     Args:
@@ -150,13 +146,6 @@ class SpeechSeq2SeqObjective(Objective):
     @classmethod
     def arguments(cls, keys: SpeechSeq2SeqConfig) -> tuple[Any, ...]:
         return (keys,)
-
-    @classmethod
-    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
-        assert isinstance(config.data, AudioConfig)
-        window = LogMel.from_model(config.model, Sound.from_config(config.data, config.model).rate)
-        assert window is not None
-        return Spectrograms.from_model(samples, window, config.model, config.seed)
 
     def of_data(self, prepared: Prepared) -> None:
         assert isinstance(prepared, PreparedSpeech)

@@ -13,17 +13,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.filter_bank import window_of
-from mgpu_pipe.data.audio.listen import Sound
-from mgpu_pipe.data.audio.speech_source import AudioConfig
-from mgpu_pipe.data.samples import SampleSet
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, step_generator
 from mgpu_pipe.objectives.class_keys import SOUND_CLASSIFICATION, SOUND_TAGGING, SoundClassificationConfig
 from mgpu_pipe.objectives.class_sums import ClassObjective
 from mgpu_pipe.objectives.packed_text import skips_last
-from mgpu_pipe.objectives.sound_inputs import SpectrogramInputs, Spectrograms, WaveInputs, hide_spans
+from mgpu_pipe.objectives.sound_inputs import SoundObjective, SpectrogramInputs, WaveInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +29,7 @@ def inputs_of(model: Any) -> WaveInputs | SpectrogramInputs:
     return WaveInputs(model) if hasattr(model.config, "conv_kernel") else SpectrogramInputs(model)
 
 
-class SoundClassificationObjective(ClassObjective):
+class SoundClassificationObjective(SoundObjective, ClassObjective):
     """Cross-entropy of classes under a Hugging Face model of ``AutoModelForAudioClassification``, a mean over
     recordings.
 
@@ -54,16 +49,6 @@ class SoundClassificationObjective(ClassObjective):
     @classmethod
     def arguments(cls, keys: SoundClassificationConfig) -> tuple[Any, ...]:
         return (keys.label_smoothing,)
-
-    @classmethod
-    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
-        assert isinstance(config.data, AudioConfig)
-        window = window_of(config.model, Sound.from_config(config.data, config.model).rate)
-        return (
-            hide_spans(samples, config.model, config.seed)
-            if window is None
-            else Spectrograms.from_model(samples, window, config.model, config.seed)
-        )
 
     @property
     def batch_spec(self) -> BatchSpec:

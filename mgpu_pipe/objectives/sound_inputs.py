@@ -11,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.family import Frames
-from mgpu_pipe.config.schema import ModelConfig
-from mgpu_pipe.data.audio.filter_bank import FilterBank
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.audio.filter_bank import FilterBank, window_of
+from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.recordings import Spans, random_of_spans
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.samples import ChangedSamples, SampleSet
 from mgpu_pipe.data.step_batch import Field
 from mgpu_pipe.models.fields import resolved_fields
@@ -24,7 +26,7 @@ from mgpu_pipe.models.speech import (
     prepare_spectrogram_encoder,
     spectrogram_shape,
 )
-from mgpu_pipe.objectives.base import Batch, Forward
+from mgpu_pipe.objectives.base import Batch, Forward, Objective
 from mgpu_pipe.system.compat.transformers_private import hide_by
 
 VERIFY_MAX_FRAMES = 24
@@ -193,3 +195,15 @@ class SpectrogramInputs:
     def logits_alone(self, forward: Forward, model: Any, batch: Batch, row: int) -> torch.Tensor:
         """Logits of one recording, (1, ...)."""
         return cast(torch.Tensor, forward(**{self._name: batch[self._name][row : row + 1]}).logits)
+
+
+class SoundObjective(Objective):
+    """Base of objectives on recordings, which a model reads as waveforms or as spectrograms."""
+
+    @classmethod
+    def samples(cls, config: RunConfig, samples: SampleSet) -> SampleSet:
+        data, model = config.data, config.model
+        window = window_of(model, Sound.from_config(data, model).rate) if isinstance(data, AudioConfig) else None
+        if window is None:
+            return hide_spans(samples, model, config.seed)
+        return Spectrograms.from_model(samples, window, model, config.seed)
