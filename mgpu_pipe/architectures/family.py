@@ -124,7 +124,7 @@ class Sight:
         videos: time of a video's frames: an ``axis`` of positions, or ``text`` before each frame; empty: no videos.
         both_ways: what is read bidirectionally: each picture, or pictures and text before an answer (``questions``).
             Such rows hold one conversation.
-        opener: field of the token before a picture, if the chat template writes it alone and the family's processor
+        opener: field of the token before a picture, if the chat template writes it alone. The family's processor then
             adds the places, the token after them and two line breaks around all.
         cacheable: whether the tower's output can be kept.
     """

@@ -40,12 +40,12 @@ class ImageClassificationConfig(CachedFeaturesConfig):
     label_smoothing: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
     """Share of the label that is spread evenly over all classes while training (Szegedy et al. 2015)."""
     mixup: float = field(default=0.0, metadata={"at_least": 0})
-    """Each training picture gets a share of another one, and of its label, drawn by seed and sample from the Beta
-    distribution of this number twice (Zhang et al. 2018); 0 mixes none."""
+    """Each training picture gets a share of another picture and its label (Zhang et al. 2018). Seed and sample draw the
+    share from the Beta distribution of this number twice; 0 mixes none."""
 
     cutmix: float = field(default=0.0, metadata={"at_least": 0})
-    """In each training picture a rectangle comes from another one, whose label gets the rectangle's share of the area,
-    drawn by seed and sample from the Beta distribution of this number twice (Yun et al. 2019); 0 cuts none."""
+    """A rectangle of each training picture comes from another picture, whose label gets the rectangle's share of the
+    area (Yun et al. 2019). Seed and sample draw it from the Beta distribution of this number twice; 0 cuts none."""
     mix_probability: float = field(default=1.0, metadata={"at_least": 0, "at_most": 1})
     """Share of the training pictures that mixup and cutmix change."""
     cutmix_probability: float = field(default=0.5, metadata={"at_least": 0, "at_most": 1})

@@ -1,8 +1,8 @@
 """Kahneman-Tversky optimisation: raises desirable answers and lowers undesirable ones, each against a reference point.
 
-The losses are those of Ethayarajh et al. 2024 (arXiv:2402.01306). The reference point is an estimate of the divergence
-of the model from its reference, over the prompts of the global batch with answers of other samples. So a step batch is
-read twice: first these, without gradients, then its own answers.
+The losses are those of Ethayarajh et al. 2024 (arXiv:2402.01306). The reference point estimates the divergence of the
+model from its reference. It is a mean over the prompts of the global batch, each with another sample's answer. So a
+step batch is read twice: first these, without gradients, then its own answers.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ their grids, and positions along three axes. A micro-batch without pictures gets
 nothing.
 
 A video is a picture with several times in its grid. Qwen-VL's tower treats both alike, and positions are computed
-before. So both pass through it at once, with the picture token in all their places, and no process waits for one whose
+before. So both pass through it at once, with the picture token in all their places. No process waits for another whose
 rows have only the other kind.
 """
 

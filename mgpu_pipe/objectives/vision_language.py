@@ -114,8 +114,8 @@ class VisionLanguageObjective(PictureObjective):
     def random_batch(self, seed: int, step: int, samples: int, seq_len: int, packed: bool) -> Batch:
         """Rows with no picture, one, or as many as fit, of uneven lengths and labels.
 
-        Of every three steps, the first has no pictures in its first half of rows, the second has none, and in the third
-        the last row counts nothing. Packed rows hold two such rows of half the length.
+        Every three steps, one has no pictures in its first half of rows, one has none, and in one the last row counts
+        nothing. Packed rows contain two such rows of half the length.
         """
         if packed:
             return self._in_pairs(self.random_batch(seed, step, 2 * samples, seq_len // 2, False), seq_len)

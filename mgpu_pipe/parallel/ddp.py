@@ -3,8 +3,8 @@
 Buckets are fixed by the order of the parameters alone and launched in that order, so a topology always reduces
 the same way: a resumed run repeats the uninterrupted one bit for bit. (torch's DistributedDataParallel rebuilds its
 buckets after the first iteration, which changes the last bits of the second.) Gradients live in the buckets, so
-nothing is copied, and a step batch of several micro-batches is reduced once, during the last backward pass
-(Li et al. 2020, "PyTorch Distributed", arXiv:2006.15704, for buckets and overlap).
+nothing is copied. A step batch of several micro-batches is reduced once, during the last backward pass. Buckets and
+overlap are those of Li et al. 2020 ("PyTorch Distributed", arXiv:2006.15704).
 """
 
 from __future__ import annotations

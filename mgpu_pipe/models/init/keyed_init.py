@@ -2,9 +2,8 @@
 
 The model's initialisation is recorded once on the meta device (:mod:`mgpu_pipe.models.init.op_trace`), then replayed a
 parameter at a time. Random numbers come from CPU generators seeded by SHA-256 of (seed, parameter name, operation,
-chunk), so a parameter's values depend neither on the device, nor on other parameters, nor on the order. A parameter
-with an element-wise recording (every common one) is drawn in chunks, so a rank with a range of rows draws little more
-than its range.
+chunk). So a parameter's values do not depend on the device, other parameters or the order. A parameter with an
+element-wise recording (every common one) is drawn in chunks, so a rank draws little more than its range of rows.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention of packed rows from the starts of their documents, without a mask of tokens by tokens.
 
 The starts replace the attention mask: models pass it unchanged to every layer, even if a block is compiled, recomputed
-or on another pipeline stage. Each call chooses its implementation: for bf16 and fp16 on CUDA the flash kernel of
-variable-length sequences (Dao 2023, "FlashAttention-2", arXiv:2307.08691), on the CPU one document after another, else
-a mask built from the starts.
+or on another pipeline stage. Each call chooses its implementation. bf16 and fp16 on CUDA use the flash kernel of
+variable-length sequences (Dao 2023, "FlashAttention-2", arXiv:2307.08691). The CPU takes one document after another.
+Everything else uses a mask built from the starts.
 """
 
 from __future__ import annotations

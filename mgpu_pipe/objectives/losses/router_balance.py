@@ -1,12 +1,12 @@
 """Additive balance loss of a mixture of experts, per sequence, averaged over the global batch.
 
-For one router and one sequence of the batch (a row of the micro-batch, packed or not) let T be its tokens that have a
-label, f[e] the assignments of those tokens that were routed to expert e over T, and P[e] the mean over those tokens of
-the router's softmax probability of e. The loss is E * sum_e f[e] * P[e] over the E experts; even routing gives
-``top_k``, as transformers scales it, so a coefficient means what ``router_aux_loss_coef`` means there (Fedus et al.
-2021, "Switch Transformers", arXiv:2101.03961, equations 4 to 6; Lepikhin et al. 2020, "GShard", arXiv:2006.16668,
-section 2.2). Tokens without a label (padding, masked prompts, a document's last token) count in neither. A sequence
-without other tokens adds nothing. It is averaged over the model's routers and over all sequences of the step.
+Take one router and one sequence of the batch (a row of the micro-batch, packed or not), and its tokens with a label.
+f[e] is the share of these tokens that the router sends to expert e. P[e] is the mean over them of its softmax
+probability of e. The loss is E * sum_e f[e] * P[e] over the E experts (Fedus et al. 2021, "Switch Transformers",
+arXiv:2101.03961, equations 4 to 6; Lepikhin et al. 2020, "GShard", arXiv:2006.16668, section 2.2). Even routing gives
+``top_k``, as transformers scales it, so a coefficient means what ``router_aux_loss_coef`` means there. Tokens without a
+label (padding, masked prompts, a document's last token) count in neither. A sequence without other tokens adds nothing.
+It is averaged over the model's routers and over all sequences of the step.
 
 A product of means over a batch would depend on how the batch is cut; per sequence it does not. The model's own loss
 (``output_router_logits``) depends on the cut and is never used: a model gets no labels here.

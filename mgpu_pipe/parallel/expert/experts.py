@@ -162,8 +162,8 @@ def apply_expert_parallel(
     """Cut the experts of every layer of ``model`` over ``group`` in place, and return the experts modules by name.
 
     Rank ``r`` of ``n`` keeps experts ``[r*E/n, (r+1)*E/n)``; each cut parameter gets its :class:`Layout`. The model may
-    be on the meta device. What a rank's parameters get as gradient is the sum over the tokens of the whole group, so it
-    is to be summed over the ranks that hold the same experts only (see ``topology.Meshes``).
+    be on the meta device. A parameter's gradient is the sum over the tokens of the whole group. So it must be summed
+    over the ranks with the same experts only (see ``topology.Meshes``).
 
     Args:
         group: the expert-parallel ranks. Each sends its own tokens, or its slice of those that its tensor-parallel

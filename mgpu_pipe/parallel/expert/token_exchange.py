@@ -1,9 +1,9 @@
 """The collectives of expert parallelism: tokens travel to the ranks that hold their experts, and results back.
 
 Every transfer is its own function, so that what a step sends can be counted by name. A transfer's backward pass
-is the transfer the other way. Splits are uneven; how many rows go where is exchanged first and read on the host, the
-one point at which a layer waits for its device (Lepikhin et al. 2020, "GShard", arXiv:2006.16668, for the two
-all-to-alls; there is no capacity here, so no token is dropped).
+is the transfer the other way. Splits are uneven, so the ranks exchange their sizes first and read them on the host: the
+only host sync of a layer. The two all-to-alls are those of Lepikhin et al. 2020 ("GShard", arXiv:2006.16668), without
+a capacity, so no token is dropped.
 """
 
 from __future__ import annotations

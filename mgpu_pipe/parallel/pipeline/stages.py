@@ -1,12 +1,12 @@
 """Cutting a model into pipeline stages by deleting modules, so that names stay.
 
-Every rank builds the whole model on the meta device and keeps the layers of its own stages under their own numbers;
-the rank of the first stage also keeps the embeddings, that of the last one norm and head. What is gone is replaced by
-modules that hand their input on, so transformers' own forward pass runs each stage, with its masks and rotary tables
-made from the micro-batch's fields, which every rank has.
+Every rank builds the whole model on the meta device and keeps the layers of its own stages under their own numbers.
+The rank of the first stage also keeps the embeddings, that of the last stage norm and head. Modules that pass their
+input on replace the deleted ones, so transformers' own forward pass runs each stage. Masks and rotary tables come from
+the micro-batch's fields, which every rank has.
 
 A rank with two stages keeps both in one model, so parameters, layouts, optimizer, checkpoints, sharding and compiling
-see one module; a :class:`StageView` activates one of its stages for the length of a forward pass.
+see one module. A :class:`StageView` activates one of its stages for the length of a forward pass.
 """
 
 from __future__ import annotations
@@ -156,9 +156,8 @@ def cut_stages(
 ) -> list[StageView]:
     """Delete the modules of other ranks' stages from a meta ``model``, in place.
 
-    A tied head that ends up on another rank than the embedding is its own parameter there, recorded by a
-    :class:`Layout` under the embedding's name and not owned; see
-    :func:`parallel.pipeline.schedule.reduce_tied_gradients`.
+    A tied head on another rank than the embedding is a parameter there that the rank does not own. A :class:`Layout`
+    records it under the embedding's name; see :func:`parallel.pipeline.schedule.reduce_tied_gradients`.
 
     Args:
         stage_layers: the layers of every stage.

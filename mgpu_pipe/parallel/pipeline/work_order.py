@@ -1,9 +1,9 @@
 """The order in which every rank of a pipeline works, for each schedule. No torch.
 
-A stream is one rank's list of actions: ``F`` a forward pass of one stage for one micro-batch, ``B`` its backward pass,
-or, where a schedule splits that, ``I`` the gradient of the stage's input and ``W`` those of its weights. The streams
-are those that torch's schedules run (a test compares them), so that a schedule can be printed, counted and timed
-where torch is not at hand.
+A stream is one rank's list of actions. ``F`` is a forward pass of one stage for one micro-batch, ``B`` its backward
+pass. Where a schedule splits that, ``I`` is the gradient of the stage's input and ``W`` those of its weights. The
+streams are those that torch's schedules run (a test compares them). So a schedule can be printed, counted and timed
+without torch.
 
 The papers are named in :mod:`mgpu_pipe.architectures.formulas.pipeline_schedules`.
 """

@@ -1,8 +1,8 @@
 """Linear layers of which each rank holds some columns (outputs) or rows (inputs).
 
 The column-parallel layers of one module, such as query, key and value, share what enters them: one collective for all
-of them. Under sequence parallelism a rank keeps its part of that input for the backward pass and gathers the rest
-again there, so that kept activations shrink with the group (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+of them. Under sequence parallelism a rank keeps its part of that input and gathers the rest again in the backward pass.
+So activations shrink with the group (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A tower whole on every tensor-parallel rank, its pictures dealt over the ranks (``strategy.parts``).
 
 Every rank of a tensor-parallel group has the same micro-batch. Each encodes a share of its pictures, of about equal
-cost, and gathers the features of the others, as vLLM's ``mm_encoder_tp_mode=data`` does when it serves. What follows
-computes the same gradient of all features on every rank, so the backward pass sends nothing: each rank takes the rows
-that it encoded. The gradients of the tower's parameters are parts of a sum, which
+cost, and gathers the features of the others (as vLLM with ``mm_encoder_tp_mode=data``). All ranks then compute the same
+gradient of all features, so the backward pass sends nothing: each rank takes the rows that it encoded. The gradients of
+the tower's parameters are parts of a sum, which
 :func:`~mgpu_pipe.parallel.tensor.collectives.reduce_replicated_gradients` takes once a step.
 
-A rank without a picture encodes the cheapest one and drops its features, so all ranks run the same modules in every
+A rank without a picture encodes the cheapest one and drops its features. So all ranks run the same modules in every
 pass, as FSDP2 needs.
 """
 
