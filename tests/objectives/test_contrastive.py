@@ -31,7 +31,7 @@ from mgpu_pipe.verify.certificate import Worst, worst_of
 from mgpu_pipe.verify.comparison import compare
 from tests.objectives.harness import cut, step_loss
 from tests.support import small_runs
-from tests.support.command import mgpu, run_folder
+from tests.support.command import four_steps
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes
 from tests.support.processes import run_processes
@@ -313,14 +313,12 @@ def goes_on_and_is_exported(
 @pytest.mark.slow
 def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     need_digits()
-    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
-    folder = run_folder(mgpu(cache, tmp_path, "experiment=clip_digits", "trainer.devices=2", *short))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and summary["model"]["class"] == "CLIPModel"
+    _, summary, report = four_steps(cache, tmp_path, "clip_digits")
+    assert summary["model"]["class"] == "CLIPModel"
     metrics = summary["metrics"]
     assert 0 <= metrics["val/image_to_text_recall@1"] <= metrics["val/image_to_text_recall@10"] <= 1
     assert "val/zero_shot_accuracy" in metrics
-    samples, report = summary["samples"], (folder / "report.html").read_text(encoding="utf-8")
+    samples = summary["samples"]
     assert len(samples) == 12 and all(f'base64,{sample["image"]}"' in report for sample in samples)
     assert any(sample["text"].endswith(", wrong") for sample in samples)
 

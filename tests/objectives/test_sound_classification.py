@@ -25,7 +25,7 @@ from mgpu_pipe.objectives.sound_classification import SoundClassificationObjecti
 from tests.objectives.harness import check_alone, check_classes, check_evaluated, check_trained_on
 from tests.objectives.test_ctc import FIELDS
 from tests.support import small_runs
-from tests.support.command import mgpu, run_folder
+from tests.support.command import four_steps
 from tests.support.labelled_sounds import folder_of_sounds, heard, list_of_classes
 from tests.support.needs import need_speech
 from tests.support.sounds import RATE, tones, write_wav
@@ -335,12 +335,8 @@ def test_tags_are_exported_and_a_pipeline_gives_their_probabilities(
 def test_four_steps_of_the_experiment(cache: Path, tmp_path: Path) -> None:
     need_speech("espeak-ng")
     sizes = ("data.recordings=40", "data.validation_max_samples=20", "data.global_batch_size=4")
-    steps = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
-    more = ("data.micro_batch_size=2", "trainer.devices=2")
-    folder = run_folder(mgpu(cache, tmp_path, "experiment=sound_digits", *sizes, *steps, *more))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and summary["model"]["class"] == "Wav2Vec2ForSequenceClassification"
+    _, summary, report = four_steps(cache, tmp_path, "sound_digits", *sizes, "data.micro_batch_size=2")
+    assert summary["model"]["class"] == "Wav2Vec2ForSequenceClassification"
     assert np.array(summary["found"]["confusion"]).sum() == 20
-    samples, report = summary["samples"], (folder / "report.html").read_text(encoding="utf-8")
-    assert 0 < len(samples) <= 12 and "Confusion" in report
-    assert report.count('src="data:audio/ogg;base64,T2dnU') >= len(samples)
+    assert 0 < len(summary["samples"]) <= 12 and "Confusion" in report
+    assert report.count('src="data:audio/ogg;base64,T2dnU') >= len(summary["samples"])

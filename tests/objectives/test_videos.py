@@ -40,7 +40,7 @@ from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.harness import GREEDY
 from tests.objectives.test_vision_language import CLASS
 from tests.support import small_runs
-from tests.support.command import mgpu, run_folder
+from tests.support.command import four_steps, mgpu
 from tests.support.needs import need_pyav
 from tests.support.pictures import noise, said, stored
 from tests.support.sampling import one_in
@@ -308,11 +308,8 @@ def test_no_frame_tells_the_way_and_clips_are_held_out_whole(cache: Path) -> Non
 @pytest.mark.slow
 def test_four_steps_of_the_experiment_show_frames_beside_answers(cache: Path, tmp_path: Path) -> None:
     few = ("data.global_batch_size=8", "data.micro_batch_size=4", "data.validation_max_samples=16")
-    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "logger=none", "trainer.devices=2", *few)
-    folder = run_folder(mgpu(cache, tmp_path, "experiment=video_shapes", *short, "scheduler.warmup_steps=1"))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and 0 <= summary["metrics"]["val/exact_match"] <= 1
-    report = (folder / "report.html").read_text(encoding="utf-8")
+    _, summary, report = four_steps(cache, tmp_path, "video_shapes", *few)
+    assert 0 <= summary["metrics"]["val/exact_match"] <= 1
     assert report.count('src="data:image/png;base64,') >= 12
     assert not re.search(r"user (Which|Where)|[?] assistant", report), "the question alone"
     assert len(re.findall(r"Which way does the|Where does the", report)) >= 12

@@ -28,7 +28,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.vision_language import VisionLanguageObjective
 from tests.objectives.harness import GREEDY, check_logits, check_trained_on, exported_model, generated
 from tests.support import small_runs
-from tests.support.command import mgpu, run_folder
+from tests.support.command import four_steps
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes, said
 from tests.verify.support import small_run
@@ -296,12 +296,10 @@ def test_four_steps_of_both_stages(cache: Path, tmp_path: Path) -> None:
     """The second stage takes its weights from the first, whose towers stayed as they were."""
     need_digits()
     few = ("data.global_batch_size=4", "data.micro_batch_size=2", "data.validation_max_samples=8")
-    short = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "logger=none", "trainer.devices=2", *few)
-    first = run_folder(mgpu(cache, tmp_path, "experiment=vlm_digits_stage1", *short))
-    start = (f"checkpoint.init_from={first}", "run.starts_from=null", "scheduler.warmup_steps=1")
-    folder = run_folder(mgpu(cache, tmp_path, "experiment=vlm_digits", *start, *short))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and summary["model"]["class"] == "LlavaForConditionalGeneration"
+    first, *_ = four_steps(cache, tmp_path, "vlm_digits_stage1", *few)
+    start = (f"checkpoint.init_from={first}", "run.starts_from=null")
+    _, summary, _ = four_steps(cache, tmp_path, "vlm_digits", *start, *few)
+    assert summary["model"]["class"] == "LlavaForConditionalGeneration"
     assert 0 <= summary["metrics"]["val/exact_match"] <= 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -61,6 +62,15 @@ def run_folder(out: str) -> Path:
     last = out.strip().splitlines()[-1]
     assert last.startswith("run: "), out
     return Path(last.removeprefix("run: "))
+
+
+def four_steps(cache: Path, cwd: Path, experiment: str, *words: str) -> tuple[Path, dict[str, Any], str]:
+    """Four steps of a shipped experiment on two processes, once finished: its folder, summary and report."""
+    given = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
+    folder = run_folder(mgpu(cache, cwd, f"experiment={experiment}", "trainer.devices=2", *given, *words))
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert summary["status"] == "finished"
+    return folder, summary, (folder / "report.html").read_text(encoding="utf-8")
 
 
 def metrics(folder: Path) -> list[dict[str, str]]:

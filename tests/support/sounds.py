@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import wave
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.support.command import mgpu, run_folder
+from tests.support.command import four_steps
 
 RATE = 8000
 TEXTS = ("ab", "ba", "a b", "b ab", "aab")
@@ -48,11 +47,8 @@ def list_of_tones(folder: Path, each: int = 8, column: str = "text") -> Path:
 def run_speech_experiment(cache: Path, cwd: Path, name: str, model_class: str) -> Path:
     """Four steps of a shipped experiment on spoken digits, on two processes; its folder, once it is checked."""
     sizes = ("data.recordings=24", "data.validation_max_samples=6", "data.global_batch_size=4")
-    steps = ("trainer.max_steps=4", "trainer.val_every_n_steps=4", "scheduler.warmup_steps=1", "logger=none")
-    more = ("data.micro_batch_size=2", "trainer.devices=2")
-    folder = run_folder(mgpu(cache, cwd, f"experiment={name}", *sizes, *steps, *more))
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and summary["model"]["class"] == model_class
+    folder, summary, report = four_steps(cache, cwd, name, *sizes, "data.micro_batch_size=2")
+    assert summary["model"]["class"] == model_class
     assert summary["metrics"]["val/word_error_rate"] >= 0.5 and len(summary["samples"]) == 6
-    assert (folder / "report.html").read_text(encoding="utf-8").count('src="data:audio/ogg;base64,T2dnU') >= 6
+    assert report.count('src="data:audio/ogg;base64,T2dnU') >= 6
     return folder
