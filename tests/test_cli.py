@@ -54,7 +54,7 @@ def mgpu_pipe(*arguments: str, folder: Path, path: Path = ROOT, **environment: s
     return Done(done.returncode, done.stdout, done.stderr)
 
 
-def test_check_says_what_will_run_and_leaves_nothing(tmp_path: Path):
+def test_check_says_what_will_run_and_leaves_nothing(tmp_path: Path) -> None:
     done = mgpu_pipe("check", "experiment=quickstart", "trainer.accelerator=cpu", folder=tmp_path)
     assert (done.code, done.err) == (0, "")
     assert "llama_small (llama), 5.2M parameters" in done.out
@@ -74,7 +74,7 @@ def test_check_says_what_will_run_and_leaves_nothing(tmp_path: Path):
         (["peft=lora", "peft.alpha=-1"], 2),
     ],
 )
-def test_check_imports_what_it_needs_alone(tmp_path: Path, overrides: list[str], code: int):
+def test_check_imports_what_it_needs_alone(tmp_path: Path, overrides: list[str], code: int) -> None:
     """No library that computes or draws, no scan of installed packages, none of the rooms that a run is made of."""
     left_out = {"torch", "transformers", "pytorch_lightning", "pyarrow", "tokenizers", "numpy", "rich"}
     left_out |= {"importlib.metadata", "mgpu_pipe.report.run_view"}
@@ -98,7 +98,7 @@ def test_check_imports_what_it_needs_alone(tmp_path: Path, overrides: list[str],
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
+def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path) -> None:
     done = mgpu_pipe(
         "trainer.devcies=4",
         "+trainer.max_stepps=3",
@@ -151,7 +151,7 @@ def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path):
         (["check", "--optimizer.lr=1"], "keys are set by key=value, without dashes; optimizer.lr=..."),
     ],
 )
-def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str):
+def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert said in captured.err
@@ -160,7 +160,7 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], arguments:
 
 
 @pytest.mark.slow
-def test_hydras_own_flags_work(tmp_path: Path):
+def test_hydras_own_flags_work(tmp_path: Path) -> None:
     shown = mgpu_pipe("--cfg", "job", "strategy=ddp", "trainer.devices=3", folder=tmp_path)
     assert shown.code == 0
     assert "dp_replicate: auto" in shown.out
@@ -170,7 +170,7 @@ def test_hydras_own_flags_work(tmp_path: Path):
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
-def test_the_programs_help_is_short_and_names_every_verb(capsys: pytest.CaptureFixture[str], words: list[str]):
+def test_the_programs_help_is_short_and_names_every_verb(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert cli.main(words) == 0
     shown = capsys.readouterr()
     assert shown.err == "" and shown.out.startswith("usage: mgpu-pipe [VERB] [OVERRIDES]\n")
@@ -180,7 +180,7 @@ def test_the_programs_help_is_short_and_names_every_verb(capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("verb", verb_names())
-def test_each_verbs_help_is_short_and_its_own(capsys: pytest.CaptureFixture[str], verb: str):
+def test_each_verbs_help_is_short_and_its_own(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     try:
         assert cli.main([verb, "--help"]) == 0
     except SystemExit as ended:
@@ -195,7 +195,7 @@ def test_each_verbs_help_is_short_and_its_own(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("words", [["--version"], ["version"], ["check", "strategy=ddp", "--version"]])
-def test_the_version_is_this_programs(capsys: pytest.CaptureFixture[str], words: list[str]):
+def test_the_version_is_this_programs(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert cli.main(words) == 0
     assert capsys.readouterr().out == f"mgpu_pipe {__version__}\n"
 
@@ -203,7 +203,7 @@ def test_the_version_is_this_programs(capsys: pytest.CaptureFixture[str], words:
 KEYS = set(all_keys())
 
 
-def test_other_programs_names_for_a_key_lead_to_it(capsys: pytest.CaptureFixture[str]):
+def test_other_programs_names_for_a_key_lead_to_it(capsys: pytest.CaptureFixture[str]) -> None:
     free, lines = ("optimizer.options.", "model.config.", "callbacks."), dict[str, str]()
     for meant, words in MEANT:
         named = re.findall(r"\b(?:[a-z_]+\.)+[a-z_0-9]+(?==|\b)", meant) if " " in meant else [meant]
@@ -253,7 +253,9 @@ def test_other_programs_values_lead_to_those_that_there_are(
         ("mgpu-pipe eval optim", set()),
     ],
 )
-def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, offered: set[str]):
+def test_completion(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str, offered: set[str]
+) -> None:
     monkeypatch.setenv("COMP_LINE", line)
     assert cli.main(["-sc", "query=bash"]) == 0
     captured = capsys.readouterr()
@@ -261,7 +263,7 @@ def test_completion(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert set(captured.out.split()) - {"checkpoint="} == offered
 
 
-def test_bash_completes_verbs_and_overrides(tmp_path: Path):
+def test_bash_completes_verbs_and_overrides(tmp_path: Path) -> None:
     """The function that ``-sc install=bash`` sets up, called as bash calls it."""
     program = tmp_path / "mgpu-pipe"
     start = f"import sys; sys.argv[0] = {str(program)!r}; from mgpu_pipe.cli.main import program; program()"
@@ -290,7 +292,7 @@ def test_bash_completes_verbs_and_overrides(tmp_path: Path):
     assert "hydra_bash_completion mgpu-pipe" in done.stdout.splitlines()[0]
 
 
-def test_ls_lists_options_and_marks_the_default(capsys: pytest.CaptureFixture[str]):
+def test_ls_lists_options_and_marks_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls", "strategy"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "strategy"
@@ -301,7 +303,7 @@ def test_ls_lists_options_and_marks_the_default(capsys: pytest.CaptureFixture[st
     assert any(line.startswith("    strategy.pipeline.schedule=1f1b  gpipe or 1f1b or ") for line in lines)
 
 
-def test_ls_shows_the_keys_of_each_choice_with_their_defaults(capsys: pytest.CaptureFixture[str]):
+def test_ls_shows_the_keys_of_each_choice_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls", "objective"]) == 0
     parts = capsys.readouterr().out.split("\nkeys of ")
     keys = "objective.name=masked_lm\n    objective.mask_share=0.15  a number. Share of "
@@ -310,13 +312,13 @@ def test_ls_shows_the_keys_of_each_choice_with_their_defaults(capsys: pytest.Cap
     assert "\nkeys of data.source=image_folder or image_list or image_tar or digits\n" in capsys.readouterr().out
 
 
-def test_schema_prints_json(capsys: pytest.CaptureFixture[str]):
+def test_schema_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["properties"]["trainer"]["properties"]["devices"]["default"] == "auto"
 
 
-def test_a_reader_that_leaves_early_causes_no_trace(tmp_path: Path):
+def test_a_reader_that_leaves_early_causes_no_trace(tmp_path: Path) -> None:
     command = f"{sys.executable} -m mgpu_pipe schema | head -1"
     done = subprocess.run(
         ["bash", "-c", command],
@@ -329,12 +331,14 @@ def test_a_reader_that_leaves_early_causes_no_trace(tmp_path: Path):
     assert (done.stdout, done.stderr) == ("{\n", "")
 
 
+Launched = tuple[list[RunConfig], dict[int, int | Exception], list[list[RunPaths]]]
+"""Launched configurations, the end of each launch by its number, and the runs of each table."""
 typed: list[CommandLine] = []
 """What the launcher below was told about the command line."""
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launched:
     """A launcher that starts no processes: what the command line hands over is what is tested here."""
     seen: list[RunConfig] = []
     typed.clear()
@@ -355,7 +359,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return seen, ends, tables
 
 
-def test_train_hands_over_the_checked_configuration(launched):
+def test_train_hands_over_the_checked_configuration(launched: Launched) -> None:
     seen, ends, _ = launched
     ends[1] = EXIT_STOPPED
     assert cli.main(["model=llama_tiny", "seed=5"]) == EXIT_STOPPED
@@ -363,7 +367,7 @@ def test_train_hands_over_the_checked_configuration(launched):
     assert [config.seed for config in seen] == [5, 6]
 
 
-def test_a_sweep_runs_every_job_and_shows_one_table(launched, tmp_path: Path):
+def test_a_sweep_runs_every_job_and_shows_one_table(launched: Launched, tmp_path: Path) -> None:
     seen, _, tables = launched
     words = ["strategy=ddp", "trainer.devices=1,2", "optimizer.lr=1e-3,3e-4", "trainer.accelerator=cpu"]
     assert cli.main(["-m", *words]) == 0
@@ -379,7 +383,7 @@ def test_a_sweep_runs_every_job_and_shows_one_table(launched, tmp_path: Path):
     assert [point.status for point in Store(sweep).points()] == ["finished"] * 4
 
 
-def test_a_failed_job_is_reported_and_the_others_go_on(launched, capsys: pytest.CaptureFixture[str]):
+def test_a_failed_job_is_reported_and_the_others_go_on(launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     seen, ends, tables = launched
     ends[1] = DataError("corpus.txt: is empty")
     words = ["strategy=ddp", "trainer.devices=1,3,2", "seed=1", "trainer.accelerator=cpu"]
@@ -396,7 +400,9 @@ def test_a_failed_job_is_reported_and_the_others_go_on(launched, capsys: pytest.
     assert sweep.points()[0].reason == "corpus.txt: is empty"
 
 
-def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(launched, capsys: pytest.CaptureFixture[str]):
+def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(
+    launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen, ends, _ = launched
     ends.update({1: 1, 2: EXIT_STOPPED})
     assert cli.main(["-m", "seed=1,2,3"]) == 1
@@ -405,8 +411,8 @@ def test_the_worst_exit_code_counts_and_a_stop_ends_the_sweep(launched, capsys: 
 
 
 def test_a_signal_that_comes_too_late_for_a_run_ends_the_sweep_before_the_next(
-    launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(stop, "_requested", False)
     seen, ends, tables = launched
     ends[0] = 2
@@ -417,8 +423,8 @@ def test_a_signal_that_comes_too_late_for_a_run_ends_the_sweep_before_the_next(
 
 @pytest.mark.slow
 def test_a_point_of_a_sweep_is_shown_as_typed_and_knows_the_words_that_start_it_alone(
-    launched, capsys: pytest.CaptureFixture[str]
-):
+    launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["model=llama_tiny", "model.config.num_hidden_layers=1,2", "+optimizer.options.eps=1e-6", "seed=3"]
     (Path.cwd() / "more").mkdir()
     assert cli.main(["-m", "--config-dir", "more", *words]) == 0
@@ -434,7 +440,7 @@ def test_a_point_of_a_sweep_is_shown_as_typed_and_knows_the_words_that_start_it_
 @pytest.mark.parametrize("verb", ["check", "verify"])
 def test_a_sweep_of_a_verb_that_keeps_nothing_leaves_nothing(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["model=llama_tiny", "seed=1,2", *(["strategy=nothing"] if verb == "verify" else [])]
     assert cli.main([verb, "-m", *words]) == (2 if verb == "verify" else 0)
@@ -444,7 +450,7 @@ def test_a_sweep_of_a_verb_that_keeps_nothing_leaves_nothing(
 
 def test_an_empty_place_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(Path("/").iterdir())
     for words in (["run.root="], ["-m", "seed=1,2", "run.root="], ["-m", "seed=1,2", "run.root=' '"]):
@@ -454,7 +460,7 @@ def test_an_empty_place_is_refused_before_anything_is_written(
     assert set(Path("/").iterdir()) == before and list(tmp_path.iterdir()) == []
 
 
-def test_a_deleted_working_directory_is_one_line(tmp_path: Path):
+def test_a_deleted_working_directory_is_one_line(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     program = f'mkdir {gone} && cd {gone} && rmdir {gone} && exec {sys.executable} -m mgpu_pipe "$@"'
     for words in (["check", "model=llama_tiny"], ["ls"], ["report"]):
@@ -471,8 +477,8 @@ def test_a_deleted_working_directory_is_one_line(tmp_path: Path):
 
 
 def test_a_sweep_is_refused_in_a_world_that_others_started(
-    launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen, _, _ = launched
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
@@ -482,7 +488,7 @@ def test_a_sweep_is_refused_in_a_world_that_others_started(
     assert "error: -m: a world that torchrun or srun started trains one run" in capsys.readouterr().err
 
 
-def test_a_given_run_folder_is_refused_in_a_sweep(launched, capsys: pytest.CaptureFixture[str]):
+def test_a_given_run_folder_is_refused_in_a_sweep(launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
     seen, _, _ = launched
     assert cli.main(["-m", "seed=1,2", "run.dir=here"]) == 2
     assert seen == []
@@ -490,7 +496,7 @@ def test_a_given_run_folder_is_refused_in_a_sweep(launched, capsys: pytest.Captu
 
 
 @pytest.mark.exhaustive
-def test_a_plug_in_brings_configurations_and_names(tmp_path: Path):
+def test_a_plug_in_brings_configurations_and_names(tmp_path: Path) -> None:
     package = tmp_path / "site"
     (package / "plug" / "conf" / "data").mkdir(parents=True)
     (package / "plug" / "__init__.py").write_text("def poems(config):\n    yield 'a'\n")
@@ -521,7 +527,7 @@ def test_a_plug_in_brings_configurations_and_names(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_every_package_the_conf_tree_and_the_licence_and_runs_from_any_folder(tmp_path: Path):
+def test_the_wheel_carries_every_package_the_conf_tree_and_the_licence_and_runs_from_any_folder(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     sources.mkdir()
     for name in ("mgpu_pipe", "conf", "pyproject.toml", "setup.py", "LICENSE"):

@@ -92,7 +92,7 @@ def notices(*words: str) -> list[str]:
     return [text for _, text in device_notices(composed(*words).trainer)]
 
 
-def test_why_no_gpu_can_be_used_is_said(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_no_gpu_can_be_used_is_said(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     unseen, broken = "the NVIDIA driver sees no device", "the NVIDIA driver does not answer (NVML error 18)"
     for driver, built, visible, why in (
         (None, True, None, "this machine has no NVIDIA driver"),
@@ -112,7 +112,7 @@ def test_why_no_gpu_can_be_used_is_said(machine, monkeypatch: pytest.MonkeyPatch
         assert notices("trainer.accelerator=cpu") == []
 
 
-def test_a_gpu_that_others_use_is_named(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_others_use_is_named(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(Driver((GIB, 30 * GIB, 60 * GIB)))
     told = notices("strategy=ddp")
     assert [text.partition(" (")[0] for text in told] == [
@@ -124,7 +124,7 @@ def test_a_gpu_that_others_use_is_named(machine, monkeypatch: pytest.MonkeyPatch
     assert errors("strategy=ddp") == []
 
 
-def test_types_and_kernels_that_a_gpu_is_too_old_for_are_refused(machine) -> None:
+def test_types_and_kernels_that_a_gpu_is_too_old_for_are_refused(machine: Any) -> None:
     bf16, flash = ("precision=bf16",), ("model.attn_implementation=flash_attention_2",)
     machine(Driver((0,), (7, 5)))
     has = "needs a GPU of compute capability 8.0 or higher, and this one has 7.5"
@@ -135,7 +135,9 @@ def test_types_and_kernels_that_a_gpu_is_too_old_for_are_refused(machine) -> Non
     assert errors(*bf16, *flash) == []
 
 
-def test_flash_attention_3_is_used_where_all_it_needs_is_there(machine, tmp_path: Path, monkeypatch) -> None:
+def test_flash_attention_3_is_used_where_all_it_needs_is_there(
+    machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused() -> str:
         return "".join(map(str, numerics_errors(composed("model.flash_attention=fa3"))))
 
@@ -151,7 +153,7 @@ def test_flash_attention_3_is_used_where_all_it_needs_is_there(machine, tmp_path
     assert refused() == f"{asked}it needs a GPU of compute capability 9.0, and this machine has no GPU; use fa2"
 
 
-def test_interfaces_that_do_not_exist_are_refused(machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interfaces_that_do_not_exist_are_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(Driver((0, 0)))
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
     on_cpu, on_gpus = ("trainer.accelerator=cpu", "strategy=ddp", "trainer.devices=2"), ("strategy=ddp",)

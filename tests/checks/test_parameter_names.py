@@ -24,9 +24,9 @@ MODELS = (
     "vit",
     "wav2vec2",
     "whisper",
+    *("gemma3", "gemma4", "internvl", "mistral3", "paligemma", "qwen3", "qwen35", "qwen3_vl", "vit_bert"),
+    "qwen2_audio",
 )
-MODELS += ("gemma3", "gemma4", "internvl", "mistral3", "paligemma", "qwen3", "qwen35", "qwen3_vl", "vit_bert")
-MODELS += ("qwen2_audio",)
 LORA = ("peft=lora", "data=synthetic")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def messages(*overrides: str) -> list[str]:
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch):
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Stand in for a machine's GPUs: a driver and a CUDA build of torch cannot exist here."""
 
     def have(count: int, torch_built_for_cuda: bool = True) -> None:
@@ -140,32 +141,32 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
         (["+logger.x=3"], "logger.x._target_=3: give the dotted path"),
     ],
 )
-def test_each_fault_is_one_line_with_key_and_fix(overrides: list[str], said: str):
+def test_each_fault_is_one_line_with_key_and_fix(overrides: list[str], said: str) -> None:
     (message,) = messages(*overrides)
     assert said in message
     assert "\n" not in message
 
 
 @pytest.mark.parametrize("key", ["checkpoint.resume", "checkpoint.init_from"])
-def test_a_start_without_a_checkpoint_is_refused_by_check(key: str, tmp_path: Path):
+def test_a_start_without_a_checkpoint_is_refused_by_check(key: str, tmp_path: Path) -> None:
     (message,) = messages(f"{key}={tmp_path}")
     assert message == f"{key}={tmp_path}: holds no checkpoint; give another run's folder or a step-* folder"
 
 
-def test_faults_of_all_kinds_come_together():
+def test_faults_of_all_kinds_come_together() -> None:
     wrong = ["trainer.devcies=4", "optimizer.lr=-1", "model.config.hiden_size=3", "data=jsonl"]
     composition = compose_checked([CPU, *wrong])
     found = [str(error).split("=")[0] for error in preflight_errors(composition.config, composition.errors)]
     assert found == ["trainer.devcies", "optimizer.lr", "data.paths", "model.config.hiden_size"]
 
 
-def test_a_wrong_override_causes_no_errors_that_only_follow_from_it():
+def test_a_wrong_override_causes_no_errors_that_only_follow_from_it() -> None:
     composition = compose_checked([CPU, "strategy=dpp", "trainer.devices=3", "model=llama_tny", "data.seq_len=2000"])
     found = preflight_errors(composition.config, composition.errors)
     assert [str(error).split("=")[0] for error in found] == ["strategy", "model"]
 
 
-def test_a_used_run_folder_is_refused_and_a_resume_is_not(tmp_path: Path):
+def test_a_used_run_folder_is_refused_and_a_resume_is_not(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("step\n1\n")
     (message,) = messages(f"run.dir={tmp_path}")
     assert "is not empty and holds no run (metrics.csv)" in message
@@ -178,7 +179,9 @@ def test_a_used_run_folder_is_refused_and_a_resume_is_not(tmp_path: Path):
     assert "this is a file" in message
 
 
-def test_a_joined_worlds_processes_leave_the_run_folder_to_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_joined_worlds_processes_leave_the_run_folder_to_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "config.yaml").write_text("written by rank 0 a moment ago")
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
@@ -186,13 +189,13 @@ def test_a_joined_worlds_processes_leave_the_run_folder_to_the_launch(tmp_path: 
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     (message,) = messages(f"run.root={tmp_path}/closed/runs")
     assert "cannot be written" in message
 
 
-def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus):
+def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus: Callable[..., None]) -> None:
     gpus(4)
     for words, world in ((["ddp"], 4), (["single"], 1), (["ddp", CPU], 1), (["ddp", "trainer.num_nodes=2"], 8)):
         config, _ = compose([f"strategy={words[0]}", *words[1:]])
@@ -205,14 +208,14 @@ def test_devices_auto_is_one_on_cpu_and_all_gpus_on_cuda(gpus):
     assert [notice.key for notice in preflight(config)] == ["trainer.accelerator"]
 
 
-def test_float8_is_refused_without_compilation(gpus, monkeypatch: pytest.MonkeyPatch):
+def test_float8_is_refused_without_compilation(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(1)
     monkeypatch.setattr(numerics, "gpu_capability", lambda: (9, 0))
     with pytest.raises(ConfigErrors, match=r"model.compile=false: float8 products are slower .* use auto or true"):
         preflight(compose(["precision=fp8", "model.compile=false"])[0])
 
 
-def test_more_devices_than_gpus_are_refused_on_cuda_only(gpus):
+def test_more_devices_than_gpus_are_refused_on_cuda_only(gpus: Callable[..., None]) -> None:
     gpus(2)
     with pytest.raises(ConfigErrors, match="this machine has 2 GPUs to use; use at most 2, or"):
         preflight(compose(["strategy=ddp", "trainer.devices=4"])[0])
@@ -228,15 +231,15 @@ def test_more_devices_than_gpus_are_refused_on_cuda_only(gpus):
     ("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("3", 1), ("0,9,1", 1), ("0,0", 0), ("GPU-a,GPU-b", 2)]
 )
 def test_visible_devices_are_counted_as_cuda_counts_them(
-    gpus, monkeypatch: pytest.MonkeyPatch, visible: str, count: int
-):
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, visible: str, count: int
+) -> None:
     gpus(4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert hardware.gpu_count() == count
 
 
 @pytest.fixture
-def bf16_units(monkeypatch: pytest.MonkeyPatch):
+def bf16_units(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     """Stand in for a CPU with, or without, bf16 units."""
 
     def have(units: bool) -> None:
@@ -249,8 +252,8 @@ def bf16_units(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_precision_auto_is_the_default_and_bf16_on_gpus_that_have_it_alone(
-    gpus, bf16_units, monkeypatch: pytest.MonkeyPatch
-):
+    gpus: Callable[..., None], bf16_units: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def computes(*words: str) -> str:
         config, _ = compose(list(words))
         return resolve.resolve_precision(config.precision, config.trainer)
@@ -264,7 +267,9 @@ def test_precision_auto_is_the_default_and_bf16_on_gpus_that_have_it_alone(
         assert (computes(), computes("precision=fp32")) == (name, "fp32")
 
 
-def test_the_quickstart_asks_for_bf16_where_a_cpu_has_units_for_it(gpus, bf16_units):
+def test_the_quickstart_asks_for_bf16_where_a_cpu_has_units_for_it(
+    gpus: Callable[..., None], bf16_units: Callable[[bool], None]
+) -> None:
     gpus(0)
     for units, name in ((True, "bf16"), (False, "auto")):
         bf16_units(units)
@@ -275,25 +280,25 @@ def test_the_quickstart_asks_for_bf16_where_a_cpu_has_units_for_it(gpus, bf16_un
     assert compose(["experiment=quickstart"])[0].precision.name == "auto"
 
 
-def test_a_cpu_that_emulates_bf16_is_told(bf16_units):
+def test_a_cpu_that_emulates_bf16_is_told(bf16_units: Callable[[bool], None]) -> None:
     for units, told in ((True, []), (False, ["precision.name"])):
         bf16_units(units)
         assert [notice.key for notice in preflight(compose([CPU, "precision=bf16"])[0])] == told
 
 
-def test_a_recipe_of_another_precision_is_told():
+def test_a_recipe_of_another_precision_is_told() -> None:
     told = [key for key, _ in unused_options(compose([CPU, "precision.fp8_recipe=rowwise"])[0])]
     assert told == ["precision.fp8_recipe"]
     assert unused_options(compose(["precision=fp8", "precision.fp8_recipe=rowwise"])[0]) == []
 
 
-def test_a_reduction_in_bf16_that_no_process_takes_part_in_is_told():
+def test_a_reduction_in_bf16_that_no_process_takes_part_in_is_told() -> None:
     words = [CPU, "precision=bf16", "precision.reduce=bf16", "trainer.devices=2"]
     assert [key for key, _ in unused_options(compose([*words, "strategy=tp"])[0])] == ["precision.reduce"]
     assert unused_options(compose([*words, "strategy=fsdp"])[0]) == []
 
 
-def test_accelerator_gpu_means_cuda(gpus):
+def test_accelerator_gpu_means_cuda(gpus: Callable[..., None]) -> None:
     gpus(2)
     config, _ = compose(["trainer.accelerator=gpu", "strategy=ddp"])
     assert (resolve.device_type(config.trainer), resolve.world_size(config.trainer, config.strategy)) == ("cuda", 2)
@@ -308,8 +313,8 @@ def test_accelerator_gpu_means_cuda(gpus):
     [((8, 0), "fp32", True), ((7, 5), "fp32", False), ((8, 0), "bf16", False), ((8, 0), "auto", False)],
 )
 def test_tf32_is_used_where_it_has_an_effect_and_told_where_it_has_none(
-    gpus, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str, used: bool
-):
+    gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], precision: str, used: bool
+) -> None:
     gpus(1)
     monkeypatch.setattr(resolve, "gpu_capability", lambda: capability)
     config, _ = compose(["precision.tf32=true", f"precision={precision}"])
@@ -321,7 +326,7 @@ def test_tf32_is_used_where_it_has_an_effect_and_told_where_it_has_none(
     assert notice.text.startswith("does nothing here: TF32 is a mode of CUDA GPUs")
 
 
-def test_a_model_folder_and_its_tokenizer_must_fit(tmp_path: Path):
+def test_a_model_folder_and_its_tokenizer_must_fit(tmp_path: Path) -> None:
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **dict.fromkeys(sizes, 8)}))
     assert "weights" in messages("model=hf", f"model.path={tmp_path}")[0]
@@ -335,7 +340,7 @@ def test_a_model_folder_and_its_tokenizer_must_fit(tmp_path: Path):
     assert "give a whole tokenizer.json" in messages("model=hf", f"model.path={tmp_path}")[0]
 
 
-def test_a_pattern_that_freezes_nothing_is_refused_by_check():
+def test_a_pattern_that_freezes_nothing_is_refused_by_check() -> None:
     (message,) = messages("model=llama_tiny", "model.freeze=[model.embed_token.*]")
     assert message.startswith("model.freeze=model.embed_token.*: matches no parameter of the model; did you mean ")
     (message,) = messages("model=llama_tiny", "model.freeze=['*']")

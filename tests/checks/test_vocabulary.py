@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,10 +78,12 @@ def test_check_refuses_vocabularies_too_small_for_transcripts(
     monkeypatch.chdir(tmp_path)
     write_number_tokenizer(300, tmp_path)
     config, _ = compose([*WHISPER, *overrides.split()])
-    for refuse in (
-        lambda: words_of(config.model, config.data, config.objective, [], None, tmp_path),
+    unread: Any = None
+    refusals: list[Callable[[], object]] = [
+        lambda: words_of(config.model, config.data, config.objective, [], unread, tmp_path),
         lambda: check_tokenizer_size(config.model, config.data, config.objective),
-    ):  # type: ignore[arg-type]
+    ]
+    for refuse in refusals:
         with pytest.raises(ConfigError) as refused:
             refuse()
         assert str(refused.value).startswith(error)

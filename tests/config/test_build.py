@@ -39,18 +39,18 @@ def words(node: object, base: str, key: str = "slot", provided: tuple[str, ...] 
 
 @pytest.mark.parametrize("target", DANGEROUS)
 @pytest.mark.parametrize("base", [OPTIMIZER_BASE, LOGGER_BASE, CALLBACK_BASE])
-def test_what_is_no_subclass_is_refused_without_being_called(target: str, base: str):
+def test_what_is_no_subclass_is_refused_without_being_called(target: str, base: str) -> None:
     (message,) = words({"_target_": target}, base)
     assert message.startswith(f"slot._target_={target}: ")
 
 
-def test_a_module_that_is_not_there_is_not_suggested():
+def test_a_module_that_is_not_there_is_not_suggested() -> None:
     (message,) = words({"_target_": "nope.Nope"}, OPTIMIZER_BASE)
     assert message == "slot._target_=nope.Nope: no module nope; correct the dotted path"
 
 
 @pytest.mark.parametrize("target", DANGEROUS)
-def test_building_refuses_it_too(target: str):
+def test_building_refuses_it_too(target: str) -> None:
     with pytest.raises(ConfigErrors):
         build({"_target_": target}, OPTIMIZER_BASE, "slot")
 
@@ -67,7 +67,7 @@ def test_building_refuses_it_too(target: str):
         ("pytorch_lightning.callbacks.LearningRateMonitor", CALLBACK_BASE),
     ],
 )
-def test_known_classes_are_judged_without_importing_them(target: str, base: str):
+def test_known_classes_are_judged_without_importing_them(target: str, base: str) -> None:
     program = textwrap.dedent(f"""
         import sys
         from mgpu_pipe.config.targets.build_target import check_target
@@ -78,7 +78,7 @@ def test_known_classes_are_judged_without_importing_them(target: str, base: str)
     assert done.stdout.splitlines() == ["[]", "[]"]
 
 
-def test_every_torch_optimizer_is_judged_as_python_judges_it():
+def test_every_torch_optimizer_is_judged_as_python_judges_it() -> None:
     import inspect
 
     import torch
@@ -93,7 +93,7 @@ def test_every_torch_optimizer_is_judged_as_python_judges_it():
             assert words({"_target_": f"torch.optim.{name}"}, OPTIMIZER_BASE), name
 
 
-def test_arguments_are_checked_against_the_signature():
+def test_arguments_are_checked_against_the_signature() -> None:
     leaf = {"_target_": "pytorch_lightning.callbacks.EarlyStopping", "patiance": 3}
     assert words(leaf, CALLBACK_BASE) == [
         "slot.patiance=3: pytorch_lightning.callbacks.EarlyStopping takes no such argument; did you mean patience?",
@@ -101,19 +101,19 @@ def test_arguments_are_checked_against_the_signature():
     ]
 
 
-def test_text_arguments_are_not_shown_for_they_may_be_secrets():
+def test_text_arguments_are_not_shown_for_they_may_be_secrets() -> None:
     (message,) = words({"_target_": "torch.optim.SGD", "api_key": "s3cr3t"}, OPTIMIZER_BASE, provided=("params",))
     assert "s3cr3t" not in message
 
 
 @pytest.mark.parametrize("word", ["_partial_", "_args_", "_recursive_", "_convert_"])
-def test_hydras_other_words_are_refused(word: str):
+def test_hydras_other_words_are_refused(word: str) -> None:
     messages = words({"_target_": "torch.optim.SGD", word: True}, OPTIMIZER_BASE, provided=("params",))
     assert messages == [f"slot.{word}=...: a leaf takes a _target_ and its arguments only; remove it"]
 
 
 @pytest.mark.parametrize("where", [{"x": {"_target_": "os.system"}}, {"x": [{"y": {"_target_": "os.system"}}]}])
-def test_a_nested_target_is_refused(where: dict):
+def test_a_nested_target_is_refused(where: dict) -> None:
     leaf = {"_target_": "pytorch_lightning.loggers.TensorBoardLogger", **where}
     (message,) = words(leaf, LOGGER_BASE, provided=("save_dir",))
     assert "_target_ stands in declared slots only" in message
@@ -148,19 +148,19 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["Mine", "Child", "Alias", "Child.Inner"])
-def test_a_users_class_is_judged_from_its_source(package: Path, name: str):
+def test_a_users_class_is_judged_from_its_source(package: Path, name: str) -> None:
     assert words({"_target_": f"users_package.parts.{name}"}, OPTIMIZER_BASE, provided=("params", "lr")) == []
     assert not (package / "imported").exists()
 
 
 @pytest.mark.parametrize("name", ["make", "Alone", "system", "Plain2", "t.optim.SGD", "t"])
-def test_a_users_other_names_are_refused_without_import(package: Path, name: str):
+def test_a_users_other_names_are_refused_without_import(package: Path, name: str) -> None:
     assert len(words({"_target_": f"users_package.parts.{name}"}, OPTIMIZER_BASE, provided=("params",))) == 1
     if name != "system":  # its source is compiled: the module that names it is imported, nothing is called
         assert not (package / "imported").exists()
 
 
-def test_a_class_made_at_run_time_is_imported_and_judged(package: Path):
+def test_a_class_made_at_run_time_is_imported_and_judged(package: Path) -> None:
     assert words({"_target_": "users_package.parts.made"}, OPTIMIZER_BASE, provided=("params",)) == []
     (message,) = words({"_target_": "users_package.parts.instance"}, OPTIMIZER_BASE)
     assert "a function, not a class" in message
@@ -168,7 +168,7 @@ def test_a_class_made_at_run_time_is_imported_and_judged(package: Path):
     sys.modules.pop("users_package", None)
 
 
-def test_build_gives_the_object_with_the_frameworks_arguments_and_its_own_first():
+def test_build_gives_the_object_with_the_frameworks_arguments_and_its_own_first() -> None:
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(2))
@@ -178,7 +178,7 @@ def test_build_gives_the_object_with_the_frameworks_arguments_and_its_own_first(
     assert (made.defaults["lr"], made.defaults["momentum"]) == (0.25, 0.5)
 
 
-def test_resolve_takes_the_base_as_a_class():
+def test_resolve_takes_the_base_as_a_class() -> None:
     import torch
 
     found, arguments = resolve_target({"_target_": "torch.optim.SGD", "lr": 1.0}, torch.optim.Optimizer, "optimizer")
@@ -187,7 +187,7 @@ def test_resolve_takes_the_base_as_a_class():
         resolve_target({"_target_": "torch.optim.SGD", "momentun": 1.0}, torch.optim.Optimizer, "optimizer")
 
 
-def test_a_constructors_own_refusal_is_one_line():
+def test_a_constructors_own_refusal_is_one_line() -> None:
     import torch
 
     parameter = torch.nn.Parameter(torch.zeros(2))

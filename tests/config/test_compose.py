@@ -21,7 +21,7 @@ def messages(*overrides: str) -> list[str]:
     return [str(error) for error in caught.value.errors]
 
 
-def test_the_issues_own_command_composes():
+def test_the_issues_own_command_composes() -> None:
     config, overrides = compose(
         [
             "strategy=ddp",
@@ -38,7 +38,7 @@ def test_the_issues_own_command_composes():
     assert "strategy=ddp" in overrides
 
 
-def test_every_schema_key_can_be_set_without_a_plus():
+def test_every_schema_key_can_be_set_without_a_plus() -> None:
     free = [(key, hint) for key, hint in schema_keys() if not isinstance(hint, type) or hint in (int, float, str, bool)]
     sections = {
         "model.config",
@@ -63,14 +63,14 @@ def test_every_schema_key_can_be_set_without_a_plus():
     assert good == [f"{'++' if key in own or key.startswith(below) else ''}{key}=1" for key in settable]
 
 
-def test_a_plus_before_a_known_key_does_no_harm():
+def test_a_plus_before_a_known_key_does_no_harm() -> None:
     config, overrides = compose(["+trainer.max_steps=7", "++seed=3", "+strategy=ddp", "+model.config.vocab_size=8"])
     assert (config.trainer.max_steps, config.seed, config.strategy.name) == (7, 3, "ddp")
     assert config.model.config["vocab_size"] == 8
     assert overrides[0] == "trainer.max_steps=7"
 
 
-def test_free_form_keys_need_no_plus():
+def test_free_form_keys_need_no_plus() -> None:
     config, _ = compose(
         [
             "model.config.attention_bias=true",
@@ -86,11 +86,11 @@ def test_free_form_keys_need_no_plus():
 
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
-def test_a_misspelt_key_is_refused_also_after_a_plus(prefix: str):
+def test_a_misspelt_key_is_refused_also_after_a_plus(prefix: str) -> None:
     assert messages(f"{prefix}trainer.devcies=8") == ["trainer.devcies=8: no such key; did you mean trainer.devices?"]
 
 
-def test_a_section_may_be_given_as_a_mapping():
+def test_a_section_may_be_given_as_a_mapping() -> None:
     config, _ = compose(["trainer={max_steps: 3, val_every_n_steps: 1}", "optimizer.options={eps: 1e-6}"])
     assert (config.trainer.max_steps, config.trainer.val_every_n_steps) == (3, 1)
     assert config.optimizer.options["eps"] == 1e-6 and "betas" in config.optimizer.options
@@ -116,13 +116,13 @@ def test_a_section_may_be_given_as_a_mapping():
         ("nosuch/group=x", "no such group"),
     ],
 )
-def test_a_wrong_override_is_one_line_with_its_fix(override: str, said: str):
+def test_a_wrong_override_is_one_line_with_its_fix(override: str, said: str) -> None:
     (message,) = messages(override)
     assert said in message
     assert "\n" not in message
 
 
-def test_errors_of_keys_options_and_types_come_together():
+def test_errors_of_keys_options_and_types_come_together() -> None:
     found = messages("trainer.devcies=4", "strategy=dpp", "data.seq_len=long", "precision.name=bf61")
     assert [message.split("=")[0] for message in found] == [
         "trainer.devcies",
@@ -132,12 +132,12 @@ def test_errors_of_keys_options_and_types_come_together():
     ]
 
 
-def test_null_chooses_nothing():
+def test_null_chooses_nothing() -> None:
     config, _ = compose(["logger=null", "callbacks=null", "experiment=null"])
     assert (config.logger, config.callbacks) == ({}, {})
 
 
-def test_a_search_path_brings_options_and_they_are_suggested(tmp_path: Path):
+def test_a_search_path_brings_options_and_they_are_suggested(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("name: mine\ntype: llama\nconfig: {vocab_size: 7}\n")
     search_path = f"hydra.searchpath=[file://{tmp_path}]"
@@ -148,30 +148,30 @@ def test_a_search_path_brings_options_and_they_are_suggested(tmp_path: Path):
     assert "mine" not in messages("model=mien")[0].split("one of")[1]
 
 
-def test_an_unknown_key_in_a_users_file_is_refused(tmp_path: Path):
+def test_an_unknown_key_in_a_users_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer: {devcies: 2}\n")
     (message,) = messages(f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine")
     assert message == "trainer.devcies=2: no such key; did you mean trainer.devices?"
 
 
-def test_broken_yaml_names_file_and_line(tmp_path: Path):
+def test_broken_yaml_names_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer: [\n")
     with pytest.raises(BadInputError, match=r"mine\.yaml.*line 3"):
         compose([f"hydra.searchpath=[file://{tmp_path}]", "experiment=mine"])
 
 
-def test_a_missing_search_path_is_refused(tmp_path: Path):
+def test_a_missing_search_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="nothing_here is not available"):
         compose([f"hydra.searchpath=[file://{tmp_path}/nothing_here]"])
 
 
-def test_interpolations_are_resolved_and_bad_ones_named():
+def test_interpolations_are_resolved_and_bad_ones_named() -> None:
     assert compose(["run.name=x", "run.root=${run.name}/y"])[0].run.root == "x/y"
     (message,) = messages("run.name=${nope.nothing}")
     assert message.startswith("run.name=${nope.nothing}: Interpolation key 'nope.nothing' not found")
 
 
-def test_the_conf_tree_is_the_source_trees():
+def test_the_conf_tree_is_the_source_trees() -> None:
     assert conf_dir() == Path(__file__).resolve().parents[2] / "conf"

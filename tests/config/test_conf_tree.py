@@ -10,6 +10,7 @@ from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.hydra.group_listing import list_groups
+from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.fields import config_fields, model_fields
 from mgpu_pipe.system.conf_folders import conf_dir
 from tests.support.sampling import one_in
@@ -119,7 +120,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize(("group", "option"), one_in(4, [each for each in OPTIONS if each[0] != "hydra/launcher"]))
-def test_every_option_composes(group: str, option: str):
+def test_every_option_composes(group: str, option: str) -> None:
     words = ["data=image_folder", f"+{group}={option}"] if group == "data/augment" else [f"{group}={option}"]
     config, _ = compose(words)
     if (group, option) not in NEEDS_MORE:
@@ -127,17 +128,17 @@ def test_every_option_composes(group: str, option: str):
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_option_says_what_it_is(group: str, option: str):
+def test_every_option_says_what_it_is(group: str, option: str) -> None:
     (found,) = [item for item in list_groups(group)[group] if item.name == option]
     assert len(found.description) > 5
 
 
-def test_every_group_has_one_default_but_the_experiments_and_groups_in_groups():
+def test_every_group_has_one_default_but_the_experiments_and_groups_in_groups() -> None:
     for group, options in list_groups().items():
         assert sum(option.is_default for option in options) == int(group != "experiment" and "/" not in group), group
 
 
-def test_a_group_is_listed_with_the_groups_in_it():
+def test_a_group_is_listed_with_the_groups_in_it() -> None:
     names = list(list_groups())
     assert names.index("data/augment") == names.index("data") + 1
     assert names[-1] == "hydra/launcher"
@@ -145,11 +146,18 @@ def test_a_group_is_listed_with_the_groups_in_it():
     assert [option.name for option in list_groups("data/augment")["data/augment"]] == ["imagenet"]
 
 
+def size_of(config: RunConfig) -> int:
+    """Parameters of the model."""
+    count = count_parameters(model_fields(config.model))
+    assert count is not None
+    return count.total
+
+
 @pytest.mark.parametrize("name", TINY)
-def test_tiny_models_have_the_promised_shape(name: str):
+def test_tiny_models_have_the_promised_shape(name: str) -> None:
     config, _ = compose([f"model={name}"])
     fields = model_fields(config.model)
-    assert count_parameters(model_fields(config.model)).total < 1_000_000
+    assert size_of(config) < 1_000_000
     assert (fields["num_hidden_layers"], fields["num_attention_heads"], fields["vocab_size"]) == (4, 8, 1024)
     assert fields["max_position_embeddings"] >= 1024
     if name != "gpt2_tiny":
@@ -158,19 +166,19 @@ def test_tiny_models_have_the_promised_shape(name: str):
         assert fields["num_local_experts"] == 8
 
 
-def test_the_quickstarts_model_has_5_to_15_million_parameters():
+def test_the_quickstarts_model_has_5_to_15_million_parameters() -> None:
     config, _ = compose(["experiment=quickstart"])
-    assert 5e6 < count_parameters(model_fields(config.model)).total < 15e6
+    assert 5e6 < size_of(config) < 15e6
 
 
 @pytest.mark.parametrize(("name", "millions"), PUBLISHED.items())
-def test_published_architectures_have_their_published_size(name: str, millions: float):
+def test_published_architectures_have_their_published_size(name: str, millions: float) -> None:
     config, _ = compose([f"model={name}"])
-    assert count_parameters(model_fields(config.model)).total / 1e6 == pytest.approx(millions, rel=1e-3)
+    assert size_of(config) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "model" and option != "hf"])
-def test_no_shipped_model_has_dropout(name: str):
+def test_no_shipped_model_has_dropout(name: str) -> None:
     content = yaml.safe_load((conf_dir() / "model" / f"{name}.yaml").read_text())["config"]
     for part in [content[key] for key in content if key.endswith("_config")] or [content]:
         dropouts = {key: value for key, value in part.items() if "drop" in key}
@@ -180,19 +188,19 @@ def test_no_shipped_model_has_dropout(name: str):
 
 
 @pytest.mark.parametrize("name", [option for group, option in OPTIONS if group == "experiment"])
-def test_an_experiment_opens_with_the_command_that_runs_it(name: str):
+def test_an_experiment_opens_with_the_command_that_runs_it(name: str) -> None:
     lines = (conf_dir() / "experiment" / f"{name}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1] == f"# mgpu-pipe experiment={name}"
 
 
-def test_the_quickstart_takes_two_processes_on_cpu():
+def test_the_quickstart_takes_two_processes_on_cpu() -> None:
     config, _ = compose(["experiment=quickstart", "trainer.accelerator=cpu"])
     assert config.trainer.devices == 2
     assert compose(["experiment=quickstart", "trainer.accelerator=cpu", "strategy=single"])[0].trainer.devices == 1
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
-def test_the_default_batch_suits_the_usual_process_counts(devices: int):
+def test_the_default_batch_suits_the_usual_process_counts(devices: int) -> None:
     config, _ = compose(["strategy=ddp", f"trainer.devices={devices}", "trainer.accelerator=cpu"])
     preflight(config)

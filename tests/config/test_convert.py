@@ -20,11 +20,11 @@ def messages(values: dict) -> list[str]:
     return [str(error) for error in convert(RunConfig, values)[1]]
 
 
-def test_defaults_survive_the_way_there_and_back():
+def test_defaults_survive_the_way_there_and_back() -> None:
     assert convert(RunConfig, to_plain(RunConfig())) == (RunConfig(), [])
 
 
-def test_given_values_are_kept_and_the_rest_defaults():
+def test_given_values_are_kept_and_the_rest_defaults() -> None:
     config, _ = convert(RunConfig, {"trainer": {"devices": 4, "max_steps": None}, "optimizer": {"lr": 1}})
     assert config.trainer.devices == 4
     assert config.trainer.max_steps is None
@@ -34,7 +34,7 @@ def test_given_values_are_kept_and_the_rest_defaults():
 
 
 @pytest.mark.parametrize("value", ["auto", 1, 64])
-def test_a_size_may_be_auto(value: object):
+def test_a_size_may_be_auto(value: object) -> None:
     assert convert(RunConfig, {"data": {"micro_batch_size": value}})[0].data.micro_batch_size == value
 
 
@@ -63,13 +63,13 @@ def test_a_size_may_be_auto(value: object):
         ({"model": {"config": {"vocab_size": "???"}}}, "model.config.vocab_size=???: must be given"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_fix(values: dict, said: str):
+def test_what_does_not_fit_is_refused_with_its_fix(values: dict, said: str) -> None:
     (message,) = messages(values)
     assert said in message
     assert "\n" not in message
 
 
-def test_all_errors_come_together():
+def test_all_errors_come_together() -> None:
     found = messages({"seed": "x", "trainer": {"devcies": 1, "max_steps": "y"}, "data": {"seq_len": None}})
     assert [message.split("=")[0] for message in found] == [
         "seed",
@@ -79,7 +79,7 @@ def test_all_errors_come_together():
     ]
 
 
-def test_every_key_of_every_section_is_known():
+def test_every_key_of_every_section_is_known() -> None:
     keys = all_keys()
     assert {"trainer.devices", "data.synthetic.sigma", "model.config", "optimizer._target_"} <= set(keys)
     assert len(keys) == len(set(keys))
@@ -95,11 +95,11 @@ def leaves(schema: dict[str, Any], path: str = "") -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_every_key_is_in_it_and_nothing_else():
+def test_every_key_is_in_it_and_nothing_else() -> None:
     assert set(leaves(json_schema())) - {"defaults", "hydra"} == set(all_keys())
 
 
-def test_every_leaf_is_documented_and_has_its_default():
+def test_every_leaf_is_documented_and_has_its_default() -> None:
     flat: dict[str, Any] = {}
 
     def walk(config: Any, path: str) -> None:
@@ -118,7 +118,7 @@ def test_every_leaf_is_documented_and_has_its_default():
         assert described[key]["default"] == default, key
 
 
-def test_types_are_what_the_schema_says():
+def test_types_are_what_the_schema_says() -> None:
     described = leaves(json_schema())
     assert described["optimizer.lr"]["anyOf"][0] == {"type": "number"}
     assert {"enum": ["auto"]} in described["trainer.devices"]["anyOf"]
@@ -128,5 +128,5 @@ def test_types_are_what_the_schema_says():
     json.dumps(json_schema())
 
 
-def test_a_keys_documentation_is_the_literal_below_it():
+def test_a_keys_documentation_is_the_literal_below_it() -> None:
     assert field_documentation()["TrainerConfig", "num_nodes"] == "Nodes of the job."

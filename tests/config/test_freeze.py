@@ -19,7 +19,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 SECRET = "s3cr3t-value"
 
 
-def test_a_configuration_comes_back_the_same(tmp_path: Path):
+def test_a_configuration_comes_back_the_same(tmp_path: Path) -> None:
     config, _ = compose(["experiment=quickstart", "trainer.accelerator=cpu", "optimizer.lr=1e-5", "data.paths=['ä b']"])
     freeze(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml") == config
@@ -27,14 +27,14 @@ def test_a_configuration_comes_back_the_same(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["${x}", "a \\${b}", "\\\\${c} ${d}", "C:\\path", "$ { } ${"])
-def test_literal_dollars_come_back_as_they_are(tmp_path: Path, text: str):
+def test_literal_dollars_come_back_as_they_are(tmp_path: Path, text: str) -> None:
     config, _ = compose()
     config.objective.sample_prompts = [text]  # type: ignore[attr-defined]
     freeze(config, tmp_path / "config.yaml")
     assert load(tmp_path / "config.yaml").objective.sample_prompts == [text]  # type: ignore[attr-defined]
 
 
-def test_a_secret_stays_an_interpolation_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_secret_stays_an_interpolation_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SECRET)
     config, _ = compose(
         [
@@ -62,7 +62,7 @@ def test_a_secret_stays_an_interpolation_in_the_file(tmp_path: Path, monkeypatch
     assert again.logger["mine"]["list"] == [1, "another"]
 
 
-def test_a_secret_survives_copies_unwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_secret_survives_copies_unwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SECRET)
     config, _ = compose(["run.name=${oc.env:MY_KEY}"])
     for made in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config, seed=1)):
@@ -71,7 +71,7 @@ def test_a_secret_survives_copies_unwritten(tmp_path: Path, monkeypatch: pytest.
         assert SECRET not in (tmp_path / "config.yaml").read_text()
 
 
-def test_a_missing_variable_is_named_on_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_variable_is_named_on_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SECRET)
     config, _ = compose(["run.name=${oc.env:MY_KEY}"])
     freeze(config, tmp_path / "config.yaml")
@@ -80,7 +80,7 @@ def test_a_missing_variable_is_named_on_loading(tmp_path: Path, monkeypatch: pyt
         load(tmp_path / "config.yaml")
 
 
-def test_the_hash_tells_configurations_apart_and_not_environments(monkeypatch: pytest.MonkeyPatch):
+def test_the_hash_tells_configurations_apart_and_not_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "one")
     first = compose(["run.name=${oc.env:MY_KEY}"])[0]
     monkeypatch.setenv("MY_KEY", "two")
@@ -91,13 +91,13 @@ def test_the_hash_tells_configurations_apart_and_not_environments(monkeypatch: p
 
 
 @pytest.mark.parametrize("content", ["a: [", "- 1\n", "trainer: {devices: x}\n", "nothing: 1\n"])
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str):
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(BadInputError):
         load(tmp_path / "config.yaml")
 
 
-def test_a_configuration_is_ones_own_as_it_was_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_configuration_is_ones_own_as_it_was_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_PIPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("LONG_NAME", "value-of-the-environment")
     path = tmp_path / "config.yaml"
@@ -116,7 +116,7 @@ def test_a_configuration_is_ones_own_as_it_was_launched(tmp_path: Path, monkeypa
     ("mode", "owner", "said"),
     [(0o777, 0, "others can write"), (0o700, 12345, "belongs to another user"), (0o755, 0, "")],
 )
-def test_the_cache_is_private(mode: int, owner: int, said: str, tmp_path: Path):
+def test_the_cache_is_private(mode: int, owner: int, said: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     (cache / "something").mkdir(parents=True)
     cache.chmod(mode)
@@ -136,7 +136,9 @@ def test_the_cache_is_private(mode: int, owner: int, said: str, tmp_path: Path):
         private_folder(cache)
 
 
-def test_what_others_put_into_an_open_cache_until_it_closes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_others_put_into_an_open_cache_until_it_closes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     close = Path.chmod
 
     def close_late(folder: Path, mode: int) -> None:

@@ -154,6 +154,6 @@ def test_samples_of_a_plug_in_that_states_nothing_change_no_run() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_run_and_the_table_of_all_objectives_agree(name: str) -> None:
-    keys = description(name).keys
+    keys: Any = description(name).keys
     for key in (f"objective.{entry.name}" for entry in fields(keys)):
         assert identities(keys).get(key, Identity.FIXED) == identity_of(key), key
