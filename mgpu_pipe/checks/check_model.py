@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.architectures.family import FLASH
@@ -14,7 +15,15 @@ from mgpu_pipe.config.hub import hub_name, is_at_commit, local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.model_field import model_vocab_size, resolve_packing
-from mgpu_pipe.data.text.tokenizer_folder import CONFIG, MODEL_VOCABULARY, existing_file, json_file, token_texts
+from mgpu_pipe.data.text.tokenizer_folder import (
+    CONFIG,
+    MODEL_VOCABULARY,
+    chat_template,
+    existing_file,
+    json_file,
+    spare_tokens,
+    token_texts,
+)
 from mgpu_pipe.data.text.tokenizer_record import REPLACE
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 from mgpu_pipe.models.field_sizes import largest_width, usable_positions
@@ -99,12 +108,13 @@ def check_model(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig
             check_weights_listed(model.path)
             folder = local_folder(model.path)
             ids, made_for = _tokenizer_ids(model, data)
-            if ids is not None:
+            if ids is not None and "vocab_size" not in model.config:
                 check_vocabulary(folder, read_config_json(folder), ids, made_for)
         elif not model.path.strip() or not is_folder(expand_home(model.path)):
             return  # value_errors reports it
         else:
-            check_model_folder(model.path, *_tokenizer_ids(model, data))
+            # check_tokenizer_size compares a vocabulary that the run sets.
+            check_model_folder(model.path, *([] if "vocab_size" in model.config else _tokenizer_ids(model, data)))
             if _reads_text(data, objective):
                 existing_file(model, data)
     elif _tokenizer_is_here(data) and _reads_text(data, objective):
@@ -203,7 +213,17 @@ def _tokenizer_ids(model: ModelConfig, data: DataConfig) -> tuple[int | None, in
         raise ConfigError("data.tokenizer", file, "give a whole tokenizer.json", "it has no vocabulary")
     settings = file.with_name(CONFIG)
     made_for = json_file(settings).get(MODEL_VOCABULARY) if is_file(settings) else None
-    return max(ids) + 1, made_for if isinstance(made_for, int) else None
+    used = ids.keys() - _spare_tokens(model, data, file).keys()
+    return max(used) + 1, made_for if isinstance(made_for, int) else None
+
+
+def _spare_tokens(model: ModelConfig, data: DataConfig, file: Path) -> dict[int, str]:
+    if data.chat_template is None:
+        return spare_tokens(file, model_vocab_size(model), chat_template(file.parent))
+    from mgpu_pipe.data.text.chat_templates import chosen_template
+
+    template = chosen_template(model, data)
+    return spare_tokens(file, model_vocab_size(model), None if template is None else template.text)
 
 
 def check_attention(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:

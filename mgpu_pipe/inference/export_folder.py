@@ -16,7 +16,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.text.pair_template import adapt_to_pairs
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG as TOKENIZER_CONFIG
-from mgpu_pipe.data.text.tokenizer_folder import end_texts
+from mgpu_pipe.data.text.tokenizer_folder import end_texts, follows_file, json_file
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.model_card import write_card
@@ -119,12 +119,27 @@ def copy_tokenizer(stored: StoredModel, folder: Path, adapter: bool = False) -> 
     if stored.tokenizer_folder is None:
         return
     write_tokenizer(stored.tokenizer_folder, folder, stored.adopts_special_tokens and not adapter)
+    _keep_ids(folder)
     if stored.config is not None and stored.config.data.holds_conversations():
         stop_at_turns(folder)
     if hasattr(stored.model, "logit_scale"):
         end_texts(folder)
     if _joins_texts(stored):
         adapt_to_pairs(folder, getattr(stored.model.config, "type_vocab_size", 0) > 1)
+
+
+def _keep_ids(folder: Path) -> None:
+    """Names a plain class of tokenizers where the folder's own gives other ids than its ``tokenizer.json``."""
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception:  # the libraries raise nothing narrower; such a folder stays as it was trained with
+        return
+    if not follows_file(loaded, folder):
+        settings = json_file(folder / TOKENIZER_CONFIG)
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": loaded.model_input_names}
+        write_json(folder / TOKENIZER_CONFIG, settings)
 
 
 @contextmanager

@@ -14,7 +14,13 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from mgpu_pipe.data.text.cut_texts import TurnEncoder
-from mgpu_pipe.data.text.tokenizer_folder import chat_of, check_tokenizer, json_file, refuse_library_errors
+from mgpu_pipe.data.text.tokenizer_folder import (
+    chat_of,
+    check_tokenizer,
+    follows_file,
+    json_file,
+    refuse_library_errors,
+)
 from mgpu_pipe.errors import BadInputError, print_text
 from mgpu_pipe.inference.sampling import RowSampling, Sampling
 from mgpu_pipe.models.rotary import length_at_hand
@@ -52,7 +58,7 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder.
+    """The tokenizer in a folder, with the ids of its ``tokenizer.json``, as training has them.
 
     Raises:
         BadInputError: transformers cannot load it.
@@ -63,7 +69,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     with refuse_library_errors(f"{folder}: its tokenizer cannot be loaded"):
         if is_file(folder / "config.json"):
             loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        else:
+        if not is_file(folder / "config.json") or not follows_file(loaded, folder):
             loaded = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     tokenizer: PreTrainedTokenizerBase = loaded
     return tokenizer
@@ -255,13 +261,16 @@ def continue_batch(
             :class:`.parallel_run.EncoderDecoderForward`.
 
     Raises:
-        BadInputError: the longest prompt fills the model's context.
+        BadInputError: the longest prompt fills the model's context, or a prompt holds a token without a row.
     """
     is_encoder_decoder, end = bool(model.config.is_encoder_decoder), tokenizer.eos_token_id
     if is_encoder_decoder and end is not None:
         token_ids = [
             ids if ids[-1] == end else [*ids, int(end)] for ids in token_ids
         ]  # sources end like this in training
+    if visual_inputs is None:
+        for ids in token_ids:
+            require_rows(model, tokenizer, ids)
     longest, filler = max(map(len, token_ids)), end if end is not None else 0
     start = 1 if is_encoder_decoder else longest
     processors = []
@@ -319,6 +328,19 @@ def _generation_config(
         **({"decoder_start_token_id": model.config.decoder_start_token_id} if is_encoder_decoder else {}),
         **sampling.settings(),
     )
+
+
+def require_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
+    """Refuses a prompt of text with a token that the model has no row for, as published tokenizers have some.
+
+    Raises:
+        BadInputError: it holds such a token.
+    """
+    rows = getattr(model.config.get_text_config(), "vocab_size", None)
+    beyond = next((number for number in ids if isinstance(rows, int) and number >= rows), None)
+    if beyond is not None:
+        text = tokenizer.convert_ids_to_tokens(beyond)
+        raise BadInputError(f"prompt with {text!r}: the model has no row for this token; leave it out of the prompt")
 
 
 def _require_context(draft: PreTrainedModel, length: int) -> None:

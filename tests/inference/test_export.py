@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, LlamaConfig, PreTrainedModel
+from tokenizers import Tokenizer, models, normalizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
@@ -24,6 +33,7 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference import export_folder as export
 from mgpu_pipe.inference.export_folder import _undo_half_a_replacement, export_folder, put_in_place, working_folder
+from mgpu_pipe.inference.generation import generate_text, load_tokenizer
 from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.inference.open import StoredModel, open_model, read_from, with_buffers
 from mgpu_pipe.inference.streamed_weights import streamed_logits
@@ -250,6 +260,40 @@ def test_a_first_token_outside_of_the_vocabulary_is_left_out(tmp_path: Path):
     written = json.loads((tmp_path / "config.json").read_text())["text_config"]
     assert (written["bos_token_id"], written["eos_token_id"]) == (None, 5)
     assert config.text_config.bos_token_id == 49406, "the run's own is left alone"
+
+
+def test_a_class_of_transformers_that_changes_the_ids_is_replaced(tmp_path: Path):
+    """Llama 2's file puts a space before every part of a text, which LlamaTokenizer of transformers 5 does not."""
+    vocab = {
+        token: number for number, token in enumerate(["<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581a", "\u2581b"])
+    }
+    tokenizer = Tokenizer(models.BPE(vocab, [("\u2581", "a"), ("\u2581", "b")], unk_token="<unk>", fuse_unk=True))
+    prepend, spaces = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([prepend, spaces])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": False, **special}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    text = "a</s>b a"
+    expected = tokenizer.encode(text, add_special_tokens=False).ids
+    assert AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids != expected
+    assert load_tokenizer(tmp_path)(text, add_special_tokens=False).input_ids == expected
+    export._keep_ids(tmp_path)
+    kept = AutoTokenizer.from_pretrained(tmp_path)
+    assert kept(text, add_special_tokens=False).input_ids == expected
+    assert kept.model_input_names == ["input_ids", "attention_mask"] and kept.eos_token == "</s>"
+
+
+def test_a_prompt_with_a_token_without_a_row_is_refused(tmp_path: Path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.add_special_tokens(["<x>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=2, **sizes)).eval()
+    with pytest.raises(BadInputError, match=r"prompt with '<x>': the model has no row for this token; leave it out"):
+        generate_text(model, tmp_path, ["a<x>"], max_new_tokens=1)
 
 
 def test_ids_without_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -25,6 +25,7 @@ from mgpu_pipe.data.text.documents import Source, Text
 from mgpu_pipe.data.text.tokenizer_folder import (
     CONFIG,
     FILES,
+    SPECIAL_TOKENS,
     TEMPLATE,
     TOKENIZER,
     chat_template,
@@ -32,6 +33,7 @@ from mgpu_pipe.data.text.tokenizer_folder import (
     json_file,
     json_object,
     load_tokenizer_file,
+    spare_tokens,
     special_tokens,
     stop_tokens,
 )
@@ -162,7 +164,7 @@ def _check_fits(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig
             raise ConfigError("data.chat_template", data.chat_template, fix, reason)
         raise ModelFolderError(
             f"model.path={model.path}: its vocabulary has {known} entries, but the tokenizer has {size}; "
-            f"set data.tokenizer to the model's own"
+            f"set data.tokenizer to the model's own, or add model.config.vocab_size={size}, which gives it new rows"
         )
     raise ConfigError("model.config.vocab_size", known, f"use at least {size}", f"the tokenizer has {size} entries")
 
@@ -233,6 +235,7 @@ def _imported(
     except OSError as error:
         raise _broken(data, Path(error.filename or file), error.strerror or "cannot be read") from error
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    spare = _spare(model, data, file, template)
 
     def copy(out: Path) -> None:
         for name, content in contents.items():
@@ -243,6 +246,7 @@ def _imported(
                     reason = str(error).removeprefix(f"{paths[name]}: ").removesuffix(REPLACE)
                     raise _broken(data, paths[name], reason) from error
             (out / name).write_bytes(content)
+        _leave_out(out, spare)
         name, _ = _end_of_sequence(model, data, out, _load(data, out / TOKENIZER, file))
         settings = json_file(out / CONFIG) if CONFIG in contents else {}
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
@@ -255,7 +259,33 @@ def _imported(
         write_json(out / CONFIG, settings)
         _add_tokens(data, file, out / TOKENIZER, () if template is None else template.special)
 
-    return _built(cache, digest_of("imported", hashes, *_of_template(template)), copy)
+    spared = (sorted(spare),) if spare else ()
+    return _built(cache, digest_of("imported", hashes, *_of_template(template), *spared), copy)
+
+
+def _spare(model: ModelConfig, data: DataConfig, file: Path, template: ChosenTemplate | None) -> dict[int, str]:
+    """:func:`spare_tokens` of the tokenizer in ``file`` for the run's model and template."""
+    try:
+        written = chat_template(file.parent) if template is None else template.text
+        return spare_tokens(file, model_vocab_size(model), written)
+    except ModelFolderError as error:
+        raise _broken(data, file, str(error).removeprefix(f"{file}: ").removesuffix(REPLACE)) from error
+
+
+def _leave_out(folder: Path, tokens: Mapping[int, str]) -> None:
+    """Removes added tokens from the files of a tokenizer folder."""
+    for name in (TOKENIZER, CONFIG, SPECIAL_TOKENS) if tokens else ():
+        if not (folder / name).is_file():
+            continue
+        content = json_file(folder / name)
+        if content.get("pad_token") in tokens.values():
+            del content["pad_token"]
+        if isinstance(content.get("added_tokens"), list):
+            content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in tokens]
+        if isinstance(content.get("added_tokens_decoder"), dict):
+            decoder = content["added_tokens_decoder"]
+            content["added_tokens_decoder"] = {key: token for key, token in decoder.items() if int(key) not in tokens}
+        write_json(folder / name, content)
 
 
 def _of_template(template: ChosenTemplate | None) -> tuple[Any, ...]:

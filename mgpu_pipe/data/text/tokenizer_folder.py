@@ -179,6 +179,23 @@ def token_texts(file: Path) -> dict[int, str]:
     return {**texts, **{entry["id"]: entry["content"] for entry in content.get("added_tokens") or []}}
 
 
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+def spare_tokens(file: Path, rows: int | None, template: str | None) -> dict[int, str]:
+    """Added tokens of a ``tokenizer.json``, by id, that a model of ``rows`` has no row for and that no text needs.
+
+    Published folders have some: Gemma 3's ``<image_soft_token>`` next to a model of text, padding tokens of
+    fine-tunings. None is spare where the chat template or a sentence needs one that has no row.
+    """
+    texts, added = token_texts(file), json_file(file, TOKENIZER).get("added_tokens") or []
+    beyond = {number: text for number, text in texts.items() if rows is not None and number >= rows}
+    needed = {text for role, text in special_tokens(file.parent).items() if role in _ROLES}
+    needed |= {text for text in beyond.values() if text in (template or "")}
+    is_spare = beyond.keys() <= {entry["id"] for entry in added} and needed.isdisjoint(beyond.values())
+    return beyond if is_spare else {}
+
+
 def json_file(path: Path, name: str | None = None) -> dict[str, Any]:
     """Reads the JSON object in ``path``.
 
@@ -245,6 +262,25 @@ def refuse_library_errors(what: str) -> Iterator[None]:
         if isinstance(error, MgpuError | MemoryError):
             raise
         raise ModelFolderError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+_PROBE = "a  b\n\n 12345 it's{special}[c] D\u00e9j\u00e0 \u65e5\u672c{special} e\t{special}f"
+"""A text of what tokenizers disagree on: spaces, line breaks, numbers, accents, and words next to special tokens."""
+
+
+def follows_file(tokenizer: Any, folder: Path) -> bool:
+    """Whether a tokenizer of transformers gives the ids of the folder's ``tokenizer.json``.
+
+    Some classes of transformers 5, LlamaTokenizer among them, keep its vocabulary and replace its rules.
+    """
+    if not is_file(folder / TOKENIZER):
+        return True
+    file = load_tokenizer_file(folder / TOKENIZER)
+    probes = [_PROBE.format(special=text) for text in {"", *special_tokens(folder).values()}]
+    return all(
+        tokenizer(text, add_special_tokens=False).input_ids == file.encode(text, add_special_tokens=False).ids
+        for text in probes
+    )
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -36,6 +36,7 @@ from mgpu_pipe.inference.generation import (
     generation_mode,
     input_device,
     keeps_cache,
+    require_rows,
 )
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.inference.sampling import RowDraws, Sampling, row_seed
@@ -159,6 +160,8 @@ class AnswerEngine:
         if self.chat is None and not isinstance(prompt, str):
             raise BadInputError("the model has no chat template for messages; give a prompt")
         ids = encode(self.tokenizer, prompt, self.chat)
+        if chat_row is None:
+            require_rows(self._run.model, self.tokenizer, ids)
         ids = ids if chat_row is None else self._read(chat_row).expand(ids)
         if self.room is not None and len(ids) >= self.room:
             raise BadInputError(

@@ -214,9 +214,12 @@ def check_vocabulary(
     if not isinstance(size, int):
         return
     if tokenizer_vocab_size > size or (tokenizer_vocab_size < LEAST_SHARE_USED * size and made_for != size):
+        fix = "set data.tokenizer to the folder of the tokenizer that this model was trained with"
+        if tokenizer_vocab_size > size:
+            fix += f", or add model.config.vocab_size={tokenizer_vocab_size}, which gives the model new rows"
         raise ModelFolderError(
             f"model.path={folder}: the model's vocabulary has {size} entries, the tokenizer's {tokenizer_vocab_size}; "
-            "set data.tokenizer to the folder of the tokenizer that this model was trained with"
+            f"{fix}"
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from mgpu_pipe.checks.check_model import check_tokenizer_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.data_source import open_source
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
@@ -106,6 +107,32 @@ def test_auto_takes_the_model_folders_tokenizer(tmp_path: Path) -> None:
     _refusal(run, ModelFolderError, r"tokenizer\.json: is not a tokenizer")
     (folder / "tokenizer.json").unlink()
     _refusal(run, ModelFolderError, r"the folder has no tokenizer\.json; set data\.tokenizer")
+
+
+def test_added_tokens_without_a_row_are_left_out_unless_a_text_needs_them(tmp_path: Path) -> None:
+    """As the image token of Gemma 3's text models, and the padding token of fine-tunings. Oracle: Python's sets."""
+    folder = _word_tokenizer(tmp_path / "model", ["<unk>", "the", "<eos>"], {"pad_token": "<pad>"})
+    content = json.loads((folder / "tokenizer.json").read_text())
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [
+        {"id": number, "content": text, "special": True, **plain} for number, text in ((3, "<pad>"), (4, "<turn>"))
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 3}))
+    run = text_files(tmp_path)
+    run.model.path, run.model.config = str(folder), {}
+    prepared = prepare(run)
+    loaded = AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
+    assert prepared.vocab_size == len(loaded) == 3 and loaded.pad_token is None
+    check_tokenizer_size(run.model, run.data, run.objective)
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}<turn>{% endfor %}")
+    _refusal(run, ModelFolderError, r"the tokenizer has 5; .* or add model\.config\.vocab_size=5")
+    run.model.config = {"vocab_size": 4}
+    with pytest.raises(ConfigError, match=r"vocab_size=4: the tokenizer has 5 entries; use at least 5"):
+        check_tokenizer_size(run.model, run.data, run.objective)
+    run.model.config = {"vocab_size": 5}
+    check_tokenizer_size(run.model, run.data, run.objective)
+    assert prepare(run).vocab_size == 5
 
 
 def test_a_tokenizer_that_cannot_work_is_refused(tmp_path: Path) -> None:
