@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.inference.gguf.write import GgufDtype, GgufLayout, file_bytes, rounded_reader
 from mgpu_pipe.inference.open import ReadTensor, StoredModel
 from mgpu_pipe.inference.streamed_weights import Inputs, probe, streamed_logits
 
@@ -88,18 +87,20 @@ def held_out_texts(stored: StoredModel) -> Texts:
     return texts
 
 
-def measure_accuracies(stored: StoredModel, layout: GgufLayout, dtypes: tuple[GgufDtype, ...]) -> Iterator[Accuracy]:
+def measure_accuracies(stored: StoredModel, dtypes: Mapping[str, tuple[int, ReadTensor]]) -> Iterator[Accuracy]:
     """The figures of each type; holds one block of the model in memory.
 
     Each type reads all weights once, or twice with held-out tokens.
+
+    Args:
+        dtypes: by name, bytes of all tensors, and a reader of the rounded weights.
     """
     inputs, batch = probe(stored.model), held_out_batch(stored)
     exact = streamed_logits(stored.model, stored.read, inputs, torch.float32)
-    for dtype in dtypes:
-        read = rounded_reader(layout, stored.read, dtype)
+    for dtype, (nbytes, read) in dtypes.items():
         logits = streamed_logits(stored.model, read, inputs, torch.float32)
         perplexity = None if batch is None else _perplexity(stored, read, batch)
-        yield Accuracy(dtype, file_bytes(layout, dtype), perplexity, relative_difference(logits, exact))
+        yield Accuracy(dtype, nbytes, perplexity, relative_difference(logits, exact))
 
 
 def _perplexity(stored: StoredModel, read: ReadTensor, batch: Inputs) -> float:

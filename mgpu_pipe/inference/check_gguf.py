@@ -21,9 +21,8 @@ import torch
 from safetensors.torch import load
 
 from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, load_tokenizer_file
-from mgpu_pipe.errors import print_line
+from mgpu_pipe.errors import MgpuError, print_line
 from mgpu_pipe.inference.accuracy import relative_difference
-from mgpu_pipe.inference.export_gguf import SAMPLE
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.gguf_tokenizer import write_tokenizer_folder
 from mgpu_pipe.inference.gguf.model_metadata import FREQUENCIES, model_type_of
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+SAMPLE = "The year 2024 isn't over:\n\n\tx = [1, 22, 333]  # naïve — 日本\n"
+"""Text whose token ids are compared."""
 TOLERANCE = 1e-5
 """Largest difference between two programs that compute in fp32 with the same values, relative to the largest logit."""
 LLAMA_CPP_TOLERANCE = 1e-4
@@ -127,6 +128,8 @@ _F16_CACHE, _F32 = 1, 0
 """Numbers of ``ggml_type``: the default of both caches, and fp32."""
 _AUTOMATIC = b"\xff" * 16
 """Four choices that are left to the library; the last is flash attention, which computes in fp16."""
+_Q4_K_M = 15
+"""Number of ``llama_ftype``."""
 _POINTERS = b"\0" * 16
 """Two null pointers, which stand before the types of the caches and after them."""
 
@@ -155,6 +158,60 @@ def _drop_log(level: int, text: bytes, data: object) -> None:
     """Drops what the library logs."""
 
 
+def load_library(folder: Path) -> ctypes.CDLL:
+    """llama.cpp's library, which logs nothing."""
+    ggml, library = (ctypes.CDLL(str(min(folder.glob(pattern))), ctypes.RTLD_GLOBAL) for pattern in (_GGML, _LLAMA))
+    _declare(library)
+    library.llama_log_set(_drop_log, None)
+    if hasattr(ggml, "ggml_backend_load_all_from_path"):
+        ggml.ggml_backend_load_all_from_path(ctypes.c_char_p(os.fsencode(folder)))
+    library.llama_backend_init()
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, number, by_value = ctypes.c_void_p, ctypes.c_int32, _Parameters
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "llama_log_set": (None, [_LogCallback, pointer]),
+        "llama_model_default_params": (by_value, []),
+        "llama_context_default_params": (by_value, []),
+        "llama_model_quantize_default_params": (by_value, []),
+        "llama_model_load_from_file": (pointer, [ctypes.c_char_p, by_value]),
+        "llama_model_quantize": (ctypes.c_uint32, [ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(by_value)]),
+        "llama_init_from_model": (pointer, [pointer, by_value]),
+        "llama_set_n_threads": (None, [pointer, number, number]),
+        "llama_free": (None, [pointer]),
+        "llama_model_get_vocab": (pointer, [pointer]),
+        "llama_vocab_n_tokens": (number, [pointer]),
+        "llama_batch_get_one": (by_value, [ctypes.POINTER(number), number]),
+        "llama_decode": (number, [pointer, by_value]),
+        "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [pointer, number]),
+        "llama_tokenize": (
+            number,
+            [pointer, ctypes.c_char_p, number, ctypes.POINTER(number), number, ctypes.c_bool, ctypes.c_bool],
+        ),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+
+def quantise(folder: Path, source: Path, out: Path) -> None:
+    """Write a file in fp32 as Q4_K_M, as ``llama-quantize`` does; rows that are no whole blocks get another type.
+
+    Args:
+        folder: of llama.cpp's library.
+
+    Raises:
+        MgpuError: the library refuses the file.
+    """
+    library = load_library(folder)
+    parameters = library.llama_model_quantize_default_params()
+    struct.pack_into("<i", parameters.raw, 4, _Q4_K_M)  # ftype, the second field
+    if library.llama_model_quantize(os.fsencode(source), os.fsencode(out), ctypes.byref(parameters)):
+        raise MgpuError("--dtype=q4_k: llama.cpp cannot quantise the model; use --dtype q8_0")
+
+
 class LlamaLibrary:
     """A GGUF file that llama.cpp's own library has loaded, on the CPU, with a cache in fp32.
 
@@ -169,44 +226,13 @@ class LlamaLibrary:
         Raises:
             RuntimeError: the library refuses the file, or its parameters are unknown.
         """
-        ggml, self._library = (
-            ctypes.CDLL(str(min(folder.glob(pattern))), ctypes.RTLD_GLOBAL) for pattern in (_GGML, _LLAMA)
-        )
-        self._declare()
-        self._library.llama_log_set(_drop_log, None)
-        if hasattr(ggml, "ggml_backend_load_all_from_path"):
-            ggml.ggml_backend_load_all_from_path(ctypes.c_char_p(os.fsencode(folder)))
-        self._library.llama_backend_init()
+        self._library = load_library(folder)
         self._model = self._library.llama_model_load_from_file(
             os.fsencode(file), self._library.llama_model_default_params()
         )
         if not self._model:
             raise RuntimeError("llama.cpp cannot load the file")
         self._vocabulary = self._library.llama_model_get_vocab(self._model)
-
-    def _declare(self) -> None:
-        pointer, number, by_value = ctypes.c_void_p, ctypes.c_int32, _Parameters
-        signatures: dict[str, tuple[Any, list[Any]]] = {
-            "llama_log_set": (None, [_LogCallback, pointer]),
-            "llama_model_default_params": (by_value, []),
-            "llama_context_default_params": (by_value, []),
-            "llama_model_load_from_file": (pointer, [ctypes.c_char_p, by_value]),
-            "llama_init_from_model": (pointer, [pointer, by_value]),
-            "llama_set_n_threads": (None, [pointer, number, number]),
-            "llama_free": (None, [pointer]),
-            "llama_model_get_vocab": (pointer, [pointer]),
-            "llama_vocab_n_tokens": (number, [pointer]),
-            "llama_batch_get_one": (by_value, [ctypes.POINTER(number), number]),
-            "llama_decode": (number, [pointer, by_value]),
-            "llama_get_logits_ith": (ctypes.POINTER(ctypes.c_float), [pointer, number]),
-            "llama_tokenize": (
-                number,
-                [pointer, ctypes.c_char_p, number, ctypes.POINTER(number), number, ctypes.c_bool, ctypes.c_bool],
-            ),
-        }
-        for name, (result, arguments) in signatures.items():
-            function = getattr(self._library, name)
-            function.restype, function.argtypes = result, arguments
 
     def _context(self, tokens: int) -> int:
         parameters = self._library.llama_context_default_params()

@@ -17,7 +17,7 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.inference import export_gguf as export
 from mgpu_pipe.inference.accuracy import relative_difference
-from mgpu_pipe.inference.check_gguf import LIBRARY_VARIABLE, TABLE_TOLERANCE, LlamaLibrary
+from mgpu_pipe.inference.check_gguf import LIBRARY_VARIABLE, TABLE_TOLERANCE, LlamaLibrary, find_library
 from mgpu_pipe.inference.export_gguf import GgufReport, export_gguf
 from mgpu_pipe.inference.gguf import FILE, layouts, write
 from mgpu_pipe.inference.gguf.file import GgufFile
@@ -112,6 +112,24 @@ def test_every_type_gives_what_it_rounds_to(family: str, dtype: str, tmp_path: P
     assert rounded.nbytes < 0.6 * exact.nbytes and rounded.nbytes <= report.nbytes
     assert 1e-6 < rounded.error < (1 if family == "mixtral" else 0.1), "a router may choose another expert"
     assert report.readers["this program"] < 1e-5
+
+
+@pytest.mark.slow
+def test_llama_cpp_quantises_to_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 256 values are whole blocks of Q4_K."""
+    wide = {"hidden_size": 256, "intermediate_size": 512}
+    if libllama() is not None:
+        report = exported("llama", tmp_path, "q4_k", **wide)
+        exact, rounded = report.accuracies
+        assert report.readers.keys() == expected_readers("llama") and report.readers["this program"] < 1e-5
+        assert rounded.nbytes < 0.25 * exact.nbytes and 1e-3 < rounded.error < 0.5
+        file = GgufFile(tmp_path / "out" / FILE)
+        assert file.metadata["general.file_type"] == 15 and file.tensors["blk.0.ffn_up.weight"].kind == 12
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["Modelfile", "README.md", FILE]
+    monkeypatch.delenv(LIBRARY_VARIABLE, raising=False)
+    if find_library() is None:
+        with pytest.raises(BadInputError, match=r"needs llama\.cpp's library; pip install llama-cpp"):
+            exported("llama", tmp_path / "none", "q4_k", **wide)
 
 
 @pytest.mark.slow
@@ -219,10 +237,10 @@ def test_a_run_becomes_a_file_and_a_modelfile_by_one_command(
     assert main(words) == 2 and "--force" in capsys.readouterr().err
     assert main([*words, "--force", "--dtype", "bf16", "--compare-dtypes"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[3:7]] == ["fp32", "fp16", "bf16", "q8_0"]
-    assert main([*words, "--force", "--dtype", "q4_k"]) == 2 and "llama-quantize" in capsys.readouterr().err
     for more in (["--adapter"], ["--push", "a/b"]):
         assert main([*words, "--force", *more]) == 2
     assert main(["export", str(root), "--out", str(tmp_path / "hf"), "--dtype", "q8_0"]) == 2
+    assert main(["export", str(root), "--out", str(tmp_path / "hf"), "--dtype", "q4_k"]) == 2
 
 
 def test_a_modelfile_takes_numbers_only(tmp_path: Path) -> None:

@@ -66,10 +66,8 @@ def _choose_format(arguments: argparse.Namespace) -> None:
     arguments.format = arguments.format or ("peft" if arguments.adapter else "hf")
     if arguments.merge and arguments.format == "peft":
         raise BadInputError("--merge: --format peft keeps adapters apart; leave one out")
-    if arguments.dtype == "q4_k":
-        raise BadInputError("--dtype=q4_k: needs llama.cpp; export fp16, then run llama-quantize model.gguf Q4_K_M")
-    if arguments.format != "gguf" and arguments.dtype == "q8_0":
-        raise BadInputError(f"--dtype=q8_0: is not written as {arguments.format}; add --format gguf")
+    if arguments.format != "gguf" and arguments.dtype in ("q8_0", "q4_k"):
+        raise BadInputError(f"--dtype={arguments.dtype}: is not written as {arguments.format}; add --format gguf")
     if arguments.format != "gguf" and arguments.compare_dtypes:
         raise BadInputError("--compare-dtypes: is for --format gguf; add it, or leave this out")
     if arguments.format == "onnx" and arguments.dtype == "bf16":

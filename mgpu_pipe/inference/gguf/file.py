@@ -172,7 +172,7 @@ class GgufFile:
         except NotImplementedError as error:
             raise BadInputError(
                 f"--from={self.path}: {name} is of type {kind.name}, which cannot be read; "
-                "give a file of F32, F16, BF16, Q8_0, Q4_0 or Q4_1"
+                "give a file of F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q4_K or Q6_K"
             ) from error
         tensor = torch.from_numpy(values.copy()).float().reshape(entry.shape)
         if not tensor.isfinite().all():
