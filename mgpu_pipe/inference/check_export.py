@@ -15,6 +15,7 @@ from safetensors.torch import load
 from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor
 
 from mgpu_pipe.errors import print_line
+from mgpu_pipe.inference.accuracy import relative_difference
 from mgpu_pipe.inference.processor_files import PICTURE, PREPARED, RATE, WAVE
 from mgpu_pipe.inference.streamed_weights import compute_logits
 from mgpu_pipe.models.fields import builder_of, class_of
@@ -49,7 +50,7 @@ def main(folder: str) -> int:
     with torch.no_grad():
         cast = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
         logits = compute_logits(model.eval(), cast).float()
-    error = ((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-12)).item()
+    error = relative_difference(logits, expected)
     if not error <= TOLERANCE[model.dtype]:
         print_line(f"logits differ by {error:.1e} of the largest", file=sys.stderr)
         return 1

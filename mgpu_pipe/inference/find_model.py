@@ -103,7 +103,8 @@ def existing_folder(path: Path | str) -> Path:
     known = [RunPaths(folder).config, RunPaths(folder).checkpoints, folder / "manifest.json", folder / "config.json"]
     if not any(exists(entry) for entry in known):
         raise BadInputError(
-            f"{path}: neither a run's folder (checkpoints/), a step's (manifest.json) nor a model's (config.json)"
+            f"{path}: neither a run's folder (checkpoints/), a step's (manifest.json) nor a model's (config.json); "
+            "give one of these"
         )
     return folder
 

@@ -117,7 +117,7 @@ def generate_text(
             template, or has another number of places than pictures.
     """
     if model.main_input_name == "input_features":
-        raise BadInputError(f"{type(model).__name__} hears recordings and continues no text: use mgpu-pipe eval")
+        raise BadInputError(f"{type(model).__name__} hears recordings and continues no text; use mgpu-pipe eval")
     if isinstance(tokenizer, Path):
         tokenizer = load_tokenizer(tokenizer)
     is_encoder_decoder = bool(model.config.is_encoder_decoder)

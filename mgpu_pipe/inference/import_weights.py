@@ -60,7 +60,7 @@ def weight_files(source: Path, trust: bool) -> list[Path] | None:
         _check_signature(source)
         return [source]
     if not is_folder(source):
-        raise BadInputError(f"--from={source}: no such file or folder")
+        raise BadInputError(f"--from={source}: no such file or folder; correct the path")
     if (source / "config.json").is_file() and not (source / WEIGHTS).is_file() and not (source / INDEX).is_file():
         pickled = _pickled_files(source)
         if pickled:
@@ -151,17 +151,21 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
             "code of its maker; where you trust it, save its tensors alone: torch.save(checkpoint['state_dict'], ...)"
         ) from error
     except Exception as error:  # the unpickler runs a damaged file's bytes as instructions, which can fail in any way
-        raise BadInputError(f"--from={file}: cannot be read as a torch checkpoint ({_reason(error)})") from error
+        raise BadInputError(
+            f"--from={file}: cannot be read as a torch checkpoint ({_reason(error)}); give another"
+        ) from error
     state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else None
     if not isinstance(state, Mapping) or not state:
-        raise BadInputError(f"--from={file}: holds no state_dict")
+        raise BadInputError(f"--from={file}: holds no state_dict; give a checkpoint that has weights")
     not_tensors = [
         name
         for name, value in state.items()
         if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta
     ]
     if not_tensors:
-        raise BadInputError(f"--from={file}: {not_tensors[0]!r} of its state_dict is not a plain tensor")
+        raise BadInputError(
+            f"--from={file}: {not_tensors[0]!r} of its state_dict is not a plain tensor; save it as one"
+        )
     return {str(name): tensor for name, tensor in state.items()}
 
 

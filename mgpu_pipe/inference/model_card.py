@@ -19,7 +19,7 @@ from mgpu_pipe.config.hub import HubName, asking, data_name, fetch, file_lists, 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import resolve_precision
-from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, one_line
 from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE
 from mgpu_pipe.inference.open import StoredModel
@@ -51,7 +51,8 @@ def model_card(stored: StoredModel, name: str, dtype: str, format: Format = "hf"
     rows = [("weights", f"{dtype}, {FORMATS[format]}")]
     licence = _local_licence(stored.maker)
     if config is not None:
-        base, data = _base_model(config.model), _datasets(config.data)
+        base = hub_name(config.model.path) if config.model.path is not None else None
+        data = _datasets(config.data)
         if base is not None:
             meta["base_model"] = base.repository
             licence = licence or (_licence(base) if asks_hub else None)
@@ -134,10 +135,6 @@ def _training_rows(
         figures = {task: figure for task, figure in tasks.items() if isinstance(figure, float)}
         rows += [(f"task {_escape_cell(task)}", f"{figure:.6g}") for task, figure in figures.items()]
     return rows
-
-
-def _base_model(model: ModelConfig) -> HubName | None:
-    return hub_name(model.path) if model.path is not None else None
 
 
 def _datasets(data: DataConfig) -> list[HubName]:

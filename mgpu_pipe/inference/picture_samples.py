@@ -57,7 +57,7 @@ def picture_samples(config: RunConfig, prepared: PreparedImages, model: PreTrain
         {
             "prompt": names[label],
             "text": f" \u2192 {names[answer]} ({100 * share:.0f}%){'' if label == answer else ', wrong'}",
-            "image": _encode_png(data, int(index)),
+            "image": _encode_picture(data, int(index)),
         }
         for index, label, answer, share in results[:SHOWN]
     ]
@@ -91,7 +91,7 @@ def retrieval_samples(config: RunConfig, prepared: PreparedCaptions, model: PreT
         {
             "prompt": texts_of_captions[index],
             "text": f" \u2192 {texts_of_captions[nearest[index]]}{'' if right[index] else ', wrong'}",
-            "image": _encode_png(data, int(chosen[index])),
+            "image": _encode_picture(data, int(chosen[index])),
         }
         for index in order[:SHOWN]
     ]
@@ -115,9 +115,15 @@ def _outputs(
         model.train(was_training)
 
 
-def _encode_png(data: LabelledImages, index: int) -> str:
-    picture, content = data.picture(index), io.BytesIO()
+def _encode_picture(data: LabelledImages, index: int) -> str:
+    picture = data.picture(index)
     picture.thumbnail((SIDE, SIDE))
+    return _encode_png(picture)
+
+
+def _encode_png(picture: Image) -> str:
+    """The picture as base64 PNG."""
+    content = io.BytesIO()
     picture.save(content, "PNG")
     return base64.b64encode(content.getvalue()).decode()
 
@@ -209,11 +215,10 @@ def _encode_strip(images: Sequence[Image]) -> str:
     for frame in frames:
         frame.thumbnail((FRAME_SIDE, FRAME_SIDE))
     size = sum(frame.width + 1 for frame in frames) - 1, max(frame.height for frame in frames)
-    strip, content = frames[0].resize(size), io.BytesIO()
+    strip = frames[0].resize(size)
     strip.paste(255 if strip.mode == "L" else (255, 255, 255), (0, 0, *size))
     left = 0
     for frame in frames:
         strip.paste(frame, (left, 0))
         left += frame.width + 1
-    strip.save(content, "PNG")
-    return base64.b64encode(content.getvalue()).decode()
+    return _encode_png(strip)

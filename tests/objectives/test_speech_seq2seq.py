@@ -126,7 +126,7 @@ def test_a_run_goes_on_under_another_strategy_is_evaluated_and_exported(
     given = {"input_features": inputs.input_features, "decoder_input_ids": before}
     check_logits(tmp_path / "second", exported, **given)
     assert main(["generate", str(tmp_path / "second"), "--prompt", "one", "--device", "cpu"]) == 2
-    assert "hears recordings and continues no text: use mgpu-pipe eval" in capsys.readouterr().err
+    assert "hears recordings and continues no text; use mgpu-pipe eval" in capsys.readouterr().err
     check_trained_on(listed, tmp_path, metrics, 2, "strategy=ddp")
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.launch.batch_job import _check_progress
 from tests.inference.support import write_run, write_texts
 from tests.support.command import mgpu
 from tests.support.slurm_cluster import Cluster
@@ -64,3 +66,11 @@ def test_jobs_that_cannot_run_end_with_a_line(cluster: Cluster, cache: Path, pla
     refused = mgpu(cache, place, *words, "--output", "no.jsonl", "launch.partition=nowhere", code=2)
     assert "launch.partition=nowhere: SLURM answers: " in refused
     assert not list(place.glob("no.jsonl*"))
+
+
+def test_a_job_that_computes_no_further_row_is_not_queued_for_ever(tmp_path: Path) -> None:
+    for rows in (0, 0, 3, 3, 3):
+        _check_progress(tmp_path, rows, 2)
+    with pytest.raises(BadInputError, match="max_restarts_without_progress=2: the job ended 3 times"):
+        _check_progress(tmp_path, 3, 2)
+    _check_progress(tmp_path, 3, 2)  # the user has submitted it again

@@ -54,7 +54,9 @@ class JobSettings(ABC):
         try:
             digest = sha256_of(self.input)
         except OSError as error:
-            raise BadInputError(f"--input={self.input}: cannot be read ({error.strerror})") from error
+            raise BadInputError(
+                f"--input={self.input}: cannot be read ({error.strerror}); change its permissions"
+            ) from error
         if source.config is not None:
             weights = read_manifest(source.folder).root
         else:

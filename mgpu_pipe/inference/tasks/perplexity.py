@@ -24,7 +24,7 @@ def read(task: EvalTask, key: str, text_column: str) -> list[str]:
         for line, origin, _ in files.read_lines(path):
             text = files.json_row(line, origin).get(text_column)
             if not isinstance(text, str):
-                raise DataError(f"{origin}: column '{text_column}' (data.text_column) holds no text")
+                raise DataError(f"{origin}: column '{text_column}' holds no text; name another by data.text_column")
             files.check_unicode(text, origin)
             texts.append(text)
     return [text for text in texts if text]
