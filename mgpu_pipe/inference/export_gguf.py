@@ -84,11 +84,11 @@ def export_gguf(
             context = metadata[f"{layout.family.architecture}.context_length"]
             note = write_modelfile(scratch, FILE, partial, context, tokens["tokenizer.ggml.add_bos_token"])
             entries = {**metadata, **tokens}
-            own = _write(stored, layout, dtype, partial / FILE, scratch, entries, frequency_divisors(stored.model))
+            rounded = _write(stored, layout, dtype, partial / FILE, scratch, entries, frequency_divisors(stored.model))
             kinds: Iterable[GgufDtype] = KINDS if compare else ("fp32",)
             dtypes: dict[str, tuple[int, ReadTensor]] = {name: _rounded(stored, layout, name) for name in kinds}
-            dtypes[dtype] = own
-            readers = _check(stored, own[1], dtype, partial / FILE, scratch)
+            dtypes[dtype] = rounded
+            readers = _check(stored, rounded[1], dtype, partial / FILE, scratch)
             accuracies = tuple(measure_accuracies(stored, dtypes))
             nbytes = (partial / FILE).stat().st_size
             write_card(stored, partial, out.name, dtype, "gguf")
