@@ -111,8 +111,9 @@ SECTIONS: dict[type, Section] = {section.base: section for section in (DATA, OBJ
 
 @functools.lru_cache(maxsize=None)
 def hints(cls: type) -> dict[str, Any]:
-    """Resolved type of every field of a dataclass."""
-    return get_type_hints(cls)
+    """Resolved type of every field of a dataclass, without its class variables."""
+    types = get_type_hints(cls)
+    return {field.name: types[field.name] for field in fields(cast(Any, cls))}
 
 
 @functools.lru_cache(maxsize=None)
