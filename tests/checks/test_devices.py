@@ -6,13 +6,15 @@ from __future__ import annotations
 import functools
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mgpu_pipe.checks import devices
 from mgpu_pipe.checks.devices import age_errors, device_errors, device_notices, numerics_errors
 from mgpu_pipe.checks.notices import OLDEST_TORCH
-from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.checks.preflight import preflight, preflight_errors
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.system import hardware
@@ -173,6 +175,16 @@ def test_interfaces_that_do_not_exist_are_refused(machine: Any, monkeypatch: pyt
         with monkeypatch.context() as only:
             only.setenv(variable, told)
             assert errors(*words) == ([] if right else [f"{variable}={told}: {fix}"]), told
+
+
+def test_an_interpreter_without_docstrings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed("trainer.accelerator=cpu")
+    for level in (0, 1):
+        monkeypatch.setattr(devices, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=level)))
+        assert preflight_errors(config) == []
+    monkeypatch.setattr(devices, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    (error,) = preflight_errors(config)
+    assert str(error).startswith("PYTHONOPTIMIZE=2: transformers reads docstrings, which it removes; unset it")
 
 
 def test_a_gpu_that_is_cut_into_instances_has_another_name(machine: Any) -> None:
