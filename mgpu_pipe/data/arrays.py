@@ -43,7 +43,7 @@ class ArrayData(ABC):
     """One split of a data set. Every reading process builds it; equal arguments give equal samples.
 
     Args:
-        config: the run's; the set decides what it holds out, by ``config.data.validation_fraction`` or otherwise.
+        config: of the run. The set decides what it holds out, for example by ``config.data.validation_fraction``.
         split: ``train``, or ``validation``, which may be empty.
     """
 
@@ -65,8 +65,8 @@ class ArrayData(ABC):
         """Arrays of one sample, by the names that the objective expects; shapes are equal in all samples.
 
         Args:
-            random: for crops, noise and the like: keyed by the seed and the sample's number in the run, so that nothing
-                depends on the number of processes.
+            random: for crops, noise and the like, keyed by the seed and the number of the sample in the run. So no
+                sample depends on the number of processes.
         """
 
     def positions(self, index: int) -> int:
@@ -93,7 +93,8 @@ class PreparedArrays(Prepared):
         data = open_arrays(config, split)
         expected = self.digest if split == "train" else self.validation_digest
         if data.digest != expected:
-            raise DataError(f"data.source={self.source}: holds other samples than when the run began")
+            problem = "holds other samples than at the start of the run"
+            raise DataError(f"data.source={self.source}: {problem}; restore them, or start a new run")
         return ArraySamples(config.seed, config.data.source, data, partial(self.open, config, split))
 
     def evaluated_samples(self) -> NDArray[np.int64]:
@@ -127,16 +128,18 @@ def open_arrays(config: RunConfig, split: Split) -> ArrayData:
     source = config.data.source
     kind = array_class(source)
     if kind is None:
-        raise DataError(f"data.source={source}: is no data set of arrays")
+        raise DataError(f"data.source={source}: is no data set of arrays; register a subclass of ArrayData")
     try:
         data = kind(config, split)
         units = data.valid_units
     except BadInputError:
         raise
     except Exception as error:  # a plug-in may raise anything
-        raise DataError(f"data.source={source}: cannot be opened ({type(error).__name__}: {error})") from error
+        raise DataError(
+            f"data.source={source}: cannot be opened ({type(error).__name__}: {error}); correct its package"
+        ) from error
     if not isinstance(units, np.ndarray) or units.ndim != 1 or units.dtype.kind not in "iu" or (units < 0).any():
-        raise DataError(f"data.source={source}: valid_units must be whole numbers, one for each sample")
+        raise DataError(f"data.source={source}: valid_units has another form; return a whole number for each sample")
     return data
 
 
@@ -144,7 +147,7 @@ def prepare_arrays(config: RunConfig, progress: Progress | None = None) -> Prepa
     """Facts of the data set that ``data.source`` names.
 
     Raises:
-        ConfigError: prompts are to be continued, which takes a tokenizer.
+        ConfigError: ``objective.sample_prompts`` has prompts, and there is no tokenizer to continue them.
         DataError: it cannot be opened, or there is nothing to train on.
     """
     data, prompts = config.data, config.objective.prompts()[0]
@@ -152,7 +155,8 @@ def prepare_arrays(config: RunConfig, progress: Progress | None = None) -> Prepa
         raise ConfigError("objective.sample_prompts", prompts, "use []", f"data.source={data.source} has no tokenizer")
     train, held_out = open_arrays(config, "train"), open_arrays(config, "validation")
     if not len(train.valid_units) or not train.valid_units.sum():
-        raise DataError(f"data.source={data.source}: there is nothing to train on: no sample counts in the loss")
+        problem = "there is nothing to train on: no sample counts in the loss"
+        raise DataError(f"data.source={data.source}: {problem}; return valid_units above 0")
     available = len(held_out.valid_units)
     return PreparedArrays(
         source=data.source,
@@ -206,7 +210,9 @@ class ArraySamples:
             kinds = {name: (value.shape[1:], value.dtype) for name, value in stacked.items()}
             if {name: (value.shape, value.dtype) for name, value in values.items()} != kinds:
                 where = f"data.source={self._source}: sample {index}"
-                raise DataError(f"{where} has other fields, shapes or types than sample {indices[0]}; make them equal")
-            for name, value in values.items():  # at once, while it is near; its memory is the next sample's
+                raise DataError(
+                    f"{where} has other fields, shapes or types than sample {indices[0]}; return equal ones"
+                )
+            for name, value in values.items():  # copied at once: the next sample may reuse its memory
                 stacked[name][position] = value
         return {name: torch.from_numpy(value) for name, value in stacked.items()}

@@ -58,7 +58,7 @@ def check_rule(data: DataConfig) -> None:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The limit of a sample's length."""
+    """Largest length of a sample."""
 
     key: str
     """Configuration key of :attr:`value`."""
@@ -120,7 +120,8 @@ def decoding(problem: str) -> Iterator[None]:
     This program's own errors pass through: a file that changed since it was hashed is not a bad sample.
 
     Args:
-        problem: what the sample is then, such as ``cannot be read``; the decoder's words follow in brackets.
+        problem: what the error says of the sample, such as ``cannot be read``; the decoder's message follows in
+            brackets.
     """
     try:
         yield
@@ -151,7 +152,7 @@ class Fault(NamedTuple):
 
 
 def unusable_files(paths: Iterable[Path]) -> dict[Path, str]:
-    """Reasons for the files that cannot be opened or are empty."""
+    """Reason for each file that cannot be opened or is empty."""
     reasons = {}
     for path in dict.fromkeys(paths):
         try:
@@ -171,7 +172,7 @@ def rows_of_files(
 
     Args:
         unusable: of :func:`unusable_files`.
-        read: of a file each row's content, where it stands, and its share of the progress.
+        read: yields each row of a file: its content, its origin, and its share of the progress.
 
     Raises:
         ChangedFileError: a file changed since it was hashed.
@@ -207,10 +208,10 @@ def report_bad_samples(
     """Logs the number of samples left out, and names the first ones.
 
     Args:
-        bad: the name of each, or of the first :data:`NAMED`, and why it cannot be used.
+        bad: name and reason of each bad sample, or of the first :data:`NAMED`.
         on_bad_sample: the value of ``data.on_bad_sample``.
-        kind: what a sample is called: one, and several.
-        number: of bad samples; None: of ``bad``.
+        kind: names of a sample and of several.
+        number: of bad samples; None: the length of ``bad``.
 
     Raises:
         DataError: ``on_bad_sample`` is ``stop``, and there is a bad sample.

@@ -25,9 +25,9 @@ Ints = NDArray[np.int64]
 def dealt(costs: Ints, plan: BatchPlan) -> Ints:
     """Orders a step's samples for the processes: each takes a contiguous share, micro-batch after micro-batch.
 
-    Samples go to micro-batches, and those to processes, the costliest first, to the cheapest one that has room (longest
-    processing time first: Graham 1969). A process begins with its costliest micro-batch, so that
-    micro-batches that run at the same time cost about the same.
+    Each sample goes to the cheapest micro-batch with room, the costliest sample first; so do micro-batches to processes
+    (longest processing time first: Graham 1969). A process begins with its costliest micro-batch, so that simultaneous
+    micro-batches cost about the same.
 
     Args:
         costs: of each sample of the step; shape ``(global_batch_size,)``.

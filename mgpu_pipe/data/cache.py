@@ -1,7 +1,7 @@
 """Folders of derived data: built once under a lock, committed by a rename, checked before use.
 
-A cached folder is complete when its ``manifest.json``, written last, lists every file with its size and the hash of
-each 4 MiB, and has its own hash. Readers take no lock: a folder appears under its final name only when it is
+A cached folder is complete when its ``manifest.json``, written last, has its own hash and lists every file with its
+size and the hash of each 4 MiB. Readers take no lock: a folder appears under its final name only when it is
 whole. Sizes are checked at each use, hashes once a machine and file: ``verified/<host>/`` remembers what was read since
 the machine started, by inode, size and times.
 """
@@ -139,7 +139,7 @@ def read_manifest(folder: Path, tell: bool = False) -> dict[str, Any] | None:
     """Reads the manifest of a complete folder; None where it is missing or broken, or a file does not match.
 
     Args:
-        tell: warn of a damaged file by name.
+        tell: log a warning that names a damaged file.
     """
     if not folder.exists():
         return None
@@ -237,7 +237,7 @@ def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict
 
     Args:
         folder: final name; its siblings ``<name>.lock`` and ``<name>.partial-*`` are used for the work.
-        build: writes the files into the empty folder it is given and returns the manifest's entries.
+        build: writes the files into an empty folder and returns the manifest's entries.
     """
     manifest = read_manifest(folder)
     if manifest is not None:

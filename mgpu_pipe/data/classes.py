@@ -33,7 +33,7 @@ def class_names(model: ModelConfig, data: DataConfig, there: Collection[str]) ->
         names, key = sorted(there, key=in_order), "data.label_column"
     strange = sorted((name for name in there if class_number(name, names) is None), key=in_order)
     if strange:
-        reason = f"the data has a class {shortened(strange[0])!r} besides"
+        reason = f"the data also has a class {shortened(strange[0])!r}"
         raise ConfigError(
             key, ",".join(names), "name every class by data.classes, in the order of their numbers", reason
         )

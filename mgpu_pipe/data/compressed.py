@@ -14,7 +14,7 @@ from mgpu_pipe.errors import MgpuError
 
 HEAD = 512
 """Bytes at a file's beginning that identify its format."""
-RENAME = "let its name end in .{}, and it is unpacked as it is read"
+RENAME = "let its name end in .{}; it is then unpacked while it is read"
 EXPORT = "write its text to a text, JSON Lines or Parquet file"
 OTHER = "leave it out of the data's paths"
 TAR = "a tar archive"
@@ -80,7 +80,7 @@ def table_suffix(path: Path) -> str:
 
 
 def open_text(path: Path, expected: Fingerprint | None = None, member: str | None = None) -> IO[bytes]:
-    """Opens a data file's text; :func:`~mgpu_pipe.data.fingerprint.open_data` opens its bytes.
+    """Opens the text of a data file; :func:`~mgpu_pipe.data.fingerprint.open_data` opens its bytes.
 
     Args:
         member: of a zip file; None for all members, in order, each ending with a line break.

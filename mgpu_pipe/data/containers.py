@@ -159,7 +159,7 @@ def _read(file: IO[bytes], offset: int, length: int, size: int) -> bytes:
 
 
 BOX_TYPES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"meta", b"free", b"skip", b"wide", b"uuid", b"sidx", b"mfra")
-"""Types of outer boxes. What else stands after the last one was appended, as by phones and editors of tags."""
+"""Types of outer boxes. Phones and editors of tags append other bytes after the last one."""
 
 
 def brands_of(head: bytes) -> tuple[bytes, ...]:

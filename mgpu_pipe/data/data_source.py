@@ -23,7 +23,7 @@ from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, check_all
 
 
 def pass_check(model: ModelConfig, data: DataConfig) -> None:
-    """Check of a source that makes its documents and needs nothing."""
+    """Check of a source that generates its documents and needs nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def _plug_in(name: str) -> Load:
     loaded = load("data.source", name, DATA_GROUP)
     if not callable(loaded):
         fix = "register a function that takes the configuration and yields documents"
-        raise ConfigError("data.source", name, fix, f"the entry point names a {type(loaded).__name__}")
+        raise ConfigError("data.source", name, fix, f"the entry point names a {type(loaded).__name__}, not a function")
     return loaded
 
 

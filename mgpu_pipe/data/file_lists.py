@@ -87,7 +87,7 @@ def entries_of(
         keep: takes files that the rows hold; None for a check, which looks at the first rows of such a table.
 
     Raises:
-        ConfigError: one is not a list.
+        ConfigError: a path has another suffix than a list.
         DataError: no row is whole; with ``data.on_bad_sample=stop``, a list that cannot be read, or a row that lacks a
             column or names a file that is not there.
     """
@@ -283,7 +283,7 @@ class ClassFolders:
             return {}  # a class of trains
         fix = "name the splits by data.paths and data.validation_paths"
         names = " and ".join(folder.name for folder in kinds.values())
-        raise ConfigError(key, pattern, fix, f"holds the splits {names}, and {others[0].name} besides")
+        raise ConfigError(key, pattern, fix, f"holds the splits {names} and also {others[0].name}")
 
     def _holds_files(self, folder: Path) -> bool:
         return any(path.suffix.lower() in self.suffixes for path in files_below(folder))

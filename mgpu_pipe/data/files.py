@@ -110,7 +110,7 @@ REPLACE = "replace the file, or leave it out of the data's paths"
 def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
     """Lists the files that ``patterns`` (paths or globs, with ``**``) name: sorted within a pattern, each file once.
 
-    It walks each linked folder once. Files of a Hub data set at a commit are downloaded unless this machine's cache
+    It walks each linked folder once. It downloads files of a Hub data set at a commit unless the cache of this machine
     has them.
 
     Raises:

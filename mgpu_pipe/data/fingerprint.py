@@ -1,7 +1,7 @@
 """Content hashes of data files, and reads that verify every byte against them.
 
-The cache stores data under the hash of its source. So a file that changes after hashing, or while it is read, is
-refused and hashed again at the next start.
+The cache stores data under the hash of its source. A file that changes after hashing, or during a read, raises an
+error; the next start hashes it again.
 """
 
 from __future__ import annotations

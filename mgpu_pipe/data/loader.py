@@ -43,10 +43,10 @@ class TrainStepBatches:
     Args:
         dataset: the training samples.
         order: the run's order of them.
-        plan: how a step's samples are cut.
-        data_parallel_rank: the rank that takes its share.
+        plan: sizes of the step and its micro-batches.
+        data_parallel_rank: of this process.
         start_sample: samples consumed so far.
-        num_steps: how many step batches follow.
+        num_steps: number of step batches.
         balance: deal a step's samples by cost.
 
     Raises:
@@ -109,7 +109,7 @@ class StepBatchesAhead:
     """The step batches of another sequence, prepared ahead by worker processes.
 
     Args:
-        processes: how many.
+        processes: number of worker processes.
     """
 
     def __init__(self, step_batches: TrainStepBatches, processes: int) -> None:

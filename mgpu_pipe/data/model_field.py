@@ -75,7 +75,7 @@ def trained_vocab_size(
 
 
 def transcripts_vocab_size(model: ModelConfig) -> int:
-    """Vocabulary size of the tokenizer that ``data.tokenizer=auto`` trains of transcripts for a new model.
+    """Vocabulary size of the tokenizer that ``data.tokenizer=auto`` trains on transcripts for a new model.
 
     Raises:
         ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.

@@ -173,7 +173,7 @@ def serve(parent_pid: int, pipe: Connection) -> None:
     die_with_parent(parent_pid)
     sys.path[:] = json.loads(pipe.recv_bytes())
     make, arguments = pickle.loads(pipe.recv_bytes())
-    with suppress(OSError):  # otherwise it would preempt its parent on a busy machine
+    with suppress(OSError):  # a busy machine would preempt its parent
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

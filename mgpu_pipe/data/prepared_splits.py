@@ -34,7 +34,7 @@ class PreparedSplits(Prepared):
     held_out_folder: Path
     """Cache folder of the held-out data; the same where a share is held out."""
     fraction: float
-    """Held-out share; 1 means all of the held-out folder, which is then also the training folder."""
+    """Held-out share of the folder; 1 where the training paths and the held-out paths have the same content."""
     train_samples: int = 0
     held_out_samples: int = 0
     """Held-out samples; an evaluation takes ``validation_samples`` of them."""

@@ -66,7 +66,7 @@ def weighed(dataset: SampleSet) -> Weighed:
         ConfigError: its samples' costs are not known.
     """
     if not isinstance(dataset, Weighed):
-        reason = f"what a sample of {type(dataset).__name__} costs is not known beforehand"
+        reason = f"the cost of a sample of {type(dataset).__name__} is unknown before reading"
         raise ConfigError("data.balance", "cost", "use none", reason)
     return dataset
 

@@ -1,7 +1,7 @@
 """Rows of tables: JSON Lines, one JSON list, CSV, TSV or Parquet.
 
 Each row becomes a line of JSON that :func:`mgpu_pipe.data.files.json_row` reads. A file with Parquet's first bytes is
-Parquet; the suffix names ``.csv`` and ``.tsv``; all else is JSON.
+Parquet; the suffixes ``.csv`` and ``.tsv`` name separated files; all else is JSON.
 """
 
 from __future__ import annotations

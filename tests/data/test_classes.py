@@ -35,7 +35,7 @@ def test_a_class_of_thousands_of_digits_is_a_word() -> None:
 def test_a_strange_class_of_thousands_of_digits_is_named_in_a_short_line() -> None:
     config = RunConfig()
     config.data.classes = ["a", "b"]
-    with pytest.raises(ConfigError, match=r"the data has a class '9{80}\.\.\.' besides"):
+    with pytest.raises(ConfigError, match=r"the data also has a class '9{80}\.\.\.'"):
         class_names(config.model, config.data, ["a", LONG])
 
 

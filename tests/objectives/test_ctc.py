@@ -203,7 +203,7 @@ def broken(folder: Path, kind: str) -> str:
     [
         ("empty", "is empty"),
         pytest.param("text", "is no sound that can be read", marks=pytest.mark.exhaustive),
-        pytest.param("silent", "there is nothing to hear", marks=pytest.mark.exhaustive),
+        pytest.param("silent", "fewer than a word takes", marks=pytest.mark.exhaustive),
         pytest.param("long", "lasts 16.0 s, longer than data.max_seconds=10", marks=pytest.mark.exhaustive),
         ("cut", "is cut short"),
         ("label", "has a text that needs 80 frames; the recording has"),

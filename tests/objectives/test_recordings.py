@@ -98,8 +98,12 @@ def row(*parts: dict[str, str], answer: str = "yes", **columns: object) -> str:
     ("line", "words", "expected"),
     [
         (row(part("gone")), "", "chats.jsonl:2: there is no file"),
-        (row(part("ab")), "model=llava_tiny", "chats.jsonl:1 has a recording, which no model of llava is given"),
-        (row(part("ab"), {"type": "image", "image": "ab.wav"}), "", "chats.jsonl:2 has a picture or a video, which no"),
+        (row(part("ab")), "model=llava_tiny", "chats.jsonl:1 has a recording, and models of llava take none"),
+        (
+            row(part("ab"), {"type": "image", "image": "ab.wav"}),
+            "",
+            "chats.jsonl:2 has a picture or a video, and models",
+        ),
         (json.dumps({"messages": said("<audio>")}), "", "has 0 recordings, and places for 1"),
         (row(part("ab")), "model.config.audio_config.max_source_positions=77", "use a multiple of 50"),
         (row(part("ab")), "strategy=cp trainer.devices=2", "objective.name=vision_language"),

@@ -83,7 +83,7 @@ def test_classes_are_found_or_given_and_the_model_names_them(tmp_path: Path) -> 
     held, labels = found.open(config, "validation"), before.batch(indices, indices)["labels"]
     usual = held.batch(np.arange(12), np.arange(12))["labels"] == labels.bincount().argmax()
     assert found.as_dict()["majority_accuracy"] == pytest.approx(float(usual.double().mean()))
-    with pytest.raises(BadInputError, match=r"data\.classes=stone,plant: the data has a class 'animal' besides"):
+    with pytest.raises(BadInputError, match=r"data\.classes=stone,plant: the data also has a class 'animal'"):
         prepare(small_data(tmp_path, "data.classes=[stone,plant]"))
     with pytest.raises(BadInputError, match=r"model\.config\.num_labels=5: the data has 3 classes"):
         prepare(small_data(tmp_path, "model.config.num_labels=5"))

@@ -239,7 +239,7 @@ def test_what_cannot_be_learnt_is_refused_in_a_line(tmp_path: Path) -> None:
     (one / "only").mkdir(parents=True)
     write_wav(one / "only" / "0.wav", tones("ab", 1))
     assert "every sample has the class 'only'" in refused(labelled(tmp_path, f"data.paths=[{one}]"))
-    assert "a class 'mixed' besides" in refused(labelled(tmp_path, "data.classes=[high,low]"))
+    assert "also has a class 'mixed'" in refused(labelled(tmp_path, "data.classes=[high,low]"))
     for words, said in (
         (("model.config.layerdrop=0.1",), "use model.config.layerdrop=0.0"),
         (("strategy=pp", "trainer.devices=2"), "strategy.pp"),

@@ -69,11 +69,11 @@ def strange() -> dict[str, tuple[bytes, str]]:
     frames = io.BytesIO()
     noise(1).save(frames, "GIF", save_all=True, append_images=[noise(2), noise(3)])
     return {
-        "pixel.png": (stored(noise(1, 1)), "has 1 x 1 pixels: there is nothing on it"),
+        "pixel.png": (stored(noise(1, 1)), "has 1 x 1 pixels, fewer than 2 across"),
         "bomb.png": (bomb(), "has 10000 x 10000 pixels, more than 67,108,864"),
         "cut.jpg": (whole[: len(whole) // 2], "cannot be read (image file is truncated"),
         "text.png": (b"this is no picture\n", "is no picture of a known format"),
-        "moving.gif": (frames.getvalue(), "has 3 frames; give a picture of one"),
+        "moving.gif": (frames.getvalue(), "has 3 frames; give a picture of a single frame"),
         "empty.png": (b"", "is empty"),
         "float.tiff": (stored(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "has values of no known range"),
     }

@@ -40,8 +40,8 @@ class Alphabet:
     Attributes:
         numbers: of each character; special tokens too.
         blank: the number of CTC's blank.
-        space: what stands between words.
-        unknown: the number that a strange character has in what a model is measured by; None where there is none.
+        space: separator of words.
+        unknown: the number of a strange character in evaluated texts; None without such a number.
     """
 
     numbers: Mapping[str, int]

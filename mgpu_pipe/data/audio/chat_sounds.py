@@ -40,7 +40,7 @@ def hears_sounds(model: ModelConfig, origin: str) -> None:
     kind = str(model.type or model_field(model, "model_type"))
     if not family_of(kind).recordings:
         hearing = families_with(lambda family: family.recordings)
-        reason = f"{origin} has a recording, which no model of {kind} is given"
+        reason = f"{origin} has a recording, and models of {kind} take none"
         raise ConfigError("model.type", kind, f"use one of {', '.join(hearing)}", reason)
 
 

@@ -163,7 +163,7 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
     if len(channels) > max_seconds * before:
         raise _too_long(len(channels) / before, max_seconds)
     if len(channels) < LEAST_SECONDS * before:
-        raise BadSampleError(f"holds {len(channels)} samples: there is nothing to hear")
+        raise BadSampleError(f"holds {len(channels)} samples, fewer than a word takes")
     if channels.dtype == np.int16:
         channels = channels * np.float32(1 / 32768)
     elif not np.isfinite(channels).all() or np.abs(channels).max() > LOUDEST:

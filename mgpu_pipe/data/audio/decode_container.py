@@ -1,7 +1,7 @@
-"""Decodes sound that libsndfile does not know: of phones, browsers and voice mail. Needs PyAV.
+"""Decodes sound that libsndfile does not know, such as that of phones, browsers and voice mail. Needs PyAV.
 
-Whether a file is whole is read from its boxes or frames (ADTS: ISO/IEC 13818-7, 6.2; AMR: RFC 4867, section 5), and
-otherwise from the duration that it states.
+Boxes or frames tell a whole file from a cut one (ADTS: ISO/IEC 13818-7, 6.2; AMR: RFC 4867, section 5). Otherwise the
+stated duration does.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _stated_seconds(container: Any, stream: Any, kind: str) -> float | None:
 
 
 def _frames_end(raw: bytes, kind: str) -> int:
-    """Where the last frame of AAC or AMR ends, after the end of a file that is cut short; 0 for other kinds."""
+    """End of the last frame of AAC or AMR, which lies after the end of a cut file; 0 for other kinds."""
     if kind not in ("AAC", "AMR"):
         return 0
     magic = _AMR_WIDE if raw.startswith(_AMR_WIDE) else _AMR

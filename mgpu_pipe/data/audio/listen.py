@@ -103,7 +103,7 @@ def read_recording(path: Path, expected: Fingerprint, rate: int, max_seconds: fl
     try:
         return decode(read_part(path, expected), rate, max_seconds)
     except ChangedFileError as error:
-        raise DataError(f"{path}: changed since the recordings were listened to; start the run again") from error
+        raise DataError(f"{path}: changed since its scan; start the run again") from error
 
 
 _FORMAT = 3
@@ -111,7 +111,7 @@ SUFFIXES = (
     *(".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".snd", ".caf", ".w64", ".sph"),
     *(".m4a", ".mp4", ".3gp", ".aac", ".amr", ".webm", ".wma"),
 )
-"""Endings of the files that a folder of a class is searched for."""
+"""Suffixes of the recordings in a folder of classes."""
 CLASS_FOLDERS = ClassFolders("recordings", SUFFIXES)
 _POOL_FROM = 512
 TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"

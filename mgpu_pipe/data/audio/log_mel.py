@@ -44,7 +44,7 @@ class LogMel:
         seconds: of the window, to which a recording is filled up with silence.
         hop: samples from one frame to the next.
         width: samples of a frame.
-        most_tokens: that the model writes at most.
+        most_tokens: longest transcript of the model.
     """
 
     bins: int

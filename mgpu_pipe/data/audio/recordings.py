@@ -132,7 +132,7 @@ class SoundSamples(ABC):
         return {"input_values": torch.from_numpy(values), "lengths": torch.from_numpy(lengths)}
 
     def model_input(self, index: int, number: int) -> Wave:
-        """The model's input for a recording: changed in training, then normalised."""
+        """The model's input for a recording: with random changes in training, then normalised."""
         return self._sound.fitted(self._changed(self.recording(index), number))
 
     def _changed(self, wave: Wave, number: int) -> Wave:
@@ -213,7 +213,7 @@ class LabelledSounds(SoundSamples):
         return {**super().batch(indices, numbers), "labels": torch.from_numpy(self._labels[indices])}
 
     def model_input(self, index: int, number: int) -> Wave:
-        """The model's input for a recording: a part of it, changed in training, then normalised."""
+        """The model's input for a part of a recording: with random changes in training, then normalised."""
         part = self._changed(self.part(self.recording(index), number), number)
         return self._sound.fitted(part[: self._segment])
 

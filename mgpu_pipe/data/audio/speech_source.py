@@ -54,7 +54,7 @@ class SpeechSource(DataSource):
 
     Attributes:
         speak: builds the cache folders of its recordings; None where files hold them.
-        says: what it says of each recording: its text, its class, its classes, or nothing but the class's folder.
+        says: label of a recording: its text, its class, its classes, or the name of its folder.
     """
 
     samples: str = "speech"

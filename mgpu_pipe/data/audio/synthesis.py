@@ -107,7 +107,7 @@ def _flite(text: str, voice: str, stretch: float, sampling_rate: int) -> Callabl
 
 
 def _spoken(command: list[str], sampling_rate: int) -> Wave:
-    """Runs a program; returns what it writes to the file in place of ``{}``."""
+    """Runs a program; returns the sound that it writes to the file named ``{}``."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "spoken.wav"
         filled = [str(file) if part == "{}" else part for part in command]
@@ -116,4 +116,4 @@ def _spoken(command: list[str], sampling_rate: int) -> Wave:
             return decode(file.read_bytes(), sampling_rate, _SECONDS)
         except (OSError, subprocess.SubprocessError, BadSampleError) as error:
             said = " ".join(str(error).split())[:200]
-            raise DataError(f"{command[0]} cannot say {filled[-1]!r} ({said}); install it anew") from error
+            raise DataError(f"{command[0]} cannot say {filled[-1]!r} ({said}); reinstall it") from error

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_TRIES = 10
-"""Boxes that are drawn until one fits into the picture."""
+"""Most boxes drawn until a box fits into the picture."""
 
 
 def random_crop_box(
@@ -32,7 +32,7 @@ def random_crop_box(
 ) -> tuple[int, int, int, int]:
     """Random box (left, top, right, bottom) of a picture of (width, height).
 
-    Of a picture that no drawn box fits into, it is the largest middle part of an allowed shape.
+    If no drawn box fits into the picture, it is the largest middle part of an allowed shape.
     """
     width, height = size
     low, high = np.log(shape)

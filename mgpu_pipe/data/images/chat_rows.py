@@ -61,8 +61,8 @@ class ChatRow:
         pictures: their files, in the order of the places; of videos files, or folders of frames; recordings too.
         videos: which of them are videos.
         sounds: which of them are recordings.
-        key: what the held-out split goes by: the pictures as the row names them, so that conversations about the same
-            ones stay on one side, wherever the folder lies.
+        key: decides the held-out split: the pictures as the row names them. So conversations about the same pictures
+            stay on one side, wherever the folder lies.
         origin: where it stands.
         size: its share of the progress.
         unused: columns that nothing reads.

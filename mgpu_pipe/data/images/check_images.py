@@ -106,7 +106,7 @@ def check_row(model: ModelConfig, row: ChatRow) -> None:
     family = family_of(str(kind))
     if family.recordings and family.sight is None and len(row.sounds) > sum(row.sounds):
         seeing = families_with(lambda family: family.sight is not None)
-        reason = f"{row.origin} has a picture or a video, which no model of {kind} is given"
+        reason = f"{row.origin} has a picture or a video, and models of {kind} take none"
         raise ConfigError("model.type", kind, f"use one of {', '.join(seeing)}", reason)
     if any(row.sounds):
         hears_sounds(model, row.origin)
@@ -122,5 +122,5 @@ def sees_videos(model: ModelConfig, origin: str) -> None:
     kind = model.type or model_field(model, "model_type")
     if not sight_of(str(kind)).videos:
         seeing = families_with(lambda family: family.sight is not None and family.sight.videos)
-        reason = f"{origin} has a video, which no model of {kind} is given"
+        reason = f"{origin} has a video, and models of {kind} take none"
         raise ConfigError("model.type", kind, f"use one of {', '.join(seeing)}", reason)

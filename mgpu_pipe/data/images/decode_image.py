@@ -107,10 +107,10 @@ def decode(raw: bytes, channels: int) -> Image:
         if width * height > MOST_PIXELS:
             raise BadSampleError(f"has {width} x {height} pixels, more than {MOST_PIXELS:,}")
         if min(width, height) < LEAST_SIDE:
-            raise BadSampleError(f"has {width} x {height} pixels: there is nothing on it")
+            raise BadSampleError(f"has {width} x {height} pixels, fewer than {LEAST_SIDE} across")
         # The second frame of a phone's JPEG is a preview or a depth map, that of its HEIC another shot.
         if image.format not in ("MPO", "HEIF") and getattr(image, "n_frames", 1) > 1:
-            raise BadSampleError(f"has {image.n_frames} frames; give a picture of one")
+            raise BadSampleError(f"has {image.n_frames} frames; give a picture of a single frame")
         _load(image)
         turned = turned_by(image)
         upright = image if turned is None else image.transpose(image_module.Transpose[turned])

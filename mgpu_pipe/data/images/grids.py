@@ -176,8 +176,9 @@ def places_of_shapes(grid: Grid | Parts | Tiles | PatchGrid, shapes: NDArray[np.
 def seen_apart(
     grid: Grid, places: NDArray[np.int64], seconds: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Places in time, down and across, and the steps from each time to the next, for :func:`row_positions`. Where a
-    video's times are separate in a row, each time counts as one picture.
+    """Places in time, down and across, and the steps from each time to the next, for :func:`row_positions`.
+
+    Where the times of a video are separate in a row, each time counts as a picture.
 
     Args:
         seconds: from each time to the next; nan of a picture.
@@ -194,7 +195,7 @@ def row_positions(
 ) -> NDArray[np.int64]:
     """Positions of a row's tokens in time, down and across, (3, tokens).
 
-    A text token is one further along all axes than its predecessor. A picture's places share one time and count down
+    A text token stands a step after its predecessor on all axes. A picture's places share one time and count down
     and across from it; a video's do so at each of its times. The next token comes after the longer side
     (arXiv:2409.12191; for time arXiv:2502.13923).
 

@@ -32,7 +32,7 @@ class CutPixels(Pixels):
 
     @classmethod
     def whole_picture(cls, data: PictureChatConfig, model: ModelConfig, what: str) -> tuple[Pixels, dict[str, Any]]:
-        """How the whole picture is converted, and the settings of the model's preprocessor.
+        """Conversion of the whole picture, and the settings of the model's preprocessor.
 
         Raises:
             ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped.
@@ -180,7 +180,7 @@ def picture_tokens_of(model: ModelConfig, size: int) -> int:
 
 
 SOFT_TOKENS = 280
-"""Default of most vectors of a pooled picture."""
+"""Default of the largest number of vectors of a pooled picture."""
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def read_picture(path: Path, expected: Fingerprint, channels: int, offset: int |
     try:
         return decode(read_part(path, expected, offset), channels)
     except ChangedFileError as error:
-        raise DataError(f"{path}: changed since the pictures were looked through; start the run again") from error
+        raise DataError(f"{path}: changed since its scan; start the run again") from error
 
 
 TOLD = {"label_column": "cls", "caption_column": "txt"}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mgpu_pipe.data.images.visual_inputs import VisualInput
 
 Layout = Literal["digits", "folder", "list", "tar"]
-"""Where pictures are: scikit-learn's digits, a folder of each class, files that a table names, or tar files."""
+"""Place of pictures: scikit-learn's digits, a folder for each class, files that a table names, or tar files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class PictureSource(DataSource):
 
 
 def layout_of(data: DataConfig) -> Layout:
-    """Where the pictures of ``data.source`` are."""
+    """Place of the pictures of ``data.source``."""
     source = shipped_source(data.source)
     assert isinstance(source, PictureSource)
     return source.layout
@@ -39,7 +39,7 @@ def layout_of(data: DataConfig) -> Layout:
 
 @dataclass(frozen=True)
 class ChatRules:
-    """Conversations about pictures that rules make.
+    """Rules that make conversations about pictures.
 
     Attributes:
         questions: makes the questions and their visual inputs, given the frames of a patch.

@@ -78,15 +78,15 @@ class PreparedPictureChats(PreparedRows):
     tokens_a_picture: int
     """0 where pictures keep their native sizes."""
     grid: Grid | None = None
-    """How native pictures are cut into patches."""
+    """Cuts native pictures into patches."""
     parts: Parts | None = None
-    """How pictures are cut into parts; a part takes ``tokens_a_picture``."""
+    """Cuts pictures into parts; a part takes ``tokens_a_picture``."""
     tiles: Tiles | None = None
-    """How pictures are cut into tiles; a tile takes ``tokens_a_picture``."""
+    """Cuts pictures into tiles; a tile takes ``tokens_a_picture``."""
     rows: RowGrid | None = None
-    """How pictures are cut into patches, with a token after each row of places."""
+    """Cuts pictures into patches, with a token after each row of places."""
     pooled: PooledGrid | None = None
-    """How pictures are cut into patches, averaged for each place."""
+    """Cuts pictures into patches, which are averaged for each place."""
     window: LogMel | None = None
     """How recordings become spectrograms."""
     audio_token_id: int | None = None
@@ -127,12 +127,12 @@ class PreparedPictureChats(PreparedRows):
 
     @property
     def cut(self) -> Grid | Parts | Tiles | PatchGrid | None:
-        """How pictures are cut; None where they have one size."""
+        """Cut of the pictures; None where they have one size."""
         return self.grid or self.named_parts
 
     @property
     def named_parts(self) -> Parts | Tiles | PatchGrid | None:
-        """How pictures are cut whose text depends on how."""
+        """Cut on which the text of a picture depends."""
         return self.parts or self.tiles or self.rows or self.pooled
 
     def pictures_of(self, split: Split) -> Path:

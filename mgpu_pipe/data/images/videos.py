@@ -68,7 +68,7 @@ class SeenFrames(NamedTuple):
     """Frames of a video that the model sees.
 
     Attributes:
-        numbers: in ascending order; at a varying rate one may stand there twice.
+        numbers: in ascending order; at a varying rate a number may occur twice.
         seconds: from one patch to the next.
         moments: at which second each comes.
     """
@@ -139,7 +139,7 @@ def sample_frames(
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf"
 """Formats that are decoded. ffmpeg's others may name further files, or are not videos."""
-ONE = "has one frame; give it as a picture"
+ONE = "has a single frame; give it as a picture"
 CLIPS, CLIPS_FOLDER = "clips.json", "clips-3"
 BY_MATRIX = {
     (True, False, False): None,
@@ -198,7 +198,7 @@ class StoredClips:
         try:
             return frames_of(path, self._prints[place], numbers, channels)
         except ChangedFileError as error:
-            raise DataError(f"{path}: changed since the videos were looked through; start the run again") from error
+            raise DataError(f"{path}: changed since its scan; start the run again") from error
 
 
 def frames_of(path: Path, fingerprint: Fingerprint | None, numbers: Sequence[int], channels: int) -> list[Image]:
@@ -267,7 +267,7 @@ def _decoded(path: Path, fingerprint: Fingerprint | None) -> Iterator[tuple[Any,
 
     Raises:
         BadSampleError: it cannot be used.
-        ChangedFileError: it is another file than it was.
+        ChangedFileError: it changed since its scan.
     """
     av = pyav()
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}

@@ -25,23 +25,23 @@ class MixtureSource:
     weight: float = field(default=1.0, metadata={"above": 0})
     """Its share of the samples is this over the sum of all weights, to a hundredth of a percent."""
     source: str = "jsonl"
-    """As data.source: a source of text or of conversations."""
+    """Like data.source: a source of text or of conversations."""
     paths: list[str] = field(default_factory=list)
-    """As data.paths."""
+    """Like data.paths, for this source."""
     text_column: str = "text"
-    """As data.text_column."""
+    """Like data.text_column, for this source."""
     messages_column: str = "messages"
-    """As data.messages_column."""
+    """Like data.messages_column, for this source."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = "auto"
-    """As data.format."""
+    """Like data.format, for this source."""
     validation_paths: list[str] = field(default_factory=list)
-    """As data.validation_paths; without them data.validation_fraction of this source is held out."""
+    """Like data.validation_paths, for this source; without them data.validation_fraction of it is held out."""
 
 
 @dataclass
 class MixtureConfig(DataConfig):
     sources: dict[str, MixtureSource] = field(default_factory=dict)
-    """The sources of data=mixture by a name of your choice; all other keys of data are shared by them."""
+    """The sources of data=mixture by a name of your choice; they share all other keys of data."""
 
     def holds_conversations(self) -> bool:
         parts = (find_source(part.source) for part in self.sources.values())
@@ -131,7 +131,7 @@ def _can_be_mixed(source: DataSource) -> bool:
 
 
 def _below(where: str, error: BadInputError) -> BadInputError:
-    """Moves an error's key to the one that the user wrote."""
+    """Moves the key of an error below the source's key."""
     key = getattr(error, "key", "").removeprefix("data.")
     if not isinstance(error, ConfigError) or key not in ("source", "paths", "validation_paths"):
         return error

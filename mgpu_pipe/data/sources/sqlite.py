@@ -42,7 +42,7 @@ def _database(path: Path) -> Iterator[sqlite3.Connection]:
     """
     import sqlite3
 
-    real = path.resolve()  # SQLite looks for log and journal next to the file that a link names
+    real = path.resolve()  # SQLite opens log and journal next to the file that a link names
     log, journal = (real.with_name(f"{real.name}-{end}") for end in ("wal", "journal"))
     if log.is_file() and log.stat().st_size:
         fix = "close the program that writes it, or run PRAGMA wal_checkpoint(TRUNCATE)"

@@ -1,8 +1,8 @@
 """Finds the assistant's characters in a rendered conversation, turn by turn.
 
 An answer begins where the generation prompt ends, so that training and generation give the model the same tokens
-before it, and ends with the token that ends the turn. Text of the template after that token (a line break, as in
-ChatML) or before the prompt (its own system message) is not part of it.
+before it. It ends with the token that ends the turn. Text of the template after that token (ChatML's line break) or
+before the prompt (a default system message) is not part of it.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class AnswerFinder:
             after = None  # the template writes an answer differently when others follow
         if after is not None and before is not None and after.startswith(before) and len(before) < len(after):
             return len(before), after, ""
-        # The first turn, before which a template may write a system message of its own; or a generation prompt that
-        # is more than what stands before an answer.
+        # The first turn, before which a template may write a default system message; or a generation prompt that is
+        # longer than the text before an answer.
         visible = messages if after is None else messages[: index + 1]
         head, marks, tail = self._marked(visible, tools, index).partition(SEEN)
         if not marks or SEEN in tail:
@@ -213,12 +213,12 @@ def oddities(messages: Messages, full: str) -> Iterator[str]:
     roles = [message["role"] for message in messages]
     for number, role in enumerate(roles, start=1):
         if role not in KNOWN_ROLES:
-            yield f"message {number} has the role {role!r}, which is not the assistant's: it is not trained"
+            yield f"message {number} has the role {role!r}, not the assistant's: it is not trained"
     for number, (role, following) in enumerate(pairwise(roles), start=1):
         if role == following == "user":
             yield f"messages {number} and {number + 1} are both the user's"
     if roles[-1] == "user":
-        yield "the last message is the user's: nobody answers it"
+        yield "the last message is the user's: no answer follows"
 
 
 def common_prefix(text: str, other: str) -> int:

@@ -107,7 +107,11 @@ def unused_columns(row: dict[str, Any], read: Iterable[str]) -> list[str]:
 
 
 def text_of(row: dict[str, Any], name: str, origin: str) -> str:
-    """Raises: DataError: there is no such column, or it holds no text."""
+    """Returns the text of a column.
+
+    Raises:
+        DataError: there is no such column, or it holds no text.
+    """
     if name not in row:
         raise DataError(f"{origin}: no column '{name}', which data.format needs; columns: {', '.join(row)}")
     if not isinstance(row[name], str):

@@ -103,8 +103,8 @@ class Document(NamedTuple):
         key: decides the held-out split; None for the content.
         tokens: token ids.
         loss_mask: 1 where a token counts as a label, of the length of ``tokens``; None where all do.
-        fault: why it cannot be used, and then it has no content; None for a usable document.
-        score: how similar the texts of a group are; None where nothing says it.
+        fault: why it cannot be used; it then has no content. None for a usable document.
+        score: similarity of the texts of a group; None where it is unknown.
         scores: a teacher's scores of the texts of a group after the first; empty without a teacher.
     """
 

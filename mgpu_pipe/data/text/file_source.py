@@ -28,7 +28,7 @@ _CHECKED_BYTES = 32 << 20
 
 
 CheckFile = Callable[[DataConfig, Path, bool], None]
-"""Checks a file; False where it is too large to be read as a whole."""
+"""Checks a file, given the keys, its path, and whether to read all of it."""
 CheckRow = Callable[[DataConfig, str, str], object]
 """Checks a row: its line of JSON and its origin."""
 
@@ -110,7 +110,7 @@ Rows = Iterator[tuple[str, str, int]]
 
 
 Content = TypeVar("Content", str, Text)
-"""Description of the content of a row."""
+"""Content of a row."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class FileFormat(Generic[Content]):
     """How files hold documents.
 
     Attributes:
-        name: stands in the identity of a source.
+        name: part of the identity of a source.
         rows: reads the rows of a file.
         document: makes the document of a row: its content, origin and size.
-        check: checks a file; of a large one (False) its beginning.
-        columns: names of the columns that are read, which stand in the identity too.
+        check_file: checks a file, or only its beginning.
+        columns: names of the columns that are read, also part of the identity.
         kind: kind of the documents.
     """
 

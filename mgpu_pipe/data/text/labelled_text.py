@@ -1,7 +1,7 @@
 """Prepares texts, or pairs of texts, with classes: JSON lines for sequence classification.
 
-A sample is one row of at most ``data.seq_len`` tokens. A longer text is dropped or cut at its end; of a pair the longer
-text is cut (``data.on_too_long``).
+A sample is a row of at most ``data.seq_len`` tokens. ``data.on_too_long`` drops a longer text or cuts its end; of a
+pair it cuts the longer text.
 
 The cache has a token store (:mod:`mgpu_pipe.data.text.prepare_text`) with two more arrays: ``labels.npy``, the class of
 each document as an index into the manifest's names, and ``seconds.npy``, where its second text begins. Only the texts

@@ -79,7 +79,7 @@ class MixedSamples:
         return np.cumsum([0, *map(len, self.parts)])[:-1]
 
     def _by_source(self, indices: NDArray[np.int64]) -> list[tuple[SampleSet, NDArray[np.int64], NDArray[np.int64]]]:
-        """Yields each source with some of these samples: their rows in the batch, and their indices in the source."""
+        """Sources with some of these samples, each with their rows in the batch and their indices in the source."""
         source, first = self.source_of(indices), self._first()
         rows = [np.flatnonzero(source == number) for number in range(len(self.parts))]
         return [

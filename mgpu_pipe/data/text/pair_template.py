@@ -1,4 +1,4 @@
-"""How a tokenizer joins two texts to a row: ``[CLS] query [SEP] document [SEP]`` for BERT."""
+"""Rows of two texts as a tokenizer joins them: ``[CLS] query [SEP] document [SEP]`` for BERT."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def plug_in_source(config: RunConfig, load: Load) -> Source:
             origin = f"data.source={name}: document {number}"
             try:
                 if _kind(item) != first:
-                    raise DataError(f"{origin} is {_kind(item)}, the first one {first}; give documents of one kind")
+                    raise DataError(f"{origin} is {_kind(item)}, the first {first}; yield documents of the same kind")
                 document = _document(item, origin)
             except DataError as error:
                 if not skips:
@@ -80,8 +80,8 @@ def _require_identity(documents: Iterator[Document], identity: str, name: str) -
         yield document
     if digest.hexdigest() != identity:
         raise DataError(
-            f"data.source={name}: gave other documents than the first time; have it give the same ones, or give it a "
-            f"fingerprint"
+            f"data.source={name}: yields other documents than the first time; yield the same ones, or set its "
+            "attribute fingerprint"
         )
 
 
@@ -111,7 +111,7 @@ def _document(item: Any, origin: str) -> Document:
     tokens, mask = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         what = f"{type(item).__name__}, not str, nor a NumPy array of token ids in one dimension"
-        raise DataError(f"{origin} is {what}, nor a pair of one and its loss mask")
+        raise DataError(f"{origin} is {what}, nor a pair of such an array and its loss mask; yield one of these")
     if mask is not None:
         mask = np.asarray(mask)
         if mask.shape != tokens.shape or not np.isin(mask, (0, 1)).all():

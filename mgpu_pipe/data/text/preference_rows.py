@@ -1,4 +1,4 @@
-"""Converts a row with a chosen and a rejected answer to two conversations, one with a labelled answer to one.
+"""Converts rows of answers: a chosen and a rejected answer to two conversations, a labelled answer to a conversation.
 
 The forms are TRL's (``prompt``, ``chosen`` and ``rejected``, each a text or a list of messages), UltraFeedback's, with
 whole conversations as ``chosen`` and ``rejected``, and rows with ``system``, ``question`` or ``instruction``. A

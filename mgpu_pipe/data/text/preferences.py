@@ -2,9 +2,9 @@
 
 In the token file a pair is a document: the conversation with the chosen answer, then that with the rejected one, each
 with the end-of-sequence token at its end. The loss mask's first bit marks the answers' tokens, its second bit the
-second conversation. The prompt decides the held-out split. Pairs of equal conversations teach nothing, and cutting
-pairs longer than ``data.seq_len`` would change them: both are counted and left out, unless ``data.on_too_long=refuse``.
-For objectives that read margins a column ``margin`` is read: by how much the chosen answer is better.
+second conversation. The prompt decides the held-out split. Pairs of equal conversations teach nothing, and a
+cut would change pairs longer than ``data.seq_len``: both are counted and left out, unless ``data.on_too_long=refuse``.
+Objectives with margins read a column ``margin``: by how much the chosen answer is better.
 """
 
 from __future__ import annotations

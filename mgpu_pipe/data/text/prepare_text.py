@@ -102,12 +102,12 @@ class PreparedData(Prepared):
     validation_digest: str = ""
     """Identity of separate held-out files; empty where the training data decides the split."""
     validation_bytes: int = 0
-    """Bytes of the text of these tokens; 0 where the tokenizer is not byte-level."""
+    """Bytes of the text of the tokens of an evaluation; 0 where the tokenizer is not byte-level."""
     too_long_samples: int = 0
     on_too_long: str = "split"
     bad_samples: int = 0
     told: str = ""
-    """What users should know of their conversations (:mod:`.notes`)."""
+    """Notices about the conversations (:mod:`mgpu_pipe.data.text.notes`)."""
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> PreparedData:

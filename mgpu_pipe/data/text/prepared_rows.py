@@ -1,7 +1,7 @@
-"""Rows of text, each a document of a token store, and the one way from files to them.
+"""Rows of text, each a document of a token store, and their preparation from files.
 
-A kind of row is a subclass of :class:`PreparedRows`, which says what it keeps next to a token store and which rows fit,
-and one of :class:`RowSamples`, which says what arrays a row becomes.
+A kind of row has a subclass of :class:`PreparedRows`, which stores facts next to a token store and knows which rows
+fit, and a subclass of :class:`RowSamples`, which makes arrays of rows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PreparedRows(PreparedSplits):
 
     @classmethod
     def write_facts(cls, folder: Path) -> None:
-        """Writes next to a token store what the kind has to know of its rows."""
+        """Writes facts about the rows next to a token store."""
 
     def samples(
         self, seed: int, model: ModelConfig, data: DataConfig, split: Split, reopen: Callable[[], Any]

@@ -151,8 +151,8 @@ class ChatTemplate:
         return text
 
     def _around_pictures(self, text: str) -> str:
-        """``text`` with what a processor writes around a picture, where the template writes only the token before it
-        (Gemma 3). The tokens of its places come later."""
+        """``text`` with the tokens that a processor writes around a picture, where the template writes only the first
+        (Gemma 3). The tokens of the picture's places come later."""
         before, after = (self.special_tokens.get(name) for name in ("boi_token", "eoi_token"))
         return text.replace(before, f"\n\n{before}{after}\n\n") if before and after else text
 
@@ -178,7 +178,7 @@ class ChatTemplate:
     def rendered(
         self, line: str, origin: str, column: str, form: str = "auto", rendered_before: bool = False
     ) -> Rendered:
-        """Renders one JSON line and finds the assistant's characters (:mod:`.answers`).
+        """Renders one JSON line and finds the assistant's characters (:mod:`mgpu_pipe.data.text.answer_finder`).
 
         Args:
             column, form: see :func:`messages_of`.
@@ -280,7 +280,7 @@ class ChatTemplate:
             raise BadInputError(f"the chat template refuses this conversation: {reason(error)}") from error
 
     def turn_end(self) -> str | None:
-        """The special token that ends what the assistant says; None where the template writes none."""
+        """Special token that ends the assistant's turn; None where the template writes none."""
         try:
             with limited():
                 return self._answers.turn_end()

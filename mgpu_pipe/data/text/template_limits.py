@@ -27,7 +27,7 @@ from jinja2.utils import pass_environment
 from mgpu_pipe.errors import BadInputError
 
 SECONDS = 3.0
-"""Processor time of one conversation, which usually takes a millisecond; longer ones get more."""
+"""Processor time of a conversation, which usually takes a millisecond; longer conversations get more."""
 CHARACTERS_A_SECOND = 10_000
 MEMORY_BYTES = 1 << 30
 LARGEST_VALUE = 16 << 20

@@ -1,6 +1,6 @@
 """Groups of texts: a query, a text to find and texts not to find; or two sentences with a score. Each is a sample.
 
-In the token file a group is a document: its texts one after another, as the tokenizer gives them alone. The loss mask
+In the token file a group is a document: its texts one after another, each with its special tokens. The loss mask
 marks the first token of each text. A folder next to the token store has the ranges of the texts and a hash of each,
 equal for equal texts. A longer text is cut before its last special tokens, as the tokenizers library does.
 """
@@ -55,7 +55,7 @@ class Texts:
 
     @property
     def most(self) -> int:
-        """Texts of the document with most."""
+        """Largest number of texts in a document."""
         return int(np.diff(self.first).max())
 
     def longest_rows(self, more_tokens: int | None) -> NDArray[np.int64]:
@@ -134,8 +134,8 @@ class PreparedTextGroups(PreparedRows):
     num_tokens: int = 0
     on_too_long: str = "truncate"
     more_tokens: int | None = None
-    """Tokens of a row of two texts less those of both alone, for a model that reads a query and a document together;
-    None where each text is a row."""
+    """Tokens of a row of two texts minus those of both texts alone, for a model that reads a query and a document
+    together; None where each text is a row."""
 
     @classmethod
     def write_facts(cls, folder: Path) -> None:

@@ -51,7 +51,7 @@ CONVERSATIONS = ("chat", "preferences", "unpaired")
 CONVERSATIONS_FORMAT = 2
 """Increased when equal rows give other texts, tokens or trained spans, so that caches are rebuilt."""
 _USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[EOS]", "[SEP]")
-"""Usual end tokens; one of them is used if nothing names an end token and it is the only one present."""
+"""Usual end tokens. A tokenizer that names no end token gets the only one that it has."""
 
 
 @dataclass(frozen=True)

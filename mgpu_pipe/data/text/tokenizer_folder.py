@@ -200,10 +200,10 @@ def json_file(path: Path, name: str | None = None) -> dict[str, Any]:
     """Reads the JSON object in ``path``.
 
     Args:
-        name: of the tokenizer's file that it is (one of :data:`FILES`); default: its own name.
+        name: which of :data:`FILES` it is; default: the name of ``path``.
 
     Raises:
-        ModelFolderError: it cannot be read, is something else, or is a tokenizer's by its name and does not fit.
+        ModelFolderError: it cannot be read, holds no object, or has entries that do not fit a file of that name.
     """
     try:
         raw = read_bytes(path, MAX_JSON_BYTES)

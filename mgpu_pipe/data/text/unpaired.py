@@ -122,7 +122,7 @@ def answer_starts(store: TokenStore, documents: NDArray[np.int64]) -> NDArray[np
 
 
 def unrelated_samples(prompts: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The sample whose answer stands in for each sample's: the last one before it with another prompt, in a circle.
+    """Sample whose answer replaces each sample's: the last sample before it with another prompt, in a circle.
 
     Where prompts differ it is the previous sample, as in TRL, which rotates the completions of a batch by one.
 

@@ -179,7 +179,7 @@ def test_a_picture_that_changes_later_is_not_read(tmp_path: Path) -> None:
     config = configured(tmp_path, f"data.paths=[{root}]", "data.validation_fraction=0")
     samples = prepare(config).open(config, "train")
     (root / "dark" / "0.png").write_bytes(stored(noise(9)))
-    with pytest.raises(DataError, match=r"dark/0\.png: changed since the pictures were looked through"):
+    with pytest.raises(DataError, match=r"dark/0\.png: changed since its scan"):
         samples.batch(np.arange(24), np.arange(24))
     assert prepare(config).digest != ""
     os.unlink(root / "dark" / "1.png")
@@ -301,7 +301,7 @@ def test_folders_of_splits_are_no_classes(tmp_path: Path, held: str, caplog: pyt
     folder_of_classes(root / "test", each=2, classes=("dark", "light", "stripes")) if held != "test" else None
     assert prepare(config) == found, "a test split is left alone where there is one for validation"
     (root / "annotations" / "0.png").write_bytes(stored(noise(1)))
-    with pytest.raises(ConfigErrors, match=r"and annotations besides; name the splits by data\.paths"):
+    with pytest.raises(ConfigErrors, match=r"and also annotations; name the splits by data\.paths"):
         preflight(config)
 
 

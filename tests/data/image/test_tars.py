@@ -87,7 +87,7 @@ def test_a_bad_picture_is_named_by_its_sample_and_one_that_changes_is_found(
     content = bytearray(tar.read_bytes())
     content[content.index(samples[-1][1]) + 60] ^= 1
     tar.write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.tar: changed since the pictures were looked through"):
+    with pytest.raises(DataError, match=r"a\.tar: changed since its scan"):
         prepared.open(config, "train").batch(np.array([21]), np.array([0]))
     assert prepare(config).digest != prepared.digest
 

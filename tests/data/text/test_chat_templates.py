@@ -262,7 +262,7 @@ def test_what_is_left_out_and_odd_turns_are_told_once_with_the_line(tmp_path: Pa
     rows = {
         "reasoning_content of message 2": [asked, {**said, "reasoning_content": "Because."}],
         "messages 1 and 2 are both the user's": [asked, asked, said],
-        "the last message is the user's: nobody answers it": [asked, said, asked],
+        "the last message is the user's: no answer follows": [asked, said, asked],
         "name of message 1": [{**asked, "name": "Ann"}, said],
     }
     for why, messages in rows.items():

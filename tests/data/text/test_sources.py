@@ -368,7 +368,7 @@ def test_a_plug_in_brings_token_ids(plug_in: Path, tmp_path: Path, monkeypatch: 
         (lambda number, tokens: tokens + 10_000 * (number == 3), "document 3 holds the token id 10001; data.tokenizer"),
         (lambda number, tokens: tokens - 2 * (number == 3), "document 3 holds the token id -1; data.tokenizer has ids"),
         (lambda number, tokens: tokens / 2, "document 0 is ndarray, not str, nor a NumPy array of token ids"),
-        (lambda number, tokens: "text" if number == 5 else tokens, "document 5 is str, the first one token ids;"),
+        (lambda number, tokens: "text" if number == 5 else tokens, "document 5 is str, the first token ids;"),
         (lambda number, tokens: (tokens, tokens[1:]), "document 0: its loss mask must hold one 0 or 1 for each of"),
         (lambda number, tokens: (tokens, tokens), "document 0: its loss mask must hold one 0 or 1 for each of"),
     ],

@@ -17,7 +17,7 @@ from mgpu_pipe.errors import check_all
 @dataclass
 class SpokenDigitsConfig(AudioConfig):
     recordings: int = field(default=2400, metadata={"at_least": 1})
-    """Of the training data (spoken_digits)."""
+    """Number of training recordings (spoken_digits)."""
     held_out: Literal["voices", "synthesiser"] = "voices"
     """Held-out voices: voices of espeak-ng that are not trained on, or flite, another synthesiser."""
 
