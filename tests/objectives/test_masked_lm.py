@@ -87,13 +87,15 @@ def tokenizer_with(folder: Path, mask: str | None) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("source", ["jsonl", "mixture"])
 @pytest.mark.parametrize(("mask", "token"), [("[MASK]", 103), ("<mask>", 103), (None, 1023)])
-def test_the_mask_token_is_the_tokenizers(tmp_path: Path, mask: str | None, token: int) -> None:
+def test_the_mask_token_is_the_tokenizers(tmp_path: Path, mask: str | None, token: int, source: str) -> None:
     texts = tmp_path / "texts.jsonl"
     rows = [{"text": " ".join(f"w{2 + (row * word) % 90}" for word in range(60))} for row in range(40)]
     texts.write_text("\n".join(map(json.dumps, rows)) + "\n")
     tokenizer = tokenizer_with(tmp_path / "tokenizer", mask)
-    given = ("data=jsonl", f"data.paths=[{texts}]", f"data.tokenizer={tokenizer}", "data.validation_fraction=0")
+    paths = f"data.paths=[{texts}]" if source == "jsonl" else f"data.sources={{lines: {{paths: [{texts}]}}}}"
+    given = (f"data={source}", paths, f"data.tokenizer={tokenizer}", "data.validation_fraction=0")
     config = small_data(tmp_path, *given)
     prepared = prepare(config)
     samples = MaskedLMObjective.samples(prepared.complete(config), prepared.open(config, "train"))
