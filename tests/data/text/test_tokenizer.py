@@ -1,23 +1,34 @@
-"""Tokenizers: trained, imported, refused. Oracle for the folders: transformers itself."""
+"""Tokenizers: trained, imported, refused, and their end tokens. Oracle for the folders: transformers itself."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from mgpu_pipe.checks.check_model import check_tokenizer_size
+from mgpu_pipe.cli import main as cli
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.data_source import open_source
+from mgpu_pipe.data.text.document_encoder import Encoder, EncoderSpec
+from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.data.text.token_store import TokenStore
+from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
+from mgpu_pipe.data.text.tokenizer_folder import FILES, chat_of, check_tokenizer, token_differences
 from mgpu_pipe.errors import BadInputError, ConfigError, ModelFolderError
 from tests.data.support import CHATML, config, sentences, text_files
+from tests.data.text.tokenizer_kinds import write_kind
+from tests.data.text.written import EOS
+from tests.support.tiny import COMMON
 
 ODD_TEXT = "def f(x):\n\treturn  x + 1  # \u00e9\u4e2d\U0001f600 <|endoftext \r\n\n  end."
 
@@ -195,3 +206,188 @@ def test_a_chat_template_travels_with_the_tokenizer(tmp_path: Path) -> None:
     for made in (trained, prepare(run).tokenizer_folder):
         loaded = AutoTokenizer.from_pretrained(made)
         assert loaded.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == expected
+
+
+TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKEN = {
+    "id": 5, "content": "<x>", "special": True, "lstrip": False, "rstrip": False, "normalized": False,
+    "single_word": False,
+}  # fmt: skip
+
+
+def odd_files(whole: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    """Files' names, and what stands in each."""
+    model, texts = whole["model"], list(whole["model"]["vocab"])
+    for name in (TOKENIZER, SETTINGS, SPECIAL, "chat_template.json"):
+        yield from ((name, value) for value in ([], 3, "x"))
+    yield from ((TOKENIZER, value) for value in ({}, {"model": None}, {"model": {}}, {"added_tokens": [[]]}))
+    yield from (("added_tokens.json", value) for value in ({"a": "x"}, {"a": -1}, {"a": [1]}))
+    for key in ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "truncation"):
+        yield from ((TOKENIZER, {**whole, key: value}) for value in (3, [[1]], {"type": 5}))
+    for key, value in (("vocab", [1]), ("vocab", "x"), ("merges", {}), ("merges", [["a", 1]]), ("unk_token", 3),
+                       ("type", []), ("type", "Odd")):  # fmt: skip
+        yield TOKENIZER, {**whole, "model": {**model, key: value}}
+    for value in (None, "x", 1.5, True, [1], -1, 2**32, 10**400, model["vocab"][texts[1]]):
+        yield TOKENIZER, {**whole, "model": {**model, "vocab": {**model["vocab"], texts[0]: value}}}
+    for key, value in (("id", -1), ("id", 2**32), ("id", "x"), ("id", None), ("content", 3), ("content", ""),
+                       ("special", "x"), ("lstrip", None)):  # fmt: skip
+        yield TOKENIZER, {**whole, "added_tokens": [*whole["added_tokens"], {**TOKEN, key: value}]}
+    twice = [*whole["added_tokens"], TOKEN, {**TOKEN, "content": "<y>"}]
+    yield TOKENIZER, {**whole, "added_tokens": twice}
+    for key, value in (("eos_token", 3), ("eos_token", {"content": 3}), ("eos_token", "odd"), ("chat_template", 3),
+                       ("chat_template", [{"name": "default"}]), ("chat_template", ["x"]),
+                       ("added_tokens_decoder", []), ("added_tokens_decoder", {"x": TOKEN}),
+                       ("added_tokens_decoder", {"5": 3}), ("extra_special_tokens", 3),
+                       ("additional_special_tokens", [3]), ("model_max_length", "x"), ("tokenizer_class", 3),
+                       ("padding_side", 3), ("add_bos_token", "x")):  # fmt: skip
+        yield SETTINGS, {"eos_token": EOS, key: value}
+
+
+def readers(model: Path, cache: Path) -> Iterator[Callable[[], object]]:
+    """How verbs read a folder's tokenizer: a run, its check and data; generate, export and import."""
+    run = config(cache, tokenizer=str(model))
+
+    def prepare() -> None:
+        known = resolve_tokenizer(run.model, run.data, run.objective, [], cache)
+        encoder = Encoder(EncoderSpec(str(known.folder / TOKENIZER), known.eos_token_id, known.vocab_size))
+        encoder.encode([Document("the house \u0416 12", "here", 1)])
+
+    yield prepare
+    yield lambda: (check_tokenizer(model), chat_of(model), token_differences(model, model))
+
+
+def one_line(work: Callable[[], object], capfd: pytest.CaptureFixture[str]) -> bool:
+    """Whether it refuses in one line; it writes nothing else."""
+    try:
+        work()
+    except BadInputError as error:
+        assert "\n" not in str(error), error
+    else:
+        return False
+    assert capfd.readouterr().err == ""
+    return True
+
+
+def test_files_that_do_not_fit_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    (model := tmp_path / "model").mkdir()
+    write_kind("byte-level", model)
+    kept = {name: (model / name).read_bytes() for name in FILES if (model / name).is_file()}
+    cases = list(odd_files(json.loads(kept[TOKENIZER])))
+    assert len(cases) >= 60
+    for name, value in cases:
+        for other in FILES:
+            (model / other).unlink(missing_ok=True)
+        for other, content in kept.items():
+            (model / other).write_bytes(content)
+        (model / name).write_text(json.dumps(value))
+        refused = [one_line(work, capfd) for work in readers(model, tmp_path / "cache")]
+        assert any(refused), (name, str(value)[-200:])
+
+
+@pytest.mark.parametrize("verb", ["check", "data", "generate", "import"])
+def test_verbs_refuse_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str):
+    (model := tmp_path / "model").mkdir()
+    write_kind("byte-level", model)
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **COMMON, "vocab_size": 1000}))
+    save_file({"a": np.zeros(1, np.float32)}, model / "model.safetensors")
+    (tmp_path / "text.txt").write_text("the house\n" * 20)
+    whole = json.loads((model / TOKENIZER).read_text())
+    whole["added_tokens"].append({**TOKEN, "id": [5]})
+    (model / TOKENIZER).write_text(json.dumps(whole))
+    run = ["model=hf", f"model.path={model}", "data=text_files", f"data.paths=[{tmp_path / 'text.txt'}]",
+           f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=16", "logger=none"]  # fmt: skip
+    words = {
+        "check": ["check", *run],
+        "data": ["data", *run],
+        "generate": ["generate", str(model), "--prompt", "the"],
+        "import": ["import", "--from", str(model / "model.safetensors"), "--tokenizer", str(model),
+                   "--out", str(tmp_path / "out"), *run[:2]],
+    }  # fmt: skip
+    assert cli.main(words[verb]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1 and "'added_tokens' has to be a list" in told
+
+
+def test_a_word_without_a_token_is_one_line(tmp_path: Path):
+    write_kind("wordpiece", tmp_path)
+    whole = json.loads((tmp_path / TOKENIZER).read_text())
+    whole["model"]["unk_token"] = "<nowhere>"
+    (tmp_path / TOKENIZER).write_text(json.dumps(whole))
+    encoder = Encoder(EncoderSpec(str(tmp_path / TOKENIZER), 2, 400))
+    with pytest.raises(BadInputError, match="cannot encode a text: WordPiece error: Missing"):
+        encoder.encode([Document("the house \u0416", "here", 1)])
+
+
+WORDS = ["<unk>", "a", "b", "[CLS]", "[SEP]", "[EOS]", "</s>", "<s>", "<|endoftext|>", "<|im_end|>"]
+
+
+def write_folder(
+    folder: Path, special: list[str], template: str = "", settings: dict[str, Any] | None = None, **model: Any
+) -> Path:
+    """A model's folder without weights, whose tokenizer has ``special`` tokens.
+
+    Args:
+        template: what is written around a text.
+        settings: tokenizer_config.json; None leaves it out.
+        model: config.json.
+    """
+    folder.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(special)
+    if template:
+        named = [(word, WORDS.index(word)) for word in template.split() if word != "$A"]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 16, **model}))
+    return folder
+
+
+SHAPES = {
+    "clip": (["<|endoftext|>", "</s>"], "<s> $A <|endoftext|>", None, {"text_config": {"eos_token_id": 2}}),
+    "bert": (["[CLS]", "[SEP]", "[EOS]"], "[CLS] $A [SEP]", {"tokenizer_class": "BertTokenizer"}, {}),
+    "bert, named": (["[CLS]", "[SEP]"], "", {"sep_token": "[SEP]", "cls_token": "[CLS]", "eos_token": None}, {}),
+    "gpt2": (["<|endoftext|>"], "", {"pad_token": None, "eos_token": None}, {"eos_token_id": 8}),
+    "opt": (["<|endoftext|>", "</s>"], "<s> $A", None, {"eos_token_id": 6}),
+    "llama": (["<s>", "</s>"], "<s> $A", {"eos_token": {"content": "</s>", "lstrip": False}}, {"eos_token_id": 2}),
+    "llama, several": (["<|endoftext|>", "</s>", "<|im_end|>"], "<s> $A", {}, {"eos_token_id": [99, 9, 6]}),
+    "t5": (["<|endoftext|>", "</s>"], "$A </s>", {"extra_special_tokens": ["<|endoftext|>"]}, {"eos_token_id": 1}),
+}
+ENDS = {
+    "clip": "<|endoftext|>", "bert": "[SEP]", "bert, named": "[SEP]", "gpt2": "<|endoftext|>", "opt": "</s>",
+    "llama": "</s>", "llama, several": "<|im_end|>", "t5": "</s>",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_folder_says_what_ends_a_text(tmp_path: Path, shape: str):
+    special, template, settings, model = SHAPES[shape]
+    folder = write_folder(tmp_path / "model", special, template, settings, **model)
+    run = config(tmp_path)
+    run.model.path, run.model.config = str(folder), {}
+    known = resolve_tokenizer(run.model, run.data, run.objective, [], tmp_path / "cache")
+    assert known.eos_token_id == WORDS.index(ENDS[shape])
+    kept = json.loads((known.folder / "tokenizer_config.json").read_text())
+    assert kept["eos_token"] in (ENDS[shape], {"content": ENDS[shape], "lstrip": False})
+
+
+@pytest.mark.parametrize(
+    ("special", "model", "said"),
+    [
+        (
+            ["<|endoftext|>", "<|im_end|>"],
+            {},
+            "names no eos_token, and <|endoftext|> and <|im_end|> may each end a text",
+        ),
+        (["[CLS]"], {"eos_token_id": 1}, "and </s> and <|endoftext|> and <|im_end|> and [EOS] and [SEP] may"),
+    ],
+)
+def test_what_no_folder_says_is_refused(tmp_path: Path, special: list[str], model: dict[str, Any], said: str):
+    folder = write_folder(tmp_path / "model", special, "", {}, **model)
+    run = config(tmp_path)
+    run.model.path, run.model.config = str(folder), {}
+    with pytest.raises(ConfigError) as refused:
+        resolve_tokenizer(run.model, run.data, run.objective, [], tmp_path / "cache")
+    assert said in str(refused.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mgpu_pipe.checks.preflight import preflight
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
 from mgpu_pipe.data.bad_samples import check_rule
+from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.errors import BadInputError, ConfigError, DataError
+from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from tests.data.support import WORDS, config, write_jsonl
+from tests.objectives.test_contrastive import captioned
+from tests.objectives.test_ctc import SPEECH
+from tests.objectives.test_speech_seq2seq import WHISPER
+from tests.support.needs import need_speech
+from tests.support.sounds import tones, write_wav
 
 LENGTHS = (3, 4, 5, 150, 6, 200, 2, 3)
 """Words of an answer; two do not fit."""
@@ -178,3 +188,95 @@ def test_answers_to_a_prompt_stand_on_one_side(tmp_path: Path, source: str) -> N
     )
     train, held = ({rows[at]["prompt"] for at in prepared.documents(split)} for split in ("train", "validation"))
     assert train and held and not train & held
+
+
+LONG = "a square with very many words of which each costs more than one of the tokens that there are"
+
+
+def prepared_captions(folder: Path, *overrides: str) -> PreparedCaptions:
+    """Sixty pictures, every fifth with a long caption."""
+    config = captioned(folder, *overrides)
+    table = folder / "captions.csv"
+    header, *lines = table.read_text().splitlines()
+    lines = [f"{line.partition(',')[0]},{LONG}" if at % 5 == 0 else line for at, line in enumerate(lines)]
+    table.write_text("\n".join([header, *lines]) + "\n")
+    found = prepare(config)
+    assert isinstance(found, PreparedCaptions)
+    again = read_prepared(found.as_dict())
+    assert again == found and isinstance(again, PreparedCaptions)
+    return again
+
+
+def test_long_captions_are_cut_or_left_out_and_counted(tmp_path: Path) -> None:
+    cut = prepared_captions(tmp_path, "data.on_too_long=auto")
+    said = prepared_captions(tmp_path, "data.on_too_long=truncate")
+    left = prepared_captions(tmp_path, "data.on_too_long=drop")
+    assert cut.digest == said.digest != left.digest and cut.too_long_samples == left.too_long_samples == 12
+    assert cut.train_samples + cut.held_out_samples == 60 and left.train_samples + left.held_out_samples == 48
+    config = captioned(tmp_path)
+    assert cut.too_long(config.data) == "12 captions are longer than data.seq_len=12: cut at their end " + (
+        "(data.on_too_long=truncate)"
+    )
+    assert "12 captions are longer than data.seq_len=12: left out" in left.too_long(config.data)
+    config = captioned(tmp_path, "data.on_too_long=drop")
+    samples = left.open(config, "train")
+    batch = samples.batch(np.arange(len(samples)), np.arange(len(samples)))
+    captions = {tuple(row) for row in batch["input_ids"].tolist()}
+    assert len(captions) == 3, "one a class: the long one is gone"
+    fits = prepared_captions(tmp_path, "data.on_too_long=drop", "data.seq_len=120")
+    whole = prepared_captions(tmp_path, "data.seq_len=120")
+    assert fits.digest == whole.digest and fits.train_samples + fits.held_out_samples == 60
+
+
+def test_long_captions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.seq_len=12: 1 of 4 captions are longer.*data.on_too_long=refuse"):
+        prepared_captions(tmp_path, "data.on_too_long=refuse")
+    with pytest.raises(ConfigErrors, match=r"data.on_too_long=split: .*; use auto, refuse, drop, truncate"):
+        preflight(captioned(tmp_path, "data.on_too_long=split"))
+
+
+KINDS = {
+    "the file": ("long.wav,b a", SPEECH, ("data.max_seconds=2.5",), "lasts 3.0 s, longer than data.max_seconds=2.5"),
+    "the frames": ("0.wav," + "ab" * 40, SPEECH, (), "has a text that needs 80 frames"),
+    "the window": ("long.wav,b", WHISPER, (), "lasts 3.0 s; the model's window has 2 s"),
+    "the decoder": ("0.wav," + "b a " * 40, WHISPER, (), "tokens; the model writes at most 64"),
+}
+
+
+def listed(folder: Path, kind: str, *overrides: str, others: str = "") -> RunConfig:
+    """Eight tones and one sample that is too long."""
+    line, objective, more, _ = KINDS[kind]
+    write_wav(folder / "0.wav", tones("ab", 1))
+    write_wav(folder / "long.wav", tones("ab" * 8, 1)[: 3 * 8000])
+    (folder / "list.csv").write_text("path,text\n" + "0.wav,ab\n" * 8 + f"{line}\n{others}")
+    given = (f"data.paths=[{folder / 'list.csv'}]", f"data.cache_dir={folder / 'cache'}", "data.speed=0")
+    own = ("model.config.max_source_positions=100",) if objective is WHISPER else ("data.sampling_rate=8000",)
+    sizes = ("data.validation_fraction=0", *own, *more)
+    return compose([*objective, "data=audio_list", *given, *sizes, *overrides])[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_too_long_is_refused_or_left_out_and_counted(tmp_path: Path, kind: str) -> None:
+    need_speech()
+    said = re.escape(KINDS[kind][-1])
+    with pytest.raises(DataError, match=f"data.on_too_long=refuse: .*{said}.*data.on_too_long=drop"):
+        prepare(listed(tmp_path, kind, "data.on_too_long=refuse"))
+    with pytest.raises(DataError, match=f"{said}.*data.on_bad_sample=skip"):
+        prepare(listed(tmp_path, kind))
+    config = listed(tmp_path, kind, "data.on_too_long=drop")
+    left = prepare(config)
+    assert isinstance(left, PreparedSpeech) and read_prepared(left.as_dict()) == left
+    assert (left.train_samples, left.too_long_samples, left.bad_samples) == (8, 1, 0)
+    assert left.too_long(config.data).startswith("1 recordings or their texts are longer than data.max_seconds=")
+    assert left.digest == prepare(listed(tmp_path, kind, "data.on_bad_sample=skip")).digest
+
+
+def test_other_bad_recordings_still_stop_the_run(tmp_path: Path) -> None:
+    need_speech()
+    with pytest.raises(DataError, match=r"has an empty text.*data\.on_bad_sample=skip"):
+        prepare(listed(tmp_path, "the frames", "data.on_too_long=drop", others="0.wav,   \n"))
+    both = ("data.on_too_long=drop", "data.on_bad_sample=skip")
+    found = prepare(listed(tmp_path, "the frames", *both, others="0.wav,   \n"))
+    assert (found.too_long_samples, found.bad_samples) == (1, 1)
+    with pytest.raises(ConfigErrors, match=r"data.on_too_long=truncate: .*; use auto, refuse, drop"):
+        preflight(listed(tmp_path, "the frames", "data.on_too_long=truncate"))

@@ -1,4 +1,4 @@
-"""Pairs for embeddings: rows, their texts as rows of tokens, and what is refused."""
+"""Pairs for embeddings and sentences with scores: rows, their texts as rows of tokens, and what is refused."""
 
 from __future__ import annotations
 
@@ -29,13 +29,25 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def configured(tmp_path: Path, rows: list[Any] = ROWS, *words: str) -> RunConfig:
-    file = write_jsonl(tmp_path / "pairs.jsonl", rows)
-    return of_file(tmp_path, file, *words)
+SCORED: list[dict[str, Any]] = [
+    {"sentence1": "a man plays", "sentence2": "a man sings", "score": 2.5},
+    {"sentence1": "a dog runs", "sentence2": "a dog is running fast", "score": 5},
+    {"sentence1": "it rains", "sentence2": "a cat sleeps", "score": "0"},
+]
+PAIRS = ("data=embedding_pairs", "objective=text_embedding")
+SCORED_PAIRS = ("data=scored_pairs", "objective=text_similarity")
 
 
-def of_file(tmp_path: Path, file: Path, *words: str) -> RunConfig:
-    given = ("objective=text_embedding", "model=bert_tiny", "model.config.vocab_size=300", "data=embedding_pairs")
+def configured(tmp_path: Path, rows: list[Any] = ROWS, *words: str, source: tuple[str, ...] = PAIRS) -> RunConfig:
+    return of_file(tmp_path, write_jsonl(tmp_path / "pairs.jsonl", rows), *words, source=source)
+
+
+def scored(tmp_path: Path, rows: list[Any] = SCORED, *words: str) -> RunConfig:
+    return configured(tmp_path, rows, *words, source=SCORED_PAIRS)
+
+
+def of_file(tmp_path: Path, file: Path, *words: str, source: tuple[str, ...] = PAIRS) -> RunConfig:
+    given = (*source, "model=bert_tiny", "model.config.vocab_size=300")
     paths = (f"data.paths=[{file}]", f"data.cache_dir={tmp_path / 'cache'}", "data.tokenize_workers=1")
     return compose([*given, *paths, "data.validation_fraction=0", "data.seq_len=16", *words])[0]
 
@@ -157,17 +169,37 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "reason"), one_in(3, BAD))
-def test_a_bad_row_is_one_line_with_its_place(tmp_path: Path, row: Any, reason: str) -> None:
-    config = configured(tmp_path, [ROWS[0], row])
+BAD_SCORED: list[tuple[Any, str]] = [
+    ({**SCORED[0], "score": "much"}, "column 'score' holds 'much', not a number"),
+    ({**SCORED[0], "score": None}, "column 'score' holds None, not a number"),
+    ({**SCORED[0], "score": True}, "column 'score' holds True, not a number"),
+    ({**SCORED[0], "score": "nan"}, "column 'score' holds 'nan', not a number"),
+    ({**SCORED[0], "score": [1]}, "column 'score' holds [1], not a number"),
+    ({**SCORED[0], "sentence1": " "}, "column 'sentence1' is empty"),
+    ({**SCORED[0], "sentence2": 4}, "column 'sentence2' holds int, not a string"),
+    ({"sentence1": "a", "score": 1}, "has no column 'sentence2'; set data.sentence2_column to one"),
+    ({"sentence1": "a", "sentence2": "b"}, "has no column 'score'; set data.score_column to one"),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "good", "row", "reason"),
+    one_in(3, [(PAIRS, ROWS, *case) for case in BAD] + [(SCORED_PAIRS, SCORED, *case) for case in BAD_SCORED]),
+)
+def test_a_bad_row_is_one_line_with_its_place(
+    tmp_path: Path, source: tuple[str, ...], good: list[Any], row: Any, reason: str
+) -> None:
+    def with_rows(*rows: Any, words: tuple[str, ...] = ()) -> RunConfig:
+        return configured(tmp_path, list(rows), *words, source=source)
+
     with pytest.raises(DataError) as error:
-        prepare(config)
+        prepare(with_rows(good[0], row))
     assert reason in str(error.value) and "pairs.jsonl:2: " in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith("data.on_bad_sample=skip leaves it out")
-    run = configured(tmp_path, [row, ROWS[0]])
+    run = with_rows(row, good[0])
     with pytest.raises(BadInputError, match=r"pairs\.jsonl:1: "):
         check_sources(run.model, run.data)
-    skipping = configured(tmp_path, [ROWS[0], row, ROWS[3]], "data.on_bad_sample=skip")
+    skipping = with_rows(good[0], row, good[-1], words=("data.on_bad_sample=skip",))
     check_sources(skipping.model, skipping.data)
     prepared: Any = prepare(skipping)
     assert prepared.bad_samples == 1 and prepared.num_pairs >= 1
@@ -252,3 +284,54 @@ def test_pairs_that_have_nothing_to_tell_apart_are_refused(tmp_path: Path) -> No
         prepare(configured(tmp_path, pairs[:1]))
     negative = [{**pair, "negative": "as a mouse"} for pair in pairs]
     assert prepare(configured(tmp_path, negative, "data.global_batch_size=1", "data.micro_batch_size=1")).texts == 3  # type: ignore[attr-defined]
+
+
+def test_sentences_are_rows_with_their_scores(tmp_path: Path) -> None:
+    config = scored(tmp_path)
+    prepared, batch = batch_of(config)
+    assert read_prepared(json.loads(json.dumps(prepared.as_dict()))) == prepared
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (3, 2, 16),
+        "lengths": (3, 2),
+        "scores": (3,),
+    }
+    shown = parts_of(prepared, prepared.open(config, "train"), np.arange(3), np.arange(3), False)
+    assert [[part.text for part in row] for row in shown] == [
+        ["a man plays", "a man sings", " \u2192 2.5"],
+        ["a dog runs", "a dog is running fast", " \u2192 5"],
+        ["it rains", "a cat sleeps", " \u2192 0"],
+    ]
+
+
+def test_csv_of_scores_with_other_columns_holds_the_same(tmp_path: Path) -> None:
+    table = tmp_path / "scored.csv"
+    with open(table, "w", newline="") as file:
+        csv.writer(file).writerows([["a", "b", "near"], *(list(row.values()) for row in SCORED)])
+    columns = ("data.sentence1_column=a", "data.sentence2_column=b", "data.score_column=near")
+    _, found = batch_of(of_file(tmp_path, table, *columns, source=SCORED_PAIRS))
+    _, expected = batch_of(scored(tmp_path))
+    assert all((found[name] == expected[name]).all() for name in expected)
+
+
+def test_a_row_that_is_left_out_takes_its_score_along(tmp_path: Path) -> None:
+    rows = [SCORED[0], {**SCORED[1], "sentence2": " "}, SCORED[2], {**SCORED[0], "sentence1": "word " * 40}, SCORED[1]]
+    words = ("data.on_bad_sample=skip", "data.on_too_long=drop")
+    prepared, batch = batch_of(scored(tmp_path, rows, *words))
+    assert batch["scores"].tolist() == [2.5, 0, 5] and (prepared.bad_samples, prepared.too_long_samples) == (1, 1)
+
+
+def test_scores_that_teach_nothing_are_refused(tmp_path: Path) -> None:
+    same: list[Any] = [{**row, "score": 1} for row in SCORED]
+    with pytest.raises(DataError, match="every score to train on is 1; give pairs that are more and less similar"):
+        prepare(scored(tmp_path, same))
+    held = write_jsonl(tmp_path / "held.jsonl", same)
+    with pytest.raises(DataError, match="every score held out is 1"):
+        prepare(scored(tmp_path, SCORED, f"data.validation_paths=[{held}]"))
+    with pytest.raises(
+        ConfigError, match=r"global_batch_size=1: the loss compares the pairs of a step; use at least 2"
+    ):
+        prepare(scored(tmp_path, SCORED, "data.global_batch_size=1", "data.micro_batch_size=1"))
+    with pytest.raises(DataError, match="a score to train on is 5, no cosine; divide the scores"):
+        prepare(scored(tmp_path, SCORED, "objective.loss=cosine"))
+    halves = [{**row, "score": float(row["score"]) / 5} for row in SCORED]
+    assert prepare(scored(tmp_path, halves, "objective.loss=cosine")).train_samples == 3
