@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from benchmarks.support import finish
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.audio.decode_audio import resampled
+from mgpu_pipe.data.audio.decode_audio import resample
 from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.speech_source import AudioConfig
@@ -113,7 +113,7 @@ def sound_reader(config: RunConfig) -> tuple[Read, Collate]:
 
     def read(path: Path) -> Any:
         channels, rate = soundfile.read(path, dtype="float32", always_2d=True)
-        return sound.fitted(resampled(channels.mean(1), sound.rate / rate))
+        return sound.fitted(resample(channels.mean(1), sound.rate / rate))
 
     def collate(waves: list[Any]) -> Any:
         return torch.from_numpy(np.stack(waves) if extract is None else extract(waves))

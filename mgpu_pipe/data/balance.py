@@ -1,7 +1,7 @@
 """Load balancing: assigns the samples of a step to processes and micro-batches (``data.balance``).
 
 A step consumes the same samples in any assignment, and its loss and gradients are sums over them. Costs are known
-before reading (:meth:`mgpu_pipe.data.samples.Weighed`), so every process computes the same assignment on its own.
+before reading (:class:`mgpu_pipe.data.samples.SampleCosts`), so every process computes the same assignment on its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ObjectiveConfig
 from mgpu_pipe.data.order import Order
-from mgpu_pipe.data.samples import SampleSet, Weighed
+from mgpu_pipe.data.samples import SampleCosts, SampleSet
 from mgpu_pipe.topology import BatchPlan
 
 STEPS = 20
@@ -22,7 +22,7 @@ STEPS = 20
 Ints = NDArray[np.int64]
 
 
-def dealt(costs: Ints, plan: BatchPlan) -> Ints:
+def deal(costs: Ints, plan: BatchPlan) -> Ints:
     """Orders a step's samples for the processes: each takes a contiguous share, micro-batch after micro-batch.
 
     Each sample goes to the cheapest micro-batch with room, the costliest sample first; so do micro-batches to processes
@@ -39,7 +39,7 @@ def dealt(costs: Ints, plan: BatchPlan) -> Ints:
 
 
 def imbalance(costs: Ints, plan: BatchPlan) -> float:
-    """Work of the busiest process over the mean of all; ``costs`` are in the order of :func:`dealt`."""
+    """Work of the busiest process over the mean of all; ``costs`` are in the order of :func:`deal`."""
     shares = costs.reshape(plan.data_parallel_size, -1).sum(1)
     return float(shares.max() / shares.mean()) if shares.any() else 1.0
 
@@ -55,11 +55,11 @@ def imbalances(samples: SampleSet, order: Order, plan: BatchPlan) -> tuple[float
 
     None with one process, or where the samples' costs are not known.
     """
-    if plan.data_parallel_size == 1 or not isinstance(samples, Weighed):
+    if plan.data_parallel_size == 1 or not isinstance(samples, SampleCosts):
         return None
     size = plan.global_batch_size
     steps = [samples.costs(order.indices(step * size, size)) for step in range(STEPS)]
-    by_cost = [imbalance(costs[dealt(costs, plan)], plan) for costs in steps]
+    by_cost = [imbalance(costs[deal(costs, plan)], plan) for costs in steps]
     return float(np.mean([imbalance(costs, plan) for costs in steps])), float(np.mean(by_cost))
 
 

@@ -17,7 +17,7 @@ from mgpu_pipe.config.plugins import DATA_GROUP, load, registered
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.data.cache import Progress, no_progress
-from mgpu_pipe.data.text.documents import Source, refusing_bad
+from mgpu_pipe.data.text.documents import Source, refuse_bad
 from mgpu_pipe.data.text.plug_in import Load, plug_in_source
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, check_all
 
@@ -149,7 +149,7 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
     if shipped_source(config.data.source) is not None:
         return open_shipped(config.data, cache, progress, key)
     source = plug_in_source(config, _plug_in(config.data.source))
-    return source if config.data.on_bad_sample == "skip" else refusing_bad(source)
+    return source if config.data.on_bad_sample == "skip" else refuse_bad(source)
 
 
 def open_shipped(data: DataConfig, cache: Path, progress: Progress = no_progress, key: str = "data.paths") -> Source:
@@ -157,4 +157,4 @@ def open_shipped(data: DataConfig, cache: Path, progress: Progress = no_progress
     shipped = shipped_source(data.source)
     assert shipped is not None and shipped.open is not None, f"{data.source} has no documents"
     source = shipped.open(data, cache, progress, key)
-    return source if data.on_bad_sample == "skip" else refusing_bad(source)
+    return source if data.on_bad_sample == "skip" else refuse_bad(source)

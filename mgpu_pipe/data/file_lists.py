@@ -22,7 +22,16 @@ from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.files import files_below, is_no_data
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.parquet_rows import is_parquet
-from mgpu_pipe.data.tables import LOOKED_AT, Keep, RowLines, file_named, is_embedded, looked_at, nested_value, row_lines
+from mgpu_pipe.data.tables import (
+    LOOKED_AT,
+    Keep,
+    RowLines,
+    find_file,
+    is_embedded,
+    keep_nothing,
+    nested_value,
+    row_lines,
+)
 from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.system.local_files import expand_home
 
@@ -98,7 +107,7 @@ def entries_of(
         if plain.suffix.lower() not in SUFFIXES:
             raise ConfigError(key, path, f"give files that end with {' or '.join(SUFFIXES)}", "is no list of files")
         unusable = unusable_files([path]) if skips else {}
-        takes = keep or looked_at(path)
+        takes = keep or keep_nothing(path)
         read = partial(_list_rows, column=columns[file_key], takes=takes, whole=keep is not None)
         make = partial(_entries_in, folder=path.parent, columns=columns, what=what, keep=takes)
         for row in rows_of_files([path], unusable, read, make):
@@ -137,7 +146,7 @@ def _entries_in(
     files.require_columns(row, origin, {f"data.{name}": column for name, column in columns.items()})
     file_column, told_column = columns.values()
     try:
-        named = file_named(row[file_column], keep)
+        named = find_file(row[file_column], keep)
     except BadSampleError as error:
         raise DataError(f"{origin}: {error}; {files.FIX}") from error
     if not isinstance(named, str) or not named or "\0" in named:

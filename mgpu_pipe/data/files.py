@@ -57,7 +57,7 @@ def is_no_data(name: str) -> bool:
     return name.startswith(".") or name in NO_DATA
 
 
-def matching(pattern: str) -> list[str]:
+def match_glob(pattern: str) -> list[str]:
     """Sorted matches of a glob; ``**`` walks each folder once, even with several links to it."""
     if "**" not in pattern.split(os.sep):
         return sorted(glob.glob(pattern))
@@ -125,7 +125,7 @@ def expand_paths(patterns: Sequence[str], key: str) -> list[Path]:
             continue
         text = os.path.expanduser(pattern)
         # A file's name may itself have brackets or stars.
-        names = [text] if os.path.exists(text) else matching(text)
+        names = [text] if os.path.exists(text) else match_glob(text)
         files = [Path(name) for name in names if os.path.isfile(name)]
         if not files:
             if names and all(os.path.isdir(name) for name in names):
@@ -246,7 +246,7 @@ def other_format(head: bytes, where: str) -> DataError | None:
     return DataError(f"{where}: is {form[0]}, not text; {form[1]}") if form else None
 
 
-def decoded(raw: bytes, where: str, offset: int, head: bytes) -> str:
+def decode_row(raw: bytes, where: str, offset: int, head: bytes) -> str:
     """Decodes like :func:`decode`; returns :class:`BrokenRow` for a text file with bytes that are not UTF-8.
 
     Raises:
@@ -292,7 +292,7 @@ def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tupl
                         f"{path}:{number}: is longer than {LONGEST_LINE >> 20} MiB; {FIX}, or split it into documents"
                     )
                 head = head if len(head) >= HEAD else head + raw[:HEAD]
-                line = decoded(raw, f"{path}:{number}", offset, head)
+                line = decode_row(raw, f"{path}:{number}", offset, head)
                 offset += len(raw)
                 if number == 1:
                     line = line if isinstance(line, BrokenRow) else line.removeprefix("\ufeff")

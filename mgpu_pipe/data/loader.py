@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.balance import dealt
+from mgpu_pipe.data.balance import deal
 from mgpu_pipe.data.order import Order
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.samples import Prepared, SampleSet, evaluation_numbers, weighed
+from mgpu_pipe.data.samples import Prepared, SampleSet, evaluation_numbers, require_costs
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.topology import BatchPlan
 
@@ -63,7 +63,7 @@ class TrainStepBatches:
         num_steps: int,
         balance: bool = False,
     ) -> None:
-        self._weighed = weighed(dataset) if balance else None
+        self._costs = require_costs(dataset) if balance else None
         self._dataset, self._order, self._plan, self._rank = dataset, order, plan, data_parallel_rank
         self._start, self._count = start_sample, num_steps
         self._steps_ahead = max(1, _ORDER_BLOCK // plan.global_batch_size)
@@ -84,8 +84,8 @@ class TrainStepBatches:
         samples = self.samples(number)
         share = self._plan.samples_per_process
         numbers = np.arange(first, first + total, dtype=np.int64)
-        if self._weighed is not None:
-            order = dealt(self._weighed.costs(samples), self._plan)
+        if self._costs is not None:
+            order = deal(self._costs.costs(samples), self._plan)
             samples, numbers = samples[order], numbers[order]
         local = samples[self._rank * share : (self._rank + 1) * share]
         own_numbers = numbers[self._rank * share : (self._rank + 1) * share]

@@ -192,7 +192,7 @@ def _texts_in(value: Any, steps: Sequence[str], column: str) -> list[str]:
     texts = [value] if isinstance(value, files.BrokenRow) else list(_inside(value, steps))
     if not texts or None in texts:
         return [files.BrokenRow(f"has no value in column '{column}'; {files.FIX}")]
-    return [text if isinstance(text, str) else files.decoded(text, "", 0, b"") for text in texts]
+    return [text if isinstance(text, str) else files.decode_row(text, "", 0, b"") for text in texts]
 
 
 def _is_list(kind: Any) -> bool:

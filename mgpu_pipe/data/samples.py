@@ -52,20 +52,20 @@ class SampleSet(Protocol):
 
 
 @runtime_checkable
-class Weighed(Protocol):
+class SampleCosts(Protocol):
     """A :class:`SampleSet` whose samples differ in cost."""
 
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Cost of each sample beyond the common part, in units of the set; shape ``(rows,)``."""
 
 
-def weighed(dataset: SampleSet) -> Weighed:
-    """Returns the data set as :class:`Weighed`.
+def require_costs(dataset: SampleSet) -> SampleCosts:
+    """Returns the data set as :class:`SampleCosts`.
 
     Raises:
         ConfigError: its samples' costs are not known.
     """
-    if not isinstance(dataset, Weighed):
+    if not isinstance(dataset, SampleCosts):
         reason = f"the cost of a sample of {type(dataset).__name__} is unknown before reading"
         raise ConfigError("data.balance", "cost", "use none", reason)
     return dataset

@@ -33,7 +33,7 @@ EMBEDDED = "embedded-"
 _URI = re.compile(r"data:[^,]{0,200},", re.IGNORECASE)
 
 
-def kept_in(cache: Path) -> Keep:
+def keep_in(cache: Path) -> Keep:
     """Builds a :data:`Keep` that writes files to the cache, each content once."""
 
     def keep(content: bytes) -> str:
@@ -50,12 +50,12 @@ def kept_in(cache: Path) -> Keep:
     return keep
 
 
-def looked_at(table: Path) -> Keep:
+def keep_nothing(table: Path) -> Keep:
     """Builds a :data:`Keep` for checks that writes nothing: the table stands for every file in it."""
     return lambda content: str(table)
 
 
-def file_named(value: object, keep: Keep) -> object:
+def find_file(value: object, keep: Keep) -> object:
     """Returns the name of the file that a value contains or names; any other value unchanged.
 
     Raises:
@@ -75,7 +75,7 @@ def file_named(value: object, keep: Keep) -> object:
 
 
 def is_embedded(path: Path) -> bool:
-    """Whether :func:`kept_in` wrote the file, so that its name means nothing to the user."""
+    """Whether :func:`keep_in` wrote the file, so that its name means nothing to the user."""
     return path.name.startswith(EMBEDDED)
 
 
@@ -195,7 +195,7 @@ def _lines(path: Path, file: IO[bytes], broken: list[files.BrokenRow]) -> Iterat
         if len(raw) > files.LONGEST_LINE:
             raise DataError(f"{path}:{number}: is longer than {files.LONGEST_LINE >> 20} MiB; {files.FIX}")
         head = head if len(head) >= files.HEAD else head + raw[: files.HEAD]
-        line = files.decoded(raw, f"{path}:{number}", offset, head)
+        line = files.decode_row(raw, f"{path}:{number}", offset, head)
         offset += len(raw)
         if isinstance(line, files.BrokenRow):
             broken.append(line)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.formulas.flops import SLIDING
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of, weighed
+from mgpu_pipe.data.samples import ChangedSamples, SampleSet, random_of, require_costs
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.field_sizes import first_position
 from mgpu_pipe.models.fields import resolved_fields
@@ -101,7 +101,7 @@ class MaskedSamples(ChangedSamples):
         return sum(map(self.masking.num_drawn, self._tokens(indices)))
 
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        return weighed(self.read).costs(indices)
+        return require_costs(self.read).costs(indices)
 
 
 class MaskedLMObjective(Objective):

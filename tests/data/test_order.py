@@ -15,7 +15,7 @@ from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.balance import dealt, imbalance
+from mgpu_pipe.data.balance import deal, imbalance
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.prepare_data import prepare as prepare_any
@@ -155,11 +155,11 @@ def test_it_is_near_the_best_way_to_deal() -> None:
     plan, random = BatchPlan(6, 3, 1), np.random.default_rng(0)
     for _ in range(20):
         costs = random.integers(1, 100, 6)
-        order = dealt(costs, plan)
+        order = deal(costs, plan)
         assert sorted(order.tolist()) == list(range(6))
         best = min(imbalance(costs[list(way)], plan) for way in permutations(range(6)))
         assert imbalance(costs[order], plan) <= 4 / 3 * best  # Graham's bound
-    assert dealt(np.full(6, 7), plan).tolist() == [0, 3, 1, 4, 2, 5]
+    assert deal(np.full(6, 7), plan).tolist() == [0, 3, 1, 4, 2, 5]
 
 
 def test_what_is_not_weighed_is_refused(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
         channels = channels * np.float32(1 / 32768)
     elif not np.isfinite(channels).all() or np.abs(channels).max() > LOUDEST:
         raise BadSampleError(f"has values that are no numbers, or above {LOUDEST}")
-    return resampled(mixed(channels), rate / before)
+    return resample(mix_channels(channels), rate / before)
 
 
 def _read_with_libsndfile(raw: bytes, max_seconds: float) -> tuple[NDArray[Any], int]:
@@ -222,7 +222,7 @@ def _too_long(seconds: float, most: float) -> BadSampleError:
     return BadSampleError(f"lasts {seconds:.1f} s, longer than data.max_seconds={most:g}")
 
 
-def mixed(channels: NDArray[np.float32]) -> Wave:
+def mix_channels(channels: NDArray[np.float32]) -> Wave:
     """The mean of channels, shape (samples, channels). A channel opposite to the loudest one changes its sign first:
     their sum would be silence."""
     if channels.shape[1] == 1:
@@ -235,7 +235,7 @@ def mixed(channels: NDArray[np.float32]) -> Wave:
     return wave
 
 
-def resampled(wave: Wave, factor: float) -> Wave:
+def resample(wave: Wave, factor: float) -> Wave:
     """Resamples ``wave`` to ``factor`` times as many samples by the discrete Fourier transform (periodic). It drops
     frequencies above the lower rate's limit and keeps the rest."""
     length = max(1, round(len(wave) * factor))

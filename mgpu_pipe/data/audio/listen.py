@@ -16,7 +16,7 @@ from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.config.schema import Auto, DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.audio import synthesis
-from mgpu_pipe.data.audio.decode_audio import Wave, decode, resampled, soundfile
+from mgpu_pipe.data.audio.decode_audio import Wave, decode, resample, soundfile
 from mgpu_pipe.data.audio.filter_bank import reads_filter_banks, window_of
 from mgpu_pipe.data.audio.log_mel import USUAL_RATE, reads_spectrograms
 from mgpu_pipe.data.audio.speech_source import AudioConfig, speech_source
@@ -26,7 +26,7 @@ from mgpu_pipe.data.file_lists import ClassFolders, Entry, entries_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, read_part
 from mgpu_pipe.data.model_field import model_field, preprocessor_of
 from mgpu_pipe.data.ordered_work import scan_in_order
-from mgpu_pipe.data.tables import Keep, kept_in
+from mgpu_pipe.data.tables import Keep, keep_in
 from mgpu_pipe.data.text.heldout_split import document_hash
 from mgpu_pipe.data.text.token_store import save_array
 from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError, check_all
@@ -70,7 +70,7 @@ class Sound:
         """Changes a training recording at random: speed and noise."""
         rate, loudness = random.uniform(-1, 1), random.random()
         if data.speed:
-            wave = resampled(wave, 1 / (1 + data.speed * rate))
+            wave = resample(wave, 1 / (1 + data.speed * rate))
         if data.noise:
             level = np.float32(data.noise * loudness * np.sqrt(np.square(wave, dtype=np.float64).mean()))
             wave = wave + level * random.standard_normal(len(wave), np.float32)
@@ -120,7 +120,7 @@ TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"
 Look = tuple[Path, Fingerprint | None]
 
 
-def listed(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | None = None) -> list[Entry]:
+def list_recordings(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | None = None) -> list[Entry]:
     """Lists recordings, named or embedded, with their transcripts or classes.
 
     Args:
@@ -149,9 +149,9 @@ def check_recordings(model: ModelConfig, data: DataConfig) -> None:
             paths, held_out = with_splits(data)
         except ConfigError as error:
             raise ConfigErrors([error]) from error
-        checks.append(lambda: listed(data, paths, "data.paths"))
+        checks.append(lambda: list_recordings(data, paths, "data.paths"))
         if held_out:
-            checks.append(lambda: listed(data, held_out, "data.validation_paths"))
+            checks.append(lambda: list_recordings(data, held_out, "data.validation_paths"))
     check_all(checks)
 
 
@@ -209,7 +209,7 @@ def keep_spoken(
 def _build_spoken(
     kind: str, count: int, rate: int, digits: tuple[int, int], content: str, progress: Progress, out: Path
 ) -> dict[str, Any]:
-    waves, texts, voices = synthesis.synthesised(kind, count, rate, progress, digits)
+    waves, texts, voices = synthesis.synthesise(kind, count, rate, progress, digits)
     stored = [np.clip(np.rint(wave * 32767), -32768, 32767).astype(np.int16) for wave in waves]
     save_array(out / WAVES, np.concatenate(stored))
     hashes = [document_hash(wave.tobytes()) for wave in stored]
@@ -220,7 +220,7 @@ def _build_spoken(
 def _listened(
     data: AudioConfig, patterns: Sequence[str], key: str, sound: Sound, cache: Path, progress: Progress
 ) -> Path:
-    entries = listed(data, patterns, key, kept_in(cache))
+    entries = list_recordings(data, patterns, key, keep_in(cache))
     return listen_to(entries, sound.rate, data.max_seconds, data.tokenize_workers, cache, progress)
 
 

@@ -62,7 +62,7 @@ def version(kind: str) -> str:
     return done.stdout.decode(errors="replace").partition("Data at")[0].strip()
 
 
-def synthesised(
+def synthesise(
     kind: str, count: int, rate: int, progress: Progress, lengths: tuple[int, int] = DIGITS
 ) -> tuple[list[Wave], list[str], list[str]]:
     """Synthesises a kind of recordings; returns waves, transcripts and voices.

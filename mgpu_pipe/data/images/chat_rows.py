@@ -20,7 +20,7 @@ from mgpu_pipe.data.bad_samples import OR_SKIP, BadSampleError, Fault, rows_of_f
 from mgpu_pipe.data.file_lists import fault_of
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.tables import LOOKED_AT, Keep, file_named, is_embedded, looked_at, row_lines
+from mgpu_pipe.data.tables import LOOKED_AT, Keep, find_file, is_embedded, keep_nothing, row_lines
 from mgpu_pipe.data.text.conversations import (
     AUDIO,
     PLACE,
@@ -66,7 +66,7 @@ class ChatRow:
         origin: where it stands.
         size: its share of the progress.
         unused: columns that nothing reads.
-        rates: frames a second of folders of frames; 0 where the row does not state it, and of other things.
+        rates: frames a second of folders of frames; 0 where the row does not state it, and of other inputs.
     """
 
     text: str
@@ -123,7 +123,7 @@ def rows_of(
     skips, first, whole = data.on_bad_sample == "skip", "", False
     columns = (data.messages_column, data.image_column, data.video_column, AUDIOS, *ALSO.values())
     for path in paths:
-        takes, expected, number = keep or looked_at(path), known.get(path) if known else None, 0
+        takes, expected, number = keep or keep_nothing(path), known.get(path) if known else None, 0
         unusable = unusable_files([path]) if skips else {}
         read = partial(row_lines, expected=expected, keep=dict.fromkeys(columns, takes), nested=True)
         make = partial(_checked_row, check=check, data=data, folder=path.parent, keep=takes, missing=skips)
@@ -165,14 +165,14 @@ def read_chat_row(
             raise DataError(f"{origin}: there is no file {picture}; {files.FIX}")
     folders = [video and is_folder(picture) for picture, video in zip(pictures, videos, strict=True)]
     stated = iter(_rates_of(row, rates, sum(videos), origin) if any(folders) else [0.0] * sum(videos))
-    of_things = [next(stated) if video else 0.0 for video in videos]
+    rate_of = [next(stated) if video else 0.0 for video in videos]
     rates_read = RATES if any(folders) else ()
     read = columns_read(row, data.messages_column, data.format)
     unused = unused_columns(row, (*read, data.image_column, data.video_column, AUDIOS, *ALSO.values(), *rates_read))
     # A cached file is named by its content, so the cache's location does not matter.
     names = (Path(name).name if is_embedded(Path(name)) else name for name, _ in named)
     key = "\0".join(names) or text
-    rated = tuple(rate * there for rate, there in zip(of_things, folders, strict=True))
+    rated = tuple(rate * there for rate, there in zip(rate_of, folders, strict=True))
     return ChatRow(text, pictures, videos, sounds, key, origin, size, tuple(unused), rated)
 
 
@@ -264,7 +264,7 @@ def _named(
 
 def _path(name: object, origin: str, keep: Keep) -> str:
     try:
-        name = file_named(name, keep)
+        name = find_file(name, keep)
     except BadSampleError as error:
         raise DataError(f"{origin}: {error}; {files.FIX}") from error
     if not isinstance(name, str) or not name or "\0" in name:

@@ -32,7 +32,7 @@ from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import picture_digests, prepare_files
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, prepare_clips
 from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, SOUND, VisualInput, write_visual_index
-from mgpu_pipe.data.tables import kept_in
+from mgpu_pipe.data.tables import keep_in
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
 from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_out_groups
@@ -118,7 +118,7 @@ class ChatSource:
         known = fingerprints([path for path in paths if path not in unusable], cache, progress)
 
         def rows(faults: list[tuple[str, str]] | None = None) -> Iterator[ChatRow]:
-            return rows_of(data, paths, known, kept_in(cache), partial(check_row, model), faults)
+            return rows_of(data, paths, known, keep_in(cache), partial(check_row, model), faults)
 
         def documents_of() -> Iterator[Document]:
             return (Document(row.text, row.origin, row.size, key=row.key) for row in rows())
@@ -345,13 +345,13 @@ def _content_of_visuals(
     """Content of each conversation's visuals; an unusable visual gives its number."""
     digests, sound_digests = picture_digests(pictures), picture_digests(sounds) if sounds else []
     content = list[object]()
-    for place, thing in enumerate(visuals):
-        if thing.clip >= 0:
-            content.append(("file", clips.digests[thing.clip]))
-        elif thing.is_sound and thing.frames[0] >= 0:
-            content.append(("sound", sound_digests[thing.frames[0]]))
-        elif not thing.is_sound and thing.frames and min(thing.frames) >= 0:
-            content.append((thing.is_video, *(digests[frame] for frame in thing.frames)))
+    for place, visual in enumerate(visuals):
+        if visual.clip >= 0:
+            content.append(("file", clips.digests[visual.clip]))
+        elif visual.is_sound and visual.frames[0] >= 0:
+            content.append(("sound", sound_digests[visual.frames[0]]))
+        elif not visual.is_sound and visual.frames and min(visual.frames) >= 0:
+            content.append((visual.is_video, *(digests[frame] for frame in visual.frames)))
         else:
             content.append(place)
     return [[content[place] for place in numbers] for numbers in conversations]

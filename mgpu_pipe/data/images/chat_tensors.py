@@ -237,10 +237,10 @@ class PictureChatSamples(RowSamples):
 
     def _times(self, index: int) -> list[tuple[float, ...]]:
         """Seconds of each video's frames, if the model family writes them into the text; else empty."""
-        things, grid = self._all.pictures[self._pictures_of(index)].tolist(), self._known.grid
+        numbers, grid = self._all.pictures[self._pictures_of(index)].tolist(), self._known.grid
         if grid is None or not grid.has_timestamps:
-            return [()] * len(things)
-        return [self._all.visual(number).times(grid.frames) for number in things]
+            return [()] * len(numbers)
+        return [self._all.visual(number).times(grid.frames) for number in numbers]
 
     def prompt_tokens(self, index: int) -> list[int]:
         """Tokens of a conversation before its first answer, without those of pictures."""

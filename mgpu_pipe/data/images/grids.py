@@ -26,7 +26,7 @@ from mgpu_pipe.data.images.decode_image import size_of
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels, native_channels, picture_tokens_of
 from mgpu_pipe.data.images.picture_files import FILES
-from mgpu_pipe.data.images.pixels import Pixels, normalised, preprocessor, vision_field
+from mgpu_pipe.data.images.pixels import Pixels, normalisation, preprocessor, vision_field
 from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.errors import ConfigError
@@ -80,7 +80,7 @@ class GridPixels(Pixels):
             raise ConfigError(
                 "data.max_pixels", most, fix, f"a place has {area} pixels, and a picture at least {least}"
             )
-        mean, std = normalised(data, folder, grid.channels)
+        mean, std = normalisation(data, folder, grid.channels)
         return cls(0, grid.channels, mean, std, data.fit, replace(grid, least=least, most=most))
 
     def final_size(self, image: Image) -> tuple[int, int]:

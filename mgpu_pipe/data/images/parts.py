@@ -18,7 +18,7 @@ from mgpu_pipe.architectures.pictures import ACROSS, MOST_TILES, Parts, Tiles, p
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.images.decode_image import MODES, pillow
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.pixels import Pixels, normalised, preprocessor, vision_field
+from mgpu_pipe.data.images.pixels import Pixels, normalisation, preprocessor, vision_field
 from mgpu_pipe.data.model_field import model_field, model_field_or_default
 from mgpu_pipe.errors import ConfigError
 
@@ -210,7 +210,7 @@ class PatchPixels(Pixels):
         grid = RowGrid(*_whole(patch, merge), channels, most)
         if most < grid.side:
             raise ConfigError("data.max_side", most, f"use at least {grid.side}", "a place has so many pixels")
-        return cls(0, channels, *normalised(data, folder, channels), data.fit, grid)
+        return cls(0, channels, *normalisation(data, folder, channels), data.fit, grid)
 
     @classmethod
     def from_pooled(cls, data: PictureChatConfig, model: ModelConfig) -> Self:

@@ -65,7 +65,7 @@ class Pixels:
         if model_size is not None and model_size not in (size, [size, size], (size, size)):
             fix = "leave it out" if isinstance(model_size, int) else "use a model of square pictures"
             raise ConfigError("data.image_size", size, fix, f"the model's image_size is {model_size}")
-        return cls(size, channels, *normalised(data, preprocessor(model), channels), data.fit)
+        return cls(size, channels, *normalisation(data, preprocessor(model), channels), data.fit)
 
     def changed(self, image: Image, data: ImageConfig, random: np.random.Generator) -> Image:
         """Changes a training picture at random and scales it to the final size: crop, rotation, shift, mirror, then
@@ -163,7 +163,7 @@ def _whole(value: Any, otherwise: int) -> int:
     return value if isinstance(value, int) and value > 0 else otherwise
 
 
-def normalised(
+def normalisation(
     data: ImageConfig, folder: Mapping[str, Any], channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of each channel; raises like :meth:`Pixels.from_config`."""

@@ -23,7 +23,7 @@ from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import LabelledImages, prepare_digits, prepare_files
 from mgpu_pipe.data.prepared_splits import PreparedSplits, majority_accuracy, stored_classes
 from mgpu_pipe.data.samples import Split
-from mgpu_pipe.data.tables import kept_in
+from mgpu_pipe.data.tables import keep_in
 from mgpu_pipe.data.text.token_store import load_array
 
 Images = TypeVar("Images", bound="PreparedImages")
@@ -162,7 +162,7 @@ def _known(data: ImageConfig, patterns: list[str], key: str, channels: int, cach
     if layout == "tar":
         listed = tar_entries(data, patterns, key, label_column_of(data), cache, progress)
     else:
-        listed = entries(data, patterns, key, kept_in(cache))
+        listed = entries(data, patterns, key, keep_in(cache))
     return prepare_files(data, listed, channels, cache, progress)
 
 

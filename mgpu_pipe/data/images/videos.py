@@ -78,7 +78,7 @@ class SeenFrames(NamedTuple):
     moments: tuple[float, ...]
 
 
-def measured_rate(times: Sequence[float | None], claimed: float) -> tuple[float, tuple[float, ...]]:
+def measure_rate(times: Sequence[float | None], claimed: float) -> tuple[float, tuple[float, ...]]:
     """Frames a second, and the time of each frame after the first in seconds; no times at a constant rate.
 
     Args:
@@ -255,7 +255,7 @@ def look(path: Path, fingerprint: Fingerprint | None = None) -> ClipFacts | str:
         return ONE if sizes else "has no frames"
     if len(set(sizes)) > 1:
         return "has frames of different sizes"
-    rate, moments = measured_rate(times, claimed)
+    rate, moments = measure_rate(times, claimed)
     if rate <= 0:
         return "does not say how many frames a second it has"
     return ClipFacts(len(sizes), *sizes[0], rate, moments, mirrored)

@@ -25,19 +25,19 @@ def labels_of_recordings(data: DataConfig) -> Iterator[str]:
     from mgpu_pipe.data.audio import listen
 
     assert isinstance(data, AudioConfig)
-    for entry in listen.listed(data, listen.with_splits(data)[0], "data.paths"):
+    for entry in listen.list_recordings(data, listen.with_splits(data)[0], "data.paths"):
         if not entry.fault:
             yield entry.label
 
 
-listed = partial(SpeechSource, check=check_recordings)
-labelled = partial(listed, samples="labelled_sounds", keys=LabelledAudioConfig, labels=labels_of_recordings)
+recordings = partial(SpeechSource, check=check_recordings)
+labelled = partial(recordings, samples="labelled_sounds", keys=LabelledAudioConfig, labels=labels_of_recordings)
 SOURCES = (
-    listed(name="audio_list", reads=("text_column", "tokenizer", "on_too_long")),
+    recordings(name="audio_list", reads=("text_column", "tokenizer", "on_too_long")),
     labelled(name="audio_folder", says="folder", reads=("classes",)),
     labelled(name="labelled_audio_list", says="class", reads=("classes", "label_column")),
     labelled(name="labelled_audio_list", says="class", reads=("classes", "label_column")),
-    listed(
+    recordings(
         name="tagged_audio_list",
         says="classes",
         samples="tagged_sounds",

@@ -88,11 +88,11 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
         raise ConfigError("data.chat_template", chosen, fix, f"cannot be read: {error}") from error
     if len(raw) > LARGEST_TEMPLATE:
         raise ConfigError("data.chat_template", chosen, "give a chat template", "is larger than 1 MiB")
-    compiled(data, text)
+    compile_template(data, text)
     return ChosenTemplate(text, place)
 
 
-def compiled(data: DataConfig, text: str, folder: Path | None = None) -> ChatTemplate:
+def compile_template(data: DataConfig, text: str, folder: Path | None = None) -> ChatTemplate:
     """Compiles a template; refuses invalid Jinja, and templates beyond the limits.
 
     Args:
@@ -146,7 +146,7 @@ def check_chat(model: ModelConfig, data: DataConfig, first: Sequence[tuple[str, 
         text = chat_template(tokenizer_file.parent)
     if text is None:
         raise no_template(data)
-    template = compiled(data, text, tokenizer_file.parent if tokenizer_file is not None else None)
+    template = compile_template(data, text, tokenizer_file.parent if tokenizer_file is not None else None)
     if first is None and data.paths[0].startswith(DATA):
         return  # checked after the download
     samples = samples_of(data.source)

@@ -161,7 +161,7 @@ class Source:
     kind: Literal["text", "chat", "preferences", "unpaired", "pairs", "text_groups", "tokens"] = "text"
 
 
-def refusing_bad(source: Source) -> Source:
+def refuse_bad(source: Source) -> Source:
     """Wraps ``source`` to raise a DataError at the first unusable document."""
 
     def documents() -> Iterator[Document]:

@@ -42,7 +42,7 @@ def in_words(number: int) -> str:
     return f"{in_words(leading)} {name}" + (f" {in_words(rest)}" if rest else "")
 
 
-def drawn_numbers(shape: NumbersConfig) -> Iterator[int]:
+def draw_numbers(shape: NumbersConfig) -> Iterator[int]:
     """Distinct numbers of 1 to ``shape.digits`` digits: an equal share of each length, or all where there are fewer."""
     left = shape.count
     for digits in range(1, shape.digits + 1):
@@ -55,7 +55,7 @@ def drawn_numbers(shape: NumbersConfig) -> Iterator[int]:
 
 def number_pairs(shape: NumbersConfig) -> Iterator[tuple[str, str, str]]:
     """Yields (digits, source, target) for each number: digits to words, then words to digits."""
-    for number in drawn_numbers(shape):
+    for number in draw_numbers(shape):
         digits, words = str(number), in_words(number)
         yield digits, digits, words
         yield digits, words, digits
@@ -69,7 +69,7 @@ def answers(number: int) -> tuple[str, str]:
 
 def spoken_documents(source: str, shape: NumbersConfig) -> Iterator[Document]:
     """Yields the JSON lines of ``source``: ``spoken_chat``, ``spoken_preferences`` or ``spoken_unpaired``."""
-    for number in drawn_numbers(shape):
+    for number in draw_numbers(shape):
         prompt, (sentence, words) = " ".join(str(number)), answers(number)
         rows: list[dict[str, object]]
         if source == "spoken_chat":

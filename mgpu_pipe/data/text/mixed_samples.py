@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, run_cache
 from mgpu_pipe.data.order import GlobalOrder, Order
-from mgpu_pipe.data.samples import Prepared, SampleSet, Split, weighed
+from mgpu_pipe.data.samples import Prepared, SampleSet, Split, require_costs
 from mgpu_pipe.data.sources.mixture import SLOTS, MixtureConfig, slots_of, source_data
 from mgpu_pipe.data.text.prepare_text import OpenedSource, PreparedData, prepare_opened
 from mgpu_pipe.data.text.tokenizer import resolve_tokenizer
@@ -106,7 +106,7 @@ class MixedSamples:
     def costs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         totals = np.zeros(len(indices), np.int64)
         for part, rows, places in self._by_source(indices):
-            totals[rows] = weighed(part).costs(places)
+            totals[rows] = require_costs(part).costs(places)
         return totals
 
     def padding(self, indices: NDArray[np.int64]) -> int:

@@ -19,7 +19,7 @@ from mgpu_pipe.data.bad_samples import OR_SKIP
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, write_json
 from mgpu_pipe.data.model_field import model_field, model_vocab_size, trained_vocab_size
 from mgpu_pipe.data.text import tokenizer_train
-from mgpu_pipe.data.text.chat_templates import SPECIAL, ChosenTemplate, chosen_template, compiled, no_template
+from mgpu_pipe.data.text.chat_templates import SPECIAL, ChosenTemplate, chosen_template, compile_template, no_template
 from mgpu_pipe.data.text.document_encoder import EncoderSpec
 from mgpu_pipe.data.text.documents import Source, Text
 from mgpu_pipe.data.text.tokenizer_folder import (
@@ -110,7 +110,7 @@ def encoder_spec(data: DataConfig, info: TokenizerInfo, source: Source) -> Encod
         template = chat_template(info.folder)
         if template is None:
             raise no_template(data)
-        compiled(data, template, info.folder)
+        compile_template(data, template, info.folder)
     return EncoderSpec(
         tokenizer_file=str(info.folder / TOKENIZER),
         eos_token_id=info.eos_token_id,
@@ -322,7 +322,7 @@ def _trained(
     def train(out: Path) -> None:
         texts = []
         for (data, source), fraction in zip(sources, fractions, strict=True):
-            chat = compiled(data, template.text) if template and source.kind in CONVERSATIONS else None
+            chat = compile_template(data, template.text) if template and source.kind in CONVERSATIONS else None
             once, twice = (_keyed_texts(data, source, chat, special, again) for again in (False, True))
             texts.append(tokenizer_train.training_texts(once, twice, fraction, progress))
         tokenizer_train.train_bpe(chain.from_iterable(texts), size, out, special)

@@ -17,7 +17,7 @@ from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.data import files
 from mgpu_pipe.data.images.chat_rows import ALSO, AUDIOS, COLUMN, ChatRow, read_chat_row
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.tables import kept_in
+from mgpu_pipe.data.tables import keep_in
 from mgpu_pipe.data.text.conversations import PLACES, SHAREGPT, prompt_messages
 from mgpu_pipe.errors import DataError, MgpuError
 from mgpu_pipe.inference.generation import Prompt
@@ -142,7 +142,7 @@ def visual_prompt_of(row: dict[str, Any], origin: str, data: PictureChatConfig, 
     others = {name: value for name, value in row.items() if name not in (PROMPT, MESSAGES, SHAREGPT)}
     training_row = {**others, COLUMN: [*messages, ANSWER] if isinstance(messages, list) and messages else messages}
     data = PictureChatConfig(image_column=data.image_column, video_column=data.video_column, messages_column=COLUMN)
-    keep = kept_in(cache_folder(None))
+    keep = keep_in(cache_folder(None))
     chat_row = read_chat_row(json.dumps(training_row), origin, 0, data, folder, keep, missing=False)
     files.check_unicode(chat_row.text, origin)
     *before_answer, _ = json.loads(chat_row.text)[COLUMN]

@@ -16,7 +16,7 @@ from mgpu_pipe.data.audio.listen import Sound
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.bad_samples import BadSampleError
-from mgpu_pipe.data.tables import file_named, looked_at
+from mgpu_pipe.data.tables import find_file, keep_nothing
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.batch.prompts import PromptRow
 from mgpu_pipe.inference.batch.settings import AnswerSettings
@@ -64,7 +64,7 @@ class TranscriptEngine:
             DataError: the row names none, or one that cannot be used.
         """
         column = self._data.audio_column
-        name = file_named(row.get(column), looked_at(self._settings.input))
+        name = find_file(row.get(column), keep_nothing(self._settings.input))
         if not isinstance(name, str) or not name:
             raise DataError(f'{origin}: names no recording; write {{"{column}": "a.wav"}}')
         recording = self._settings.input.parent / name

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.videos import ClipFacts, choose_frames, frames_of, look, measured_rate, sample_frames
+from mgpu_pipe.data.images.videos import ClipFacts, choose_frames, frames_of, look, measure_rate, sample_frames
 from tests.support.needs import need_ffmpeg, need_pyav
 
 TURNS = [(1, 0, 0, 1), (-1, 0, 0, 1), (1, 0, 0, -1), (-1, 0, 0, -1), (0, 1, 1, 0), (0, 1, -1, 0)]
@@ -88,16 +88,16 @@ def test_at_a_constant_rate_frames_are_chosen_by_their_numbers(rate: float) -> N
     """Times are rounded, jitter and begin anywhere, and the rate that a file states is not exact."""
     even, draw = np.arange(500) / rate, np.random.default_rng(1)
     for times in (even, even + 3.2, np.round(even, 3), even + draw.uniform(0, 0.4 / rate, 500), even * 1.003):
-        assert measured_rate(times.tolist(), rate) == (rate, ())
+        assert measure_rate(times.tolist(), rate) == (rate, ())
     facts, data = ClipFacts(500, 8, 8, rate), PictureChatConfig()
     for told in (False, True):
         chosen, seconds = sample_frames(500, rate, data, 2, told)
         assert choose_frames(facts, data, 2, told) == (chosen.tolist(), seconds, tuple((chosen / rate).tolist()))
     odd: Any = [*even[:-1].tolist(), None]
-    assert measured_rate(odd, rate) == measured_rate([0.0] * 9, rate) == (rate, ()), "nothing else is known"
+    assert measure_rate(odd, rate) == measure_rate([0.0] * 9, rate) == (rate, ()), "nothing else is known"
     lost = np.delete(even, slice(100, 120)).tolist()
-    assert len(measured_rate(lost, rate)[1]) == 480
-    true, moments = measured_rate((even * 7).tolist(), rate)
+    assert len(measure_rate(lost, rate)[1]) == 480
+    true, moments = measure_rate((even * 7).tolist(), rate)
     assert true == pytest.approx(rate / 7) and len(moments) == 500, "it states another rate"
     slow = ClipFacts(500, 8, 8, true, moments)
     assert choose_frames(slow, data, 2, False).numbers == sample_frames(500, true, data, 2)[0].tolist()

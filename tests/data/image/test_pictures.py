@@ -19,7 +19,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data import fingerprint
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.cache import block_hash
-from mgpu_pipe.data.files import matching
+from mgpu_pipe.data.files import match_glob
 from mgpu_pipe.data.images import picture_files as sources
 from mgpu_pipe.data.images import scan_images as scan
 from mgpu_pipe.data.images.decode_image import decode
@@ -308,14 +308,14 @@ def test_folders_of_splits_are_no_classes(tmp_path: Path, held: str, caplog: pyt
 def test_a_folder_that_links_to_itself_is_walked_once(tmp_path: Path) -> None:
     (tmp_path / "1.txt").write_text("1")
     (tmp_path / "self").symlink_to(tmp_path)
-    assert matching(f"{tmp_path}/**/*.txt") == [f"{tmp_path}/1.txt"]
+    assert match_glob(f"{tmp_path}/**/*.txt") == [f"{tmp_path}/1.txt"]
 
 
 def test_a_glob_walks_each_folder_once(tmp_path: Path) -> None:
     for place in ("a/1.txt", "a/b/2.txt", ".hidden/3.txt", "c/d/4.txt"):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).write_text(place)
-    plain = matching(f"{tmp_path}/**/*.txt")
+    plain = match_glob(f"{tmp_path}/**/*.txt")
     assert plain == sorted(glob.glob(f"{tmp_path}/**/*.txt", recursive=True))
     for pattern in (
         "**",
@@ -328,8 +328,8 @@ def test_a_glob_walks_each_folder_once(tmp_path: Path) -> None:
         "[ac]/**/[24].*",
     ):
         expected = (name for name in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(name))
-        assert matching(f"{tmp_path}/{pattern}") == sorted(expected), pattern
+        assert match_glob(f"{tmp_path}/{pattern}") == sorted(expected), pattern
     for number in range(12):
         (tmp_path / "a" / f"up{number}").symlink_to(tmp_path)
         (tmp_path / "c" / f"over{number}").symlink_to(tmp_path / "a")
-    assert matching(f"{tmp_path}/**/*.txt") == plain
+    assert match_glob(f"{tmp_path}/**/*.txt") == plain

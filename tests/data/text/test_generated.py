@@ -15,7 +15,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import NumbersConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text import rules as made
-from mgpu_pipe.data.text.generated import drawn_numbers, in_words, number_pairs
+from mgpu_pipe.data.text.generated import draw_numbers, in_words, number_pairs
 from mgpu_pipe.data.text.heldout_split import document_hash, held_out
 from mgpu_pipe.data.text.rules import HELD, NOUNS, TRAINED, UNITS, rule_documents, rules
 from mgpu_pipe.data.text.token_store import TokenStore
@@ -45,11 +45,11 @@ def test_every_number_has_words_of_its_own() -> None:
 
 
 def test_numbers_are_drawn_once_in_every_length() -> None:
-    drawn = list(drawn_numbers(NumbersConfig(count=2000, digits=4)))
+    drawn = list(draw_numbers(NumbersConfig(count=2000, digits=4)))
     assert len(drawn) == len(set(drawn)) == 2000
     lengths = [sum(len(str(number)) == digits for number in drawn) for digits in range(1, 5)]
     assert lengths == [10, 90, 900, 1000], "short numbers are all there"
-    assert drawn == list(drawn_numbers(NumbersConfig(count=2000, digits=4)))
+    assert drawn == list(draw_numbers(NumbersConfig(count=2000, digits=4)))
 
 
 def test_a_number_gives_a_pair_each_way() -> None:
