@@ -14,7 +14,7 @@ from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.text.tokenizer_folder import json_file
-from mgpu_pipe.errors import ConfigError, DataError
+from mgpu_pipe.errors import ConfigError, DataError, ModelFolderError
 from mgpu_pipe.system.local_files import MAX_JSON_BYTES, parse_json, read_bytes
 
 
@@ -111,6 +111,19 @@ def preprocessor_of(path: Path | str | None, part: Literal["image_processor", "f
     folder = local_folder(path)
     nested = _read(folder / PROCESSOR).get(part)
     return nested if isinstance(nested, dict) else _read(folder / PREPROCESSOR)
+
+
+def check_extractor(model: ModelConfig, settings: Mapping[str, Any], expected: Mapping[str, int]) -> None:
+    """Checks that the settings of a feature extractor, as far as they are there, are those of its model.
+
+    Raises:
+        ModelFolderError: they are others.
+    """
+    known = {name: settings[name] for name in expected if name in settings}
+    apart = [f"{name}={value}, not {expected[name]}" for name, value in known.items() if value != expected[name]]
+    if apart:
+        what = f"{model.path}: its feature extractor does not fit the model"
+        raise ModelFolderError(f"{what}: {'; '.join(apart)}; give the model's own folder")
 
 
 def _read(file: Path) -> dict[str, Any]:

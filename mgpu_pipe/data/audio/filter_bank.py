@@ -17,8 +17,7 @@ from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
 from mgpu_pipe.data.audio.log_mel import LogMel
-from mgpu_pipe.data.model_field import model_field, preprocessor_of
-from mgpu_pipe.errors import ModelFolderError
+from mgpu_pipe.data.model_field import check_extractor, model_field, preprocessor_of
 
 FAMILY = "audio-spectrogram-transformer"
 WIDTH, HOP, FREQUENCIES = 400, 160, 257
@@ -68,10 +67,7 @@ class FilterBank:
         bins, frames = (int(model_field(model, name) or usual[name]) for name in ("num_mel_bins", "max_length"))
         said = preprocessor_of(model.path, "feature_extractor")
         ours = {"num_mel_bins": bins, "max_length": frames}
-        apart = [f"{name}={said[name]}, not {value}" for name, value in ours.items() if said.get(name, value) != value]
-        if apart:
-            what = f"{model.path}: its feature extractor does not fit the model"
-            raise ModelFolderError(f"{what}: {'; '.join(apart)}; give the model's own folder")
+        check_extractor(model, said, ours)
         if said.get("do_normalize", True) is False:
             return cls(bins, rate, frames, 0.0, 0.5)
         return cls(bins, rate, frames, float(said.get("mean", MEAN)), float(said.get("std", DEVIATION)))

@@ -14,8 +14,8 @@ from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.family import FEWEST_FRAMES, FRAMES_A_POSITION
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
-from mgpu_pipe.data.model_field import model_field, preprocessor_of
-from mgpu_pipe.errors import ConfigError, ModelFolderError
+from mgpu_pipe.data.model_field import check_extractor, model_field, preprocessor_of
+from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
@@ -93,10 +93,7 @@ class LogMel:
             reason = f"its window is {samples / rate:g} s at {rate} samples a second"
             raise ConfigError(f"{key}.max_source_positions", positions, f"use a multiple of {whole}", reason)
         ours = {"feature_size": bins, "chunk_length": samples // rate}
-        apart = [f"{name}={said[name]}, not {value}" for name, value in ours.items() if said.get(name, value) != value]
-        if apart:
-            what = f"{model.path}: its feature extractor does not fit the model"
-            raise ModelFolderError(f"{what}: {'; '.join(apart)}; give the model's own folder")
+        check_extractor(model, said, ours)
         return cls(bins, rate, samples // rate, hop, width, most)
 
     @property

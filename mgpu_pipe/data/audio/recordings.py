@@ -99,6 +99,11 @@ class SoundSamples(ABC):
             self._borders = np.concatenate([[0], np.cumsum(load_array(folder / "lengths.npy"))])
         else:
             self._files = json.loads((folder / FILES).read_text(encoding="utf-8"))
+        self.open_labels(prepared, split)
+
+    @abstractmethod
+    def open_labels(self, prepared: Any, split: Split) -> None:
+        """Opens what is known of each recording of a split."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``reopen``: another process opens the files itself."""
@@ -153,16 +158,7 @@ class SoundSamples(ABC):
 class SpeechSamples(SoundSamples):
     """Recordings with transcripts."""
 
-    def __init__(
-        self,
-        seed: int,
-        model: ModelConfig,
-        data: DataConfig,
-        split: Split,
-        prepared: PreparedSpeech,
-        reopen: Callable[[], SpeechSamples],
-    ) -> None:
-        super().__init__(seed, model, data, split, prepared, reopen)
+    def open_labels(self, prepared: PreparedSpeech, split: Split) -> None:
         self._between_words = prepared.alphabet().between_words
         labels, among = prepared.labels_of(split), prepared.among_kept(split)
         starts = load_array(labels / "starts.npy")
@@ -192,16 +188,7 @@ class SpeechSamples(SoundSamples):
 class LabelledSounds(SoundSamples):
     """Recordings with a class, or with several."""
 
-    def __init__(
-        self,
-        seed: int,
-        model: ModelConfig,
-        data: DataConfig,
-        split: Split,
-        prepared: PreparedLabelledSounds,
-        reopen: Callable[[], LabelledSounds],
-    ) -> None:
-        super().__init__(seed, model, data, split, prepared, reopen)
+    def open_labels(self, prepared: PreparedLabelledSounds, split: Split) -> None:
         self._labels, self._segment = prepared.labels(split), prepared.segment_samples
 
     def valid_units(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> int:
