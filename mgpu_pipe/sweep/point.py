@@ -359,7 +359,7 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 def _created(path: Path) -> bool:
     """Create a file; True in exactly one of several processes."""
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     except FileExistsError:
         return False
     return True

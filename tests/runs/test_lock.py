@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,16 @@ def test_a_living_holder_is_named(tmp_path: Path) -> None:
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_the_umask_decides_who_may_open_the_lock(tmp_path: Path) -> None:
+    for umask in (0o002, 0o022, 0o077):
+        usual = os.umask(umask)
+        try:
+            with RunLock(tmp_path / f"{umask}.lock"):
+                assert (tmp_path / f"{umask}.lock").stat().st_mode & 0o777 == 0o666 & ~umask
+        finally:
+            os.umask(usual)
 
 
 def test_the_lock_is_free_after_its_holder_left_or_died(tmp_path: Path) -> None:
