@@ -16,7 +16,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.data.cache import write_json
 from mgpu_pipe.data.text.pair_template import adapt_to_pairs
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG as TOKENIZER_CONFIG
-from mgpu_pipe.data.text.tokenizer_folder import end_texts, follows_file, json_file
+from mgpu_pipe.data.text.tokenizer_folder import chat_of, end_texts, follows_file, json_file
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.model_card import write_card
@@ -113,7 +113,6 @@ def _joins_texts(stored: StoredModel) -> bool:
 
 def copy_tokenizer(stored: StoredModel, folder: Path, adapter: bool = False) -> None:
     """Write the model's tokenizer, if it has one, with the end tokens that generation needs."""
-    from mgpu_pipe.inference.generation import stop_at_turns
     from mgpu_pipe.models.weights.model_files import write_tokenizer
 
     if stored.tokenizer_folder is None:
@@ -251,3 +250,19 @@ def put_in_place(partial: Path, out: Path) -> None:
         old.rename(out)
         raise
     shutil.rmtree(old)
+
+
+def stop_at_turns(folder: Path) -> None:
+    """Write the chat template's end of turn into the folder's generation settings, where transformers stops."""
+    from mgpu_pipe.inference.generation import end_tokens, load_tokenizer
+    from mgpu_pipe.models.weights.model_files import GENERATION
+
+    file = folder / GENERATION
+    chat = chat_of(folder)
+    if chat is None or not is_file(file):
+        return
+    content = json_file(file)
+    before = content.get("eos_token_id")
+    ends = [*(before if isinstance(before, list) else [before]), *end_tokens(load_tokenizer(folder), chat)]
+    content["eos_token_id"] = list(dict.fromkeys(token for token in ends if token is not None))
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,17 +13,10 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from mgpu_pipe.data.text.cut_texts import TurnEncoder
-from mgpu_pipe.data.text.tokenizer_folder import (
-    chat_of,
-    check_tokenizer,
-    follows_file,
-    json_file,
-    refuse_library_errors,
-)
+from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer, follows_file, refuse_library_errors
 from mgpu_pipe.errors import BadInputError, print_text
 from mgpu_pipe.inference.sampling import RowSampling, Sampling
 from mgpu_pipe.models.rotary import length_at_hand
-from mgpu_pipe.models.weights.model_files import GENERATION
 from mgpu_pipe.system.local_files import is_file
 
 if TYPE_CHECKING:
@@ -386,19 +378,6 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None) ->
     ids = tokenizer.convert_tokens_to_ids([name for name in names if name is not None])
     assert isinstance(ids, list)
     return list(dict.fromkeys(ids))
-
-
-def stop_at_turns(folder: Path) -> None:
-    """Write the chat template's end of turn into the folder's generation settings, where transformers stops."""
-    file = folder / GENERATION
-    chat = chat_of(folder)
-    if chat is None or not is_file(file):
-        return
-    content = json_file(file)
-    before = content.get("eos_token_id")
-    ends = [*(before if isinstance(before, list) else [before]), *end_tokens(load_tokenizer(folder), chat)]
-    content["eos_token_id"] = list(dict.fromkeys(token for token in ends if token is not None))
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: ChatTemplate | None) -> list[int]:
