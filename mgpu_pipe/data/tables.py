@@ -15,6 +15,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Literal
 from urllib.parse import unquote_to_bytes
@@ -104,7 +105,7 @@ def row_lines(
     if codec_of(path) is None and is_parquet(path):
         return parquet_lines(path, expected, keep)
     if suffix := table_suffix(path):
-        return _separated(path, expected, "," if suffix == ".csv" else "\t", nested)
+        return _separated(path, expected, suffix == ".tsv", nested)
     return _json(path, expected)
 
 
@@ -146,14 +147,17 @@ def _past(text: str, offset: int, skipped: str) -> int:
     return offset
 
 
-def _separated(path: Path, expected: Fingerprint | None, separator: str, nested: bool) -> RowLines:
+def _separated(path: Path, expected: Fingerprint | None, is_tsv: bool, nested: bool) -> RowLines:
     """Yields rows of a separated file; the first names the columns. Fields of a TSV file may be quoted."""
-    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if separator == "," else csv.QUOTE_NONE
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
     reader, number, before, broken = None, 0, 0, list[files.BrokenRow]()
     try:
         with open_text(path, expected) as file:
-            reader = csv.reader(_lines(path, file, broken), delimiter=separator, quoting=quoting, strict=True)
-            columns = [_unquoted(name, separator) for name in next(reader, [])]
+            lines = _lines(path, file, broken)
+            head = next(lines, "")
+            separator = "\t" if is_tsv else _separator(head)
+            reader = csv.reader(chain([head], lines), delimiter=separator, quoting=quoting, strict=True)
+            columns = [_unquoted(name, is_tsv) for name in next(reader, [])]
             if broken:
                 raise DataError(f"{path}:1: {broken[0]}")
             while (fields := _next_fields(reader, broken)) is not None:
@@ -163,7 +167,7 @@ def _separated(path: Path, expected: Fingerprint | None, separator: str, nested:
                 read = bytes_read(file)
                 done = file.tell() if read is None else read
                 origin = f"{path}:{reader.line_num}"
-                values = (_unquoted(field, separator) for field in fields)
+                values = (_unquoted(field, is_tsv) for field in fields)
                 row = dict(zip(columns, map(nested_value, values) if nested else values, strict=False))
                 if len(fields) != len(columns):
                     broken.append(files.BrokenRow(f"has not as many columns as the first line; {files.FIX}"))
@@ -177,6 +181,12 @@ def _separated(path: Path, expected: Fingerprint | None, separator: str, nested:
         raise files.unreadable(path, f"{path}:{reader.line_num + 1 if reader else 1}", error) from error
     if not number:
         raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+
+
+def _separator(head: str) -> str:
+    """Separator of a CSV file with this first line. Spreadsheets of many countries write semicolons."""
+    plain = re.sub('"[^"]*"', "", head)
+    return ";" if ";" in plain and "," not in plain else ","
 
 
 def _next_fields(reader: Iterator[list[str]], broken: list[files.BrokenRow]) -> list[str] | None:
@@ -213,9 +223,9 @@ def nested_value(field: str) -> object:
         return field
 
 
-def _unquoted(field: str, separator: str) -> str:
+def _unquoted(field: str, is_tsv: bool) -> str:
     """Removes a TSV field's CSV quotes: outer quotes, and doubled ones inside."""
     inside = field[1:-1]
-    if separator == "," or len(field) < 2 or field[0] != '"' or field[-1] != '"' or '"' in inside.replace('""', ""):
+    if not is_tsv or len(field) < 2 or field[0] != '"' or field[-1] != '"' or '"' in inside.replace('""', ""):
         return field
     return inside.replace('""', '"')

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from mgpu_pipe.data.text.conversations import CLOSE, KNOWN_ROLES, OPEN, SEEN
+from mgpu_pipe.data.text.conversations import CLOSE, KNOWN_ROLES, OPEN, SEEN, is_trained
 from mgpu_pipe.data.text.template_limits import TemplateLimit
 from mgpu_pipe.errors import DataError
 
@@ -202,10 +202,25 @@ class AnswerFinder:
         return begin + common_prefix(head[begin:], prompt) if begin else len(head)
 
 
-def oddities(messages: Messages, full: str) -> Iterator[str]:
-    """Describes oddities of a conversation: parts that the template drops, and unusual turns."""
+READ = frozenset({"role", "content", "train", "weight", "tool_calls", "tool_call_id", "id", *TEXTS})
+"""Fields of a message that this program reads, and those that only tell messages and calls apart."""
+
+
+def oddities(messages: Messages, full: str, template: str) -> Iterator[str]:
+    """Describes oddities of a conversation: parts that the program or the template drops, and unusual turns.
+
+    Args:
+        template: source of the chat template, whose words are the fields that it may read.
+    """
     plain = full.replace(OPEN, "").replace(CLOSE, "")
     for number, message in enumerate(messages, start=1):
+        for name in message.keys() - READ:
+            if message[name] is not None and str(name) not in template:
+                hint = "; train=false leaves a message out of the loss" if isinstance(message[name], bool) else ""
+                yield f"nothing reads the field {name!r} of message {number}{hint}"
+        empty = not message.get("content") and not message.get("tool_calls")
+        if message["role"] == "assistant" and empty and is_trained(message):
+            yield f"message {number} is an answer without content: its end alone is trained"
         for name in TEXTS if message["role"] != "tool" else ():
             text = message.get(name)
             if isinstance(text, str) and text.strip() not in plain:

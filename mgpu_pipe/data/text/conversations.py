@@ -151,7 +151,7 @@ SHAREGPT, ALPACA, COMPLETION = "conversations", ("instruction", "output"), ("pro
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "observation": "tool"}
 """Standard roles by ShareGPT's names."""
 CALL = "function_call"
-"""ShareGPT's role of a message with the assistant's tool calls as JSON."""
+"""ShareGPT's role of a message with the assistant's tool calls as JSON; OpenAI's field of a call before tool_calls."""
 
 
 def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto") -> list[dict[str, Any]]:
@@ -196,7 +196,7 @@ def columns_read(row: dict[str, Any], column: str, form: str = "auto") -> list[s
     return [*BESIDE, SHAREGPT if column not in row and form == "sharegpt" else column]
 
 
-def is_trained(message: dict[str, Any]) -> bool:
+def is_trained(message: Mapping[str, Any]) -> bool:
     """Whether the loss counts this assistant message: no if its ``train`` or ``weight`` says so."""
     return bool(message.get("train", True)) and message.get("weight", 1) != 0
 
@@ -269,6 +269,8 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         content = _joined(content, number, origin)
+    if message.get(CALL):
+        raise DataError(f"{origin}: message {number} has a {CALL}, the form before tool_calls; write it as tool_calls")
     if "tool_calls" in message:
         calls = calls_of(message["tool_calls"], number, origin)
         message = {name: value for name, value in message.items() if name != "tool_calls"}

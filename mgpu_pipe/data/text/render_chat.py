@@ -297,7 +297,7 @@ class ChatTemplate:
 
     def _note(self, messages: list[dict[str, Any]], full: str, origin: str) -> None:
         """Counts a conversation with oddities, and keeps the first one's reason."""
-        why = next(oddities(messages, full), None)
+        why = next(oddities(messages, full, self.source), None)
         if why is not None:
             self.notes.add_odd(origin, why)
 

@@ -264,6 +264,8 @@ def test_what_is_left_out_and_odd_turns_are_told_once_with_the_line(tmp_path: Pa
         "messages 1 and 2 are both the user's": [asked, asked, said],
         "the last message is the user's: no answer follows": [asked, said, asked],
         "name of message 1": [{**asked, "name": "Ann"}, said],
+        "nothing reads the field 'loss' of message 2; train=false leaves": [asked, {**said, "loss": False}],
+        "message 2 is an answer without content: its end alone": [asked, {**said, "content": ""}],
     }
     for why, messages in rows.items():
         template = ChatTemplate(CHATML)
@@ -276,9 +278,11 @@ def test_what_is_left_out_and_odd_turns_are_told_once_with_the_line(tmp_path: Pa
     words = ["data=chat_jsonl", f"data.paths=[{file}]", "data.chat_template=chatml", "model.config.vocab_size=300"]
     prepared = prepare(compose([*words, f"data.cache_dir={tmp_path}/cache", "data.validation_fraction=0"])[0])
     first = "talk.jsonl:2: the chat template leaves out (a part of) reasoning_content of message 2"
-    assert prepared.told.endswith(f"{first}; 3 more conversations are odd")
+    assert prepared.told.endswith(f"{first}; 5 more conversations are odd")
     plain = ChatTemplate(CHATML)
     plain.conversation(json.dumps({"messages": [asked, {**said, "content": " b "}]}), "x", "messages")
+    unused = [{**said, "content": "", "train": False}, {**said, "role": "user", "loss": None}]
+    plain.conversation(json.dumps({"messages": [asked, *unused[:1], asked, said, *unused[1:], said]}), "x", "messages")
     assert not plain.odd
 
 

@@ -76,6 +76,10 @@ def test_known_columns_become_messages(row: dict[str, Any], expected: list[dict[
             "tool_calls of message 2 must be a list of objects",
         ),
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "tool_calls of message 1 must be a list"),
+        (
+            {"messages": [ASKED, {**SAID, "content": "", "function_call": {"name": "add", "arguments": "{}"}}]},
+            "message 2 has a function_call, the form before tool_calls; write it as tool_calls",
+        ),
         ({"messages": [ASKED, SAID], "tools": 3}, "column 'tools' must be a list of objects"),
         ({"messages": [ASKED, SAID], "tools": "add"}, "column 'tools' must be a list of objects"),
         ({"messages": [ASKED, SAID], "tools": ["add"]}, "column 'tools' must be a list of objects"),

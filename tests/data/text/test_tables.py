@@ -157,6 +157,15 @@ def test_columns_of_one_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         caplog.clear()
 
 
+def test_semicolons_of_a_spreadsheet_separate_columns(tmp_path: Path) -> None:
+    rows = [["text", "the label"], ['one, two; "three"\nfour', "a"], ["five,six", "b"]]
+    for name, separator in (("a.csv", ";"), ("b.csv", ",")):
+        with (tmp_path / name).open("w", encoding="utf-8-sig", newline="") as file:
+            csv.writer(file, delimiter=separator).writerows(rows)
+    lines = [[line for line, *_ in row_lines(tmp_path / name)] for name in ("a.csv", "b.csv")]
+    assert lines[0] == lines[1] and json.loads(lines[0][0]) == dict(zip(rows[0], rows[1], strict=True))
+
+
 def test_a_row_with_a_wrong_number_of_fields_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('text,label\n"one\ntwo",a\nthree\n')
     run = config(tmp_path, source="jsonl", paths=[str(tmp_path / "a.csv")])
