@@ -80,9 +80,9 @@ class Losers:
 
     tried: int = 0
     too_large: int = 0
+    """A rank needs more memory than its GPU has, or its node's main memory."""
     too_large_for_host: int = 0
     """Those of them whose offloaded state exceeds a node's main memory."""
-    """Their weights, gradients and optimizer state alone exceed the memory, or their memory term by term does."""
     refused: int = 0
     """A check refuses them."""
     errors: list[ConfigError] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Bytes of activations of a decoder: of a block by how it is recomputed, around the blocks, and in the loss.
 
-Of a token and block, in the compute type, the backward pass needs: the inputs of both norms and their results, which
+The backward pass needs of each token and block, in the compute type: the inputs of both norms and their results, which
 enter matrix products; queries, keys, values and the attention's result; gate, up-projection and their product. A
 compiled block keeps exactly these (measured on an H100: 37.7 widths of bytes where the formula has 37.1); where
 products are in float8 it computes norms and the gate's product again. Tensor parallelism splits what has heads or the
@@ -95,7 +95,7 @@ def around_bytes(work: Work, keeps: Activations) -> Numbers:
 
 
 def message_bytes(work: Work, keeps: Activations) -> Numbers:
-    """Bytes of the hidden states that a pipeline stage keeps for a micro-batch: its result, or what it received."""
+    """Bytes of the hidden states that a pipeline stage keeps for a micro-batch: its result or its input."""
     return choose(work.pp > 1, keeps.item * work.tokens * work.width * _on_rank(work, 1.0), 0.0)
 
 
@@ -123,5 +123,5 @@ def loss_bytes(work: Work, keeps: Activations, head: Numbers) -> Numbers:
 
 
 def _on_rank(work: Work, size: Numbers) -> Numbers:
-    """The part of what only sequence parallelism splits."""
+    """The part of ``size`` on a rank; only sequence parallelism splits it."""
     return size / choose(work.sequence_parallel, work.tp, 1.0)

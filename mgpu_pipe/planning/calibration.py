@@ -1,4 +1,4 @@
-"""A hardware profile from what was measured on a machine: figures by the best measurement, constants by a fit."""
+"""A hardware profile from measurements of a machine: figures by the best of them, constants by a fit."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ ASSUMED_LINK = 2 * GIGA
 
 
 def fitted(measured: Measurements) -> Constants:
-    """Constants that predict what was measured, around their priors."""
+    """Constants that predict the measured seconds, around their priors."""
     hardware = HardwareProfile(name="", **uncalibrated(measured)).hardware
     products = np.array([row[:3] for row in measured.products], dtype=np.float64).T
     reductions = np.array([row[:2] for row in measured.reductions], dtype=np.float64).reshape(-1, 2).T

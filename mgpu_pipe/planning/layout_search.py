@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.planning.activation_bytes import Activations
-from mgpu_pipe.planning.memory_terms import Overheads, Place, State, host_bytes, memory_terms, passes_in_flight
+from mgpu_pipe.planning.memory_terms import Overheads, Place, State, host_bytes, memory_terms
+from mgpu_pipe.planning.schedule_costs import passes_in_flight
 from mgpu_pipe.planning.work import Numbers, Work
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -213,8 +214,8 @@ def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Ove
     """Likely bytes of the first or the last pipeline rank of every layout, the larger of them.
 
     Args:
-        state: the model on one process; see :func:`mgpu_pipe.planning.memory.memory_by_rank`.
-        keeps: likewise.
+        state: see :func:`mgpu_pipe.planning.memory.state_of`, of the model on one process.
+        keeps: see :func:`mgpu_pipe.planning.memory.activations_of`, of the model on one process.
     """
     pp, shards = np.asarray(layouts.pp), np.asarray(layouts.dp_shard * layouts.cp)
     whole = (pp > 1) | (shards == 1)
@@ -279,7 +280,7 @@ def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> It
 
 
 def _takes(schedule: str, pp: int, micro_batches: int) -> bool:
-    """Whether a schedule takes so many micro-batches without longer waits than :func:`step_time.bubble` says."""
+    """Whether a schedule takes so many micro-batches without longer waits than :func:`schedule_costs.bubble` says."""
     traits = SCHEDULES[schedule]
     if traits.v_shaped:
         return micro_batches >= 2 * pp

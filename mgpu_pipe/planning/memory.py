@@ -28,18 +28,10 @@ from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activation_bytes import Activations
-from mgpu_pipe.planning.memory_terms import (
-    MOVING,
-    OUTSIDE,
-    Overheads,
-    Place,
-    State,
-    host_bytes,
-    memory_terms,
-    passes_in_flight,
-)
+from mgpu_pipe.planning.memory_terms import MOVING, OUTSIDE, Overheads, Place, State, host_bytes, memory_terms
 from mgpu_pipe.planning.model_work import NEEDED, compiles_blocks, run_work, stages_per_rank
 from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters, trained_apart, uncut_parameters
+from mgpu_pipe.planning.schedule_costs import passes_in_flight
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 MIB = 1 << 20

@@ -112,7 +112,7 @@ class Place:
 
     Attributes:
         layers: layers of all its stages.
-        passes: micro-batches in flight, each of all its layers; see :func:`passes_in_flight`.
+        passes: micro-batches in flight, each of all its layers; see :mod:`mgpu_pipe.planning.schedule_costs`.
         first: 1 if it has the embedding.
         last: 1 if it has norm, head and loss.
     """
@@ -232,24 +232,3 @@ MOVING = (
 """Terms that the allocator frees and gives again."""
 OUTSIDE = ("communication", "context", "fragmentation")
 """Terms that torch's count of allocated bytes leaves out."""
-
-
-def passes_in_flight(schedule: str, rank: Numbers, pp: Numbers, stages: Numbers, micro_batches: Numbers) -> Numbers:
-    """The most micro-batches of all its layers whose activations a pipeline rank keeps.
-
-    A split backward pass keeps them until the gradients of weights are there.
-
-    Args:
-        schedule: name of the schedule.
-        stages: stages of each rank; a fraction of a micro-batch is in some of them.
-    """
-    left = pp - 1 - rank
-    most = {
-        "gpipe": micro_batches * stages,
-        "1f1b": left + 1,
-        "interleaved_1f1b": (stages - 1) * pp + 2 * left + 1,
-        "interleaved_zero_bubble": stages * pp,
-        "zbv": 2 * pp,
-        "dualpipev": 2 * pp + 1,
-    }[schedule]
-    return minimum(most, micro_batches * stages) / stages

@@ -1,5 +1,4 @@
-"""Seconds that host memory and disks add to a step: copies over PCIe, the host's update, and what the disk reads and
-writes.
+"""Seconds that host memory and disks add to a step: copies over PCIe, the host's update, and traffic of the disk.
 
 Weights of FSDP and ZeRO-3 are copied to the GPU before they are gathered, in each pass; gradients are copied to the
 host, where several micro-batches are summed up. The processes of a node share its main memory and its disk. Only data

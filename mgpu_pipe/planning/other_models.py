@@ -1,4 +1,4 @@
-"""Bytes of what stands next to the trained decoder: towers, teachers, and weights of four bits."""
+"""Bytes next to the trained decoder: towers, teachers, and weights of four bits."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from mgpu_pipe.planning.offload_time import (
     offload_seconds,
     weight_copy_seconds,
 )
-from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work, choose, maximum
+from mgpu_pipe.planning.schedule_costs import bubble
+from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work, maximum
 
 BUCKET_COPIES = 4
 """Times that DeepSpeed reads or writes a gradient to fill a bucket and to divide it by the number of ranks."""
@@ -32,7 +33,7 @@ HALF = 2
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what they are for; those after ``compute`` are what computation does not hide."""
+    """Seconds of a step by purpose; all but ``compute`` count only what computation does not hide."""
 
     compute: Numbers
     """Products, attention, elementwise work and launches of all micro-batches, recomputation included."""
@@ -118,7 +119,7 @@ def _bubble_share(work: Work, forward: Numbers, backward: Numbers, hardware: Har
 
     Args:
         forward: seconds of a layer.
-        backward: likewise, for inputs and weights.
+        backward: seconds of a layer, for gradients of inputs and weights.
     """
     schedule, share = np.asarray(work.schedule), np.asarray(1.0)
     for index, (name, traits) in enumerate(SCHEDULES.items()):
@@ -128,30 +129,6 @@ def _bubble_share(work: Work, forward: Numbers, backward: Numbers, hardware: Har
             each = bubble(name, work.pp, work.micro_batches, forward, backward - weights, weights)
             share = np.where(is_chosen, each / (forward + backward), share)
     return share
-
-
-def bubble(
-    schedule: str, pp: Numbers, micro_batches: Numbers, forward: Numbers, inputs: Numbers, weights: Numbers
-) -> Numbers:
-    """Seconds that a pipeline rank waits in a step, over ``pp - 1``.
-
-    ZB-H1's are in table 2 of arXiv:2401.10241. Those of ZB-V and DualPipeV are of the streams of
-    :mod:`mgpu_pipe.parallel.pipeline.work_order`, where ``weights <= forward <= inputs``.
-
-    Args:
-        schedule: name of the schedule.
-        forward: seconds of a stage's forward pass.
-        inputs: seconds of the gradients of its inputs.
-        weights: seconds of the gradients of its weights.
-    """
-    if schedule == "interleaved_zero_bubble":
-        return maximum(forward + inputs - weights, inputs)
-    if schedule == "zbv":
-        return choose(micro_batches < 2 * pp - 1, 2 * inputs, maximum(inputs, 2 * (inputs - weights)))
-    if schedule == "dualpipev":
-        late = 2 * inputs - weights - forward / maximum(1, pp - 1)
-        return maximum(maximum(forward + inputs - weights, inputs), late)
-    return forward + inputs + weights
 
 
 def _tower_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
@@ -317,7 +294,7 @@ def _forward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
 
 
 def _backward(work: Work, hardware: Hardware, constants: Constants) -> _Pass:
-    """Seconds of a layer's backward pass, with what it computes again."""
+    """Seconds of a layer's backward pass, recomputation included."""
     again, inputs, weights = layer_product_seconds(work, hardware, constants)
     attention_again, attention = _attention_seconds(work, hardware, constants)
     elementwise = _elementwise_seconds(work, hardware, constants)

@@ -257,7 +257,7 @@ def constant_names() -> list[str]:
 
 
 def spread(name: str) -> float:
-    """Standard deviation of the prior of a constant's logarithm; small for what can be counted."""
+    """Standard deviation of the prior of a constant's logarithm; small for bytes that can be counted."""
     return float(next(constant for constant in fields(Constants) if constant.name == name).metadata.get("spread", 0.5))
 
 

@@ -20,8 +20,8 @@ from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, micro
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.parallel.pipeline.work_order import Stream, streams
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
-from mgpu_pipe.planning.memory_terms import passes_in_flight
 from mgpu_pipe.planning.other_models import FOUR_BITS
+from mgpu_pipe.planning.schedule_costs import passes_in_flight
 from tests.planner.published_memory import GIB, predicted, rows
 from tests.support.sampling import one_in
 
