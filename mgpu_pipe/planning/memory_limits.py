@@ -12,10 +12,10 @@ from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.planning.hardware_profile import load_profile
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
+from mgpu_pipe.planning.memory_terms import GIB
 from mgpu_pipe.system.hardware import host_memory, used_memory
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
-GIB = 1 << 30
 NAMED = 3
 """Most changes in a fix."""
 MORE_NODES = (2, 4, 8, 16, 32, 64, 128)

@@ -23,12 +23,12 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision
 from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.planning.other_models import four_bits
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Fields without which nothing can be said."""
-FOUR_BITS = 0.5
 DEQUANTISED_BYTES = {False: 22.5, True: 2.5}
 """Bytes per four-bit weight that :func:`mgpu_pipe.models.adapters.qlora.dequantise` reads and writes, by whether one
 compiled kernel does it: two codes of a byte to integers (2.5), levels in fp32 (6), times the scale (8), rounded (6)."""
@@ -76,7 +76,7 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         chosen=float(experts_per_token(fields)) if experts else 1.0,
         tied=float(bool(fields.get("tie_word_embeddings"))),
         flash=float(config.model.attn_implementation != "eager"),
-        weight_bytes=FOUR_BITS if config.peft.name == "qlora" else entry,
+        weight_bytes=four_bits(config.peft) or entry,
         activation_bytes=entry,
         gradient_bytes=2.0 if config.precision.reduce == "bf16" else 4.0,
         float8=float(precision == "fp8"),
