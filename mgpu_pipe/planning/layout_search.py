@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import Overheads, Place, State, host_bytes, memory_terms
-from mgpu_pipe.planning.schedule_costs import passes_in_flight
+from mgpu_pipe.planning.schedule_costs import passes_in_flight, waiting_passes
 from mgpu_pipe.planning.work import Numbers, Work
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -230,23 +230,44 @@ def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Ove
         head=np.where((pp > 1) & ~v_shaped & (np.asarray(state.head) == 0), table, state.head),
     )
     stores = _stores(layouts, keeps)
-    sharded, layers = replace(layouts, zero=3.0), layouts.layers / pp
+    sharded = replace(layouts, zero=3.0)
     alone, both = (pp == 1).astype(np.float64), ((pp == 1) | v_shaped).astype(np.float64)
-    first = memory_terms(sharded, placed, stores, Place(layers, _passes(layouts, 0.0), 1.0, both), overheads)
-    of_last = Place(layers, _passes(layouts, pp - 1), alone, np.where(v_shaped, alone, 1.0))
+    of_first = _place(layouts, 0.0 * pp, 1.0, both)
+    of_last = _place(layouts, pp - 1, alone, np.where(v_shaped, alone, 1.0))
+    first = memory_terms(sharded, placed, stores, of_first, overheads)
     last = memory_terms(sharded, placed, stores, of_last, overheads)
     return np.maximum(*(np.asarray(sum(terms.values()), dtype=np.float64) for terms in (first, last)))
 
 
-def _passes(layouts: Work, rank: Numbers) -> Array:
-    """Micro-batches in flight on a pipeline rank of every layout; see :func:`passes_in_flight`."""
-    passes = np.ones(np.shape(layouts.pp))
+def _place(layouts: Work, rank: Array, first: Numbers, last: Numbers) -> Place:
+    """A pipeline rank's place in every layout."""
+    passes, waiting = np.ones(np.shape(layouts.pp)), np.zeros(np.shape(layouts.pp))
     for index, schedule in enumerate(SCHEDULES):
         is_chosen = np.asarray(layouts.schedule) == index
         if is_chosen.any():
             each = passes_in_flight(schedule, rank, layouts.pp, layouts.stages_per_rank, layouts.micro_batches)
             passes = np.where(is_chosen, each, passes)
-    return passes
+            waiting = np.where(is_chosen, waiting_passes(schedule, rank, layouts.pp), waiting)
+    return Place(_layers(layouts, last), passes, first, last, waiting)
+
+
+def _layers(layouts: Work, has_head: Numbers) -> Array:
+    """Layers of a pipeline rank of every layout, cut by cost: the first rank, or the last, which has the head.
+
+    The head costs as much as some layers, and its stage has at least one. Later stages get the layers that do not
+    divide; of V-shaped schedules a rank has a late one.
+    """
+    v_shaped, pp, stages = _has(layouts, "v_shaped"), np.asarray(layouts.pp), np.asarray(layouts.stages_per_rank)
+    attention = layouts.context * layouts.heads * layouts.head_dim
+    a_layer = layouts.attention_parameters + layouts.chosen * layouts.expert_parameters + attention
+    head = np.where(pp > 1, layouts.vocabulary * layouts.width / a_layer, 0.0)
+    a_stage = (layouts.layers + head) / (pp * stages)
+    each = np.floor(a_stage)
+    rest = (a_stage - each) * pp * stages
+    without = stages * each + np.where(v_shaped, rest >= 1, rest // pp)
+    late = np.where(v_shaped, 0.0, np.clip((rest - 1) // pp, 0.0, stages - 1))
+    with_head = np.maximum(1.0, a_stage - head) + (stages - 1) * each + late
+    return np.where(np.asarray(has_head) > 0, with_head, without)
 
 
 def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> Iterator[tuple[int, ...]]:

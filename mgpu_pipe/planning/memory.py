@@ -31,7 +31,7 @@ from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import MOVING, OUTSIDE, Overheads, Place, State, host_bytes, memory_terms
 from mgpu_pipe.planning.model_work import NEEDED, compiles_blocks, run_work, stages_per_rank
 from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters, trained_apart, uncut_parameters
-from mgpu_pipe.planning.schedule_costs import passes_in_flight
+from mgpu_pipe.planning.schedule_costs import passes_in_flight, waiting_passes
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 MIB = 1 << 20
@@ -153,7 +153,8 @@ def _places(
     for rank, stages in enumerate(stages_by_rank(chosen.schedule, dims.pp, each)):
         passes = passes_in_flight(chosen.schedule, rank, dims.pp, each, plan.num_micro_batches)
         layers = sum(len(cuts[stage]) for stage in stages)
-        places.append(Place(layers, passes, float(0 in stages), float(last in stages)))
+        waiting = waiting_passes(chosen.schedule, float(rank), dims.pp)
+        places.append(Place(layers, passes, float(0 in stages), float(last in stages), waiting))
     return places
 
 

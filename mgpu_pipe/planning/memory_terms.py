@@ -17,6 +17,7 @@ from mgpu_pipe.planning.activation_bytes import (
     kept_bytes,
     loss_bytes,
     message_bytes,
+    output_bytes,
 )
 from mgpu_pipe.planning.work import Numbers, Work, choose, maximum, minimum
 
@@ -115,12 +116,14 @@ class Place:
         passes: micro-batches in flight, each of all its layers; see :mod:`mgpu_pipe.planning.schedule_costs`.
         first: 1 if it has the embedding.
         last: 1 if it has norm, head and loss.
+        waiting: see :func:`mgpu_pipe.planning.schedule_costs.waiting_passes`.
     """
 
     layers: Numbers
     passes: Numbers = 1.0
     first: Numbers = 1.0
     last: Numbers = 1.0
+    waiting: Numbers = 0.0
 
 
 def memory_terms(work: Work, state: State, keeps: Activations, place: Place, overheads: Overheads) -> Terms:
@@ -155,6 +158,9 @@ def memory_terms(work: Work, state: State, keeps: Activations, place: Place, ove
     a_pass = place.layers * kept_bytes(work, keeps) + work.stages_per_rank * message_bytes(work, keeps)
     tower = place.first * _tower_bytes(work, keeps)
     tokens_kept = place.passes * (a_pass + tower) + place.last * around_bytes(work, keeps)
+    waits = place.waiting * place.layers / work.stages_per_rank * output_bytes(work, keeps)
+    waits = waits + place.last * maximum(place.waiting - 1.0, 0.0) * keeps.item * state.head_trains * head
+    tokens_kept = tokens_kept + state.trained * waits
     at_loss = place.last * loss_bytes(work, keeps, state.head_trains * head)
     in_block = backward_bytes(work, keeps, state.dequantised / work.tp)
     in_unit = state.trained * unit * choose(shards > 1, state.copy + state.gradient, state.copy)

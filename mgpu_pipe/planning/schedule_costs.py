@@ -29,6 +29,24 @@ def passes_in_flight(schedule: str, rank: Numbers, pp: Numbers, stages: Numbers,
     return minimum(most, micro_batches * stages) / stages
 
 
+GRADIENT_SHARE = 0.5
+"""Bytes of gradients that wait for those of weights, over the activations that they wait with; about, in a trace."""
+
+
+def waiting_passes(schedule: str, rank: Numbers, pp: Numbers) -> Numbers:
+    """Passes of a stage at a rank's peak that have gradients of inputs and none of weights.
+
+    ZB-V's rank peaks late, where it keeps fewer passes and all of them wait; they count here as if it kept all.
+    DualPipeV's wait after the peak.
+    """
+    if schedule == "interleaved_zero_bubble":
+        return rank + 1.0
+    if schedule == "zbv":
+        late = 2 * rank + 1
+        return maximum(1.0, late - (2 * pp - late) / GRADIENT_SHARE)
+    return 0.0 * rank
+
+
 def bubble(
     schedule: str, pp: Numbers, micro_batches: Numbers, forward: Numbers, inputs: Numbers, weights: Numbers
 ) -> Numbers:

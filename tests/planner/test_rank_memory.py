@@ -155,6 +155,17 @@ def test_passes_in_flight_are_those_of_the_streams(schedule: str) -> None:
                 assert np.all(found == exact) if full else np.all(found >= exact)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rank", "gib"), [("interleaved_zero_bubble", 3, 19.04), ("zbv", 0, 16.60), ("dualpipev", 0, 16.76)]
+)
+def test_split_backward_passes_keep_the_gradients_that_a_trace_does(schedule: str, rank: int, gib: float) -> None:
+    """Peaks of ``python -m mgpu_pipe.training.tracing.trace_rank RANK 4`` with these words."""
+    words = "model=llama32_1b data.seq_len=4096 data.global_batch_size=32 data.micro_batch_size=1 precision=bf16"
+    split = f"strategy=megatron strategy.pp=4 trainer.devices=4 strategy.pipeline.schedule={schedule}"
+    plan = planned(*words.split(), *split.split(), "trainer.accelerator=cuda")
+    assert plan.rank == rank and plan.allocated / GIB == pytest.approx(gib, rel=0.02)
+
+
 @pytest.mark.slow
 def test_terms_follow_the_settings() -> None:
     eight = (
