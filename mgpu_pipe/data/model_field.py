@@ -17,6 +17,9 @@ from mgpu_pipe.data.text.tokenizer_folder import json_file
 from mgpu_pipe.errors import ConfigError, DataError, ModelFolderError
 from mgpu_pipe.system.local_files import MAX_JSON_BYTES, parse_json, read_bytes
 
+PADDING = "pad_token_id"
+"""Field of the id that fills rows up; the first Llama's folders state -1, which is none."""
+
 
 def model_field(model: ModelConfig, name: str) -> Any:
     """Field of the model's configuration, as configured or in its folder; None where neither has it."""
@@ -27,7 +30,8 @@ def model_field(model: ModelConfig, name: str) -> Any:
     text = model.config.get("text_config")
     if model.config.get(name) is None and isinstance(text, Mapping) and text.get(name) is not None:
         return inside
-    return settings.get(name) if settings.get(name) is not None else inside
+    value = settings.get(name) if settings.get(name) is not None else inside
+    return None if name == PADDING and isinstance(value, int) and value < 0 else value
 
 
 def model_field_or_default(model: ModelConfig, name: str) -> Any:

@@ -136,7 +136,7 @@ class TextEmbeddingObjective(TextVectorObjective):
         numbers[:, 2] += 4 * samples  # no negative is a positive
         missing = draw(0, 3, samples) == 0
         lengths[missing, 2], numbers[missing, 2] = 0, 0
-        ids[torch.arange(seq_len) >= lengths.unsqueeze(-1)] = int(self._config.pad_token_id or 0)
+        ids[torch.arange(seq_len) >= lengths.unsqueeze(-1)] = max(0, int(self._config.pad_token_id or 0))
         batch = {"input_ids": ids, "lengths": lengths, "text_numbers": numbers}
         if self.keys.is_taught:
             batch["scores"] = torch.randn(samples, PAIR, generator=generator)

@@ -98,11 +98,13 @@ class TextHeadConfig(ObjectiveConfig):
         if not family_of(model_type).classifies or fields.get("is_encoder_decoder"):
             reason = "a padded row of tokens is not what its classifier reads"
             return [ConfigError("model.type", model_type, "use an encoder (bert) or a causal model (llama)", reason)]
-        if fields["model_type"] in model_types("AutoModelForMaskedLM") or fields.get("pad_token_id") is not None:
+        padding = fields.get("pad_token_id")
+        is_known = isinstance(padding, int) and padding >= 0
+        if fields["model_type"] in model_types("AutoModelForMaskedLM") or is_known:
             return []
         reason = "it finds a row's last token by it: the last one that is another"
         fix = "give the id that fills rows up, e.g. the tokenizer's end-of-text token (0 in those made here)"
-        return [ConfigError("model.config.pad_token_id", None, fix, reason)]
+        return [ConfigError("model.config.pad_token_id", padding, fix, reason)]
 
 
 @dataclass

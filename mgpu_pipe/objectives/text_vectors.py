@@ -204,7 +204,7 @@ class TextSimilarityObjective(TextVectorObjective):
         generator = step_generator(seed, step)
         ids = torch.randint(0, int(self._config.vocab_size), (samples, PAIR, seq_len), generator=generator)
         lengths = torch.randint(2, seq_len + 1, (samples, PAIR), generator=generator)
-        ids[torch.arange(seq_len) >= lengths.unsqueeze(-1)] = int(self._config.pad_token_id or 0)
+        ids[torch.arange(seq_len) >= lengths.unsqueeze(-1)] = max(0, int(self._config.pad_token_id or 0))
         scores = torch.randint(-3, 6, (samples,), generator=generator) / 5
         return {"input_ids": ids, "lengths": lengths, "scores": scores}
 

@@ -124,6 +124,7 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         """
         +model.config.num_labels=3 -> model.config.num_labels=3: the head of objective=reranker has one output
         model=llama_tiny model.config.pad_token_id=null -> model.config.pad_token_id=null
+        model=llama_tiny model.config.pad_token_id=-1 -> model.config.pad_token_id=-1: it finds a row's last token
         model.type=mamba -> model.type=mamba
         strategy=pp trainer.devices=2 -> strategy.pp=2: objective.name=reranker cannot
         peft=lora -> peft.train_also=[]: the new head of a classifier would stay untrained

@@ -72,7 +72,7 @@ class TextEncoder:
         self._tokenizer: Any = run.tokenizer()
         config: Any = run.model.config
         padding = config.pad_token_id
-        self._padding = int((self._tokenizer.pad_token_id if padding is None else padding) or 0)
+        self._padding = max(0, int((self._tokenizer.pad_token_id if padding is None else padding) or 0))
         positions = usable_positions(config.max_position_embeddings, padding, config.model_type)
         self._room = min(self._vectors.max_tokens or self._tokenizer.model_max_length, positions)
 

@@ -73,7 +73,7 @@ class PairScorer:
         config: Any = run.model.config
         self._config = config
         padding = config.pad_token_id
-        self._padding = int((self._tokenizer.pad_token_id if padding is None else padding) or 0)
+        self._padding = max(0, int((self._tokenizer.pad_token_id if padding is None else padding) or 0))
         positions = usable_positions(config.max_position_embeddings, padding, config.model_type)
         longest = self._tokenizer.model_max_length if run.config is None else run.config.data.seq_len
         self._room = min(longest, positions)

@@ -73,6 +73,13 @@ def test_a_list_of_positives_gives_a_sample_each(tmp_path: Path) -> None:
     ]
 
 
+def test_a_padding_id_of_minus_1_is_none(tmp_path: Path) -> None:
+    """As the folders of the first Llama state it."""
+    words = ("model=llama_tiny", "model.config.vocab_size=300", "model.config.pad_token_id=-1")
+    _, batch = batch_of(configured(tmp_path, ROWS, *words))
+    assert all(values.min() >= 0 for name, values in batch.items() if name.endswith("ids"))
+
+
 def test_csv_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
     expected = texts_of(configured(tmp_path), tmp_path)
     table = tmp_path / "pairs.csv"
