@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.errors import printable
 from mgpu_pipe.objectives.sample_group import SingleProcess
 from tests.support import small_runs
 
@@ -219,9 +220,4 @@ def generated(folder: Path, capsys: pytest.CaptureFixture[str], prompt: str, *pi
 def check_written(model: Any, tokenizer: Any, answer: str, input_ids: torch.Tensor, **inputs: torch.Tensor) -> None:
     """transformers' generation writes ``answer``."""
     wrote = model.generate(input_ids=input_ids, **inputs, max_new_tokens=8, do_sample=False)[0][input_ids.shape[1] :]
-    assert shown_as(tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
-
-
-def shown_as(text: str) -> str:
-    """Text as a terminal gets it, without control characters."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+    assert printable(tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer

@@ -16,8 +16,8 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.decode_audio import decode
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
-from mgpu_pipe.errors import DataError
-from tests.objectives.harness import check_trained_on, exported_model, shown_as
+from mgpu_pipe.errors import DataError, printable
+from tests.objectives.harness import check_trained_on, exported_model
 from tests.support import small_runs
 from tests.support.command import mgpu
 from tests.support.pictures import said
@@ -173,14 +173,14 @@ def test_generate_and_export_answer_like_transformers(tmp_path: Path, capsys: py
     text = processor.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     inputs = processor(text=text, audio=waves, sampling_rate=16000, return_tensors="pt")
     wrote = exported.generate(**inputs, max_new_tokens=8, do_sample=False)[0][inputs["input_ids"].shape[1] :]
-    assert shown_as(processor.tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer and answer
+    assert printable(processor.tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer and answer
     # A file of prompts, with parts that name recordings, gives the same answer.
     parts = [{"type": "text", "text": "Is "}, part("ab"), {"type": "text", "text": " or "}, part("bccab")]
     content = [*parts, {"type": "text", "text": " longer?"}]
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n")
     given = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     assert main([*asked, *given]) == 0
-    assert shown_as(json.loads((tmp_path / "out.jsonl").read_text())["answer"]).strip() == answer
+    assert printable(json.loads((tmp_path / "out.jsonl").read_text())["answer"]).strip() == answer
     check_trained_on(chats, tmp_path, metrics, 1, "data.chat_template=null", "strategy=single")
     capsys.readouterr()
     for file, expected in ((tmp_path / "gone.wav", "cannot be read"), (tmp_path / "chats.jsonl", "is no sound")):
