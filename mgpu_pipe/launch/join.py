@@ -31,11 +31,10 @@ from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.preparing import LiveStream
 from mgpu_pipe.launch.resume import resume_step
 from mgpu_pipe.launch.run_start import AttemptStart, begin_run, prepare_attempt
-from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.supervisor import Outcome
 from mgpu_pipe.launch.worker import leave_error, prepared_here, train_in
 from mgpu_pipe.launch.workers import is_stopped, open_log
-from mgpu_pipe.launch.world import World, enter, is_node_task, joined_store, wait_for
+from mgpu_pipe.launch.world import World, enter, is_node_task, joined_store, run_environment, wait_for
 from mgpu_pipe.runs import record, run_folder
 from mgpu_pipe.runs.lock import RunLock, boot_id, process_identity
 from mgpu_pipe.runs.resume_command import CommandLine, joined_start

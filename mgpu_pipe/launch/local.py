@@ -27,11 +27,10 @@ from mgpu_pipe.launch.node import launch_node
 from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.resume import resume_step
 from mgpu_pipe.launch.run_start import AttemptStart, begin_run, prepare_attempt, worker_plan
-from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.workers import RESUME, WorkerGroup
-from mgpu_pipe.launch.world import World, is_node_task
+from mgpu_pipe.launch.world import World, is_node_task, run_environment
 from mgpu_pipe.runs import record, run_folder
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine

@@ -32,12 +32,11 @@ from mgpu_pipe.launch.failure import Failure
 from mgpu_pipe.launch.join import SharedPlan, agree, prepare_on_every_node
 from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.launch.run_start import worker_plan
-from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome, supervise
 from mgpu_pipe.launch.worker import prepared_here
 from mgpu_pipe.launch.workers import RESUME, WorkerGroup
-from mgpu_pipe.launch.world import World, check_world, joined_store, wait_for
+from mgpu_pipe.launch.world import World, check_world, joined_store, run_environment, wait_for
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.runs.resume_command import CommandLine, joined_start
 from mgpu_pipe.system.hardware import available_memory, usable_gpus

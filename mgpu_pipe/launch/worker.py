@@ -132,7 +132,7 @@ def train_in(
     from mgpu_pipe.config.resolve import device_type
     from mgpu_pipe.inference.during_training import INFERENCE
     from mgpu_pipe.launch.process_group import process_group
-    from mgpu_pipe.launch.run_variables import keep_traces_in
+    from mgpu_pipe.launch.world import keep_traces_in
     from mgpu_pipe.training.loggers import log_samples
     from mgpu_pipe.training.train import train
 

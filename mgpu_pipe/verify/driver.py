@@ -15,10 +15,10 @@ from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, print_line, print_text
 from mgpu_pipe.launch.deepspeed_build import prepare_extensions
 from mgpu_pipe.launch.process_job import supervise_module
-from mgpu_pipe.launch.run_variables import run_environment
 from mgpu_pipe.launch.signals import SignalInbox, StoppedBeforeTraining
 from mgpu_pipe.launch.supervisor import Outcome
 from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
+from mgpu_pipe.launch.world import run_environment
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.runs.run_folder import choose_folder
 from mgpu_pipe.system.hardware import choose_threads

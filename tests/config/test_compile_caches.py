@@ -13,7 +13,7 @@ import pytest
 from mgpu_pipe.config.paths import FOLDERS, compile_caches
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.launch.run_variables import run_environment
+from mgpu_pipe.launch.world import run_environment
 from tests.support.needs import need_torch_compile
 
 NOBODY = 65534

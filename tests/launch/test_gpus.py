@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import BadInputError
-from mgpu_pipe.launch import run_variables as variables
+from mgpu_pipe.launch import world as variables
 from mgpu_pipe.launch.process_group import Gpu, _explained_start_errors, compare, fault
 from mgpu_pipe.runs.environment import describe_environment
 from mgpu_pipe.system.hardware import Threads

@@ -64,9 +64,10 @@ def start(place: Path, *overrides: str, program: Sequence[str] = PROGRAM, device
     )
 
 
-def start_forked(place: Path, folder: Path, *overrides: str) -> ForkedProgram:
-    """One process in ``folder``, without waiting for imports."""
-    return ForkedProgram([*COMMON, "trainer.devices=1", f"run.dir={folder}", *overrides], place, environment_at(place))
+def start_forked(place: Path, *overrides: str, devices: int = 1) -> ForkedProgram:
+    """The same without waiting for imports."""
+    words = [*COMMON, f"trainer.devices={devices}", f"run.root={place / 'outputs'}", *overrides]
+    return ForkedProgram(words, place, environment_at(place))
 
 
 def run_to_end(process: subprocess.Popen[str] | ForkedProgram, code: int = 0) -> tuple[Path, str]:
@@ -97,7 +98,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def reference(place: Path) -> list[tuple[str, str, str]]:
-    folder, _ = run_to_end(start(place, "run.name=reference"))
+    folder, _ = run_to_end(start_forked(place, "run.name=reference", devices=2))
     found = rows(folder)
     assert [int(step) for step, _, _ in found] == list(range(1, STEPS + 1))
     return found
@@ -155,7 +156,7 @@ def test_killed_at_any_moment_it_resumes_as_if_nothing_had_happened(
 
 def test_a_run_whose_worker_was_killed_says_the_line_that_goes_on(place: Path) -> None:
     folder = place / "crashed"
-    launcher = start_forked(place, folder, "trainer.max_steps=100000")
+    launcher = start_forked(place, f"run.dir={folder}", "trainer.max_steps=100000")
     wait_for_step(folder, 6)
     (worker,) = workers_of(launcher)
     os.kill(worker, signal.SIGKILL)
@@ -173,7 +174,7 @@ def test_what_may_not_differ_is_refused_and_the_earlier_run_left_as_it_was(
     (folder,) = (place / "outputs" / "reference").iterdir()
     kept = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.csv", "summary.json")}
     more = (f"run.dir={folder}", "checkpoint.resume=auto", "trainer.max_steps=30")
-    other = start(place, *more, "seed=7", "data.global_batch_size=16")
+    other = start_forked(place, *more, "seed=7", "data.global_batch_size=16")
     _, said = other.communicate(timeout=120)
     assert other.returncode == 2, said
     assert "seed=7" in said
@@ -184,9 +185,9 @@ def test_what_may_not_differ_is_refused_and_the_earlier_run_left_as_it_was(
 
 def test_a_folder_in_use_is_refused_with_its_holder(place: Path) -> None:
     folder = place / "busy"
-    holder = start_forked(place, folder, "trainer.max_steps=100000")
+    holder = start_forked(place, f"run.dir={folder}", "trainer.max_steps=100000")
     wait_for_step(folder, 2)
-    second = start_forked(place, folder, "checkpoint.resume=auto")
+    second = start_forked(place, f"run.dir={folder}", "checkpoint.resume=auto")
     _, said = second.communicate(timeout=120)
     holder.kill()
     assert second.returncode == 2

@@ -21,10 +21,10 @@ from mgpu_pipe.launch.slurm.script import POINTS
 from mgpu_pipe.runs.lock import RunLock
 from mgpu_pipe.sweep import slurm_array, slurm_point
 from mgpu_pipe.sweep.run_points import take
-from mgpu_pipe.sweep.store import create
+from mgpu_pipe.sweep.store import Store, create
 from tests.slurm.test_disturbed import SLOW, attempts, reached
 from tests.slurm.test_script import configured
-from tests.support.command import REPOSITORY, column, mgpu
+from tests.support.command import REPOSITORY, column, launched, mgpu
 from tests.support.slurm_cluster import TINY, Cluster
 from tests.sweep.support import asked
 
@@ -44,8 +44,10 @@ def submitted(cache: Path, cwd: Path, *words: str) -> str:
 
 
 def finished(cluster: Cluster, cache: Path, cwd: Path) -> None:
+    store = Store(cwd / "outputs/sweeps/tried")
+
     def states() -> bool:
-        return {point["status"] for point in points(cache, cwd)} == {"finished"}
+        return {point.status for point in store.points()} == {"finished"}
 
     try:
         cluster.until(states, "all finished")
@@ -59,6 +61,10 @@ def test_a_member_that_is_queued_again_leaves_the_others_alone(cluster: Cluster,
     """The last member, whose job number is the array's own."""
     os.environ["PYTHONPATH"] = str(REPOSITORY)
     words = ["seed=1,2", "trainer.max_steps=16", "checkpoint.every_n_steps=4", "strategy=single"]
+    there = shared / "here"
+    there.mkdir()
+    alone = ["launch=local", "hydra/launcher=basic", "trainer.devices=1"]
+    local = launched(cache, there, *ARRAY, *words, *alone)  # while the cluster's runs wait for nodes
     array = submitted(cache, shared, *words, *SLOW, "trainer.devices=1")
     first, last = (Path(point["folder"]) for point in points(cache, shared))
     cluster.until(lambda: reached(first, 2) and reached(last, 6), "step 6", array)
@@ -67,15 +73,14 @@ def test_a_member_that_is_queued_again_leaves_the_others_alone(cluster: Cluster,
     assert [entry["status"] for entry in attempts(first)] == ["finished"]
     assert [entry["status"] for entry in attempts(last)] == ["stopped", "finished"]
 
-    there = shared / "here"
-    there.mkdir()
-    alone = ["launch=local", "hydra/launcher=basic", "trainer.devices=1"]
-    mgpu(cache, there, *ARRAY, *words, *alone)
-    for mine, local in zip(points(cache, shared), points(cache, there), strict=True):
-        assert mine["overrides"] == local["overrides"]
-        assert mine["metrics"]["train/loss"] == local["metrics"]["train/loss"]
-        assert column(Path(mine["folder"]), "train/loss") == column(Path(local["folder"]), "train/loss")
-    assert [point["attempts"] for point in points(cache, shared)] == [1, 2]
+    _, said = local.communicate()
+    assert local.returncode == 0, said
+    swept = points(cache, shared)
+    for mine, theirs in zip(swept, points(cache, there), strict=True):
+        assert mine["overrides"] == theirs["overrides"]
+        assert mine["metrics"]["train/loss"] == theirs["metrics"]["train/loss"]
+        assert column(Path(mine["folder"]), "train/loss") == column(Path(theirs["folder"]), "train/loss")
+    assert [point["attempts"] for point in swept] == [1, 2]
     assert "repeat it: mgpu-pipe submit " in mgpu(cache, shared, "sweeps", "best", "tried")
     assert "no point is left to run: 2 of 2 finished" in mgpu(cache, shared, "sweeps", "resume", "tried")
     cluster.until(cluster.nothing_left, "the end of all processes")

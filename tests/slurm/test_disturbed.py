@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.command import REPOSITORY, column, metrics, mgpu, run_folder
+from tests.support.command import REPOSITORY, column, launched, metrics, mgpu, run_folder
 from tests.support.slurm_cluster import TINY, Cluster
 from tests.support.slurm_disturbances import Disturb, kill_node, preempt, requeue, revive, warn
 
@@ -60,11 +60,14 @@ def assert_equal(folder: Path, undisturbed: Path) -> None:
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_preempted_and_killed_it_goes_on_by_itself(cluster: Cluster, cache: Path, shared: Path, devices: int) -> None:
     here = ("launch=local", "trainer.num_nodes=1", f"trainer.devices={2 * devices}", "run.name=here")
+    local = launched(cache, shared, *WORDS, *here)  # while the cluster's run waits for nodes
     try:
         _, folder = disturbed(cluster, cache, shared, [(5, preempt), (14, kill_node)], f"trainer.devices={devices}")
     finally:
         revive(cluster)
-    assert_equal(folder, run_folder(mgpu(cache, shared, *WORDS, *here)))
+    out, said = local.communicate()
+    assert local.returncode == 0, said
+    assert_equal(folder, run_folder(out))
     summary = json.loads((folder / "summary.json").read_text())
     first, second, third = summary["attempts"]
     assert summary["status"] == third["status"] == "finished" and third["step"] == STEPS
