@@ -29,6 +29,8 @@ from mgpu_pipe.launch.workers import ERROR_FD, Exit, log_header
 from mgpu_pipe.system.local_files import replace_file
 
 TAIL_LINES = 25
+MAX_LOG_BYTES = 65536
+"""Bytes at the end of a log that are read."""
 MAX_NAMED_RANKS = 4
 """Limit of hanging ranks in a message."""
 MAX_MESSAGE = 4_000
@@ -263,10 +265,10 @@ def log_tail(log: Path, attempt: int) -> str:
     return "\n".join(_log_text(log, attempt).rstrip().splitlines()[-TAIL_LINES:])
 
 
-def _log_text(log: Path, attempt: int, longest: int = 65536) -> str:
+def _log_text(log: Path, attempt: int) -> str:
     """End of this attempt's part of a rank's log."""
     with log.open("rb") as file:
-        file.seek(max(0, os.path.getsize(log) - longest))
+        file.seek(max(0, os.path.getsize(log) - MAX_LOG_BYTES))
         text = file.read().decode("utf-8", "replace")
     _, header, rest = text.rpartition(log_header(attempt))
     return rest.partition("\n")[2] if header else text

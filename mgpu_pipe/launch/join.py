@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from mgpu_pipe.data.samples import Prepared
 
-OFFER, PREPARED, CONCLUDED, HEARD = "offer", "prepared", "concluded", "heard"
+OFFER, PREPARED, CONCLUDED, READ = "offer", "prepared", "concluded", "read"
 LEAVING_S = 10.0
 """Seconds that the other ranks have to read the end."""
 
@@ -78,7 +78,7 @@ def join(joined: Mapping[str, str], config: RunConfig, command_line: CommandLine
             outcome = Outcome(status, EXIT_OK, shared.attempt)
             finish.conclude(config, paths, outcome, time.monotonic() - started, _again(command_line, paths))
             store.set(CONCLUDED, "")
-            others = [f"{HEARD}/{rank}" for rank in range(1, world.world_size)]
+            others = [f"{READ}/{rank}" for rank in range(1, world.world_size)]
             wait_for(store, others, timeout=LEAVING_S)  # the store ends with this process
         else:
             _await_conclusion(store, world.rank)
@@ -90,7 +90,7 @@ def _await_conclusion(store: Store, rank: int) -> None:
     """Wait until rank 0 has written the run's end, so that a script on any rank reads a finished run."""
     try:
         wait_for(store, [CONCLUDED])
-        store.set(f"{HEARD}/{rank}", "")
+        store.set(f"{READ}/{rank}", "")
     except RuntimeError:  # rank 0 and its store are gone: it has concluded, or printed why not
         return
 
@@ -155,7 +155,7 @@ def refuse_alone(devices: int, timeout: float, exit_code: int) -> None:
 def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Sequence[int]) -> None:
     """Broadcast that nothing will be trained, and wait until the others read it: the store ends with this process."""
     store.set(OFFER, json.dumps(offer))
-    wait_for(store, [f"{HEARD}/{rank}" for rank in others], timeout=LEAVING_S)
+    wait_for(store, [f"{READ}/{rank}" for rank in others], timeout=LEAVING_S)
 
 
 def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine, folder: RunFolder) -> SharedPlan:
@@ -184,7 +184,7 @@ def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPl
     offer = json.loads(store.get(OFFER))
     if not offer.get("train"):
         with suppress(RuntimeError):  # rank 0 timed out and is gone
-            store.set(f"{HEARD}/{rank}", "")
+            store.set(f"{READ}/{rank}", "")
     if "exit_code" in offer:
         raise SystemExit(offer["exit_code"])  # rank 0 has printed the reason
     shared = SharedPlan(**offer)

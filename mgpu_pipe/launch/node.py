@@ -111,7 +111,7 @@ def _write(folder: Path, node: str) -> float:
         path.unlink(missing_ok=True)
 
 
-PORT, ENDED, FAILED, VERDICT, HEARD = "port", "ended", "failed", "verdict", "heard"
+PORT, ENDED, FAILED, VERDICT, READ = "port", "ended", "failed", "verdict", "read"
 ANSWER_S = 20.0
 """Seconds that tasks wait for each other at the end, beyond the workers' time to save."""
 
@@ -151,7 +151,7 @@ def launch_node(joined: Mapping[str, str], config: RunConfig, command_line: Comm
                 finish.conclude(config, paths, outcome, time.monotonic() - started, again)
                 outcome = replace(outcome, exit_code=finish.exit_code(outcome, command_line))
                 store.set(VERDICT, str(outcome.exit_code))
-                wait_for(store, [f"{HEARD}/{other}" for other in range(1, node.world_size)], ANSWER_S)
+                wait_for(store, [f"{READ}/{other}" for other in range(1, node.world_size)], ANSWER_S)
             else:
                 outcome = replace(outcome, exit_code=_verdict(config.launch, node, outcome, store))
             return LaunchResult(outcome.status, outcome.exit_code, paths.root, inbox.stop_requested)
@@ -263,7 +263,7 @@ def _verdict(launch: LaunchConfig, node: World, outcome: Outcome, store: Store) 
         if not wait_for(store, [VERDICT], launch.stop_timeout + 2 * ANSWER_S):
             return outcome.exit_code
         code = int(store.get(VERDICT))
-        store.set(f"{HEARD}/{node.rank}", "")
+        store.set(f"{READ}/{node.rank}", "")
     except RuntimeError:
         return outcome.exit_code or EXIT_FAILURE
     return code

@@ -199,7 +199,7 @@ def _cell_lines(cell: str, several_lines: bool) -> list[str]:
     return [printable(line, keep="") for line in (cell.split("\n") if several_lines else [cell])]
 
 
-def print_words(text: str, width: int | None, indent: int = 0) -> None:
+def print_words(text: str, width: int | None, indent: int) -> None:
     """Print a text wrapped only between words; a longer word stays whole, so that it can be copied."""
     room = max(width or len(text) + indent, indent + 1)
     margin = " " * indent

@@ -68,7 +68,7 @@ def memory_bands(value: object) -> dict[str, Any] | None:
     bands, x = [], 0.0
     for phase, points in groupby(memory.line, key=lambda point: point[3]):
         end = MEMORY_WIDTH * [*points][-1][0] / last
-        bands.append({"x": round(x, 1), "width": round(end - x, 1), "colour": PHASE_COLOURS[phase], "told": phase})
+        bands.append({"x": round(x, 1), "width": round(end - x, 1), "colour": PHASE_COLOURS[phase], "title": phase})
         x = end
     names, rows = memory.table()
     return {
@@ -123,7 +123,7 @@ def bars(value: object) -> dict[str, Any] | None:
         for name, seconds in parts(rank):
             width = WIDTH * max(seconds, 0.0) / longest
             label = f"rank {number}: {name} {1000 * seconds:.1f} ms"
-            stretches.append({"x": round(left, 2), "width": round(width, 2), "colour": COLOURS[name], "told": label})
+            stretches.append({"x": round(left, 2), "width": round(width, 2), "colour": COLOURS[name], "title": label})
             left += width
         rows.append({"rank": number, "y": number * (HEIGHT + GAP), "stretches": stretches})
     names, table = times.table()

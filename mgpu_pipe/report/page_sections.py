@@ -38,7 +38,7 @@ def confusion(view: RunView) -> dict[str, Any] | None:
                 "text": numbers.plain(count),
                 "shade": round(SHADES * min(1.0, value / whole)) if 0 < value < float("inf") else 0,
                 "right": column == index,
-                "told": f"{titles[index]}, taken for {titles[column]}: {numbers.plain(count)}",
+                "title": f"{titles[index]}, taken for {titles[column]}: {numbers.plain(count)}",
             }
             for column, (count, value) in enumerate(zip(row, known, strict=True))
         ]

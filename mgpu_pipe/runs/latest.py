@@ -44,16 +44,16 @@ def is_run_folder(folder: Path) -> bool:
     return is_file(RunPaths(folder).config) and not any(is_file(folder / name) for name in NO_RUNS)
 
 
-def find_runs(root: Path, depth: int = DEPTH) -> list[Path]:
-    """Run folders at most ``depth`` levels below ``root``, or ``root`` itself; the latest first."""
-    return _newest_first(run_folders(root, depth))
+def find_runs(root: Path) -> list[Path]:
+    """Run folders at most :data:`DEPTH` levels below ``root``, or ``root`` itself; the latest first."""
+    return _newest_first(run_folders(root))
 
 
-def run_folders(root: Path, depth: int = DEPTH) -> list[Path]:
+def run_folders(root: Path) -> list[Path]:
     """Run folders like :func:`find_runs`, unordered and without reading them."""
     runs: list[Path] = []
     level = [root]
-    for _ in range(depth + 1):
+    for _ in range(DEPTH + 1):
         below: list[Path] = []
         for folder in level:
             if is_run_folder(folder):
@@ -155,7 +155,7 @@ LISTED = 4
 """Limit of differences in a note."""
 
 
-def find_own(config: RunConfig, runs: Path, digits: str, swept: Sequence[str] = ()) -> tuple[Path | None, str]:
+def find_own(config: RunConfig, runs: Path, digits: str, swept: Sequence[str]) -> tuple[Path | None, str]:
     """The latest run in ``runs`` all of whose attempts had this configuration's mathematics.
 
     Args:
@@ -238,7 +238,7 @@ def resumable_folders(run: RunOptions, checkpoint: CheckpointConfig) -> list[Pat
     return runs_in(expand_home(run.root) / run.name) if resume == "auto" else []
 
 
-def resumed_config(config: RunConfig, swept: Sequence[str] = ()) -> RunConfig | None:
+def resumed_config(config: RunConfig, swept: Sequence[str]) -> RunConfig | None:
     """Configuration of the run that ``config`` resumes; None for a new run.
 
     Args:

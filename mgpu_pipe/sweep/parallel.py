@@ -36,7 +36,7 @@ def chosen_points() -> list[int]:
     return [int(number) for number in numbers]
 
 
-def work_together(store: Store, chosen: Collection[int] = ()) -> None:
+def work_together(store: Store, chosen: Collection[int]) -> None:
     """Start ``sweep.parallel`` workers, wait for them and print the status of their points.
 
     Each worker gets its share of this process's cores and GPUs; workers share GPUs if there are fewer. They end with

@@ -120,7 +120,7 @@ def parsed_again(flags: Sequence[str], overrides: Sequence[str]) -> Namespace:
     return hydra_cli.parse([*flags, *overrides])
 
 
-def take_next(store: Store, tried: Collection[int], numbers: Collection[int] = ()) -> Point | None:
+def take_next(store: Store, tried: Collection[int], numbers: Collection[int]) -> Point | None:
     """Claim the next point for this process: a resumable one, one that a rung promotes, or a new one.
 
     Args:

@@ -76,7 +76,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def submit_left(store: Store, command: Sequence[str], numbers: Collection[int] = ()) -> int:
+def submit_left(store: Store, command: Sequence[str], numbers: Collection[int]) -> int:
     """Submit an array of the waiting and stopped points; returns the exit code.
 
     Args:

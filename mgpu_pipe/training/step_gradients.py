@@ -79,7 +79,7 @@ class MicroBatchStop:
         dist.all_reduce(stop_requested, group=self._group)
         return bool(stop_requested)
 
-    def vote(self, save: bool = False) -> StepVotes:
+    def vote(self, save: bool) -> StepVotes:
         """This rank's votes at a step's end.
 
         Args:

@@ -34,7 +34,7 @@ BUCKET_MIB = 0.05
 MAX_RANK = 4
 """Highest rank of adapters."""
 SHOWN = ("model", "data", "objective", "optimizer", "scheduler", "peft", "strategy", "precision", "trainer")
-TOLD = ("optimizer.lr", "strategy.offload")
+NOTABLE = ("optimizer.lr", "strategy.offload")
 NOISE_REASON = "parity under random noise is statistical"
 REASONS = {
     "optimizer.lr": "the bounds hold for rates up to 3e-4",
@@ -58,7 +58,7 @@ class Shrunk:
 
     def notices(self) -> list[str]:
         """Changes to report to the user: those that reduce what is verified."""
-        notable = {key: change for key, change in self.changes.items() if key in TOLD or _is_noise(key)}
+        notable = {key: change for key, change in self.changes.items() if key in NOTABLE or _is_noise(key)}
         return [
             f"{key}={change['to']} here instead of {change['from']}: {change['why']}" for key, change in notable.items()
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mgpu_pipe.checkpoint.selection import list_steps
 from tests.support.command import column
 
 BASE = (
@@ -26,6 +27,11 @@ MEASURED = ("train/loss", "train/grad_norm", "val/loss")
 
 def overrides(corpus: Path, *more: str) -> list[str]:
     return [*BASE, f"data.paths=[{corpus}/*.txt]", *more]
+
+
+def steps_of(folder: Path) -> list[int]:
+    """The steps of a run whose checkpoints are whole."""
+    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.whole]
 
 
 def same(folder: Path, other: Path, first: int = 1) -> None:

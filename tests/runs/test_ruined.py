@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checkpoint.selection import list_steps
+from tests.runs.support import steps_of
 from tests.support.command import column, mgpu, run_folder
 
 pytestmark = pytest.mark.slow
@@ -33,10 +33,6 @@ RUIN = "+callbacks.ruin._target_=tests.support.ruin.Ruin"
 def sound(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound")
     return run_folder(mgpu(cache, folder, *BASE, f"run.dir={folder / 'run'}"))
-
-
-def steps_of(folder: Path) -> list[int]:
-    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.whole]
 
 
 @pytest.mark.parametrize(

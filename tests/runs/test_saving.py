@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.checkpoint.selection import list_steps, newest_valid
+from mgpu_pipe.checkpoint.selection import newest_valid
+from tests.runs.support import steps_of
 from tests.runs.test_kills import content, rows
 from tests.support.worlds import JoinedRun
 
@@ -62,10 +63,6 @@ def waiting(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert run.wait() == [0, 0], run.said()
     assert steps_of(folder) == [3, 6, 9, 12]
     return folder
-
-
-def steps_of(folder: Path) -> list[int]:
-    return [info.step for info in list_steps(folder / "checkpoints", "full") if info.whole]
 
 
 def compare(folder: Path, waiting: Path) -> None:

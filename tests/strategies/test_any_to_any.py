@@ -1,7 +1,7 @@
 """Every strategy reads the canonical checkpoint, goes on from it, and writes it again bit for bit.
 
 What a strategy reads and writes goes through the canonical form, so that any strategy goes on from any other: what one
-wrote is, bit for bit, what another one reads. Some pairs are tried directly in test_checkpoints, test_axes_checkpoints
+wrote is, bit for bit, what another one reads. Some pairs are tried directly in test_checkpoints
 and test_deepspeed_checkpoint. Oracle of going on: the uninterrupted plain loop.
 """
 

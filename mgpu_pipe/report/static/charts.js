@@ -273,7 +273,7 @@ async function look() {
     if (answer.status === 200 && !pressed) show(main, new DOMParser().parseFromString(await answer.text(), 'text/html'));
     else if (!answer.ok && answer.status !== 304) throw new Error(answer.statusText);
   } catch {
-    document.querySelector('.live').textContent = 'The server does not answer: this page is as of its last look.';
+    document.querySelector('.live').textContent = 'The server does not answer: this page shows its last answer.';
   }
   setTimeout(look, Math.max(LOOK_MS, REST * (performance.now() - began)));  // training has the machine
 }

@@ -20,7 +20,7 @@ function filterRuns() {
     row.hidden = !asked.every(word => matches(row, word));
     if (row.hidden) KEPT.out.add(place.get(row.cells[0].dataset.sort)); else shown++;
   }
-  document.getElementById('told').textContent = asked.length ? `${shown} of ${page.runs.length} runs` : '';
+  document.getElementById('matches').textContent = asked.length ? `${shown} of ${page.runs.length} runs` : '';
 }
 
 // Strong for good runs, faint for bad ones; grey for what reached nothing.
@@ -123,7 +123,7 @@ function scatter(canvas, c, size, css) {
   }
 }
 
-// The run nearest to the pointer is drawn strongly in every picture, and told by its row of the table.
+// The run nearest to the pointer is drawn strongly in every picture, and a tip shows its row of the table.
 function point(canvas, event) {
   const box = canvas?.getBoundingClientRect();
   let run = -1, least = REACH;
@@ -133,7 +133,7 @@ function point(canvas, event) {
   }
   if (run !== pointed) { pointed = run; all('canvas.picture').forEach(picture); }
   let tip = document.querySelector('main > .tip');
-  if (!tip) document.querySelector('main').append(tip = make('div', 'tip beside'));
+  if (!tip) document.querySelector('main').append(tip = make('div', 'tip fixed'));
   tip.style.display = run < 0 ? 'none' : 'block';
   if (run < 0) return;
   const row = all('table.runs tbody tr').find(row => row.cells[0].dataset.sort === String(page.runs[run]));
