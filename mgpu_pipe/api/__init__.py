@@ -204,7 +204,7 @@ def _composed(overrides: Sequence[str]) -> Composition:
         raise BadInputError(f"{' '.join(overrides)}: asks the command line to print something; leave it out")
     composition = hydra_cli.compose_one(parsed)
     if parsed.multirun or composition.multirun:
-        raise BadInputError("-m: a sweep is one call for each of its runs")
+        raise BadInputError("-m: starts a sweep; call the function once for each run instead")
     return composition
 
 

@@ -136,7 +136,7 @@ class Run:
         with as_exceptions():
             folder = RunPaths(self.folder).tokenizer
             if not is_folder(folder):
-                raise BadInputError(f"{self.folder}: keeps no tokenizer")
+                raise BadInputError(f"{self.folder}: keeps no tokenizer; give a run on texts")
             return load_tokenizer(folder)
 
     def generate(
@@ -169,7 +169,9 @@ class Run:
         with as_exceptions():
             loaded = self._loaded(step, device)
             if not loaded.model.can_generate():
-                raise BadInputError(f"{loaded.source}: {type(loaded.model).__name__} does not generate text")
+                raise BadInputError(
+                    f"{loaded.source}: {type(loaded.model).__name__} does not generate text; use mgpu-pipe eval"
+                )
             from mgpu_pipe.inference.generation import generate_text
 
             return generate_text(

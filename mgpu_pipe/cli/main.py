@@ -54,7 +54,9 @@ def complete(words: list[str], shell: str) -> int:
 
     line = os.environ.get("COMP_LINE", "")
     if not line.strip():
-        raise BadInputError(f"-sc {QUERY}{shell}: is what the shell asks; set it up by mgpu-pipe -sc install={shell}")
+        raise BadInputError(
+            f"-sc {QUERY}{shell}: is a question of the shell; set completion up by mgpu-pipe -sc install={shell}"
+        )
     offered = choices(line)
     options = list(offered.words)
     if offered.line is not None:

@@ -327,7 +327,9 @@ class FilePoints:
         try:
             record = parse_json(read_bytes(path, MAX_JSON_BYTES), path)
         except (OSError, ValueError, NotPlainError) as error:
-            raise BadInputError(f"{path}: the sweep's record of a point cannot be read ({error})") from error
+            raise BadInputError(
+                f"{path}: cannot be read ({error}); check its permissions, or restore it from a copy"
+            ) from error
         if not isinstance(record, dict) or not isinstance(record.get("version"), int):
             raise BadInputError(f"{path}: not a sweep's record of a point; remove it, and sweeps extend adds the point")
         return record

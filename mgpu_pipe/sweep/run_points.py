@@ -271,7 +271,7 @@ def grid(request: SweepRequest) -> list[list[list[str]]]:
     for key, values in request.values.items():
         if not isinstance(values, list):
             text = str(values.input_line).partition("=")[2]
-            raise ConfigError(key, text, "list its values, a,b,c or range(1,9,2)", "a range has no end of values")
+            raise ConfigError(key, text, "list its values, a,b,c or range(1,9,2)", "a range is not a list of values")
         if not values:
             raise ConfigError(key, "", "list at least one, a,b,c or range(1,9,2)", "it has no values")
         listed.append([[value] for value in values])
@@ -302,7 +302,7 @@ def read_points(path: Path) -> list[list[str]]:
         raise ConfigError("sweep.points", path, "give a csv file whose first row names keys", str(error)) from error
     header = [key.strip() for key in header]
     if twice := [key for column, key in enumerate(header) if key in header[:column]]:
-        raise ConfigError("sweep.points", path, "give it one column", f"{twice[0]} heads two")
+        raise ConfigError("sweep.points", path, "give it one column", f"{twice[0]} is the header of two columns")
     if not rows:
         raise ConfigError("sweep.points", path, "add a row for each point", "it has no point")
     for number, row in rows:

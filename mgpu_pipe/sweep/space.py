@@ -139,7 +139,7 @@ def ordered(space: Mapping[str, Parameter]) -> list[Parameter]:
         )
         if ready is None:
             key, fix = next(iter(left)), "let one of these parameters have none"
-            raise ConfigError(f"sweep.space.{key}.when", "...", fix, "the conditions wait for one another")
+            raise ConfigError(f"sweep.space.{key}.when", "...", fix, "the conditions depend on each other")
         order.append(left.pop(ready.key))
     return order
 

@@ -236,7 +236,7 @@ def _read_spec(folder: Path) -> dict[str, Any]:
     if not isinstance(spec, dict) or not isinstance(spec.get("version"), int):
         raise BadInputError(f"{path}: not what a sweep writes; the runs themselves lie in run.root")
     if spec["version"] > VERSION:
-        raise BadInputError(f"{path}: of a newer version of mgpu_pipe ({spec['version']}); use that one")
+        raise BadInputError(f"{path}: written by a newer mgpu_pipe (format {spec['version']}); update mgpu_pipe")
     check_spec(spec, path)
     return spec
 
@@ -364,8 +364,8 @@ class _Database:
                     f"{self._path}: reading the sweep's store has no end; restore it from a copy"
                 ) from error
             raise BadInputError(
-                f"{self._path}: the sweep's store cannot be used ({error}): another process holds it for long, or the "
-                "disk is full or read-only; nothing of the runs is lost"
+                f"{self._path}: the sweep's store cannot be used ({error}): another process locks it for long, or the "
+                "disk is full or read-only; make room, or try again (no run is lost)"
             ) from error
         except (sqlite3.DatabaseError, ValueError) as error:
             raise BadInputError(

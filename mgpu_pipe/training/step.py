@@ -172,7 +172,7 @@ class StepTimes:
     def times(self) -> dict[str, float]:
         """Seconds of this rank's steps in this attempt, without warm-up steps; 0 before the first.
 
-        Ranks wait for one another in every step, so their steps take equally long: what tells a slow rank is that it
+        Ranks wait for one another in every step, so their steps take equally long: a slow rank shows because it
         waits longest for its data, or computes longest while the others wait.
         """
         steps = max(len(self._seconds), 1)

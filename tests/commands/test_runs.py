@@ -170,8 +170,8 @@ def test_a_living_run_and_a_link_are_not_deleted(root: Path, capsys: pytest.Capt
         ),
         (["--where", "lr"], "--where lr: give a key and its value"),
         (["--where", "name=x"], "name: several keys end so; give one of model.name, run.name, strategy.name"),
-        (["outputs/alpha/a1", "run.root=outputs"], "leave out it or the folders"),
-        (["--delete", "--json", "--name", "x"], "leave out it or --delete"),
+        (["outputs/alpha/a1", "run.root=outputs"], "leave it out, or the folders"),
+        (["--delete", "--json", "--name", "x"], "leave out one of them"),
     ],
 )
 def test_wrong_words_are_refused(words: list[str], said: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:

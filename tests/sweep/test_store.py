@@ -251,7 +251,7 @@ def test_damage_and_newer_versions_are_one_line(tmp_path: Path, capsys: pytest.C
     database.write_bytes(whole)
     assert len(store.points()) == 40
     settings.write_text(json.dumps({**store.spec, "version": 99}))
-    with pytest.raises(BadInputError, match="newer version"):
+    with pytest.raises(BadInputError, match="newer mgpu_pipe"):
         Store(store.folder)
     settings.write_text("{")
     with pytest.raises(BadInputError, match="cannot be read"):

@@ -139,7 +139,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys
     refused = {
         "sweep.rungs=[3]": "no point is pruned",
         "sweep.rungs=[3,9] trainer.max_steps=9 sweep.pruner=asha": "give steps from 1 to 8",
-        f"sweep.points={tmp_path}/twice.csv": "optimizer.lr heads two",
+        f"sweep.points={tmp_path}/twice.csv": "optimizer.lr is the header of two columns",
         f"sweep.points={tmp_path}/seeds.csv": "the points have values of it already",
         "optimizer.lr=-3": "optimizer.lr=-3",
         "sweep.name=a/b": "plain folder name",
@@ -147,7 +147,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, capsys
         "sweep.seeds=0": "at least 1",
         "sweep.seeds=2": "seeds are swept",
         "run.root=a,b": "it is the whole sweep's",
-        "optimizer.lr=interval(1e-4,1e-2)": "a range has no end of values",
+        "optimizer.lr=interval(1e-4,1e-2)": "a range is not a list of values",
         f"sweep.points={tmp_path}/none.csv": "give a csv file",
         f"sweep.points={tmp_path}/empty.csv": "it has no point",
         f"sweep.points={tmp_path}/torn.csv": "3 values for 2 keys",

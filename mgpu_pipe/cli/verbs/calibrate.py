@@ -86,7 +86,7 @@ def _refuse_other_file(file: Path) -> None:
     except ConfigError:
         content = None
     if not isinstance(content, dict) or content.get("source") != SOURCE:
-        raise ConfigError(OUT, file, "name another", "this file is there, and calibrate did not write it")
+        raise ConfigError(OUT, file, "name another", "this file exists, and calibrate did not write it")
 
 
 def _print(measured: Measurements) -> None:

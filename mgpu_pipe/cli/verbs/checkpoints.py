@@ -204,7 +204,7 @@ def _delete(root: Path, step: Step) -> None:
         layout.delete(root, step.step)
     except OSError as error:
         raise RunFolderError(
-            f"{step.path}: cannot be deleted ({error.strerror}); see to the folder's permissions"
+            f"{step.path}: cannot be deleted ({error.strerror}); check the folder's permissions"
         ) from error
 
 

@@ -59,7 +59,7 @@ def _import(arguments: argparse.Namespace) -> None:
     if not arguments.overrides:
         raise BadInputError("import: name the model, e.g. model=llama_tiny, or model=hf model.path=<folder>")
     if arguments.tokenizer is not None and not is_folder(arguments.tokenizer):
-        raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder")
+        raise BadInputError(f"--tokenizer={arguments.tokenizer}: no such folder; check the path")
     if arguments.tokenizer is not None:
         check_tokenizer(arguments.tokenizer)
     model = pin(compose(arguments.overrides)[0]).require().model

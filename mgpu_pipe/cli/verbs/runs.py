@@ -125,7 +125,7 @@ def _no_column(word: str, keys: Iterable[str]) -> BadInputError:
 
 def _check(arguments: argparse.Namespace, root: Path | None) -> None:
     if arguments.run and root is not None:
-        raise BadInputError(f"{ROOT_KEY}={root}: is where runs are looked for; leave out it or the folders")
+        raise BadInputError(f"{ROOT_KEY}={root}: is where runs are looked for; leave it out, or the folders")
     if root is not None and not is_folder(expand_home(root)):
         raise BadInputError(f"{ROOT_KEY}={root}: no such folder; give the folder of runs")
     if arguments.sort not in SORTS and "/" not in arguments.sort and not _is_key(arguments.sort):
@@ -133,7 +133,7 @@ def _check(arguments: argparse.Namespace, root: Path | None) -> None:
     if arguments.yes and not arguments.delete:
         raise BadInputError("--yes: only works with --delete")
     if arguments.delete and arguments.json:
-        raise BadInputError("--json: prints nothing but the runs; leave out it or --delete")
+        raise BadInputError("--json: prints nothing but the runs; leave out one of them")
     narrow = (arguments.name, arguments.state, arguments.strategy, arguments.older, arguments.newer, arguments.limit)
     for condition in arguments.where:
         if "=" not in condition:

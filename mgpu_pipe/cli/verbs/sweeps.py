@@ -68,7 +68,9 @@ def sweeps(words: list[str]) -> int:
     if name is None:
         raise BadInputError(f"mgpu-pipe sweeps {action}: name a sweep; see mgpu-pipe sweeps list")
     if more and action not in ("extend", "retry"):
-        raise BadInputError(f"mgpu-pipe sweeps {action} {name}: {more[0]} is not understood")
+        raise BadInputError(
+            f"mgpu-pipe sweeps {action} {name}: {more[0]} is not understood; see mgpu-pipe sweeps --help"
+        )
     if arguments.watch and action != "report":
         raise BadInputError(f"--watch: only works with report, not with {action}")
     if arguments.port is not None and not arguments.watch:
@@ -328,7 +330,7 @@ def _enter_folder(store: Store) -> None:
     try:
         os.chdir(folder)
     except OSError as error:
-        raise BadInputError(f"{folder}: the sweep belongs to this folder ({error.strerror}); bring it back") from error
+        raise BadInputError(f"{folder}: the sweep belongs to this folder ({error.strerror}); restore it") from error
     allow_own_classes()
 
 

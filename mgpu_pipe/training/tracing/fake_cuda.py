@@ -30,7 +30,7 @@ def load() -> None:
     assert spec is not None and spec.origin is not None
     torch = Path(spec.origin).parent
     if (torch / "lib/libtorch_cuda.so").exists():
-        raise BadInputError("this torch has its own CUDA; trace with a GPU in sight, or with torch for CPUs")
+        raise BadInputError("this torch has its own CUDA; trace on a machine with a GPU, or install torch for CPUs")
     if shutil.which("g++") is None:
         raise BadInputError("g++ is missing, which compiles the fake GPU; install it: apt-get install g++")
     with tempfile.TemporaryDirectory() as folder:
