@@ -157,7 +157,7 @@ def _check_plug_ins(objective: ObjectiveConfig, strategy: StrategyConfig, traine
     """Refuse plug-in classes of a wrong kind, and axes that a plug-in's objective cannot use."""
     if objective.name not in OBJECTIVES:
         from mgpu_pipe.objectives.protocols import FeatureGatherer
-        from mgpu_pipe.training.trainer import objective_class
+        from mgpu_pipe.objectives.registry import objective_class
 
         axes = ("pp", "cp") if issubclass(objective_class(objective.name), FeatureGatherer) else ()
         refused = refused_axes_errors(objective, ParallelDims.from_config(trainer, strategy), axes)

@@ -17,10 +17,11 @@ from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.model_settings import model_settings, require_model_settings
 from mgpu_pipe.models.weights.pretrained import restore_buffers
 from mgpu_pipe.models.weights.slices import fill_from_folder
+from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.initial_weights import restore_weights
 from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.training.trainer import objective_class, strategy_class
+from mgpu_pipe.training.trainer import strategy_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -22,6 +22,7 @@ from mgpu_pipe.models.model_settings import model_settings, require_model_settin
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.objectives.first_weights import MEASURED, RunStart
 from mgpu_pipe.objectives.protocols import WeightMeasurer
+from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.optim.gradients import SpikeGuard
 from mgpu_pipe.optim.optimizers import build_schedule, optimizer_factory
 from mgpu_pipe.parallel.compile import compiles
@@ -36,7 +37,7 @@ from mgpu_pipe.training.recorder import StepRecorder
 from mgpu_pipe.training.run_clock import RunClock, too_late
 from mgpu_pipe.training.save_and_resume import Checkpointer
 from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.training.trainer import objective_class, set_tf32, strategy_class
+from mgpu_pipe.training.trainer import set_tf32, strategy_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from pytorch_lightning.profilers import Profiler
 
 from mgpu_pipe.config.plugins import STRATEGY_GROUP
 from mgpu_pipe.config.targets.build_target import build
-from mgpu_pipe.objectives.registry import load_subclass, objective_class
+from mgpu_pipe.objectives.registry import load_subclass
 from mgpu_pipe.system.compat.lightning_private import NEVER, quiet_signals
 from mgpu_pipe.training.loggers import start_loggers
 from mgpu_pipe.training.recorder import StepRecorder
@@ -49,9 +49,6 @@ def _without(*_: Any) -> None:
 
 def _with(*_: Any) -> None:
     _set(True)
-
-
-__all__ = ["objective_class", "strategy_class"]
 
 
 def strategy_class(engine: str) -> type[EngineStrategy]:

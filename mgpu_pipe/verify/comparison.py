@@ -22,11 +22,12 @@ from mgpu_pipe.errors import WorkerError
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.rotary import fix_rotary_length
 from mgpu_pipe.objectives.base import Batch, Objective
+from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.optim.optimizers import build_schedule, optimizer_factory
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.training.trainer import bare_trainer, objective_class, strategy_class
+from mgpu_pipe.training.trainer import bare_trainer, strategy_class
 from mgpu_pipe.verify import certificate as bounds
 from mgpu_pipe.verify.baseline import BaselineRun, PlainStep, global_batch, micro_batches, step_batch_of
 from mgpu_pipe.verify.certificate import Measurement

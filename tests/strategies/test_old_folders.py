@@ -21,11 +21,12 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.models.build import materialise_empty
 from mgpu_pipe.models.weights.pretrained import load_pretrained
 from mgpu_pipe.objectives.base import Objective
+from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.optim.optimizers import build_schedule, optimizer_factory
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.initial_weights import build_model, reads_slices
 from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.training.trainer import objective_class, strategy_class
+from mgpu_pipe.training.trainer import strategy_class
 from mgpu_pipe.verify import baseline, comparison
 from mgpu_pipe.verify.certificate import Worst, worst_of
 from tests.models.old_folders import write_old
