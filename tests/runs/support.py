@@ -22,6 +22,15 @@ BASE = (
     "objective.sample_prompts=['def ']",
     "objective.sample_max_new_tokens=8",
 )
+SHORT = (
+    "model=llama_tiny",
+    "data=synthetic",
+    "data.seq_len=32",
+    "data.global_batch_size=8",
+    "data.synthetic.num_documents=100",
+    "logger=none",
+)
+"""Words of a run whose steps take milliseconds."""
 MEASURED = ("train/loss", "train/grad_norm", "val/loss")
 
 

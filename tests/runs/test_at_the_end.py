@@ -7,18 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs.support import SHORT
 from tests.support.command import column, environment, mgpu, run_folder
 from tests.support.program import run_program
 
 pytestmark = pytest.mark.slow
 
 BASE = (
-    "model=llama_tiny",
-    "data=synthetic",
-    "data.seq_len=32",
-    "data.global_batch_size=8",
-    "logger=none",
-    "data.synthetic.num_documents=100",
+    *SHORT,
     "checkpoint.every_n_steps=1",
     "checkpoint.keep_last=0",
     "trainer.max_steps=4",

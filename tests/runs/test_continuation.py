@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs.support import SHORT
 from tests.support.command import column, mgpu, run_folder
 
 pytestmark = pytest.mark.slow
 
 BASE = (
-    "model=llama_tiny",
-    "data=synthetic",
-    "data.seq_len=32",
-    "data.global_batch_size=8",
-    "logger=none",
-    "data.synthetic.num_documents=100",
+    *SHORT,
     "checkpoint.every_n_steps=4",
     "checkpoint.keep_last=0",
     "trainer.max_steps=9",

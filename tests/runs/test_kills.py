@@ -17,6 +17,7 @@ import pytest
 
 from mgpu_pipe.checkpoint.manifest import read_manifest
 from mgpu_pipe.checkpoint.selection import newest_valid
+from tests.runs.support import SHORT
 from tests.support.command import metrics
 from tests.support.tables import TOLD
 from tests.support.worlds import JoinedRun
@@ -29,17 +30,12 @@ STEPS, WORLD_SIZE = 40, 2
 STARTING = 0.25
 """Share of kills before the first step of an attempt."""
 COMMAND = (
+    *SHORT,
     "strategy=ddp",
-    "model=llama_tiny",
     "model.config.num_hidden_layers=2",
-    "data=synthetic",
-    "data.seq_len=32",
-    "data.global_batch_size=8",
     "data.micro_batch_size=2",
-    "data.synthetic.num_documents=100",
     "optimizer.lr=3e-4",
     "trainer.accelerator=cpu",
-    "logger=none",
     f"trainer.max_steps={STEPS}",
     "trainer.val_every_n_steps=25",
     "checkpoint.every_n_steps=2",

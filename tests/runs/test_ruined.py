@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.support import steps_of
+from tests.runs.support import SHORT, steps_of
 from tests.support.command import column, mgpu, run_folder
 
 pytestmark = pytest.mark.slow
 
 BASE = (
-    "model=llama_tiny",
-    "data=synthetic",
-    "data.seq_len=32",
-    "data.global_batch_size=8",
-    "logger=none",
-    "data.synthetic.num_documents=100",
+    *SHORT,
     "checkpoint.every_n_steps=2",
     "checkpoint.keep_last=1",
     "trainer.max_steps=6",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_pipe.checkpoint.selection import newest_valid
-from tests.runs.support import steps_of
+from tests.runs.support import SHORT, steps_of
 from tests.runs.test_kills import content, rows
 from tests.support.worlds import JoinedRun
 
@@ -22,16 +22,11 @@ pytestmark = pytest.mark.slow
 
 STEPS = 12
 COMMAND = (
+    *SHORT,
     "strategy=ddp",
-    "model=llama_tiny",
     "model.config.num_hidden_layers=2",
-    "data=synthetic",
-    "data.seq_len=32",
-    "data.global_batch_size=8",
-    "data.synthetic.num_documents=100",
     "optimizer.lr=3e-4",
     "trainer.accelerator=cpu",
-    "logger=none",
     f"trainer.max_steps={STEPS}",
     "checkpoint.every_n_steps=3",
     "checkpoint.keep_last=0",
