@@ -79,7 +79,7 @@ def plan(composition: Composition) -> Plan:
     Raises:
         ConfigErrors: all errors of the configuration.
     """
-    from mgpu_pipe.launch.composed import notices_of
+    from mgpu_pipe.launch.compositions import notices_of
     from mgpu_pipe.report.overview import overview
 
     notices = notices_of(composition, elsewhere=True)
@@ -101,14 +101,14 @@ def train(overrides: Sequence[str] = ()) -> Run:
         BadInputError: all errors of the configuration; see the module.
         WorkerError: a process failed; has the message of the first failing rank.
     """
-    from mgpu_pipe.launch.composed import checked, launched
+    from mgpu_pipe.launch.compositions import check_composition, launch_composition
 
     if threading.current_thread() is not threading.main_thread():
         raise BadInputError("train: call it from the main thread, which alone gets the signals that stop a run")
     with as_exceptions(), _environment_of_a_run():
         composition = _composed(overrides)
-        checked(composition)
-        result = launched(composition, ["mgpu_pipe.train", *overrides])
+        check_composition(composition)
+        result = launch_composition(composition, ["mgpu_pipe.train", *overrides])
         run = Run(result.folder)
         if result.status == "failed":
             kind = BadInputError if result.exit_code == EXIT_BAD_INPUT else WorkerError

@@ -20,7 +20,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import TrainerConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, ConfigError, MgpuError, print_line, print_traceback
 from mgpu_pipe.launch import fork_server
-from mgpu_pipe.launch.composed import WORST_LAST, checked, launched
+from mgpu_pipe.launch.compositions import WORST_LAST, check_composition, launch_composition
 from mgpu_pipe.launch.signals import run_begins, run_ended, stop_requested
 from mgpu_pipe.runs.resume_command import this_program
 from mgpu_pipe.sweep.point import FAILED, FINISHED, PAUSED, PRUNED, RESUMABLE, RUNNING, Point, local_pid, worker_id
@@ -240,8 +240,8 @@ def run_composed(store: Store, point: Point, composition: Composition, command: 
         point = store.change(point, folder=str(folder)) or point
 
     try:
-        checked(composition, joins=True)
-        result = launched(composition, command, chosen)
+        check_composition(composition, joins=True)
+        result = launch_composition(composition, command, chosen)
     except MgpuError as error:
         return refused(store, point, error)
     except Exception as error:  # a bug: print the traceback and continue with the other runs

@@ -18,7 +18,7 @@ from mgpu_pipe.config.hydra.command_line import SweepRequest
 from mgpu_pipe.config.hydra.compose import Composition
 from mgpu_pipe.config.schema import LaunchConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, one_line, print_line
-from mgpu_pipe.launch.composed import errors_of
+from mgpu_pipe.launch.compositions import errors_of
 from mgpu_pipe.launch.signals import taken_over
 from mgpu_pipe.launch.slurm import submit_job as slurm
 from mgpu_pipe.launch.slurm.script import POINTS, batch_script, job_of

@@ -19,7 +19,7 @@ from mgpu_pipe.config.objective import description, metric_of, ranked
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig
 from mgpu_pipe.config.suggest import choose_from
 from mgpu_pipe.errors import EXIT_BAD_INPUT, BadInputError, ConfigError, ConfigErrors, one_line, print_line, raised_by
-from mgpu_pipe.launch.composed import WORST_LAST, checked, each_point, errors_of, launched
+from mgpu_pipe.launch.compositions import WORST_LAST, check_composition, each_point, errors_of, launch_composition
 from mgpu_pipe.sweep.point import FAILED, Point
 from mgpu_pipe.sweep.run_points import conclude, grid, parsed_again, run_composed, with_seeds, work
 from mgpu_pipe.sweep.search import check_installed, rungs_of
@@ -251,8 +251,8 @@ def _by_hydra(parsed: Namespace, store: Store) -> int:
 
     def job(composition: Composition) -> int:
         if int(existing_world(os.environ).get("RANK", "0")):  # of a job's tasks, rank 0 alone records
-            checked(composition)
-            return launched(composition, words).exit_code
+            check_composition(composition)
+            return launch_composition(composition, words).exit_code
         (point,) = store.add([[[*composition.swept]]])
         return run_composed(store, point, composition, words)
 

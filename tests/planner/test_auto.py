@@ -17,7 +17,7 @@ from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.errors import ConfigError, ConfigErrors
-from mgpu_pipe.launch.composed import notices_of
+from mgpu_pipe.launch.compositions import notices_of
 from mgpu_pipe.planning.goodput import Failures, useful_share
 from mgpu_pipe.planning.hardware_profile import profile_of_gpu
 from mgpu_pipe.planning.run_hardware import hardware_here, predicted_seconds

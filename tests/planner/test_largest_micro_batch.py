@@ -22,7 +22,7 @@ from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_STOPPED, ConfigError, ConfigErrors
 from mgpu_pipe.launch import micro_batch_tries
-from mgpu_pipe.launch.composed import launched, notices_of
+from mgpu_pipe.launch.compositions import launch_composition, notices_of
 from mgpu_pipe.launch.outcome import LaunchResult
 from mgpu_pipe.planning.memory_limits import likely_fits
 from tests.support.command import start
@@ -188,7 +188,7 @@ def test_a_run_from_a_base_run_is_measured_with_its_weights(monkeypatch: pytest.
     monkeypatch.setattr("mgpu_pipe.launch.local.launch", launch)
     composition = compose_checked([*LARGE, "run.starts_from=quickstart"])
     composition.measures_micro_batch = True
-    launched(composition, [])
+    launch_composition(composition, [])
     assert seen[0].run.starts_from is None and seen[1].data.micro_batch_size == 3
 
 

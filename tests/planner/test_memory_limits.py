@@ -14,7 +14,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.launch.composed import with_memory_check
+from mgpu_pipe.launch.compositions import with_memory_check
 from mgpu_pipe.planning import memory_limits as memory
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.planning.memory_limits import memory_errors, memory_notice, predicted, with_overrides

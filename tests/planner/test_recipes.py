@@ -6,7 +6,7 @@ import pytest
 
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
 from mgpu_pipe.config.hydra.group_listing import list_groups
-from mgpu_pipe.launch.composed import notices_of
+from mgpu_pipe.launch.compositions import notices_of
 from tests.support.sampling import one_in
 
 RECIPES = [

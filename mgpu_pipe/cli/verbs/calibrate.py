@@ -24,7 +24,7 @@ USUAL = "calibrated.yaml"
 
 def calibrate(words: list[str]) -> int:
     """``mgpu-pipe calibrate [OVERRIDES] [--out FILE.yaml]``."""
-    from mgpu_pipe.launch.composed import composed
+    from mgpu_pipe.launch.compositions import compose_and_run
 
     file, rest = _split_file(words)
 
@@ -46,7 +46,7 @@ def calibrate(words: list[str]) -> int:
         print_line(f"profile: {file}; use it: mgpu-pipe plan plan.hardware={file}")
         return EXIT_OK
 
-    return composed("calibrate", DESCRIPTION, rest, job)
+    return compose_and_run("calibrate", DESCRIPTION, rest, job)
 
 
 def _split_file(words: list[str]) -> tuple[Path, list[str]]:

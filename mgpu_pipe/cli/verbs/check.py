@@ -15,7 +15,7 @@ DESCRIPTION = "Compose and check a configuration, and print what would run. Star
 
 def check(words: list[str]) -> int:
     from mgpu_pipe.api import plan
-    from mgpu_pipe.launch.composed import composed, print_notices
+    from mgpu_pipe.launch.compositions import compose_and_run, print_notices
     from mgpu_pipe.planning.hardware_profile import load_profile
 
     def job(composition: Composition) -> int:
@@ -28,7 +28,7 @@ def check(words: list[str]) -> int:
         print_rows(planned.rows)
         return EXIT_OK
 
-    return composed("check", DESCRIPTION, [_as_list(word) for word in words], job)
+    return compose_and_run("check", DESCRIPTION, [_as_list(word) for word in words], job)
 
 
 def _as_list(word: str) -> str:

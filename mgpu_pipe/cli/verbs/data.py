@@ -36,17 +36,17 @@ LABEL_WIDTH = 32
 
 
 def data(words: list[str]) -> int:
-    from mgpu_pipe.launch.composed import checked, composed
+    from mgpu_pipe.launch.compositions import check_composition, compose_and_run
 
     parser = VerbParser(prog="mgpu-pipe data", add_help=False, allow_abbrev=False)
     parser.add_argument("--samples", type=positive_int, default=3)
     options, rest = parser.parse_known_args(words)
 
     def job(composition: Composition) -> int:
-        _show(checked(composition, elsewhere=True, trains=False), options.samples)
+        _show(check_composition(composition, elsewhere=True, trains=False), options.samples)
         return EXIT_OK
 
-    return composed("data", DESCRIPTION, rest, job)
+    return compose_and_run("data", DESCRIPTION, rest, job)
 
 
 def _show(config: RunConfig, count: int) -> None:

@@ -31,7 +31,7 @@ WARM_UP, MEASURED = 2, 4
 
 def doctor(words: list[str]) -> int:
     from mgpu_pipe.config.paths import RunPaths
-    from mgpu_pipe.launch.composed import checked, composed, launched
+    from mgpu_pipe.launch.compositions import check_composition, compose_and_run, launch_composition
     from mgpu_pipe.system.joined_world import existing_world
 
     command = ["mgpu-pipe", "doctor", *words]
@@ -40,12 +40,12 @@ def doctor(words: list[str]) -> int:
         from mgpu_pipe.launch.signals import run_begins
 
         run_begins()
-        composition.config = measured_run(checked(composition, joins=True))
+        composition.config = measured_run(check_composition(composition, joins=True))
         leads = existing_world(os.environ).get("RANK", "0") == "0"
         if leads:
             print_line(f"measuring {MEASURED} steps of {composition.config.model.name}", file=sys.stderr, flush=True)
         with redirect_stdout(io.StringIO()):  # the run's tables are hidden
-            result = launched(composition, command)
+            result = launch_composition(composition, command)
         if not leads:
             return result.exit_code
         from mgpu_pipe.report.measurements import memory_of, save_step_times, show_memory
@@ -64,7 +64,7 @@ def doctor(words: list[str]) -> int:
         return EXIT_OK
 
     def links(composition: Composition) -> int:
-        config = checked(composition)
+        config = check_composition(composition)
         from mgpu_pipe.launch.measurement import measure_links
         from mgpu_pipe.report.measurements import show_links
 
@@ -75,7 +75,9 @@ def doctor(words: list[str]) -> int:
     asks_links = words[:1] == [LINKS]
     if not asks_links and nearest(words[0] if words else "", [LINKS]):
         raise BadInputError(f"doctor {words[0]}: unknown word; did you mean {LINKS}?")
-    return composed("doctor [links]", DESCRIPTION, words[1:] if asks_links else words, links if asks_links else job)
+    return compose_and_run(
+        "doctor [links]", DESCRIPTION, words[1:] if asks_links else words, links if asks_links else job
+    )
 
 
 def measured_run(config: RunConfig) -> RunConfig:

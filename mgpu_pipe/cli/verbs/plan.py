@@ -40,7 +40,7 @@ SMALL_STEP = 1024
 
 def plan(words: list[str]) -> int:
     """``mgpu-pipe plan [OVERRIDES] [--json] [--trace] [--html FILE]``."""
-    from mgpu_pipe.launch.composed import composed
+    from mgpu_pipe.launch.compositions import compose_and_run
 
     as_json, traces = JSON in words, TRACE in words
     words, page = _without_file(words)
@@ -75,7 +75,7 @@ def plan(words: list[str]) -> int:
             _print(plans, losers, words, _total_tokens(composition, plans[0]))
         return EXIT_OK
 
-    return composed("plan", DESCRIPTION, [_as_list(word) for word in words if word not in (JSON, TRACE)], job)
+    return compose_and_run("plan", DESCRIPTION, [_as_list(word) for word in words if word not in (JSON, TRACE)], job)
 
 
 def _without_file(words: list[str]) -> tuple[list[str], str | None]:

@@ -23,7 +23,7 @@ DRY_RUN = "--dry-run"
 
 
 def submit(words: list[str]) -> int:
-    from mgpu_pipe.launch.composed import checked, composed
+    from mgpu_pipe.launch.compositions import check_composition, compose_and_run
 
     command = ["mgpu-pipe", "submit", *words]
 
@@ -33,7 +33,7 @@ def submit(words: list[str]) -> int:
         launcher = _launcher(composition.config.launch.type)
         if not composition.errors:
             composition.config = launcher.settled(composition.config)
-        config = checked(composition)
+        config = check_composition(composition)
         alone = [*composition.flags, *composition.overrides]
         command_line = CommandLine(composition.overrides, command, alone, composition.swept, composition.local_options)
         launcher.hand_over(config, command_line, dry_run=DRY_RUN in words)
@@ -41,7 +41,7 @@ def submit(words: list[str]) -> int:
 
     if "-m" in words or "--multirun" in words:
         raise BadInputError("mgpu-pipe submit: submits one run; for a sweep use mgpu-pipe -m hydra/launcher=slurm ...")
-    return composed("submit [--dry-run]", DESCRIPTION, [word for word in words if word != DRY_RUN], job)
+    return compose_and_run("submit [--dry-run]", DESCRIPTION, [word for word in words if word != DRY_RUN], job)
 
 
 def _launcher(name: str) -> Any:

@@ -17,21 +17,21 @@ DESCRIPTION = "Train a model: compose a configuration, check it, and start its p
 
 def train(words: list[str]) -> int:
     """Compose and check a configuration and launch it; or start a sweep."""
-    from mgpu_pipe.launch.composed import checked, composed, launched
+    from mgpu_pipe.launch.compositions import check_composition, compose_and_run, launch_composition
 
     command = ["mgpu-pipe", *words]
 
     def job(composition: Composition) -> int:
         run_begins()
-        checked(composition, joins=True)
-        return launched(composition, command).exit_code
+        check_composition(composition, joins=True)
+        return launch_composition(composition, command).exit_code
 
     def sweep(parsed: Namespace) -> int:
         from mgpu_pipe.sweep.start_sweep import start
 
         return start(parsed, words)
 
-    return composed("[train]", DESCRIPTION, words, job, sweep)
+    return compose_and_run("[train]", DESCRIPTION, words, job, sweep)
 
 
 VERB = Verb("train; also what overrides without a verb do", train, composes=True)

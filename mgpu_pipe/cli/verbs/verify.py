@@ -17,15 +17,15 @@ DESCRIPTION = (
 
 
 def verify(words: list[str]) -> int:
-    from mgpu_pipe.launch.composed import checked, composed
+    from mgpu_pipe.launch.compositions import check_composition, compose_and_run
 
     def job(composition: Composition) -> int:
-        config = checked(composition, elsewhere=True, trains=False)  # what is verified is smaller
+        config = check_composition(composition, elsewhere=True, trains=False)  # what is verified is smaller
         from mgpu_pipe.verify.driver import verify
 
         return verify(config, composition.overrides)
 
-    return composed("verify", DESCRIPTION, words, job)
+    return compose_and_run("verify", DESCRIPTION, words, job)
 
 
 VERB = Verb("prove that the configuration computes what one plain process does", verify, composes=True)

@@ -73,7 +73,7 @@ options:
 """
 
 
-def composed(
+def compose_and_run(
     verb: str, description: str, words: list[str], job: Job, sweep: Callable[[Namespace], int] | None = None
 ) -> int:
     """Compose ``words`` and run ``job``: once, or for every point of a sweep.
@@ -130,7 +130,7 @@ def each_point(parsed: Namespace, job: Job, *, keep: bool) -> int:
     return max(codes, key=WORST_LAST.index, default=EXIT_OK)
 
 
-def checked(
+def check_composition(
     composition: Composition, *, joins: bool = False, elsewhere: bool = False, trains: bool = True
 ) -> RunConfig:
     """Check a composition before anything starts, print its notices to stderr and return its configuration.
@@ -157,7 +157,7 @@ def with_memory_check(config: RunConfig, value: Literal["refuse", "warn", "off"]
     return replace(config, trainer=replace(config.trainer, memory_check=value))
 
 
-def launched(
+def launch_composition(
     composition: Composition, command: Sequence[str], chosen: Callable[[Path], None] = lambda folder: None
 ) -> LaunchResult:
     """Launch a checked composition.
@@ -189,15 +189,15 @@ def launched(
 
 
 def _base_run(composition: Composition, command: Sequence[str]) -> LaunchResult:
-    checked(composition)
-    return launched(composition, command)
+    check_composition(composition)
+    return launch_composition(composition, command)
 
 
 def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool = False) -> list[Notice]:
     """Notices of a configuration that can run; pins its names on the Hub to commits.
 
     Args:
-        joins: see :func:`checked`.
+        joins: see :func:`check_composition`.
         elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.
 
     Raises:
