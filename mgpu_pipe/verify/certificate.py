@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 
-from mgpu_pipe.config.freeze import config_hash
-from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.report.columns import print_bold, print_columns
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.verify.shrink import Shrunk
@@ -170,7 +168,7 @@ def holds(worst: Sequence[Worst]) -> bool:
 
 
 def certificate(
-    config: RunConfig,
+    configured: str,
     overrides: Sequence[str],
     small: Shrunk,
     dims: ParallelDims,
@@ -181,7 +179,7 @@ def certificate(
     """Certificate with all that a reader needs to judge and to repeat the verification.
 
     Args:
-        config: the configured run; its hash identifies the certificate.
+        configured: hash of the configured run, which identifies the certificate.
         comparisons: number of comparisons.
         environment: result of :func:`mgpu_pipe.runs.environment.describe_environment`.
     """
@@ -189,11 +187,11 @@ def certificate(
     precision = small.config.precision.name
     values: dict[str, object] = {
         "passed": holds(worst),
-        "config_hash": config_hash(config),
+        "config_hash": configured,
         "overrides": list(overrides),
         "versions": _versions(environment),
-        "model": config.model.name,
-        "strategy": config.strategy.name,
+        "model": small.config.model.name,
+        "strategy": small.config.strategy.name,
         "precision": precision,
         "topology": dims.as_dict(),
         "world_size": dims.world_size,

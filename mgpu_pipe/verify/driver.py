@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.freeze import config_hash, freeze
 from mgpu_pipe.config.schema import CheckpointConfig, RunConfig
 from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, print_line, print_text
 from mgpu_pipe.launch.deepspeed_build import prepare_extensions
@@ -76,7 +76,7 @@ def verify(config: RunConfig, overrides: list[str]) -> int:
         return _failed(outcome, stopped)
     content = json.loads((paths.root / COMPARISON).read_text(encoding="utf-8"))
     worst = [Worst.from_dict(values) for values in content["worst"]]
-    result = certificate(config, overrides, small, dims, worst, content["comparisons"], environment)
+    result = certificate(config_hash(config), overrides, small, dims, worst, content["comparisons"], environment)
     return _conclude(result, paths.root, title)
 
 

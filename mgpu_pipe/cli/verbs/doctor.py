@@ -15,7 +15,7 @@ from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, BadInputError, print_line
 
 if TYPE_CHECKING:
     from mgpu_pipe.config.hydra.compose import Composition
-    from mgpu_pipe.config.schema import RunConfig
+    from mgpu_pipe.config.schema import TrainerConfig
 
 DESCRIPTION = (
     "Run a few steps of the configuration, save nothing, and print where the time of a\n"
@@ -27,6 +27,8 @@ DESCRIPTION = (
 LINKS = "links"
 WARM_UP, MEASURED = 2, 4
 """Steps of warm-up, for allocators, kernels and caches, and measured steps."""
+LAST = WARM_UP + MEASURED
+"""The last measured step, which ends at the start of the next one."""
 
 
 def doctor(words: list[str]) -> int:
@@ -37,10 +39,12 @@ def doctor(words: list[str]) -> int:
     command = ["mgpu-pipe", "doctor", *words]
 
     def job(composition: Composition) -> int:
+        from mgpu_pipe.launch.micro_batch_tries import short_run
         from mgpu_pipe.launch.signals import run_begins
 
         run_begins()
-        composition.config = measured_run(check_composition(composition, joins=True))
+        short = short_run(check_composition(composition, joins=True), LAST + 1, "doctor")
+        composition.config = replace(short, trainer=_with_profile(short.trainer))
         leads = existing_world(os.environ).get("RANK", "0") == "0"
         if leads:
             print_line(f"measuring {MEASURED} steps of {composition.config.model.name}", file=sys.stderr, flush=True)
@@ -80,14 +84,10 @@ def doctor(words: list[str]) -> int:
     )
 
 
-def measured_run(config: RunConfig) -> RunConfig:
-    """``config`` reduced to a few measured steps."""
-    from mgpu_pipe.launch.micro_batch_tries import short_run
-
-    last = WARM_UP + MEASURED
-    short = short_run(config, last + 1, "doctor")  # the last measured step ends at the start of the next one
-    profile = "times" if config.trainer.profile == "none" else config.trainer.profile
-    return replace(short, trainer=replace(short.trainer, profile=profile, profile_steps=[WARM_UP + 1, last]))
+def _with_profile(trainer: TrainerConfig) -> TrainerConfig:
+    """``trainer`` with the measured steps profiled."""
+    profile = "times" if trainer.profile == "none" else trainer.profile
+    return replace(trainer, profile=profile, profile_steps=[WARM_UP + 1, LAST])
 
 
 VERB = Verb(
