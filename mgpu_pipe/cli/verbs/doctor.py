@@ -67,21 +67,24 @@ def doctor(words: list[str]) -> int:
         print_line(f"picture: {RunPaths(result.folder).report}", flush=True)
         return EXIT_OK
 
-    def links(composition: Composition) -> int:
-        config = check_composition(composition)
-        from mgpu_pipe.launch.measurement import measure_links
-        from mgpu_pipe.report.measurements import show_links
-
-        if table := measure_links(config):
-            show_links(table, config.trainer)
-        return EXIT_OK
-
     asks_links = words[:1] == [LINKS]
     if not asks_links and nearest(words[0] if words else "", [LINKS]):
         raise BadInputError(f"doctor {words[0]}: unknown word; did you mean {LINKS}?")
     return compose_and_run(
-        "doctor [links]", DESCRIPTION, words[1:] if asks_links else words, links if asks_links else job
+        "doctor [links]", DESCRIPTION, words[1:] if asks_links else words, _show_links if asks_links else job
     )
+
+
+def _show_links(composition: Composition) -> int:
+    from mgpu_pipe.launch.compositions import check_composition
+
+    config = check_composition(composition)
+    from mgpu_pipe.launch.measurement import measure_links
+    from mgpu_pipe.report.measurements import show_links
+
+    if table := measure_links(config):
+        show_links(table, config.trainer)
+    return EXIT_OK
 
 
 def _with_profile(trainer: TrainerConfig) -> TrainerConfig:

@@ -37,6 +37,20 @@ def generate(argv: Sequence[str]) -> int:
 
     A model that was trained on conversations answers it. ``--input FILE --output FILE`` answers a file of prompts.
     """
+    arguments = parse_arguments(_build_parser(), argv)
+    _check_file_arguments(arguments)
+    _check_draft(arguments)
+    settings = read_map_arguments(arguments)
+    if arguments.input is not None:
+        return _answer_file(arguments)
+    if settings is not None and arguments.print:
+        _print_map(arguments, settings)
+    else:
+        _generate(arguments, settings)
+    return EXIT_OK
+
+
+def _build_parser() -> argparse.ArgumentParser:
     parser = build_parser("generate", "Continue prompts.")
     parser.usage = "%(prog)s [FOLDER] [--prompt TEXT] [options] [KEY=VALUE ...]"
     parser.add_argument(
@@ -73,17 +87,7 @@ def generate(argv: Sequence[str]) -> int:
     add_map_arguments(parser)
     help_text = "with --input: strategy, trainer.devices, trainer.num_nodes, trainer.accelerator or launch.*"
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
-    arguments = parse_arguments(parser, argv)
-    _check_file_arguments(arguments)
-    _check_draft(arguments)
-    settings = read_map_arguments(arguments)
-    if arguments.input is not None:
-        return _answer_file(arguments)
-    if settings is not None and arguments.print:
-        _print_map(arguments, settings)
-    else:
-        _generate(arguments, settings)
-    return EXIT_OK
+    return parser
 
 
 def _check_file_arguments(arguments: argparse.Namespace) -> None:

@@ -200,7 +200,27 @@ def _total_tokens(composition: Composition, best: PlannedRun) -> float | None:
 
 
 def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], tokens: float | None) -> None:
-    from mgpu_pipe.report.columns import count, duration, figure, print_columns, seconds
+    _print_table(plans)
+    print_line()
+    for number, each in enumerate(plans, start=1):
+        print_line(f"{number}: {shlex.join(each.overrides)}")
+    print_line()
+    _print_losers(losers)
+    best = plans[0]
+    if best.memory.assumes:
+        print_line(f"assumed: {best.memory.assumes}")
+    if best.profile.accelerator != "cpu" and best.tokens_per_step < SMALL_STEP * best.gpus:
+        print_line(
+            f"note: a step of {best.tokens_per_step:,.0f} tokens is too small for {best.gpus:,} GPUs: "
+            "raise data.global_batch_size or data.seq_len"
+        )
+    if tokens is not None:
+        _print_cost(best, tokens)
+    print_line(f"check it: mgpu-pipe check {shlex.join([*typed, *best.overrides])}")
+
+
+def _print_table(plans: Sequence[PlannedRun]) -> None:
+    from mgpu_pipe.report.columns import count, figure, print_columns, seconds
 
     several = len({each.profile.name for each in plans}) > 1
     worlds = len({each.gpus for each in plans}) > 1
@@ -227,11 +247,10 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
         )
     columns = (*names, "$ a billion tokens", "largest overhead")
     print_columns(columns, cells, NUMERIC, below=(), spare=SPARE)
-    print_line()
-    for number, each in enumerate(plans, start=1):
-        print_line(f"{number}: {shlex.join(each.overrides)}")
-    best = plans[0]
-    print_line()
+
+
+def _print_losers(losers: Losers) -> None:
+    """Print how many layouts do not fit or are refused."""
     on_host = f" ({losers.too_large_for_host:,} of them the host's memory)" if losers.too_large_for_host else ""
     print_line(
         f"{losers.tried:,} layouts: {losers.too_large:,} do not fit{on_host}, {losers.refused:,} are refused by a "
@@ -239,20 +258,17 @@ def _print(plans: Sequence[PlannedRun], losers: Losers, typed: Sequence[str], to
     )
     for error in losers.errors:
         print_line(f"no plan: {error}")
-    if best.memory.assumes:
-        print_line(f"assumed: {best.memory.assumes}")
-    if best.profile.accelerator != "cpu" and best.tokens_per_step < SMALL_STEP * best.gpus:
-        print_line(
-            f"note: a step of {best.tokens_per_step:,.0f} tokens is too small for {best.gpus:,} GPUs: "
-            "raise data.global_batch_size or data.seq_len"
-        )
-    if tokens is not None:
-        days = tokens / best.tokens_per_second
-        hours = best.gpus * days / HOUR
-        price = "" if best.dollars_per_hour is None else f", {figure(hours * best.dollars_per_hour, 4)} dollars"
-        energy = f", {figure(hours * best.profile.watts / KILO, 3)} kWh of GPUs" if best.profile.watts else ""
-        print_line(f"{count(tokens)} tokens by 1: {duration(days)}, {count(hours)} GPU hours{price}{energy}")
-    print_line(f"check it: mgpu-pipe check {shlex.join([*typed, *best.overrides])}")
+
+
+def _print_cost(best: PlannedRun, tokens: float) -> None:
+    """Print time, GPU hours, price and energy of training ``tokens`` tokens by the fastest plan."""
+    from mgpu_pipe.report.columns import count, duration, figure
+
+    wall_s = tokens / best.tokens_per_second
+    hours = best.gpus * wall_s / HOUR
+    price = "" if best.dollars_per_hour is None else f", {figure(hours * best.dollars_per_hour, 4)} dollars"
+    energy = f", {figure(hours * best.profile.watts / KILO, 3)} kWh of GPUs" if best.profile.watts else ""
+    print_line(f"{count(tokens)} tokens by 1: {duration(wall_s)}, {count(hours)} GPU hours{price}{energy}")
 
 
 def _counts(losers: Losers) -> dict[str, Any]:
