@@ -120,7 +120,7 @@ def test_no_message_holds_a_value_of_the_environment(monkeypatch: pytest.MonkeyP
     ("given", "said"),
     [
         ("model=llama_tiny seed=1", "give a list of overrides"),
-        (["-m", "seed=1,2"], "one call for each"),
+        (["-m", "seed=1,2"], "call the function once for each"),
         (["--help"], "leave it out"),
         (["--cfg", "job"], "leave it out"),
         (["--config-dir", "nowhere"], "no such folder"),

@@ -145,7 +145,7 @@ def test_bad_input_is_one_line_each_exit_2_and_nothing_is_left(tmp_path: Path) -
         (["ls", "modle"], "no such group; did you mean model?"),
         (["schema", "x"], "mgpu-pipe schema: unrecognized arguments: x"),
         (["ls", "model", "data"], "mgpu-pipe ls: unrecognized arguments: data"),
-        (["-sc", "query=bash"], "set it up by mgpu-pipe -sc install=bash"),
+        (["-sc", "query=bash"], "set completion up by mgpu-pipe -sc install=bash"),
         (["check", "--resolve"], "--resolve: only works with --cfg job"),
         (["--learning-rate", "3e-4"], "keys are set by key=value, without dashes; did you mean optimizer.lr?"),
         (["check", "--optimizer.lr=1"], "keys are set by key=value, without dashes; optimizer.lr=..."),

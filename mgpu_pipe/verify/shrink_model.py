@@ -46,7 +46,8 @@ STATES: tuple[tuple[tuple[str, ...], int], ...] = (
 """Fields of state space layers and linear attention, with their largest values."""
 STATE_HEADS = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
 """Fields of the heads of state space layers, together as wide as the expanded hidden states."""
-TOWERS = (TEXT, "vision_config", "audio_config")
+AUDIO = "audio_config"
+TOWERS = (TEXT, "vision_config", AUDIO)
 CAUSAL = "AutoModelForCausalLM"
 PATCH, PATCHES = 4, 4
 """Pixels of a patch, and patches across a picture."""
@@ -142,6 +143,8 @@ def _small_towers(
     """Small configurations of the parts of a model that has several, by their names."""
     towers: dict[str, Any] = {}
     for name in TOWERS:
+        if name == AUDIO and name not in source and not family_of(model_type).recordings:
+            continue  # transformers builds no tower for recordings where its configuration is missing
         part = dict(source.get(name) or {})
         tower, tower_type = part_type(model_type, name, part), part.pop("model_type", None)
         if name in known.names and config_class(tower):

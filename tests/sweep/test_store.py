@@ -268,7 +268,7 @@ def test_a_store_that_is_held_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     (point,) = store.add([[["seed=1"]]])
     holder = sqlite3.connect(store.folder / "points.sqlite")
     holder.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(BadInputError, match="another process holds it"):
+    with pytest.raises(BadInputError, match="another process locks it"):
         store.change(point, status=FINISHED)
     holder.close()
     assert store.change(point, status=FINISHED) is not None
