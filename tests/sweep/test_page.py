@@ -72,7 +72,7 @@ def test_the_table_sorts_and_filters_and_all_pictures_follow(browser: Browser, s
         assert set(browser.run(shown)) == wanted, "the curves"
         first, *others = browser.run("all('canvas.picture').map(one => one.at.map(([run]) => page.runs[run]))")
         assert set(first) == wanted and all(set(other) == wanted - {4, 5} for other in others)
-    assert "20 runs" in browser.run("matches.textContent")
+    assert "20 runs" in browser.run("document.getElementById('match-count').textContent")
     type_filter(browser, "")
     assert len(browser.run(SHOWN)) == 20 and browser.refused == []
 

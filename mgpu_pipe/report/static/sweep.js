@@ -20,7 +20,7 @@ function filterRuns() {
     row.hidden = !asked.every(word => matches(row, word));
     if (row.hidden) KEPT.out.add(place.get(row.cells[0].dataset.sort)); else shown++;
   }
-  document.getElementById('matches').textContent = asked.length ? `${shown} of ${page.runs.length} runs` : '';
+  document.getElementById('match-count').textContent = asked.length ? `${shown} of ${page.runs.length} runs` : '';
 }
 
 // Strong for good runs, faint for bad ones; grey for what reached nothing.
