@@ -97,6 +97,11 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
 
 
 def check_model(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
+    """Check the model's folder and tokenizer, its class, and the values of ``model.config``.
+
+    Raises:
+        ConfigError, ConfigErrors, ModelFolderError: the keys or the files that are wrong.
+    """
     from mgpu_pipe.models.activations import check_activations
     from mgpu_pipe.models.field_ranges import check_ranges
     from mgpu_pipe.models.reached_fields import check_reached
@@ -227,6 +232,11 @@ def _spare_tokens(model: ModelConfig, data: DataConfig, file: Path) -> dict[int,
 
 
 def check_attention(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
+    """Check that the model's attention fits the objective and the packing of the data.
+
+    Raises:
+        ConfigError: the first key that does not fit.
+    """
     fields = model_fields(model)
     trained = description(objective.name)
     model_type, flash = fields.get("model_type"), model.attn_implementation in FLASH
@@ -307,7 +317,7 @@ def peft_errors(config: RunConfig) -> list[BadInputError]:
 
 
 def check_built(config: RunConfig) -> None:
-    """Refuse what only the model tells, built on the meta device: patterns that match no parameter, odd activations.
+    """Refuse what only the model shows, built on the meta device: patterns that match no parameter, odd activations.
 
     If a tower's features are cached, refuse trained parameters in it.
     """
@@ -342,6 +352,7 @@ def check_built(config: RunConfig) -> None:
 
 
 def sequence_errors(model: ModelConfig, data: DataConfig) -> list[BadInputError]:
+    """An error if ``data.seq_len`` is longer than the model's positions."""
     fields = model_fields(model)
     limit, padding = fields.get("max_position_embeddings"), fields.get("pad_token_id", 1)
     text = fields.get("text_config")

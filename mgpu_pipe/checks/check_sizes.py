@@ -31,20 +31,21 @@ LIMITS = {
 }
 
 
-def range_errors(config: Any, path: str = "") -> list[ConfigError]:
-    """Errors of numbers outside the limits in their fields' metadata, in ``config`` and its nested dataclasses."""
-    return list(_errors(config, path))
+def range_errors(config: object) -> list[ConfigError]:
+    """Errors of numbers outside the limits in their fields' metadata."""
+    return list(_range_errors(config, ""))
 
 
-def _errors(node: Any, path: str) -> Iterator[ConfigError]:
+def _range_errors(node: object, path: str) -> Iterator[ConfigError]:
+    """Errors below a dataclass or a mapping, whose key is ``path``."""
     if isinstance(node, Mapping):
         for name, value in node.items():
-            yield from _errors(value, f"{path}.{name}")
+            yield from _range_errors(value, f"{path}.{name}")
     if not is_dataclass(node):
         return
     for field in fields(node):
         value, key = getattr(node, field.name), f"{path}.{field.name}" if path else field.name
-        yield from _errors(value, key)
+        yield from _range_errors(value, key)
         for limit, bound in field.metadata.items():
             if limit in LIMITS and isinstance(value, int | float) and not isinstance(value, bool):
                 within, words = LIMITS[limit]

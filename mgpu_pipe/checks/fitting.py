@@ -60,7 +60,7 @@ NAMED = 4
 """Most models in a fix."""
 TYPE = re.compile(r"^type: (\S+)", re.MULTILINE)
 DEFAULT_SAMPLES = "packed_text"
-"""Samples of the default data. Who has them chose the objective and not the data."""
+"""Samples of the default data: a user who has them chose the objective, and left the data out."""
 
 
 def sample_errors(data: DataConfig, objective: ObjectiveConfig) -> list[ConfigError]:

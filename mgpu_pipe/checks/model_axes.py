@@ -339,7 +339,7 @@ def _flash_errors(
 
 
 def across_nodes(dims: ParallelDims, devices: int) -> list[tuple[str, str]]:
-    """Axes that talk in every layer and whose ranks are not all on one node of ``devices``: key, and what is wrong."""
+    """Key and problem of each axis that communicates in every layer and reaches across nodes of ``devices``."""
     axes = []
     # Ranks of tp follow one another; those of ep do too, with context-parallel ones in between.
     for axis, span in (("tp", dims.tp), ("ep", dims.ep * dims.cp)):

@@ -141,6 +141,7 @@ class Notice:
 
 
 def notices(config: RunConfig) -> list[Notice]:
+    """All notices of a run without errors."""
     notices = [Notice(key, f"does nothing here: {why}") for key, why in unused_options(config)]
     packs = resolve_packing(config.model, config.data, config.objective) == "best_fit"
     if config.data.packing == "auto" and not packs and config.data.tokens():

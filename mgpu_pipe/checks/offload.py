@@ -93,7 +93,7 @@ def _path_errors(strategy: StrategyConfig, trainer: TrainerConfig, needed: int |
 
 
 def _writable(folder: Path) -> bool:
-    """Tried, not asked: permissions say nothing of a read-only mount, nor to root."""
+    """Whether a file can be written there, by writing one: permissions do not show a read-only mount, nor bind root."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")

@@ -28,8 +28,8 @@ class Identity(Enum):
 
     FIXED = "fixed"
     CONTENT = "content"
-    NOTICE = "told"
-    RECORDED = "noted"
+    NOTICE = "notice"
+    RECORDED = "recorded"
     FREE = "free"
 
 
