@@ -175,7 +175,7 @@ def _job(name: str) -> tuple[str, Path | None]:
     folder = expand_home(name).absolute()
     job = job_of(folder)
     if job:
-        return job, log_of(folder, job) if is_run_folder(folder) else None
+        return job, None if exists(folder / POINTS) else log_of(folder, job)
     there = exists(folder)
     known = queued(ended=True) if there or name.replace("_", "").isdigit() else []
     matches = [candidate for candidate in known if (candidate.run.folder == folder if there else candidate.job == name)]
