@@ -22,6 +22,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from mgpu_pipe.checkpoint.save import save
@@ -30,6 +31,7 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.cli.verbs.export import _print_ids_without_rows
 from mgpu_pipe.config.freeze import freeze
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.text.tokenizer_folder import follows_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference import export_folder as export
 from mgpu_pipe.inference.export_folder import _undo_half_a_replacement, export_folder, put_in_place, working_folder
@@ -280,6 +282,10 @@ def test_a_class_of_transformers_that_changes_the_ids_is_replaced(tmp_path: Path
     expected = tokenizer.encode(text, add_special_tokens=False).ids
     assert AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False).input_ids != expected
     assert load_tokenizer(tmp_path)(text, add_special_tokens=False).input_ids == expected
+    tokenizer.enable_padding(length=9)
+    tokenizer.enable_truncation(3)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert follows_file(PreTrainedTokenizerFast.from_pretrained(tmp_path), tmp_path)
     export._keep_ids(tmp_path)
     kept = AutoTokenizer.from_pretrained(tmp_path)
     assert kept(text, add_special_tokens=False).input_ids == expected

@@ -198,7 +198,7 @@ def columns_read(row: dict[str, Any], column: str, form: str = "auto") -> list[s
 
 def is_trained(message: Mapping[str, Any]) -> bool:
     """Whether the loss counts this assistant message: no if its ``train`` or ``weight`` says so."""
-    return bool(message.get("train", True)) and message.get("weight", 1) != 0
+    return message.get("train") is not False and message.get("weight") != 0
 
 
 def form_of(row: dict[str, Any], column: str, form: str = "auto") -> str:
@@ -279,9 +279,9 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
         raise DataError(f"{origin}: the content of message {number} must be a string, or a list of texts")
     if content and any(mark in content for mark in (OPEN, CLOSE, SEEN)):
         raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD0 to U+FDD2)")
-    if message.get("weight", 1) not in (0, 1):
+    if message.get("weight") not in (0, 1, None):
         raise DataError(f"{origin}: the weight of message {number} is {message['weight']!r}; use 0 or 1")
-    if not isinstance(message.get("train", True), bool):
+    if not isinstance(message.get("train"), bool | None):
         raise DataError(f"{origin}: train of message {number} is {message['train']!r}; use true or false")
     return {**message, "content": content}
 

@@ -276,6 +276,8 @@ def follows_file(tokenizer: Any, folder: Path) -> bool:
     if not is_file(folder / TOKENIZER):
         return True
     file = load_tokenizer_file(folder / TOKENIZER)
+    file.no_padding()  # which transformers leaves out too, unless a call asks for it
+    file.no_truncation()
     probes = [_PROBE.format(special=text) for text in {"", *special_tokens(folder).values()}]
     return all(
         tokenizer(text, add_special_tokens=False).input_ids == file.encode(text, add_special_tokens=False).ids

@@ -206,8 +206,10 @@ def test_every_form_gives_messages(row: dict[str, Any], form: str, expected: lis
 
 
 def test_a_message_may_be_left_out_of_the_loss() -> None:
-    for word in ({"train": False}, {"weight": 0}):
-        talk = [*TALK[:2], {**TALK[2], **word}, *TALK[3:]]
+    """Programs that give every message the same fields write null for those that it has not."""
+    for word in ({"train": False, "weight": None}, {"weight": 0, "train": None}):
+        null = dict.fromkeys(word)
+        talk = [*TALK[:2], {**TALK[2], **word}, *({**message, **null} for message in TALK[3:])]
         text, spans = template_of("chatml").conversation(json.dumps({"messages": talk}), "f:1", "messages")
         assert text == WRITTEN["chatml"][0] and [text[a:b] for a, b in spans] == WRITTEN["chatml"][1][1:]
 
