@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model_axes import across_nodes
 from mgpu_pipe.checks.start import joined
@@ -180,6 +181,7 @@ def notices(config: RunConfig) -> list[Notice]:
     notices += [
         *_name_notice(config.model),
         *_warm_up_notice(config.scheduler, config.trainer),
+        *_recompute_notice(config.strategy),
         *_noise_notice(config.model),
     ]
     keep = config.checkpoint
@@ -209,6 +211,15 @@ def _warm_up_notice(scheduler: SchedulerConfig, trainer: TrainerConfig) -> list[
     resumed = "" if scheduler.total_steps else "; a resumed run keeps the schedule that it began with"
     text = f"{scheduler.warmup_steps} is longer than {source}={horizon}: all {horizon} steps are warm-up{resumed}"
     return [Notice("scheduler.warmup_steps", text)]
+
+
+def _recompute_notice(strategy: StrategyConfig) -> list[Notice]:
+    """Notice of recomputation under a split backward pass, where torch repeats it for every group of weights."""
+    if strategy.activation_checkpointing != "full" or not splits_backward(strategy):
+        return []
+    schedule = strategy.pipeline.schedule
+    text = f"slow: under {schedule} a block is computed again for its inputs and for each group of its weights"
+    return [Notice("strategy.activation_checkpointing", f"{text}; use none, or strategy.pipeline.schedule=1f1b")]
 
 
 def _noise_notice(model: ModelConfig) -> list[Notice]:

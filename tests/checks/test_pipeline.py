@@ -10,7 +10,9 @@ import pytest
 
 from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_contents, stage_layers
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, micro_batches_fit
+from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.checks.pipeline import pipeline_errors
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.report.pipeline_picture import pipeline_picture, schedule_lines
 
 EIGHT = {"num_hidden_layers": 8}
@@ -128,3 +130,11 @@ def test_no_torch_is_needed() -> None:
     code = "import sys, mgpu_pipe.report.overview, mgpu_pipe.checks.pipeline; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("schedule", "slow"), [("zbv", True), ("1f1b", False)])
+def test_recomputation_under_a_split_backward_pass_is_said_to_be_slow(schedule: str, slow: bool) -> None:
+    words = ["model=llama_tiny", "strategy=pp", "trainer.devices=2", "trainer.accelerator=cpu"]
+    words += [f"strategy.pipeline.schedule={schedule}", "strategy.activation_checkpointing=full", "model.compile=false"]
+    keys = [notice.key for notice in notices(compose(words)[0]) if notice.text.startswith("slow")]
+    assert keys == ["strategy.activation_checkpointing"] * slow
