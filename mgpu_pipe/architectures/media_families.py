@@ -86,10 +86,23 @@ _OWN: Mapping[str, Family] = {
         },
         sight=Sight("rows"),
     ),
+    # The thinker of Qwen 2.5 Omni, which sees, and hears recordings in chunks.
+    "qwen2_5_omni_thinker": Family(
+        modules={
+            "Qwen2_5OmniAudioAttention": OUT_PROJ,
+            "Qwen2_5OmniAudioEncoderLayer": FC,
+            "Qwen2_5OmniVisionAttention": {"q": "column", "k": "column", "v": "column", "proj": "row"},
+            "Qwen2_5OmniMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
+        },
+        width_is_heads=True,
+        projector=("merger",),
+        sight=Sight("grid"),
+        recordings="chunks",
+    ),
     "qwen2_audio": Family(
         modules={"Qwen2AudioAttention": OUT_PROJ, "Qwen2AudioEncoderLayer": FC},
         reads_weights={"Qwen2AudioEncoder": "embed_positions"},
-        recordings="length",
+        recordings="window",
     ),
     # Qwen 2.5 VL.
     "qwen2_5_vl": Family(

@@ -149,7 +149,12 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         # CLIPImageProcessor supports every step of the run's preparation
         return {PREPROCESSOR: _square_settings(pixels, "CLIPImageProcessor")}
     pixels, model = chat_pixels(data, stored.config.model), stored.model.config
-    if (window := chat_window(stored.config.model)) is not None:
+    if (window := chat_window(stored.config.model)) is not None and not window.fixed:
+        assert isinstance(pixels, GridPixels)
+        sounds = {**window.settings(), "return_attention_mask": True}
+        nested = {"image_processor": _grid_settings(pixels), "feature_extractor": sounds}
+        return {PREPROCESSOR: _grid_settings(pixels), PROCESSOR: nested}
+    if window is not None:
         sounds = {**window.settings(), "return_attention_mask": True, PROCESSOR_CLASS: "Qwen2AudioProcessor"}
         return {PREPROCESSOR: sounds, PROCESSOR: {PROCESSOR_CLASS: "Qwen2AudioProcessor", "audio_token": AUDIO}}
     if isinstance(pixels, GridPixels):  # the whole processor needs torchvision and its own tokens

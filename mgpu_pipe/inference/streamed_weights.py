@@ -51,8 +51,8 @@ def probe(model: PreTrainedModel) -> Inputs:
     tokens = places + min(PROBE_TOKENS, usable_positions(positions, text.pad_token_id, text.model_type))
     ids = torch.randint(0, text.vocab_size, (PROBE_ROWS, tokens), generator=generator)
     if kind is not None and picture is not None:
-        ids[ids == kind.token] = 0
-        ids[0, 1 : 1 + places] = kind.token
+        ids[kind.is_placeholder(ids)] = 0
+        ids[0, 1 : 1 + places] = kind.placeholder_of(picture)
         inputs_of_pictures = kind.inputs({"input_ids": ids, **kind.collate(ids, [[picture], *[[]] * (PROBE_ROWS - 1)])})
         return {name: value.contiguous() for name, value in inputs_of_pictures.items() if name != "use_cache"}
     return {

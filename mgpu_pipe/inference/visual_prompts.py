@@ -178,7 +178,7 @@ class PromptVisuals:
         kinds: tuple[tuple[int | None, str, str, Sequence[Picture]], ...] = (
             (self.reader.token, PLACE, "pictures", self.pictures),
             (self.reader.kind.video, VIDEO, "videos", self.videos),
-            (self.reader.kind.token if self.reader.window else None, AUDIO, "recordings", self.sounds),
+            (self.reader.kind.audio, AUDIO, "recordings", self.sounds),
         )
         for token, place, what, visuals in kinds:
             num_places = sum(prompt_id == token for prompt_id in ids)
@@ -243,7 +243,7 @@ def _recording(named: str, file: Path, window: LogMel) -> Recording:
     except BadSampleError as error:
         raise BadInputError(f"{named}: {error}; give another recording") from error
     frames = int(window.num_frames(len(wave)))
-    return Recording.from_spectrogram(torch.from_numpy(window.extract([wave])), frames)
+    return Recording.from_spectrogram(torch.from_numpy(window.spectrogram(wave))[None], frames)
 
 
 def _video(named: str, file: Path, pixels: GridPixels, data: PictureChatConfig, rate: float) -> Picture:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from mgpu_pipe.architectures.find import family_of, sight_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.data.step_batch import Field
-from mgpu_pipe.objectives.chat_recordings import ChatRecordings
+from mgpu_pipe.objectives.chat_recordings import ChatRecordings, PicturesAndRecordings
 from mgpu_pipe.objectives.picture_inputs import (
     MOST_PLACES,
     Batch,
@@ -174,8 +174,8 @@ _ONE_SIZE: dict[str, type[PictureInputs]] = {"pictures": WholePictures, "questio
 
 def build_picture_inputs(config: Any, packed: bool = False) -> PictureInputs:
     """The picture inputs of the model with ``config``, with conversation positions if rows are packed."""
-    if family_of(config.model_type).recordings:
-        return ChatRecordings(config, packed)
+    if kind_of_sound := family_of(config.model_type).recordings:
+        return (PicturesAndRecordings if kind_of_sound == "chunks" else ChatRecordings)(config, packed)
     sight = sight_of(config.model_type)
     kind: Any = _KINDS.get(sight.pictures) or _ONE_SIZE.get(sight.both_ways, FixedSizePictures)
     inputs: PictureInputs = kind(config, packed)

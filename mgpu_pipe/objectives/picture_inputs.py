@@ -60,12 +60,14 @@ class PictureInputs(ABC):
 
     Attributes:
         token, video: ids of the placeholder tokens of pictures and of videos; None if the model sees no videos.
+        audio: id of the placeholder token of recordings; None if the model hears none.
         fields: fields of a micro-batch in addition to ids and labels.
         most_tokens: most tokens of a random picture.
     """
 
     fields: Mapping[str, Field]
     most_tokens: int
+    audio: int | None = None
 
     def __init__(self, config: Any) -> None:
         self.token = int(config.image_token_id)
@@ -93,6 +95,10 @@ class PictureInputs(ABC):
     @abstractmethod
     def blank(self) -> Picture:
         """Smallest picture, all zeros."""
+
+    def missing(self, pictures: Sequence[Picture]) -> list[Picture]:
+        """Blanks of the kinds that a micro-batch with these ``pictures`` lacks."""
+        return [] if pictures else [self.blank()]
 
     @abstractmethod
     def collate(self, ids: torch.Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:

@@ -122,7 +122,8 @@ class VisionLanguageObjective(PictureObjective):
         generator = step_generator(seed, step)
 
         draw = partial(draw_integers, generator)
-        placeholders = sorted(token for token in (self._pictures.token, self._pictures.video) if token is not None)
+        kinds = {self._pictures.token, self._pictures.video, self._pictures.audio}
+        placeholders = sorted(token for token in kinds if token is not None)
         most = (seq_len - SHORTEST) // (self._pictures.most_tokens + 1)
         ids = draw(0, int(self._config.get_text_config().vocab_size) - len(placeholders), samples, seq_len + 1)
         for token in placeholders:
@@ -186,12 +187,12 @@ class VisionLanguageObjective(PictureObjective):
                 yield part, part_labels, part_pictures
 
     def reference_loss(self, forward: Forward, model: PreTrainedModel, batch: Batch) -> Reference:
-        """One conversation at a time, without padding; a blank picture only if no row has one."""
+        """One conversation at a time, without padding; a blank picture or recording only if no row has one."""
         losses, kind = [], self._pictures
         rows = list(self._conversations(batch))
-        if not any(pictures for _, _, pictures in rows):
-            blank = kind.blank()
-            seen = forward(**kind.single_row(torch.full((blank.tokens,), kind.token), [blank], blank.tokens))
+        for blank in kind.missing([picture for _, _, pictures in rows for picture in pictures]):
+            ids = torch.full((blank.tokens,), kind.placeholder_of(blank))
+            seen = forward(**kind.single_row(ids, [blank], blank.tokens))
             losses.append(0.0 * seen.logits.float().sum())
         for ids, labels, pictures in rows:
             valid = (labels != IGNORE_INDEX).nonzero()

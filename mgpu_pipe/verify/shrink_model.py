@@ -53,6 +53,8 @@ PATCH, PATCHES = 4, 4
 """Pixels of a patch, and patches across a picture."""
 PATCHES_IN_TEXT = 2
 """Patches across a picture in a text."""
+CHUNK = 4
+"""Half the frames of a chunk of a recording."""
 POSITIONS, BANDS = 16, 8
 """Positions and bands of an encoder of spectrograms."""
 CONVOLUTION = 16
@@ -156,7 +158,11 @@ def _small_towers(
 
 def _fit_pictures(changed: dict[str, Any], known: ConfigClass, stages: int) -> None:
     """Set the sizes of pictures in ``changed`` that depend on the small parts."""
-    if "image_token_index" in known.names:  # so that several pictures fit into a row
+    audio = changed.get("audio_config", {})
+    if "output_dim" in audio:  # the width of the language model, and several chunks of a recording
+        audio |= {"output_dim": changed[TEXT]["hidden_size"], "n_window": CHUNK}
+    if "image_size" in changed.get("vision_config", {}) and "image_token_index" in known.names:
+        # Several pictures fit into a row.
         vision = changed["vision_config"]
         vision["image_size"] = min(vision["image_size"], PATCHES_IN_TEXT * vision["patch_size"])
     if {"image_token_index", "projection_dim"} <= known.names:  # the width after the projector
@@ -165,7 +171,7 @@ def _fit_pictures(changed: dict[str, Any], known: ConfigClass, stages: int) -> N
         changed["mm_tokens_per_image"] = 1
     if "scale_factor" in known.names:  # it divides the patches across
         changed["scale_factor"] = 2
-    if "video_token_id" in known.names and "depth" in changed["vision_config"]:
+    if "depth" in changed.get("vision_config", {}):
         changed["vision_config"] = _native_size_tower(changed, int(changed[TEXT]["num_hidden_layers"]) // stages)
 
 

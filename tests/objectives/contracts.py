@@ -267,6 +267,16 @@ CONTRACTS = {
         4 exhaustive: model=gemma3_tiny strategy=fsdp strategy.tp=2; model=internvl_tiny strategy=fsdp strategy.tp=2
         """,
     ),
+    "pictures_and_recordings": Contract(
+        "objective=vision_language model=qwen25_omni_tiny data.packing=none",
+        """
+        1: strategy=single data.micro_batch_size=2
+        2 slow: strategy=fsdp
+        2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=zero2; strategy=pp; strategy=tp;
+            strategy=fsdp @adapters
+        4 exhaustive: strategy=fsdp strategy.tp=2
+        """,
+    ),
     "recordings": Contract(
         "objective=vision_language model=qwen2_audio_tiny data.packing=none",
         """

@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from mgpu_pipe.architectures.family import sound_tokens
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.audio.decode_audio import decode
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import DataError, printable
+from mgpu_pipe.models.build import build_meta
+from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.harness import check_trained_on, exported_model
-from tests.support import small_runs
+from tests.support import pictures, small_runs
 from tests.support.command import mgpu
 from tests.support.pictures import said
 from tests.support.sounds import tones, write_wav
@@ -46,7 +50,9 @@ def write_chats(folder: Path) -> None:
 def chats(folder: Path, *overrides: str) -> RunConfig:
     if not (folder / "chats.jsonl").is_file():
         write_chats(folder)
-    chosen = GIVEN if "model=hf" not in overrides else [word for word in GIVEN if not word.startswith("model=")]
+    overrides = tuple(word for word in overrides if word != OMNI or "model=hf" not in overrides)
+    names_model = any(word.startswith("model=") for word in overrides)
+    chosen = [word for word in GIVEN if not (names_model and word.startswith("model="))]
     given = ("data=picture_chats", f"data.paths=[{folder / 'chats.jsonl'}]", f"data.cache_dir={folder / 'cache'}")
     more = ("data.chat_template=chatml", "data.seq_len=200", "data.validation_fraction=0.4", "data.num_workers=0")
     steps = ("trainer.max_steps=4", "data.global_batch_size=4")
@@ -151,6 +157,118 @@ def test_a_conversation_that_is_too_long_with_its_recordings_is_left_out(tmp_pat
     short = prepare(chats(tmp_path, "data.validation_fraction=0", f"data.seq_len={max(prepared.lengths('train')) - 1}"))
     assert short.train_samples == 5 and short.too_long_samples == 1
     assert "with their recordings" in short.too_long(config.data)
+
+
+OMNI = "model=qwen25_omni_tiny"
+
+
+def mixed_chats(folder: Path, *overrides: str) -> RunConfig:
+    """Conversations with pictures and recordings together, with one kind, and with neither."""
+    if not (folder / "chats.jsonl").is_file():
+        pictures.write_chats(folder)
+        (folder / "chats.jsonl").unlink()
+        write_chats(folder)
+        sights = ([], ["wide"], ["small", "high"], [], ["large"], [])
+        rows = []
+        for names, seen in zip(HEARD, sights, strict=True):
+            question = [*map(part, names), *map(image, seen), {"type": "text", "text": "What?"}]
+            rows.append({"messages": said(question, "".join(names) or "no")})
+        (folder / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    shape = ("data.seq_len=300", "data.max_pixels=1600", "model.config.vision_config.in_channels=3")
+    return chats(folder, OMNI, *(shape if "model=hf" not in overrides else shape[:2]), *overrides)
+
+
+def image(name: str) -> dict[str, str]:
+    return {"type": "image", "image": f"{name}.png"}
+
+
+def test_pictures_and_recordings_of_one_conversation_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    config = mixed_chats(tmp_path, "data.validation_fraction=0")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, every = prepared.open(config, "train"), np.arange(len(HEARD))
+    batch, grid, pixels = samples.batch(every, every), prepared.grid, samples._pixels
+    extractor = WhisperFeatureExtractor(**prepared.window.settings())
+    processor = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": grid.least, "longest_edge": grid.most},
+        **{"patch_size": grid.patch, "merge_size": grid.merge, "temporal_patch_size": grid.frames},
+        **{"image_mean": list(pixels.mean), "image_std": list(pixels.std)},
+    )
+    for row, line in enumerate((tmp_path / "chats.jsonl").read_text().splitlines()):
+        parts = json.loads(line)["messages"][0]["content"]
+        waves = [decode((tmp_path / each["audio"]).read_bytes(), 16000, 60) for each in parts if "audio" in each]
+        images = [Image.open(tmp_path / each["image"]) for each in parts if "image" in each]
+        frames = batch["recordings"][row][batch["recordings"][row] > 0]
+        ids = batch["input_ids"][row]
+        assert (ids == prepared.audio_token_id).sum() == sound_tokens(frames).sum()
+        if waves:
+            made = extractor(
+                waves, sampling_rate=16000, return_attention_mask=True, return_tensors="pt", truncation=False
+            )
+            inside = made["attention_mask"].bool()
+            assert torch.equal(inside.sum(1), frames)
+            expected = made["input_features"].transpose(1, 2)[inside]
+            assert torch.allclose(batch["input_features"][row][: len(expected)], expected, atol=1e-5)
+        if images:
+            made = processor(images, return_tensors="pt")
+            assert torch.allclose(
+                batch["pixel_values"][row][: len(made["pixel_values"])], made["pixel_values"], atol=1e-5
+            )
+            assert (ids == prepared.image_token_id).sum() * 4 == made["image_grid_thw"].prod(1).sum()
+    texts = ["".join(part.text for part in row) for row in parts_of(prepared, samples, every, every, True)]
+    assert [text.count("<audio>") for text in texts] == list(map(len, HEARD))
+    assert [text.count("<image>") for text in texts] == [0, 1, 2, 0, 1, 0]
+
+
+def test_tokens_stand_where_qwen_omni_puts_them() -> None:
+    model: Any = build_meta(compose([*GIVEN, OMNI])[0].model, "AutoModelForImageTextToText")
+    kind, config = build_picture_inputs(model.config), model.config
+    config.vision_start_token_id, config.audio_start_token_id = 301, 303
+    generator = torch.Generator().manual_seed(0)
+    drawn = [kind.random_picture(generator) for _ in range(6)]
+    ids = [5, 6]
+    for each in drawn:
+        begin = 303 if kind.placeholder_of(each) == kind.audio else 301
+        ids += [begin, *[kind.placeholder_of(each)] * each.tokens, begin + 1, 7]
+    rows = torch.tensor([ids])
+    made = kind.collate(rows, [drawn])
+    frames = made["recordings"][0]
+    expected, _ = model.model.get_rope_index(rows, made["grids"][0], None, torch.ones_like(rows), False, frames)
+    assert len(frames) and len(made["grids"][0]) and torch.equal(made["position_ids"][0], expected[:, 0])
+
+
+@pytest.mark.slow
+def test_a_run_on_pictures_and_recordings_answers_about_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import Qwen2_5OmniThinkerForConditionalGeneration
+
+    from mgpu_pipe.cli.main import main
+    from mgpu_pipe.inference.generation import encode, end_tokens
+    from mgpu_pipe.inference.open import load_run
+    from mgpu_pipe.inference.visual_prompts import PromptVisuals
+
+    metrics = small_runs.run_moved(mixed_chats, tmp_path)
+    asked = ["generate", str(tmp_path / "second"), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "4"]
+    files = ["--audio", str(tmp_path / "ab.wav"), "--image", str(tmp_path / "wide.png")]
+    assert main([*asked, "--prompt", "Is <audio> in <image>?", *files]) == 0
+    answer = capsys.readouterr().out.strip()
+    # The likeliest token of the whole text so far, again and again, is the same answer.
+    loaded = load_run(tmp_path / "second")
+    visuals = PromptVisuals.from_files(loaded, [tmp_path / "wide.png"], [], [tmp_path / "ab.wav"])
+    assert visuals is not None
+    tokenizer, template = loaded.tokenizer(), loaded.chat()
+    ids = visuals.expand(encode(tokenizer, "Is <audio> in <image>?", template))
+    prompt, ends = len(ids), end_tokens(tokenizer, template)
+    while len(ids) < prompt + 4 and ids[-1] not in ends:
+        inputs = visuals.reader.kind.single_row(torch.tensor(ids), visuals.in_order(ids), 0)
+        with torch.no_grad():
+            ids.append(int(loaded.model(**inputs).logits[0, -1].argmax()))
+    assert printable(str(tokenizer.decode(ids[prompt:], skip_special_tokens=True))).strip() == answer
+    exported_model(tmp_path / "second", Qwen2_5OmniThinkerForConditionalGeneration, capsys)
+    check_trained_on(mixed_chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp")
 
 
 @pytest.mark.slow

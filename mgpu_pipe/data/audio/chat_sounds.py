@@ -73,22 +73,15 @@ class StoredSounds:
     def __init__(self, folder: Path, window: LogMel) -> None:
         self._window, self._files = window, json.loads((folder / FILES).read_text(encoding="utf-8"))
 
-    def spectrograms(self, places: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Frames of these recordings without the silence after them, (recordings,), and their spectrograms,
-        (recordings, bands, frames)."""
-        if not places:
-            return np.zeros(0, np.int64), np.zeros((0, *self._window.shape), np.float32)
-        waves = [
-            read_recording(
-                Path(self._files["paths"][place]),
-                Fingerprint(self._files["sizes"][place], tuple(self._files["blocks"][place])),
-                self._window.rate,
-                LONGEST,
-            )
-            for place in places
-        ]
-        frames = self._window.num_frames(np.array([len(wave) for wave in waves], np.int64))
-        return frames, np.concatenate([self._window.extract([wave]) for wave in waves])
+    def spectrograms(self, places: Sequence[int]) -> tuple[list[int], list[NDArray[np.float32]]]:
+        """Frames of these recordings without the silence after them, and their spectrograms, (bands, frames)."""
+        frames, values = list[int](), list[NDArray[np.float32]]()
+        for place in places:
+            known = Fingerprint(self._files["sizes"][place], tuple(self._files["blocks"][place]))
+            wave = read_recording(Path(self._files["paths"][place]), known, self._window.rate, LONGEST)
+            frames.append(self._window.num_frames(len(wave)))
+            values.append(self._window.spectrogram(wave))
+        return frames, values
 
 
 def _paths(folder: Path) -> list[str]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.family import FEWEST_FRAMES, FRAMES_A_POSITION
+from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
 from mgpu_pipe.data.model_field import check_extractor, model_field, preprocessor_of
@@ -20,6 +21,8 @@ from mgpu_pipe.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import WhisperFeatureExtractor
 
+CHUNKED_SECONDS = 300
+"""Seconds of the longest recording that an encoder of chunks gets where the model's folder says nothing."""
 USUAL_RATE = 16000
 """Samples a second where the model's folder says nothing."""
 FIELDS = ("num_mel_bins", "max_source_positions", "max_target_positions")
@@ -45,6 +48,7 @@ class LogMel:
         hop: samples from one frame to the next.
         width: samples of a frame.
         most_tokens: longest transcript of the model.
+        fixed: whether the model reads the silence after a recording, up to the window's end.
     """
 
     bins: int
@@ -53,6 +57,7 @@ class LogMel:
     hop: int = 160
     width: int = 400
     most_tokens: int = 448
+    fixed: bool = True
 
     input_name = "input_features"
     """The model's argument."""
@@ -75,10 +80,15 @@ class LogMel:
     def from_tower(cls, model: ModelConfig) -> LogMel:
         """Reads the settings of a model that hears recordings in conversations; raises like :meth:`from_model`."""
         part = model_field(model, "audio_config") or {}
-        known = config_class(str(part.get("model_type") or f"{model_field(model, 'model_type') or model.type}_encoder"))
+        kind = str(model.type or model_field(model, "model_type"))
+        known = config_class(str(part.get("model_type") or f"{kind}_encoder"))
         usual = known.defaults if known else {}
         bins, positions = (int(part.get(name) or usual[name]) for name in FIELDS[:2])
-        rate = _size(preprocessor_of(model.path, "feature_extractor").get("sampling_rate"), USUAL_RATE)
+        said = preprocessor_of(model.path, "feature_extractor")
+        rate = _size(said.get("sampling_rate"), USUAL_RATE)
+        if family_of(kind).recordings == "chunks":
+            hop, width = _size(said.get("hop_length"), cls.hop), _size(said.get("n_fft"), cls.width)
+            return cls(bins, rate, _size(said.get("chunk_length"), CHUNKED_SECONDS), hop, width, fixed=False)
         return cls._of_window(model, rate, "model.config.audio_config", (bins, positions, cls.most_tokens))
 
     @classmethod
@@ -151,6 +161,13 @@ class LogMel:
         whole = np.empty((len(waves), self.bins, self.frames), np.float32)
         whole[:, :, :frames], whole[:, :, frames:] = features, features[:, :, -1:]
         return whole
+
+    def spectrogram(self, wave: Wave) -> NDArray[np.float32]:
+        """Spectrogram of a recording as the model reads it, (bins, frames)."""
+        if self.fixed:
+            return self.extract([wave])[0]
+        values = self._extract_frames([wave], -(-(len(wave) + self.width) // self.hop))[0]
+        return np.ascontiguousarray(values[:, : self.num_frames(len(wave))], np.float32)
 
     def _extract_frames(self, waves: Sequence[Wave], frames: int) -> NDArray[np.float32]:
         extracted = self._extractor(

@@ -16,6 +16,7 @@ from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.images.parts import PatchPixels
 from mgpu_pipe.data.images.scan_images import StoredPictures
 from mgpu_pipe.data.images.videos import StoredClips
+from mgpu_pipe.data.images.visual_inputs import SOUND
 from mgpu_pipe.data.samples import SampleSet, Split, random_of
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.document_encoder import TRAINED
@@ -153,6 +154,8 @@ class PictureChatSamples(RowSamples):
         self._pixels, self._trains = chat_pixels(data, model), split == "train"
         self._stored = StoredPictures(prepared.pictures_of(split), self._pixels.channels)
         self._clips, sounds = StoredClips(prepared.clips_of(split)), prepared.sounds_of(split)
+        self._window, audio = prepared.window, prepared.audio_token_id
+        self._seen_tokens = [token for token in prepared.standing if token != audio]
         self._sounds = StoredSounds(sounds, prepared.window) if sounds and prepared.window else None
         self._all = prepared.visual_index(split)
         self._first, self._last = self._all.offsets[self.documents], self._all.offsets[self.documents + 1]
@@ -178,13 +181,17 @@ class PictureChatSamples(RowSamples):
         for row, index in enumerate(indices.tolist()):
             self._fill(index, ids[row], labels[row])
         arrays: dict[str, NDArray[Any]] = {"input_ids": ids[:, :-1], "labels": labels[:, 1:]}
-        if self._sounds is not None:
+        if self._sounds is not None and self._window is not None:
             sounds = [self._sounds.spectrograms(self._sound_places(index)) for index in indices.tolist()]
             arrays["recordings"] = _together([frames for frames, _ in sounds], (), np.int64)
-            arrays["input_features"] = _together([values for _, values in sounds], sounds[0][1].shape[1:])
-            return arrays
+            spectrograms = [several for _, several in sounds]
+            if self._window.fixed:
+                arrays["input_features"] = _together(spectrograms, self._window.shape)
+                return arrays
+            frames_of = [[values.T for values in several] for several in spectrograms]
+            arrays["input_features"] = _together(_flat(frames_of, self._window.bins), (self._window.bins,))
         pictures_of = [self._seen_pictures(*place) for place in zip(indices.tolist(), numbers.tolist(), strict=True)]
-        slices = [self._pictures_of(index) for index in indices.tolist()]
+        slices = [self._seen_of(index) for index in indices.tolist()]
         if isinstance(self._pixels, PatchPixels):
             merge, values = self._pixels.parts.merge, self._pixels.parts.values
             grids = [self._places[part] * (1, merge, merge) for part in slices]
@@ -194,7 +201,7 @@ class PictureChatSamples(RowSamples):
             grid = self._pixels.grid
             seconds = [self._all.seconds[self._all.pictures[part]] for part in slices]
             apart = [seen_apart(grid, self._places[part], step) for part, step in zip(slices, seconds, strict=True)]
-            placed = np.isin(arrays["input_ids"], self._standing)
+            placed = np.isin(arrays["input_ids"], self._seen_tokens)
             positions = [row_positions(tokens, *seen) for tokens, seen in zip(placed, apart, strict=True)]
             grids = [places * (1, grid.merge, grid.merge) for places, _ in apart]
             arrays |= {"position_ids": np.stack(positions), "grids": _together(grids, (3,), np.int64)}
@@ -220,6 +227,11 @@ class PictureChatSamples(RowSamples):
         """Places of a conversation's recordings among the scanned ones."""
         visuals = map(self._all.visual, self._all.pictures[self._pictures_of(index)].tolist())
         return [visual.frames[0] for visual in visuals if visual.is_sound]
+
+    def _seen_of(self, index: int) -> NDArray[np.int64]:
+        """Numbers of a conversation's pictures among all shown, without its recordings."""
+        numbers = np.arange(self._first[index], self._last[index])
+        return numbers[self._all.clips[self._all.pictures[numbers]] != SOUND]
 
     def _seen_pictures(self, index: int, number: int) -> list[NDArray[np.float32]]:
         """Pictures of a conversation as the model sees them."""

@@ -210,7 +210,8 @@ class PreparedPictureChats(PreparedRows):
             return {"audio_token_index": self.audio_token_id}
         if self.grid is not None:
             video = {} if self.video_token_id is None else {"video_token_id": self.video_token_id}
-            return {"image_token_id": self.image_token_id, **video}
+            audio = {} if self.audio_token_id is None else {"audio_token_index": self.audio_token_id}
+            return {"image_token_id": self.image_token_id, "image_token_index": self.image_token_id, **audio, **video}
         if self.named_parts is not None:
             return {"image_token_id": self.image_token_id}
         return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}

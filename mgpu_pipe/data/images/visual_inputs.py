@@ -237,10 +237,11 @@ class VisualIndex:
             pictures, clips: places down and across of each picture, and of each frame of a video file.
         """
         counts = np.diff(self.starts)
-        there, of_file = counts > 0, self.clips >= 0
+        there, of_file = (counts > 0) & (self.clips != SOUND), self.clips >= 0
         # An extra entry of zeros serves unusable pictures; frames of different sizes are unusable, too.
         known = np.concatenate([pictures, np.zeros((1, 2), np.int64)])
-        whole = [known[self.frames[begin:end]] if end > begin else known[-1:] for begin, end in self._pictured(of_file)]
+        ranges = self._pictured(self.clips != -1)
+        whole = [known[self.frames[begin:end]] if end > begin else known[-1:] for begin, end in ranges]
         sides = np.array([shape[0] if (shape == shape[0]).all() else (0, 0) for shape in whole], np.int64).reshape(
             -1, 2
         )

@@ -156,14 +156,27 @@ def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dic
 
 
 def _tokens_of_pictures(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> torch.Tensor:
+    if "recordings" in batch and "grids" not in batch:
+        return _tokens_of_sounds(batch, row)
     if "recordings" in batch:
-        frames = batch["recordings"][row]
-        return cast("torch.Tensor", sound_tokens(frames[frames > 0]))
+        ids, ordered = batch["input_ids"][row], list[int]()
+        ids = ids[(ids[:, None] == ids.new_tensor(prepared.standing)).any(1)]
+        seen = {name: values for name, values in batch.items() if name != "recordings"}
+        pictures = iter(_tokens_of_pictures(seen, row, prepared).tolist())
+        sounds = iter(_tokens_of_sounds(batch, row).tolist())
+        while (position := sum(ordered)) < len(ids):
+            ordered.append(next(sounds if ids[position] == prepared.audio_token_id else pictures))
+        return ids.new_tensor(ordered)
     if "grids" not in batch:
         number = batch["pictures"][row]
         return number.new_full((int(number),), prepared.tokens_a_picture)
     patches = batch["grids"][row].prod(-1)
     return patches[patches > 0] // prepared.cut.merge**2
+
+
+def _tokens_of_sounds(batch: Mapping[str, torch.Tensor], row: int) -> torch.Tensor:
+    frames = batch["recordings"][row]
+    return cast("torch.Tensor", sound_tokens(frames[frames > 0]))
 
 
 def _padding(ids: NDArray[np.int64], positions: NDArray[np.int64], trained: NDArray[np.bool_]) -> int:
