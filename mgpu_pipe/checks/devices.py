@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import AMPERE, device_type, resolve_precision, world_size
 from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
@@ -70,7 +69,7 @@ def numerics_errors(config: RunConfig) -> list[BadInputError]:
     return [
         *_fp8_errors(config.model, config.precision, config.trainer),
         *_flash_errors(config.model),
-        *_liger_errors(config),
+        *_liger_errors(config.model, config.strategy, config.precision, config.trainer),
         *_offload_errors(config.strategy, config.trainer),
         *_compile_errors(config.model, config.trainer),
     ]
@@ -108,10 +107,12 @@ def _flash_errors(model: ModelConfig) -> list[BadInputError]:
     return [ConfigError("model.flash_attention", "fa3", "use fa2", why)]
 
 
-def _liger_errors(config: RunConfig) -> list[BadInputError]:
-    if config.model.kernels != "liger" or not (fields := model_fields(config.model)):
+def _liger_errors(
+    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig
+) -> list[BadInputError]:
+    if model.kernels != "liger" or not (fields := model_fields(model)):
         return []
-    problem = obstacle(config, str(fields.get("model_type")), splits_backward(config.strategy))
+    problem = obstacle(model, strategy, precision, trainer, str(fields.get("model_type")))
     return [] if problem is None else [ConfigError("model.kernels", "liger", problem[1], problem[0])]
 
 

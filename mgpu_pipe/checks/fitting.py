@@ -9,7 +9,7 @@ from functools import partial
 from mgpu_pipe.config.data_sources import all_sources, samples_of
 from mgpu_pipe.config.group_keys import EvalConfig
 from mgpu_pipe.config.objective import Description, description, descriptions
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, raised_by
 from mgpu_pipe.models.fields import HEADLESS, given_fields, model_types
 from mgpu_pipe.system.conf_folders import conf_dir
@@ -19,17 +19,17 @@ KIND_OF_KEY = {"pattern": "answers", "source": "answers", "max_new_tokens": "ans
 """The only kind of task that reads a key."""
 
 
-def task_errors(config: RunConfig) -> Iterator[BadInputError]:
+def task_errors(keys: EvalConfig, objective: ObjectiveConfig, data: DataConfig) -> Iterator[BadInputError]:
     """Errors of the tasks; reads their files."""
-    objective = description(config.objective.name)
-    known = {metric.key for metric in objective.metrics}
-    for name, task in config.eval.tasks.items():
+    described = description(objective.name)
+    known = {metric.key for metric in described.metrics}
+    for name, task in keys.tasks.items():
         key = f"eval.tasks.{name}"
         if re.fullmatch(NAME, name) is None:
             yield ConfigError(key, task.kind, "use small letters, digits and _ for its name", "it becomes a metric's")
         elif f"val/{name}" in known:
             yield ConfigError(key, task.kind, "give it another name", f"the objective measures val/{name} itself")
-        elif objective.attention != "causal" or objective.samples == "labelled_text":
+        elif described.attention != "causal" or described.samples == "labelled_text":
             fix = "leave it out, or use objective=causal_lm"
             yield ConfigError(
                 key, task.kind, fix, f"objective.name={objective.name} trains no model that continues text"
@@ -37,9 +37,7 @@ def task_errors(config: RunConfig) -> Iterator[BadInputError]:
         else:
             from mgpu_pipe.inference.tasks import rows_of
 
-            yield from list(_key_errors(config.eval, name)) or raised_by(
-                partial(rows_of, task, name, config.data.text_column)
-            )
+            yield from list(_key_errors(keys, name)) or raised_by(partial(rows_of, task, name, data.text_column))
 
 
 def _key_errors(evaluation: EvalConfig, name: str) -> Iterator[ConfigError]:

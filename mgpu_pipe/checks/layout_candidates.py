@@ -13,10 +13,10 @@ from mgpu_pipe.architectures.find import family_of, stages_of
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.checks.check_sizes import strategy_errors, update_errors
 from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
-from mgpu_pipe.config.group_keys import PipelineOptions
+from mgpu_pipe.config.group_keys import PipelineOptions, PrecisionConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision
-from mgpu_pipe.config.schema import RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.hardware_profile import HardwareProfile
@@ -126,11 +126,13 @@ def on_processes(trainer: TrainerConfig, profile: HardwareProfile, gpus: int) ->
     return trainer, words
 
 
-def _schedules(config: RunConfig) -> tuple[tuple[str, int], ...]:
+def _schedules(
+    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig
+) -> tuple[tuple[str, int], ...]:
     """Pipeline schedules to try, each with stages of a rank: all, or the one that the configuration names."""
-    chosen = config.strategy.pipeline.schedule
+    chosen = strategy.pipeline.schedule
     names = [chosen] if chosen != PipelineOptions().schedule else [name for name in SCHEDULES if name != UNTRIED]
-    can_split = config.model.compile is not True and resolve_precision(config.precision, config.trainer) != "fp8"
+    can_split = model.compile is not True and resolve_precision(precision, trainer) != "fp8"
     return tuple(
         (name, stages)
         for name, traits in SCHEDULES.items()
@@ -166,7 +168,7 @@ def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> A
         cp=cp,
         ulysses=ulysses,
         ep=ep,
-        schedules=_schedules(config),
+        schedules=_schedules(config.model, config.strategy, config.precision, config.trainer),
         eager_kernels=float(device_type(config.trainer) == "cuda"),
         has_sequence_parallel=family.sequence is not None and all(sequence % (a * b) == 0 for a in tp for b in cp),
     )

@@ -75,7 +75,7 @@ def checks(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = False
         Check(lambda: sequence_errors(config.model, config.data), ("model", "data"), ranges=True),
         Check(lambda: update_errors(config), ("optimizer",), ranges=True),
         Check(_raised(lambda: check_attention(config.model, config.data, config.objective)), ("model", "data")),
-        Check(lambda: task_errors(config), ranges=True),
+        Check(lambda: task_errors(config.eval, config.objective, config.data), ranges=True),
         Check(lambda: name_errors(config.model, config.optimizer, config.peft), ("model", "peft", "objective")),
         Check(_raised(lambda: check_tokenizer_size(config.model, config.data, config.objective)), last=True),
         Check(_raised(lambda: _check_plug_ins(config.objective, config.strategy, config.trainer)), last=True),

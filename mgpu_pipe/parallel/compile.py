@@ -11,17 +11,20 @@ from typing import Any
 import torch
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
+from mgpu_pipe.config.group_keys import PrecisionConfig, StrategyConfig
 from mgpu_pipe.config.resolve import prefers_compiled
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.kernels.layers import gpu_kernels_compile
 from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.system.compat.torch_private import compiled
 
 
-def compiles(config: RunConfig, device: torch.device, parameters: int) -> bool:
+def compiles(
+    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, device: torch.device, parameters: int
+) -> bool:
     """Whether ``model.compile`` compiles a model with this many parameters on ``device``."""
-    wanted = prefers_compiled(config.model, config.strategy, config.precision, device.type, parameters)
-    return wanted and (config.model.compile is True or (gpu_kernels_compile() and not splits_backward(config.strategy)))
+    wanted = prefers_compiled(model, strategy, precision, device.type, parameters)
+    return wanted and (model.compile is True or (gpu_kernels_compile() and not splits_backward(strategy)))
 
 
 def compile_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

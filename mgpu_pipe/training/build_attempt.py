@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mgpu_pipe.architectures.formulas.flops import known_gpu_peak
-from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.config.objective import description, metric_of, task_metrics
 from mgpu_pipe.config.resolve import uses_tf32
@@ -87,8 +86,9 @@ def build_model(attempt: Attempt) -> tuple[Attempt, BuiltModel]:
         require_model_settings(attempt.reader.state.get("model_config"), settings, attempt.reader.folder)
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    attempt = attempt.with_model(compile=compiles(config, device, parameters))
-    kernels = resolve_kernels(attempt.config, str(model.config.model_type), splits_backward(config.strategy))
+    attempt = attempt.with_model(compile=compiles(config.model, config.strategy, config.precision, device, parameters))
+    model_type = str(model.config.model_type)
+    kernels = resolve_kernels(attempt.config.model, config.strategy, config.precision, config.trainer, model_type)
     if kernels == "liger":
         use_liger(model)
     return attempt.with_model(kernels=kernels), BuiltModel(model, fill, settings, parameters, trained)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.checks.devices import numerics_errors
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
@@ -123,7 +122,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def chosen(*overrides: str, model_type: str = "llama") -> str:
     config = config_of(*overrides)
-    return resolve_kernels(config, model_type, splits_backward(config.strategy))
+    return resolve_kernels(config.model, config.strategy, config.precision, config.trainer, model_type)
 
 
 def refusals(*overrides: str) -> list[str]:
@@ -151,8 +150,9 @@ def test_asked_for_they_keep_auto_from_compiling(gpu: pytest.MonkeyPatch) -> Non
     from mgpu_pipe.parallel import compile as compilation
 
     gpu.setattr(compilation, "gpu_kernels_compile", lambda: True)
-    assert compiles(config_of(), torch.device("cuda"), 200_000_000)
-    assert not compiles(config_of("model.kernels=liger"), torch.device("cuda"), 200_000_000)
+    for words, expected in ((), True), (("model.kernels=liger",), False):
+        config, device = config_of(*words), torch.device("cuda")
+        assert compiles(config.model, config.strategy, config.precision, device, 200_000_000) is expected
 
 
 @pytest.mark.slow

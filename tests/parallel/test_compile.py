@@ -47,13 +47,13 @@ def test_auto_compiles_large_models_on_gpus(
 ) -> None:
     monkeypatch.setattr(compilation, "gpu_kernels_compile", lambda: True)
     config, _ = compose(list(overrides))
-    assert compilation.compiles(config, device, parameters) is expected
+    assert compilation.compiles(config.model, config.strategy, config.precision, device, parameters) is expected
 
 
 def test_without_a_compiler_auto_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "gpu_kernels_compile", lambda: False)
     config, _ = compose([])
-    assert compilation.compiles(config, GPU, 200_000_000) is False
+    assert compilation.compiles(config.model, config.strategy, config.precision, GPU, 200_000_000) is False
 
 
 def traced(config: RunConfig) -> tuple[list[Worst], list[str], int, dict[str, int]]:

@@ -61,7 +61,7 @@ def evaluate(argv: Sequence[str]) -> int:
 def _evaluate(arguments: argparse.Namespace) -> None:
     run = open_run(arguments)
     config = _evaluation_config(run, arguments.overrides)
-    for error in task_errors(config):
+    for error in task_errors(config.eval, config.objective, config.data):
         raise error
     weights = f"{'the average of ' if arguments.weights == 'ema' else ''}{run.source}"
     held_out = None if _tasks_alone(arguments.overrides) else _measure_held_out(run, config)

@@ -14,8 +14,10 @@ import sys
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any, Literal
 
+from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
+from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, PrecisionConfig, TrainerConfig
 
 if TYPE_CHECKING:
     import torch
@@ -59,22 +61,25 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 another activation keeps its feed-forward layer."""
 
 
-def resolve_kernels(config: RunConfig, model_type: str, splits_backward: bool) -> Literal["torch", "liger"]:
+def resolve_kernels(
+    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig, model_type: str
+) -> Literal["torch", "liger"]:
     """Resolved ``model.kernels``, after ``model.compile`` is resolved; arguments as in :func:`obstacle`."""
-    if config.model.kernels != "auto":
-        return config.model.kernels
-    return "torch" if obstacle(config, model_type, splits_backward) else "liger"
+    if model.kernels != "auto":
+        return model.kernels
+    return "torch" if obstacle(model, strategy, precision, trainer, model_type) else "liger"
 
 
-def obstacle(config: RunConfig, model_type: str, splits_backward: bool) -> tuple[str, str] | None:
+def obstacle(
+    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig, model_type: str
+) -> tuple[str, str] | None:
     """Reason why Liger's kernels cannot be used, and a fix; None if they can.
 
     Args:
         model_type: type of the model's configuration.
-        splits_backward: whether a pipeline computes gradients of inputs and of weights separately.
     """
     otherwise = "use auto or torch"
-    if device_type(config.trainer) != "cuda":
+    if device_type(trainer) != "cuda":
         return "they run on GPUs, and the run uses none", otherwise
     if PathFinder.find_spec("liger_kernel") is None:
         return "the package liger-kernel is not installed", f"install it (pip install liger-kernel), or {otherwise}"
@@ -82,17 +87,17 @@ def obstacle(config: RunConfig, model_type: str, splits_backward: bool) -> tuple
         return "Triton or the C compiler that it starts is missing", f"install triton and gcc, or {otherwise}"
     if model_type not in FAMILIES:
         return f"they are not for {model_type}, but for {', '.join(FAMILIES)}", otherwise
-    if config.precision.name == "fp8":
+    if precision.name == "fp8":
         return "float8 products pay off in compiled blocks alone", f"{otherwise}, or precision=bf16"
-    if config.model.compile is True:
+    if model.compile is True:
         return "model.compile=true fuses the same by itself", f"{otherwise}, or model.compile=auto or false"
-    if config.strategy.activation_checkpointing == "selective":
+    if strategy.activation_checkpointing == "selective":
         # The kernel rotates queries and keys in place; stored ones would be rotated again.
         reason = "they write into the products that strategy.activation_checkpointing=selective keeps"
         return reason, f"{otherwise}, or strategy.activation_checkpointing=full or none"
-    if splits_backward:
+    if splits_backward(strategy):
         # They overwrite the inputs of the backward pass with gradients.
-        schedule = config.strategy.pipeline.schedule
+        schedule = strategy.pipeline.schedule
         reason = f"strategy.pipeline.schedule={schedule} goes back through a block twice, which they allow once"
         return reason, f"{otherwise}, or strategy.pipeline.schedule=1f1b"
     return None
