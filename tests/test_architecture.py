@@ -42,7 +42,7 @@ def test_such_words_are_found(tmp_path: Path) -> None:
 
 def test_tests_and_benchmarks_import_modules_that_are_there() -> None:
     """Most of them import inside functions or run only on some machines, so that a renamed module would be missed."""
-    modules = module_files()
+    modules = {*module_files(), *_modules_of_tests()}
     files = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
     assert not [
         (str(file.relative_to(ROOT)), node.lineno, node.module)
@@ -50,9 +50,15 @@ def test_tests_and_benchmarks_import_modules_that_are_there() -> None:
         if "old_runs" not in file.parts
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom)
-        and str(node.module).partition(".")[0] == "mgpu_pipe"
+        and str(node.module).partition(".")[0] in ("mgpu_pipe", "tests")
         and node.module not in modules
     ]
+
+
+def _modules_of_tests() -> set[str]:
+    """Dotted names of the modules and packages below ``tests``."""
+    paths = [file.relative_to(ROOT).with_suffix("") for file in (ROOT / "tests").rglob("*.py")]
+    return {".".join(part) for path in paths for part in (path.parts, path.parent.parts)}
 
 
 def test_the_documents_name_every_room_in_the_order_of_the_layers() -> None:

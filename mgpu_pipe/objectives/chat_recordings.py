@@ -173,9 +173,8 @@ class PicturesAndRecordings(NativeSizePictures):
                 frames[row, : len(several)] = torch.tensor([recording.frames for recording in several])
                 values = torch.cat([recording.values[0].T for recording in several])
                 features[row, : len(values)] = values
-        seen_tokens = torch.where(
-            ids == self.token, ids, torch.full_like(ids, -1)
-        )  # recordings have a text's positions
+        # Recordings have a text's positions.
+        seen_tokens = ids.masked_fill(ids != self.token, -1)
         return {**super().collate(seen_tokens, pictures), "recordings": frames, "input_features": features}
 
     def row_pictures(self, batch: Batch, row: int) -> list[Picture]:

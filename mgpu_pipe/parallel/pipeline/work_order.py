@@ -58,7 +58,7 @@ def _stream(schedule: str, rank: int, ranks: int, stages: tuple[int, ...], micro
     return _alternating(stages, micro_batches, a_round, warmup=before_last + hops, weights_behind=rank)
 
 
-def _inrounds(stages: Sequence[int], micro_batches: int, a_round: int) -> list[tuple[int, int]]:
+def _in_rounds(stages: Sequence[int], micro_batches: int, a_round: int) -> list[tuple[int, int]]:
     """Depth first: each stage takes a round's micro-batches, then the next stage takes them."""
     return [
         (stage, micro_batch)
@@ -76,8 +76,8 @@ def _alternating(
     Args:
         weights_behind: how many ``I`` go before the first ``W``; None keeps backward passes whole.
     """
-    forwards = _inrounds(stages, micro_batches, a_round)
-    backwards = _inrounds(stages[::-1], micro_batches, a_round)
+    forwards = _in_rounds(stages, micro_batches, a_round)
+    backwards = _in_rounds(stages[::-1], micro_batches, a_round)
     warmup = min(warmup, len(forwards))
     stream = [Action("F", *forward) for forward in forwards[:warmup]]
     later = deque(forwards[warmup:])
