@@ -39,7 +39,7 @@ def part(name: str) -> dict[str, str]:
 def write_chats(folder: Path) -> None:
     """Conversations with no recording, one or two, of four lengths."""
     for number, word in enumerate(WORDS):
-        write_wav(folder / f"{word}.wav", tones(word, number))
+        write_wav(folder / f"{word}.wav", tones(word, number)[37 * number :])
     rows = []
     for names in HEARD:
         question = [*map(part, names), {"type": "text", "text": "What is said?"}]
