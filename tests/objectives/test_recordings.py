@@ -151,6 +151,14 @@ def test_a_recording_that_cannot_be_used_stops_or_is_left_out(
     assert (prepared.train_samples, prepared.bad_samples) == (5, 1)
 
 
+def test_a_missing_recording_is_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_chats(tmp_path)
+    (tmp_path / "a.wav").unlink()
+    prepared: Any = prepare(chats(tmp_path, "data.on_bad_sample=skip", "data.validation_fraction=0"))
+    assert (prepared.train_samples, prepared.bad_samples) == (5, 1)
+    assert "a.wav cannot be read: No such file or directory" in caplog.text
+
+
 def test_a_conversation_that_is_too_long_with_its_recordings_is_left_out(tmp_path: Path) -> None:
     config = chats(tmp_path, "data.validation_fraction=0")
     prepared: Any = prepare(config)

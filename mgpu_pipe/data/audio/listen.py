@@ -117,7 +117,8 @@ _POOL_FROM = 512
 TEXTS, FILES, WAVES = "texts.json", "files.json", "waves.npy"
 
 
-Look = tuple[Path, Fingerprint | None]
+Look = tuple[Path, Fingerprint | str]
+"""File of a recording, and its fingerprint or why it cannot be opened."""
 
 
 def list_recordings(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | None = None) -> list[Entry]:
@@ -238,8 +239,10 @@ def listen_to(
         max_seconds: a longer recording is a bad one.
     """
     paths = {entry.path for entry in entries if not entry.fault}
-    prints = fingerprints(sorted(paths - unusable_files(sorted(paths)).keys()), cache, progress)
-    digests = {path: fingerprint.digest for path, fingerprint in prints.items()}
+    unusable = unusable_files(sorted(paths))
+    prints = fingerprints(sorted(paths - unusable.keys()), cache, progress)
+    digests = {path: "" if reason == "is empty" else reason for path, reason in unusable.items()}
+    digests |= {path: fingerprint.digest for path, fingerprint in prints.items()}
     rows = [[entry.label, entry.fault_anywhere or digests.get(entry.path, "")] for entry in entries]
     # The cache keeps paths. A run identifies its data by content alone, so it resumes after the files were moved.
     content = digest_of("speech", _FORMAT, rate, max_seconds, rows)
@@ -248,12 +251,13 @@ def listen_to(
     look = partial(
         scan_in_order, work=work, workers=tokenize_workers, progress=progress, stage="listen", pool_from=_POOL_FROM
     )
-    return _built(cache, name, partial(_build_listened, entries, prints, look, rate, content))
+    return _built(cache, name, partial(_build_listened, entries, prints, unusable, look, rate, content))
 
 
 def _build_listened(
     entries: Sequence[Entry],
     prints: Mapping[Path, Fingerprint],
+    unusable: Mapping[Path, str],
     look: Callable[[Sequence[Look]], list[int | str]],
     rate: int,
     content: str,
@@ -261,7 +265,7 @@ def _build_listened(
 ) -> dict[str, Any]:
     broken = [[entry.origin, entry.fault] for entry in entries if entry.fault]
     entries = [entry for entry in entries if not entry.fault]
-    looked = look([(entry.path, prints.get(entry.path)) for entry in entries])
+    looked = look([(entry.path, prints.get(entry.path) or unusable[entry.path]) for entry in entries])
     good = [(entry, length) for entry, length in zip(entries, looked, strict=True) if isinstance(length, int)]
     bad = [[entry.name, fault] for entry, fault in zip(entries, looked, strict=True) if isinstance(fault, str)]
     known = [prints[entry.path] for entry, _ in good]
@@ -295,8 +299,8 @@ def _write(
 def _length_or_fault(look: Look, rate: int, max_seconds: float) -> int | str:
     """Samples of a recording, or why it cannot be used."""
     path, expected = look
-    if expected is None:
-        return "is empty"
+    if isinstance(expected, str):
+        return expected
     try:
         return len(read_recording(path, expected, rate, max_seconds))
     except BadSampleError as error:

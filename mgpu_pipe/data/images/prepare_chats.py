@@ -196,9 +196,15 @@ class PreparedPictureChats(PreparedRows):
     def long_documents(self, folder: Path) -> NDArray[np.bool_]:
         return self.faults("train" if folder == self.folder else "validation")[1]
 
+    @property
+    def file_kinds(self) -> str:
+        """Kinds of files that the model takes."""
+        seen = [] if self.image_token_id is None else ["pictures"]
+        return " and ".join([*seen, *([] if self.window is None else ["recordings"])])
+
     def too_long(self, data: DataConfig) -> str:
         each = "with their pictures" if self.cut else f"each picture takes {self.tokens_a_picture}"
-        each = each if self.window is None else "with their recordings"
+        each = each if self.window is None else f"with their {self.file_kinds}"
         limit = f"data.seq_len={self.seq_len} tokens ({each})"
         return describe_too_long(self.too_long_samples, "conversations", self.on_too_long, limit)
 
@@ -325,9 +331,10 @@ def _add_figures(known: PreparedPictureChats, data: PictureChatConfig, pixels: P
     if data.on_too_long == "refuse":
         for split in splits:
             lengths = np.where(known.faults(split)[0], 0, known.lengths(split))
-            refuse_too_long(LengthLimit("data.seq_len", data.seq_len, "conversations, with their pictures,"), lengths)
-    what = "picture" if known.window is None else "recording"
-    left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have a bad {what}"
+            refuse_too_long(
+                LengthLimit("data.seq_len", data.seq_len, f"conversations, with their {known.file_kinds},"), lengths
+            )
+    left = f"{long} conversations are longer than data.seq_len={data.seq_len}, {bad} have bad {known.file_kinds}"
     if train and known.packing != "none":
         from mgpu_pipe.data.images.chat_tensors import rows_of_lengths
 
