@@ -125,8 +125,12 @@ def uses_harness(arguments: argparse.Namespace) -> bool:
 
 def evaluate_by_harness(arguments: argparse.Namespace) -> int:
     """Measure the tasks and print a line for each metric; returns the exit code."""
-    from mgpu_pipe.inference.harness.harness_settings import HarnessSettings, check_task_files, require_harness
-    from mgpu_pipe.inference.harness.model import stay_offline
+    from mgpu_pipe.inference.harness.harness_settings import (
+        HarnessSettings,
+        check_task_files,
+        require_harness,
+        stay_offline,
+    )
     from mgpu_pipe.launch.harness_job import measure
 
     require_harness()

@@ -172,7 +172,7 @@ def read_map_arguments(arguments: argparse.Namespace) -> MapSettings | None:
                 name = f"--{option.replace('_', '-')}"
                 raise BadInputError(f"{name}: is for --device-map; leave it out, or add --device-map auto")
         return None
-    for option in ("input", "image", "video", "frozen_weights"):
+    for option in ("input", "image", "video", "audio", "frozen_weights"):
         if getattr(arguments, option):
             name = f"--{option.replace('_', '-')}"
             raise BadInputError(f"--device-map={choice}: does not work with {name}; leave one of them out")

@@ -16,8 +16,7 @@ from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, world_size
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError
-from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
-from mgpu_pipe.inference.harness.model import measure_tasks, stay_offline
+from mgpu_pipe.inference.harness.harness_settings import HarnessSettings, stay_offline
 from mgpu_pipe.launch.process_job import SETTINGS, refuse_other_machines, run_processes, temporary_folder
 from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
 from mgpu_pipe.launch.world import enter, joined_store
@@ -80,7 +79,7 @@ def _measure_in(world: World, store: Store, settings: HarnessSettings, config: R
     """Measure as a rank of ``world``. A collective call."""
     from mgpu_pipe.inference.find_model import find_model
     from mgpu_pipe.inference.generation import load_tokenizer
-    from mgpu_pipe.inference.harness.model import HarnessModel
+    from mgpu_pipe.inference.harness.model import HarnessModel, measure_tasks
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.parallel_run import evaluation_config, open_parallel
     from mgpu_pipe.launch.process_group import process_group
@@ -104,7 +103,7 @@ def _measure_whole(
     settings: HarnessSettings, device: torch.device | str, rank: int = 0, processes: int = 1
 ) -> dict[str, Any]:
     """Measure with the whole model in this process, which takes its share of the requests."""
-    from mgpu_pipe.inference.harness.model import HarnessModel
+    from mgpu_pipe.inference.harness.model import HarnessModel, measure_tasks
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.open import load_run
 

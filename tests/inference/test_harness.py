@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ from mgpu_pipe.cli.main import main
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.harness import harness_settings
 from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
-from mgpu_pipe.inference.harness.model import measure_tasks
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.support.command import mgpu
 
@@ -165,9 +166,23 @@ def test_a_task_file_that_names_code_is_refused(place: Path, tmp_path: Path, cap
 
 @pytest.mark.slow
 def test_the_harness_own_tasks_are_known_beside_those_of_a_folder(place: Path) -> None:
+    from mgpu_pipe.inference.harness.model import measure_tasks
+
     asked = HarnessSettings("run", ["words_text", "arc_easy", "nowhere"], [str(place / "tasks")])
     with pytest.raises(BadInputError, match=r"^--harness=nowhere: no such task; "):
         measure_tasks(asked, None)
+
+
+def test_no_library_is_imported_before_it_is_kept_offline() -> None:
+    """The Hub's libraries read their variables once; without lm-eval the command names the package to install."""
+    program = (
+        "import sys, mgpu_pipe.launch.harness_job\n"
+        "from mgpu_pipe.cli.main import main\n"
+        "code = main(['eval', 'missing', '--harness', 'x'])\n"
+        "print(code, sorted({'lm_eval', 'datasets', 'huggingface_hub', 'torch'} & {*sys.modules}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 []\n", done.stderr
 
 
 def test_a_template_cannot_run_code() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
@@ -60,6 +61,12 @@ def require_harness() -> None:
     """
     if find_spec("lm_eval") is None:
         raise BadInputError(f"--harness: needs the package lm-eval; install it: {INSTALL}")
+
+
+def stay_offline() -> None:
+    """Keep libraries from downloading, unless the user's environment allows it; before they are imported."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        os.environ.setdefault(name, "1")
 
 
 CODE = "!function"

@@ -6,7 +6,6 @@ The model is lm-eval's own ``hf`` model, whose forward passes and requests the p
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -109,12 +108,6 @@ def _ties_kept(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         del model.__dict__["tie_weights"]
-
-
-def stay_offline() -> None:
-    """Keep libraries from downloading, unless the user's environment allows it; before they are imported."""
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        os.environ.setdefault(name, "1")
 
 
 def measure_tasks(settings: HarnessSettings, model: Any) -> dict[str, Any]:
