@@ -95,13 +95,13 @@ def folder_of(arguments: argparse.Namespace) -> Path:
 
 
 def find_inputs(arguments: argparse.Namespace) -> Path:
-    """The folder of :func:`folder_of`, after a check that the pictures and videos exist.
+    """The folder of :func:`folder_of`, after a check that the pictures, videos and recordings exist.
 
     Raises:
-        BadInputError: the folder, a picture or a video does not exist.
+        BadInputError: the folder, a picture, a video or a recording does not exist.
     """
     folder = folder_of(arguments)
-    for option, what in (("image", "picture"), ("video", "video")):
+    for option, what in (("image", "picture"), ("video", "video"), ("audio", "recording")):
         for file in getattr(arguments, option, ()):
             if not exists(expand_home(file)):
                 raise BadInputError(f"--{option}={file}: no such file or folder; give another {what}")
