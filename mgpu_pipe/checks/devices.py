@@ -1,11 +1,10 @@
-"""Checks of a run's GPUs, interpreter, compilers, network interfaces and numeric types."""
+"""Checks of a run's GPUs, compilers, network interfaces and numeric types."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import socket
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import PathFinder
@@ -136,13 +135,6 @@ def compile_errors() -> list[BadInputError]:
     """Errors of a compiler or headers that torch.compile needs on the CPU and does not find."""
     what = ("model.compile", True, "torch.compile builds C++ code on the CPU")
     return [*(missing_compiler(*what) if compiler(COMPILERS) is None else ()), *missing_headers(*what)]
-
-
-def interpreter_errors() -> list[ConfigError]:
-    """An error if the interpreter drops docstrings, from which transformers builds its models' classes."""
-    level = sys.flags.optimize
-    fix, reason = "unset it or use 1, and leave -OO out", "transformers reads docstrings, which it removes"
-    return [ConfigError("PYTHONOPTIMIZE", level, fix, reason)] if level > 1 else []
 
 
 INTERFACES = {"cuda": "NCCL_SOCKET_IFNAME", "cpu": "GLOO_SOCKET_IFNAME"}

@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from mgpu_pipe.checks.check_sizes import range_errors
-from mgpu_pipe.checks.devices import age_errors, device_errors, interpreter_errors
+from mgpu_pipe.checks.devices import age_errors, device_errors
 from mgpu_pipe.checks.slots import early_stopping_errors, slot_errors
 from mgpu_pipe.checks.start import base_run_errors
 from mgpu_pipe.config import plugins
@@ -67,7 +67,6 @@ def relation_errors(config: RunConfig, joined: bool = False, elsewhere: bool = F
         devices += device_errors(config.strategy, config.trainer, joined, elsewhere)
         devices += age_errors(config.model, config.precision, config.trainer)
     return [
-        *interpreter_errors(),
         *devices,
         *_length_errors(config.trainer),
         *_schedule_errors(config.scheduler, config.trainer),

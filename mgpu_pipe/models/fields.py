@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -137,7 +138,8 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
 
     Raises:
         ConfigErrors: neither or both of ``model.type`` and ``model.path``, an unknown type, an unknown field (with
-            the nearest known one), a value of another type than the field's, heads that do not divide.
+            the nearest known one), a value of another type than the field's, heads that do not divide; or an
+            interpreter that drops docstrings, from which transformers builds its models' classes.
         ModelFolderError: ``model.path`` has no readable ``config.json``.
     """
     errors: list[BadInputError] = []
@@ -149,6 +151,9 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         raise ConfigErrors(errors)
     if package_folder() is None:
         raise ConfigErrors([ConfigError("model.type", model.type, "install transformers")])
+    if sys.flags.optimize > 1:
+        fix, reason = "unset it or use 1, and leave -OO out", "transformers reads docstrings, which it removes"
+        raise ConfigErrors([ConfigError("PYTHONOPTIMIZE", sys.flags.optimize, fix, reason)])
     model_type = _model_type(model)
     classes = [model_class] if model_class else [name for name in MODEL_CLASSES if name != HEADLESS]
     types = {name for known_class in classes for name in model_types(known_class)}

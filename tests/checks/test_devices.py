@@ -18,6 +18,7 @@ from mgpu_pipe.checks.notices import OLDEST_TORCH
 from mgpu_pipe.checks.preflight import preflight, preflight_errors
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.models import fields
 from mgpu_pipe.system import hardware
 from tests.support.command import REPOSITORY
 
@@ -181,9 +182,9 @@ def test_interfaces_that_do_not_exist_are_refused(machine: Any, monkeypatch: pyt
 def test_an_interpreter_without_docstrings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = composed("trainer.accelerator=cpu")
     for level in (0, 1):
-        monkeypatch.setattr(devices, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=level)))
+        monkeypatch.setattr(fields, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=level)))
         assert preflight_errors(config) == []
-    monkeypatch.setattr(devices, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    monkeypatch.setattr(fields, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
     (error,) = preflight_errors(config)
     assert str(error).startswith("PYTHONOPTIMIZE=2: transformers reads docstrings, which it removes; unset it")
 

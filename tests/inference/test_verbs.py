@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from mgpu_pipe.data.text.prepare_text import prepare
 from mgpu_pipe.errors import printable
 from mgpu_pipe.inference.generation import generate_text, load_tokenizer
 from mgpu_pipe.inference.open import load_run
+from mgpu_pipe.models import fields
 from tests.inference.support import write_run, write_texts
 
 FAMILIES = ["llama", "mixtral"]
@@ -229,6 +231,22 @@ def test_folders_that_are_no_runs(verb, tmp_path: Path, capsys: pytest.CaptureFi
         error = capsys.readouterr().err
         assert error.startswith("error: ")
         assert error.count("\n") == 1
+
+
+def test_an_interpreter_without_docstrings_opens_no_run(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fields, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
+    for words in (["eval"], ["generate", "--prompt", "x"]):
+        assert main([words[0], str(run[0]), *words[1:]]) == 2
+        assert capsys.readouterr().err.startswith("error: PYTHONOPTIMIZE=2: transformers reads docstrings")
+
+
+def test_recordings_are_checked_like_pictures(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(run[0]), "--prompt", "x", "--audio", "nowhere.wav"]
+    for more, said in (([], "--audio=nowhere.wav: no such file"), (["--device-map", "auto"], "not work with --audio;")):
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
