@@ -199,7 +199,7 @@ class PromptVisuals:
 def visual_inputs(
     prompts: Sequence[Sequence[int]], visuals: Sequence[PromptVisuals], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """The model's inputs next to expanded prompts, each with its pictures and videos.
+    """The model's inputs next to expanded prompts, each with its pictures, videos and recordings.
 
     Args:
         prompts: token ids; shorter ones are filled up on the left.
@@ -209,7 +209,9 @@ def visual_inputs(
     pictures = [visual.in_order(ids) for ids, visual in zip(prompts, visuals, strict=True)]
     if not any(pictures):
         return {name: value.to(device) for name, value in kind.text_inputs(rows).items()}
-    inputs = kind.inputs({"input_ids": rows, **kind.collate(rows, pictures)})
+    # Without its empty fields a kind of files gets no blank row, which a prompt does not have.
+    fields = {name: value for name, value in kind.collate(rows, pictures).items() if value.numel()}
+    inputs = kind.inputs({"input_ids": rows, **fields})
     if isinstance(kind, NativeSizePictures) and any(visual.videos for visual in visuals):
         several = [picture for row in pictures for picture in row]  # the prompt's ids keep the token of a video
         inputs = {"position_ids": inputs["position_ids"], **kind.image_and_video_inputs(several)}

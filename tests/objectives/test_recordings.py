@@ -260,21 +260,26 @@ def test_a_run_on_pictures_and_recordings_answers_about_both(
 
     metrics = small_runs.run_moved(mixed_chats, tmp_path)
     asked = ["generate", str(tmp_path / "second"), "--device", "cpu", "--temperature", "0", "--max-new-tokens", "4"]
-    files = ["--audio", str(tmp_path / "ab.wav"), "--image", str(tmp_path / "wide.png")]
-    assert main([*asked, "--prompt", "Is <audio> in <image>?", *files]) == 0
-    answer = capsys.readouterr().out.strip()
-    # The likeliest token of the whole text so far, again and again, is the same answer.
-    loaded = load_run(tmp_path / "second")
-    visuals = PromptVisuals.from_files(loaded, [tmp_path / "wide.png"], [], [tmp_path / "ab.wav"])
-    assert visuals is not None
+    loaded, sound, picture = load_run(tmp_path / "second"), tmp_path / "ab.wav", tmp_path / "wide.png"
     tokenizer, template = loaded.tokenizer(), loaded.chat()
-    ids = visuals.expand(encode(tokenizer, "Is <audio> in <image>?", template))
-    prompt, ends = len(ids), end_tokens(tokenizer, template)
-    while len(ids) < prompt + 4 and ids[-1] not in ends:
-        inputs = visuals.reader.kind.single_row(torch.tensor(ids), visuals.in_order(ids), 0)
-        with torch.no_grad():
-            ids.append(int(loaded.model(**inputs).logits[0, -1].argmax()))
-    assert printable(str(tokenizer.decode(ids[prompt:], skip_special_tokens=True))).strip() == answer
+    for question, sounds, images in (
+        ("Is <audio> in <image>?", [sound], [picture]),
+        ("What is <audio>?", [sound], []),
+        ("What is on <image>?", [], [picture]),
+    ):
+        files = [*(f"--audio={file}" for file in sounds), *(f"--image={file}" for file in images)]
+        assert main([*asked, "--prompt", question, *files]) == 0
+        answer = capsys.readouterr().out.strip()
+        # The likeliest token of the whole text so far, again and again, is the same answer.
+        visuals = PromptVisuals.from_files(loaded, images, [], sounds)
+        assert visuals is not None
+        ids = visuals.expand(encode(tokenizer, question, template))
+        prompt, ends = len(ids), end_tokens(tokenizer, template)
+        while len(ids) < prompt + 4 and ids[-1] not in ends:
+            inputs = visuals.reader.kind.single_row(torch.tensor(ids), visuals.in_order(ids), 0)
+            with torch.no_grad():
+                ids.append(int(loaded.model(**inputs).logits[0, -1].argmax()))
+        assert printable(str(tokenizer.decode(ids[prompt:], skip_special_tokens=True))).strip() == answer
     exported_model(tmp_path / "second", Qwen2_5OmniThinkerForConditionalGeneration, capsys)
     check_trained_on(mixed_chats, tmp_path, metrics, 2, "data.chat_template=null", "strategy=fsdp")
 
