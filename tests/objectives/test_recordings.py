@@ -14,8 +14,10 @@ from PIL import Image
 
 from mgpu_pipe.architectures.family import sound_tokens
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.audio.chat_sounds import chat_window
 from mgpu_pipe.data.audio.decode_audio import decode
+from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import DataError, printable
@@ -149,6 +151,17 @@ def test_a_recording_that_cannot_be_used_stops_or_is_left_out(
         prepare(chats(tmp_path))
     prepared: Any = prepare(chats(tmp_path, "data.on_bad_sample=skip", "data.validation_fraction=0"))
     assert (prepared.train_samples, prepared.bad_samples) == (5, 1)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_audio", "qwen2_5_omni_thinker"])
+@pytest.mark.parametrize("fields", [{}, {"audio_config": {"encoder_layers": 2}, "vision_config": {"depth": 2}}])
+def test_a_part_without_a_type_has_its_class_s_defaults(kind: str, fields: dict[str, Any]) -> None:
+    from transformers import AutoConfig
+
+    model, made = ModelConfig(type=kind, config=fields), AutoConfig.for_model(kind)
+    window = chat_window(model)
+    assert window is not None and window.bins == made.audio_config.num_mel_bins
+    assert vision_field(model, "patch_size") == (made.vision_config.patch_size if "omni" in kind else None)
 
 
 def test_a_missing_recording_is_named_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,8 +81,9 @@ class LogMel:
         """Reads the settings of a model that hears recordings in conversations; raises like :meth:`from_model`."""
         part = model_field(model, "audio_config") or {}
         kind = str(model.type or model_field(model, "model_type"))
-        known = config_class(str(part.get("model_type") or f"{kind}_encoder"))
-        usual = known.defaults if known else {}
+        family = kind.removesuffix("_thinker")
+        names = (part.get("model_type"), f"{family}_encoder", f"{family}_audio_encoder")
+        usual = next(known.defaults for name in names if name and (known := config_class(str(name))))
         bins, positions = (int(part.get(name) or usual[name]) for name in FIELDS[:2])
         said = preprocessor_of(model.path, "feature_extractor")
         rate = _size(said.get("sampling_rate"), USUAL_RATE)

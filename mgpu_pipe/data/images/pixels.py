@@ -152,7 +152,8 @@ def vision_field(model: ModelConfig, name: str) -> Any:
         value = nested.get(name) if value is None and isinstance(nested, dict) else value
     value = model_field(model, name) if value is None else value
     kind = model.type if name == "model_type" else vision_field(model, "model_type") or model.type
-    towers = (config_class(tower) for tower in (f"{kind}", f"{kind}_vision") if value is None and kind)
+    names = (f"{kind}", f"{kind}_vision", f"{kind}".replace("_thinker", "_vision_encoder"))
+    towers = (config_class(tower) for tower in names if value is None and kind)
     usual = (tower.defaults.get(name, NO_DEFAULT) for tower in towers if tower is not None)
     return next((tower for tower in usual if tower is not NO_DEFAULT), value)
 
