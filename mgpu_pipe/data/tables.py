@@ -1,7 +1,8 @@
 """Rows of tables: JSON Lines, one JSON list, CSV, TSV or Parquet.
 
 Each row becomes a line of JSON that :func:`mgpu_pipe.data.files.json_row` reads. A file with Parquet's first bytes is
-Parquet; the suffixes ``.csv`` and ``.tsv`` name separated files; all else is JSON.
+Parquet; the suffixes ``.csv`` and ``.tsv`` name separated files; all else is JSON. The list of a JSON file may be
+a field of its only object.
 """
 
 from __future__ import annotations
@@ -109,13 +110,19 @@ def row_lines(
     return _json(path, expected)
 
 
+_LISTS = ("data", "rows", "examples", "conversations")
+"""Fields of a JSON file's only object that may hold its rows."""
+_LIST_START = re.compile(rf'\{{.*"(?:{"|".join(_LISTS)})"\s*:\s*\[')
+
+
 def _json(path: Path, expected: Fingerprint | None) -> RowLines:
     lines = files.read_lines(path, expected)
-    first = next(lines)
+    first, second = next(lines), next(lines, None)
     start = first[0].strip()
-    if not start.startswith("[") and start != "{":
+    opened = _LIST_START.match(start)
+    if not start.startswith("[") and start != "{" and not (opened and (second is None or start[opened.end() :] in "{")):
         yield first
-        yield from lines
+        yield from () if second is None else (second, *lines)
         return
     text = files.decode(files.read_bytes(path, expected), str(path)).removeprefix("\ufeff")
     size, decoder = check_readable(path), json.JSONDecoder(parse_constant=files.refuse_constant)
@@ -125,7 +132,7 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
         number += 1
         origin = f"{path}: row {number}"
         try:
-            end = decoder.raw_decode(text, offset)[1]
+            value, end = decoder.raw_decode(text, offset)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{origin}: is not valid JSON: {error.msg} (line {error.lineno}, character {error.colno}); {files.FIX}"
@@ -133,12 +140,25 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{origin}: is not valid JSON: {error}; {files.FIX}") from error
         done = size * end // len(text)
+        if number == 1 and not listed and not text[end:].strip() and (rows := _rows_in(value)):
+            for number, row in enumerate(rows, start=1):
+                share = size * number // len(rows) - size * (number - 1) // len(rows)
+                yield json.dumps(row, ensure_ascii=False), f"{path}: row {number}", share
+            return
         yield text[offset:end], origin, done - before
         offset, before = end, done
     if listed and text[offset : offset + 1] != "]":
         raise DataError(f"{path}: is a JSON list without its end; {files.REPLACE}")
     if not number:
         raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+
+
+def _rows_in(document: Mapping[str, object]) -> list[object]:
+    """Rows in a JSON file's only object; empty where it is a row itself: a list of messages is a conversation."""
+    lists = [document[name] for name in _LISTS if isinstance(document.get(name), list)]
+    rows = lists[0] if len(lists) == 1 and isinstance(lists[0], list) else []
+    whole = all(isinstance(row, dict) and not row.keys() & {"role", "from"} for row in rows)
+    return rows if whole else []
 
 
 def _past(text: str, offset: int, skipped: str) -> int:

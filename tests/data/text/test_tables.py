@@ -46,6 +46,11 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
     ".json": lambda path, rows: path.write_text(json.dumps(rows), encoding="utf-8") and None,
     ".pretty.json": lambda path, rows: path.write_text(json.dumps(rows, indent=2), encoding="utf-8") and None,
     ".objects.json": lambda path, rows: path.write_text("\n".join(json.dumps(row, indent=1) for row in rows)) and None,
+    ".data.json": lambda path, rows: path.write_text(json.dumps({"version": 1, "data": rows})) and None,
+    ".examples.json": lambda path, rows: path.write_text(json.dumps({"examples": rows}, indent=1)) and None,
+    ".rows.json": lambda path, rows: (
+        path.write_text('{"rows": [{\n' + ",\n".join(map(json.dumps, rows))[1:] + "\n]}") and None
+    ),
     ".csv": as_csv,
     ".tsv": lambda path, rows: as_csv(path, rows, delimiter="\t"),
 }
@@ -78,6 +83,13 @@ def test_rows_are_the_same_in_every_form(tmp_path: Path, source: str, ending: st
         assert sum(document.size for document in documents) <= opened.size
         found.append([(_plain(one.text), one.target, one.key) for one in documents])
     assert found[0] == found[1]
+
+
+def test_a_lone_conversation_is_a_row_and_no_list_of_rows(tmp_path: Path) -> None:
+    row = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    for indent in (None, 1):
+        (tmp_path / "a.json").write_text(json.dumps(row, indent=indent))
+        assert [json.loads(line) for line, *_ in row_lines(tmp_path / "a.json")] == [row]
 
 
 def _plain(text: str) -> Any:
