@@ -97,7 +97,18 @@ def calls_of(value: object, number: int, origin: str) -> list[Any] | None:
         if arguments is not None and not isinstance(arguments, dict):
             subject = f"the arguments of {function['name']!r} in message {number}"
             raise DataError(f"{origin}: {subject} must be an object, or a JSON string of one; {FIX}")
-    return listed
+    return [
+        {
+            name: _without_nulls(field) if name == "function" and isinstance(field, dict) else field
+            for name, field in _without_nulls(call).items()
+        }
+        for call in listed
+    ]
+
+
+def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that have a value. Parquet has all fields in all messages, and a template may ask whether one is there."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def unused_columns(row: dict[str, Any], read: Iterable[str]) -> list[str]:
@@ -283,7 +294,7 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
         raise DataError(f"{origin}: the weight of message {number} is {message['weight']!r}; use 0 or 1")
     if not isinstance(message.get("train"), bool | None):
         raise DataError(f"{origin}: train of message {number} is {message['train']!r}; use true or false")
-    return {**message, "content": content}
+    return {**_without_nulls(message), "content": content}
 
 
 def _joined(parts: list[object], number: int, origin: str) -> str:

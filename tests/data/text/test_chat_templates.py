@@ -214,6 +214,16 @@ def test_a_message_may_be_left_out_of_the_loss() -> None:
         assert text == WRITTEN["chatml"][0] and [text[a:b] for a, b in spans] == WRITTEN["chatml"][1][1:]
 
 
+def test_null_fields_of_messages_are_left_out_as_parquet_leaves_them_out() -> None:
+    """Nulls in the arguments of a call are values."""
+    call = {"type": "function", "id": None, "function": {"name": "f", "arguments": {"x": None}, "strict": None}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    row = {"messages": [{"role": "user", "content": "a", "name": None, "tool_calls": None}, said]}
+    user, answer = messages_of(row, "f:1", "messages")
+    assert user == {"role": "user", "content": "a"}
+    assert answer["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"x": None}}}]
+
+
 @pytest.mark.parametrize(
     ("row", "form", "match"),
     [
