@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.plugins import import_package
 from mgpu_pipe.data.audio.decode_container import CUT, NAMES, container_of, decode_container
-from mgpu_pipe.data.audio.mp3_frames import is_mp3, stated_frames, with_frame_count
+from mgpu_pipe.data.audio.mp3_frames import is_mp3, mp3_in_wav, stated_frames, with_frame_count
 from mgpu_pipe.data.bad_samples import LONGEST_REASON, BadSampleError, decoding
 from mgpu_pipe.errors import one_line
 from mgpu_pipe.system.standard_streams import library_output
@@ -158,6 +158,7 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
         if container is None:
             channels, before = _read_with_libsndfile(raw, max_seconds)
         else:
+            raw = whole_file(raw) if raw.startswith(b"OggS") else raw
             channels, before = decode_container(raw, container, max_seconds)
             _check_rate(before)
     if len(channels) > max_seconds * before:
@@ -175,7 +176,7 @@ def _read_with_libsndfile(raw: bytes, max_seconds: float) -> tuple[NDArray[Any],
     """Values of shape (samples, channels), int16 where the file holds these, and samples a second."""
     package = soundfile()
     with _libsndfile_errors(package):
-        raw, certain = whole_file(raw), True
+        raw, certain = mp3_in_wav(whole_file(raw)), True
         if is_mp3(raw):
             with library_output(), package.SoundFile(_Bytes(raw)) as file:
                 stating = with_frame_count(raw, int(file.frames))

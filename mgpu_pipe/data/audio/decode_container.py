@@ -18,8 +18,14 @@ from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.containers import brands_of, is_cut_short, outer_boxes
 
 CUT = "is cut short"
-NAMES = "M4A, AAC, AMR, WebM or WMA"
-_DEMUXERS = {"M4A": "mov,mp4,m4a,3gp,3g2,mj2", "WebM": "matroska,webm", "WMA": "asf", "AAC": "aac", "AMR": "amr"}
+NAMES = "M4A, AAC, AMR, WebM, WMA, or Ogg of FLAC or Speex"
+_OGG = "Ogg"
+_DEMUXERS = {
+    **{"M4A": "mov,mp4,m4a,3gp,3g2,mj2", "WebM": "matroska,webm", "WMA": "asf"},
+    **{"AAC": "aac", "AMR": "amr", _OGG: "ogg"},
+}
+_OGG_CODECS = (b"\x7fFLAC", b"Speex   ")
+"""First bytes of Ogg's first packet. libsndfile knows no Speex, and only some programs' FLAC in Ogg."""
 _AMR, _AMR_WIDE = b"#!AMR\n", b"#!AMR-WB\n"
 _AMR_BYTES = {
     _AMR: (12, 13, 15, 17, 19, 20, 26, 31, 5, 0, 0, 0, 0, 0, 0, 0),
@@ -51,6 +57,8 @@ def container_of(raw: bytes) -> str | None:
         return "WMA"
     if raw.startswith((_AMR, _AMR_WIDE)):
         return "AMR"
+    if raw[:4] == b"OggS" and raw[28:36].startswith(_OGG_CODECS):
+        return _OGG
     return "AAC" if _starts_adts(raw[id3_bytes(raw) :][:2]) else None
 
 

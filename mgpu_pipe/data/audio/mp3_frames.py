@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from mgpu_pipe.data.audio.decode_container import id3_bytes
+from mgpu_pipe.data.bad_samples import BadSampleError
 
 _START = re.compile(rb"ID3|\xff[\xe2-\xff]")
 _SYNC = re.compile(rb"\xff[\xe2-\xff]")
@@ -16,11 +17,27 @@ _KBITS = {
 """Kilobits a second of layer III by its index, for MPEG-1 and for MPEG-2."""
 _RATES = (44100, 48000, 32000, 0)
 _MONO = 3
+_WAVE_FORMAT_MP3 = b"\x55\0"
+_CHAIN = 3
+"""Frames in a row, each where the last one ends, that chance does not make."""
 
 
 def is_mp3(raw: bytes) -> bool:
     """Whether the file begins as an MP3 file does: with a frame or an ID3 tag."""
     return _START.match(raw) is not None
+
+
+def mp3_in_wav(raw: bytes) -> bytes:
+    """Returns the MP3 file in a WAV file; any other file unchanged. libsndfile takes its end for a cut."""
+    offset, is_layer3 = 12, False
+    while raw[:4] == b"RIFF" and offset + 8 <= len(raw):
+        size, start = int.from_bytes(raw[offset + 4 : offset + 8], "little"), offset + 8
+        if raw[offset : offset + 4] == b"fmt ":
+            is_layer3 = raw[start : start + 2] == _WAVE_FORMAT_MP3
+        elif raw[offset : offset + 4] == b"data":
+            return raw[start : start + size] if is_layer3 else raw
+        offset = start + size + size % 2
+    return raw
 
 
 def stated_frames(raw: bytes) -> tuple[int, int] | None:
@@ -38,6 +55,9 @@ def with_frame_count(raw: bytes, samples: int) -> bytes:
 
     Without a stated number libsndfile guesses it from the first frame's bits, and reads no further. A file that was
     joined of several states the number of its first part.
+
+    Raises:
+        BadSampleError: a part has other samples a second, which libsndfile would leave out.
     """
     start, stated = id3_bytes(raw), stated_frames(raw)
     offset, count, first = start, 0, b""
@@ -45,6 +65,8 @@ def with_frame_count(raw: bytes, samples: int) -> bytes:
         head = raw[offset : offset + 4]
         size = _frame_bytes(head)
         if size == 0 or (first and not _alike(first, head)):
+            if size and _begins_chain(raw, offset):
+                raise BadSampleError("changes its samples a second")
             sync = _SYNC.search(raw, offset + 1)
             offset = len(raw) if sync is None else sync.start()
             continue
@@ -54,6 +76,16 @@ def with_frame_count(raw: bytes, samples: int) -> bytes:
     if not first or (count * _samples(first) <= samples if stated is None else count <= stated[0] + 1):
         return raw
     return _counting_frame(first, count, len(raw) - start) + raw[start:]
+
+
+def _begins_chain(raw: bytes, offset: int) -> bool:
+    first = raw[offset : offset + 4]
+    for _ in range(_CHAIN):
+        head = raw[offset : offset + 4]
+        if len(head) < 4 or not _alike(first, head) or not (size := _frame_bytes(head)):
+            return False
+        offset += size
+    return True
 
 
 def _is_mpeg1(head: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import subprocess
 import sys
 import wave
@@ -98,6 +99,10 @@ def test_a_wav_file_of_a_pipe_is_read_to_its_end(size: int) -> None:
         ("sox", "{}", "-t", "wav", "-"),
         ("sox", "{}", "-t", "aiff", "-"),
         *(("ffmpeg", "-v", "error", "-i", "{}", "-f", form, "-") for form in ("wav", "flac", "ogg", "mp3", "au")),
+        *(
+            ("ffmpeg", "-v", "error", "-i", "{}", "-c:a", codec, "-f", form, "-")
+            for codec, form in (("flac", "ogg"), ("libspeex", "ogg"), ("libmp3lame", "wav"))
+        ),
     ],
 )
 def test_what_programs_write_to_a_pipe_is_read(command: tuple[str, ...]) -> None:
@@ -108,6 +113,8 @@ def test_what_programs_write_to_a_pipe_is_read(command: tuple[str, ...]) -> None
     raw = subprocess.run(filled, stdout=subprocess.PIPE, check=True).stdout
     heard = decode(raw, RATE, 30)
     assert len(values) <= len(heard) < len(values) + 1600
+    if "ogg" in command:
+        assert fault(raw[: len(raw) // 2]) == "is cut short"
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -126,6 +133,24 @@ def test_an_mp3_file_that_states_no_number_of_frames_is_read_to_its_end(order: i
         shifts = [np.abs(heard[shift:][: len(whole)] - whole[: len(heard) - shift]).max() for shift in range(3000)]
         assert min(shifts) < 1e-4
     assert len(decode(raw + raw, RATE, 60)) >= 2 * len(whole), "files that were joined"
+    other = io.BytesIO()
+    soundfile.write(other, values, 2 * RATE, format="MP3")
+    for both in (raw + other.getvalue(), other.getvalue() + raw):
+        assert fault(both) == "changes its samples a second"
+
+
+def test_an_mp3_file_in_a_wav_file_is_read() -> None:
+    """As recorders and ffmpeg write it, without a number of frames. Oracle: the MP3 file."""
+    content = io.BytesIO()
+    pytest.importorskip("soundfile").write(content, tones("abab", 3), RATE, format="MP3")
+    counted = content.getvalue()
+    frames = counted[counted.index(counted[:2], counted.index(b"LAME")) :]
+    form = struct.pack("<HHIIHHHHIHHH", 0x55, 1, RATE, 4000, 1, 0, 12, 1, 2, 576, 1, 1393)
+    chunks = b"WAVEfmt " + struct.pack("<I", len(form)) + form
+    chunks += b"fact" + struct.pack("<II", 4, 1 << 20) + b"data" + struct.pack("<I", len(frames)) + frames
+    raw = b"RIFF" + struct.pack("<I", len(chunks)) + chunks
+    assert np.array_equal(decode(raw, RATE, 30), decode(frames, RATE, 30))
+    assert fault(raw[:-40]) == "is cut short"
 
 
 def test_channels_that_are_opposites_are_no_silence() -> None:
