@@ -88,7 +88,7 @@ def calls_of(value: object, number: int, origin: str) -> list[Any] | None:
     calls = [calls] if calls and isinstance(calls, dict) else calls
     if not calls and not isinstance(calls, int | float):
         return None
-    listed = [json_value(call) for call in calls] if isinstance(calls, list) else [None]
+    listed: list[Any] = [json_value(call) for call in calls] if isinstance(calls, list) else [None]
     for call in listed:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
