@@ -35,11 +35,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
     return made_by_peft(tmp_path_factory.mktemp("peft"))
 
 
-def made_by_peft(root: Path, fields: Mapping[str, Any] = UNTIED, **options: Any) -> tuple[Path, Path, Any]:
+def made_by_peft(
+    root: Path, fields: Mapping[str, Any] = UNTIED, kind: str = "llama", **options: Any
+) -> tuple[Path, Path, Any]:
     """A base, an adapter that peft trained nothing into but random numbers, and peft's model."""
     from peft import LoraConfig, get_peft_model
 
-    model: Any = materialise(build_meta(tiny_model("llama", **fields)), 5, "cpu")
+    model: Any = materialise(build_meta(tiny_model(kind, **fields)), 5, "cpu")
     write_folder(model, root / "base")
     told = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
     config = LoraConfig(**{**told, **options})
@@ -72,6 +74,12 @@ def test_it_begins_as_pefts_own_model(folders: tuple[Path, Path, Any], sharded: 
 def test_an_adapter_with_magnitudes_does_too(tmp_path: Path, sharded: bool) -> None:
     folders = made_by_peft(tmp_path, use_dora=True)
     begins_as_peft(run_of(folders, name="dora"), folders[2], sharded)
+
+
+def test_an_adapter_of_falcons_linear_layers_does_too(tmp_path: Path) -> None:
+    targets = ["query_key_value", "dense_4h_to_h"]
+    folders = made_by_peft(tmp_path, kind="falcon", target_modules=targets)
+    begins_as_peft(run_of(folders, targets=targets), folders[2], False)
 
 
 def begins_as_peft(run: RunConfig, truth: Any, sharded: bool) -> None:

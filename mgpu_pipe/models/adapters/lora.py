@@ -47,6 +47,8 @@ KINDS: dict[str, dict[type, type[LoraLayer]]] = {
 }
 """Class of an adapted linear layer, by the adapter's name."""
 LINEAR = (nn.Linear, Conv1D)
+OTHER_LINEAR = "FalconLinear"
+"""transformers' subclass of a linear layer that computes the same."""
 
 
 def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
@@ -63,6 +65,9 @@ def add_adapters(model: nn.Module, keys: PeftConfig) -> None:
     frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    for module in model.modules():
+        if type(module).__name__ == OTHER_LINEAR:
+            module.__class__ = nn.Linear
     for name, layer in _targets(model, keys, frozen):
         _adapt(name, layer, keys)
     named = dict(model.named_parameters(remove_duplicate=False))
