@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.launch.batch_job import _check_progress
 from tests.inference.support import write_run, write_texts
-from tests.support.command import mgpu
+from tests.support.command import mgpu, start
 from tests.support.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
@@ -51,6 +52,27 @@ def test_two_nodes_answer_what_a_process_answers(cluster: Cluster, cache: Path, 
     assert cluster.ended(job, folder) == "COMPLETED"
     assert (place / "again.jsonl").read_bytes() == expected and not parts.exists()
     assert "answers are there already" in cluster.log(folder)
+
+
+def test_a_job_is_followed_queued_again_and_cancelled_by_its_folder(cluster: Cluster, cache: Path, place: Path) -> None:
+    """Its folder has a space; afterwards the same command may submit again."""
+    (place / "my answers").mkdir()
+    output = "my answers/some.jsonl"
+    folder = f"{output}.slurm"
+    job = submit(cache, place, output, "launch.setup=[echo begun,sleep 600]")
+    follower = start(cache, place, "jobs", "follow", folder)
+    assert follower.stdout is not None and follower.stdout.readline() == "begun\n"
+    follower.send_signal(signal.SIGINT)
+    follower.communicate(timeout=60)
+    assert f"queued again: {job}" in mgpu(cache, place, "jobs", "requeue", folder)
+    cluster.until(lambda: "Restarts=1" in cluster.ask("scontrol", "show", "job", job), "the second start", job)
+    refused = mgpu(cache, place, "generate", "run", "--input", "prompts.jsonl", "--output", output, *SLURM, code=2)
+    assert f"running as job {job}; cancel it first" in refused
+    assert f"cancelled: {job}" in mgpu(cache, place, "jobs", "cancel", folder)
+    assert cluster.ended(job, place / folder) == "CANCELLED"
+    job = submit(cache, place, output)
+    assert cluster.ended(job, place / folder) == "COMPLETED"
+    assert (place / output).read_bytes() == (place / "whole.jsonl").read_bytes()
 
 
 def test_jobs_that_cannot_run_end_with_a_line(cluster: Cluster, cache: Path, place: Path) -> None:

@@ -125,10 +125,10 @@ def list_recordings(data: AudioConfig, patterns: Sequence[str], key: str, keep: 
     """Lists recordings, named or embedded, with their transcripts or classes.
 
     Args:
-        keep: see :func:`mgpu_pipe.data.tables.entries_of`.
+        keep: see :func:`mgpu_pipe.data.file_lists.entries_of`.
 
     Raises:
-        ConfigError, DataError: as :func:`mgpu_pipe.data.tables.entries_of` and :class:`ClassFolders`.
+        ConfigError, DataError: as :func:`mgpu_pipe.data.file_lists.entries_of` and :class:`ClassFolders`.
     """
     says = speech_source(data).says
     if says == "folder":

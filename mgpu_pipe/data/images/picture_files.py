@@ -47,7 +47,7 @@ def entries(data: DataConfig, patterns: list[str], key: str, keep: Keep | None =
     """Lists the pictures that ``patterns`` name, in a fixed order; a caption may replace the class.
 
     Args:
-        keep: see :func:`mgpu_pipe.data.tables.entries_of`.
+        keep: see :func:`mgpu_pipe.data.file_lists.entries_of`.
 
     Raises:
         ConfigError: a pattern that names no folder (image_folder) or list (image_list), or a folder without pictures.
