@@ -122,6 +122,8 @@ def _run_task(folder: Path) -> int:
         config = load(RunPaths(folder).config)
         settings = JobSettings.from_json((folder / SETTINGS).read_text(encoding="utf-8"))
         settings = replace(settings, device=device_type(config.trainer))
+        if int(os.environ.get("SLURM_RESTART_COUNT", "0")) and exists(settings.output):  # ended after its last row
+            return EXIT_OK
         if is_first:
             _check_progress(folder, settings.folder().count(), restarts_without_progress(config.launch))
         return _run_here(settings, find_model(settings.model), config)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.batch.settings import JobSettings, ScoreSettings
 from mgpu_pipe.launch.batch_job import _check_progress
 from tests.inference.support import write_run, write_texts
 from tests.support.command import mgpu, start
@@ -55,7 +57,7 @@ def test_two_nodes_answer_what_a_process_answers(cluster: Cluster, cache: Path, 
 
 
 def test_a_job_is_followed_queued_again_and_cancelled_by_its_folder(cluster: Cluster, cache: Path, place: Path) -> None:
-    """Its folder has a space; afterwards the same command may submit again."""
+    """Its folder has a space; afterwards the same command may submit again. A finished job stays finished."""
     (place / "my answers").mkdir()
     output = "my answers/some.jsonl"
     folder = f"{output}.slurm"
@@ -73,6 +75,9 @@ def test_a_job_is_followed_queued_again_and_cancelled_by_its_folder(cluster: Clu
     job = submit(cache, place, output)
     assert cluster.ended(job, place / folder) == "COMPLETED"
     assert (place / output).read_bytes() == (place / "whole.jsonl").read_bytes()
+    cluster.ask("scontrol", "requeue", job)  # as SLURM does where a node is lost just then
+    cluster.until(lambda: "Restarts=1" in cluster.ask("scontrol", "show", "job", job), "a second start", job)
+    assert cluster.ended(job, place / folder) == "COMPLETED"
 
 
 def test_jobs_that_cannot_run_end_with_a_line(cluster: Cluster, cache: Path, place: Path) -> None:
@@ -88,6 +93,14 @@ def test_jobs_that_cannot_run_end_with_a_line(cluster: Cluster, cache: Path, pla
     refused = mgpu(cache, place, *words, "--output", "no.jsonl", "launch.partition=nowhere", code=2)
     assert "launch.partition=nowhere: SLURM answers: " in refused
     assert not list(place.glob("no.jsonl*"))
+
+
+def test_a_job_may_be_submitted_again_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = {"model": tmp_path / "run", "input": tmp_path / "pairs.jsonl", "output": tmp_path / "scores.jsonl"}
+    more = {"batch_size": 1, "average": False, "frozen_weights": Path("base"), "device": "cpu", "rows": 1}
+    settings = ScoreSettings(**keys, **more)  # type: ignore[arg-type]
+    assert JobSettings.from_json(settings.to_json()) == replace(settings, frozen_weights=tmp_path / "base")
 
 
 def test_a_job_that_computes_no_further_row_is_not_queued_for_ever(tmp_path: Path) -> None:

@@ -65,8 +65,10 @@ class JobSettings(ABC):
         return {"input": digest, "model": weights, **settings}
 
     def to_json(self) -> str:
-        """The settings as text, for :meth:`from_json` in another process."""
-        values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        """The settings as text, for :meth:`from_json` in another process and working folder."""
+        values = {
+            name: str(value.absolute()) if isinstance(value, Path) else value for name, value in asdict(self).items()
+        }
         return json.dumps({"kind": type(self).__name__, **values})
 
     @staticmethod
