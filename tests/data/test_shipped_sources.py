@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,7 +16,9 @@ from mgpu_pipe.config.data_sources import all_sources, find_source, source_names
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.objective import descriptions
 from mgpu_pipe.config.schema import DataConfig
+from mgpu_pipe.data import sources
 from mgpu_pipe.data.data_source import DataSource, shipped_source
+from mgpu_pipe.data.sources import demo
 
 PACKAGE = Path(mgpu_pipe.__file__).parent
 
@@ -33,6 +37,13 @@ def test_a_source_is_declared_under_its_name(name: str) -> None:
     assert source.samples in {objective.samples for objective in descriptions()}
     data = compose([f"data={name}"])[0].data
     assert data.source == name and type(data) is (source.keys or DataConfig)
+
+
+@pytest.mark.parametrize("package", [sources, demo])
+def test_a_file_of_variants_has_each_once(package: ModuleType) -> None:
+    for file, names in package.VARIANTS.items():
+        module = import_module(f"{package.__name__}.{file}")
+        assert [source.name for source in module.SOURCES] == list(names), file
 
 
 def test_declarations_import_neither_torch_nor_numpy() -> None:

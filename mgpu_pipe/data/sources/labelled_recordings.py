@@ -36,7 +36,6 @@ SOURCES = (
     recordings(name="audio_list", reads=("text_column", "tokenizer", "on_too_long")),
     labelled(name="audio_folder", says="folder", reads=("classes",)),
     labelled(name="labelled_audio_list", says="class", reads=("classes", "label_column")),
-    labelled(name="labelled_audio_list", says="class", reads=("classes", "label_column")),
     recordings(
         name="tagged_audio_list",
         says="classes",
