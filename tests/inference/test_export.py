@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from mgpu_pipe.checkpoint.save import save
@@ -245,6 +248,16 @@ def test_a_context_shorter_than_the_probe_is_exported(tmp_path: Path, monkeypatc
     monkeypatch.setattr(export, "subprocess", subprocess)  # an interpreter of its own, as a user's export has
     run = run_of(tmp_path / "run", "gpt2", n_positions=16)
     assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+
+
+def test_a_t5_that_scales_no_outputs_says_so_to_every_reader(tmp_path: Path) -> None:
+    """transformers 4 takes it from tie_word_embeddings, and 5 where a folder is opened."""
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    for tied in (False, True):
+        model = T5ForConditionalGeneration(T5Config(**{**sizes, "tie_word_embeddings": tied}))
+        write_configuration(model, tmp_path, torch.float32)
+        assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is tied
+        assert T5Config.from_pretrained(tmp_path).scale_decoder_outputs is tied
 
 
 def test_a_first_token_outside_of_the_vocabulary_is_left_out(tmp_path: Path):

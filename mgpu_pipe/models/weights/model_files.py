@@ -111,6 +111,8 @@ def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype, m
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     _drop_invalid_first_tokens(config)
+    if getattr(config, "scale_decoder_outputs", None) is False:
+        config.tie_word_embeddings = False  # T5 1.1: other readers of a folder know this field alone
     config.save_pretrained(str(out))
     settings = generation_settings(maker) if maker is not None else None
     if settings is not None:
