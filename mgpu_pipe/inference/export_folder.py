@@ -21,6 +21,7 @@ from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.model_card import write_card
 from mgpu_pipe.inference.open import StoredModel
+from mgpu_pipe.inference.streamed_weights import has_two_towers, probe, streamed_logits
 from mgpu_pipe.system.child_process import bound
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
 
@@ -121,7 +122,7 @@ def copy_tokenizer(stored: StoredModel, folder: Path, adapter: bool = False) -> 
     _keep_ids(folder)
     if stored.config is not None and stored.config.data.holds_conversations():
         stop_at_turns(folder)
-    if hasattr(stored.model, "logit_scale"):
+    if has_two_towers(stored.model):
         end_texts(folder)
     if _joins_texts(stored):
         adapt_to_pairs(folder, getattr(stored.model.config, "type_vocab_size", 0) > 1)
@@ -218,7 +219,6 @@ def _check_loads(stored: StoredModel, dtype: torch.dtype, folder: Path) -> None:
     from safetensors.torch import save
 
     from mgpu_pipe.inference.processor_files import PREPARED, probe_files
-    from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
 
     inputs = probe(stored.model)
     files = probe_files(stored)

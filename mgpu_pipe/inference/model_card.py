@@ -23,6 +23,7 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, one_line
 from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE
 from mgpu_pipe.inference.open import StoredModel
+from mgpu_pipe.inference.streamed_weights import has_two_towers
 from mgpu_pipe.models.fields import builder_of, class_of
 from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, parse_yaml, read_bytes
@@ -74,7 +75,7 @@ def _loading(stored: StoredModel, name: str, format: Format) -> list[str]:
         lines = [f"llama-server --model {place}/model.gguf", f"ollama create {Path(place).name.lower()} -f Modelfile"]
         return ["```bash", *lines, "```", ""]
     if format == "onnx":
-        files = (TEXT_FILE, PICTURE_FILE) if hasattr(stored.model, "logit_scale") else (FILE,)
+        files = (TEXT_FILE, PICTURE_FILE) if has_two_towers(stored.model) else (FILE,)
         opened = [f'session = onnxruntime.InferenceSession("{place}/{file}")' for file in files]
         return ["```python", "import onnxruntime", "", *opened, "```", ""]
     loader = builder_of(stored.model.config.model_type, class_of([type(stored.model).__name__]))

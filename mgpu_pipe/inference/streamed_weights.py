@@ -26,10 +26,15 @@ PROBE_ROWS, PROBE_TOKENS = 2, 32
 Inputs = dict[str, torch.Tensor]
 
 
+def has_two_towers(model: PreTrainedModel) -> bool:
+    """Whether the model compares pictures with texts, as CLIP does. Cohere has a number of the same name."""
+    return isinstance(getattr(model, "logit_scale", None), torch.nn.Parameter)
+
+
 def probe(model: PreTrainedModel) -> Inputs:
     """Random arguments of a forward pass: tokens (for encoder and decoder alike), pictures, both, or sound."""
     generator, inputs = torch.Generator().manual_seed(0), Inputs()
-    two_towers = hasattr(model, "logit_scale")
+    two_towers = has_two_towers(model)
     if model.main_input_name in ("input_values", "input_features") and not hasattr(model.config, "conv_kernel"):
         inputs[model.main_input_name] = torch.randn(PROBE_ROWS, *spectrogram_shape(model.config), generator=generator)
         if not model.can_generate():

@@ -41,7 +41,7 @@ from mgpu_pipe.inference.export_folder import _undo_half_a_replacement, export_f
 from mgpu_pipe.inference.generation import generate_text, load_tokenizer
 from mgpu_pipe.inference.model_folder import write_model_folder
 from mgpu_pipe.inference.open import StoredModel, open_model, read_from, with_buffers
-from mgpu_pipe.inference.streamed_weights import streamed_logits
+from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.weights.model_files import saved_groups, write_configuration
 from mgpu_pipe.parallel.device_memory import AllocationWatch
@@ -258,6 +258,10 @@ def test_a_t5_that_scales_no_outputs_says_so_to_every_reader(tmp_path: Path) -> 
         write_configuration(model, tmp_path, torch.float32)
         assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is tied
         assert T5Config.from_pretrained(tmp_path).scale_decoder_outputs is tied
+
+
+def test_a_text_model_with_a_scale_of_logits_is_probed_with_tokens() -> None:
+    assert set(probe(build_meta(tiny_model("cohere")))) == {"input_ids"}
 
 
 def test_a_first_token_outside_of_the_vocabulary_is_left_out(tmp_path: Path):
