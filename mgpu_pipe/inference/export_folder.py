@@ -21,7 +21,7 @@ from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.inference.model_card import write_card
 from mgpu_pipe.inference.open import StoredModel
-from mgpu_pipe.inference.streamed_weights import has_two_towers, probe, streamed_logits
+from mgpu_pipe.models.fields import has_two_towers
 from mgpu_pipe.system.child_process import bound
 from mgpu_pipe.system.local_files import exists, is_file, is_folder
 
@@ -219,6 +219,7 @@ def _check_loads(stored: StoredModel, dtype: torch.dtype, folder: Path) -> None:
     from safetensors.torch import save
 
     from mgpu_pipe.inference.processor_files import PREPARED, probe_files
+    from mgpu_pipe.inference.streamed_weights import probe, streamed_logits
 
     inputs = probe(stored.model)
     files = probe_files(stored)

@@ -23,8 +23,7 @@ from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.errors import BadInputError, ConfigError, one_line
 from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE
 from mgpu_pipe.inference.open import StoredModel
-from mgpu_pipe.inference.streamed_weights import has_two_towers
-from mgpu_pipe.models.fields import builder_of, class_of
+from mgpu_pipe.models.fields import builder_of, class_of, has_two_towers
 from mgpu_pipe.runs.history import read_summary
 from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, MAX_JSON_BYTES, parse_json, parse_yaml, read_bytes
 

@@ -11,7 +11,7 @@ from torch import nn
 from mgpu_pipe.architectures.family import Frames
 from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.models.field_sizes import usable_positions
-from mgpu_pipe.models.fields import picture_shape
+from mgpu_pipe.models.fields import has_two_towers, picture_shape
 from mgpu_pipe.models.shard_units import decoder_blocks
 from mgpu_pipe.models.speech import spectrogram_shape
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 
 PROBE_ROWS, PROBE_TOKENS = 2, 32
 Inputs = dict[str, torch.Tensor]
-
-
-def has_two_towers(model: PreTrainedModel) -> bool:
-    """Whether the model compares pictures with texts, as CLIP does. Cohere has a number of the same name."""
-    return isinstance(getattr(model, "logit_scale", None), torch.nn.Parameter)
 
 
 def probe(model: PreTrainedModel) -> Inputs:

@@ -357,6 +357,11 @@ def picture_tokens(config: Any) -> int:
     return picture_places(vision.model_type, across, lambda name: getattr(config, name, None))
 
 
+def has_two_towers(model: Any) -> bool:
+    """Whether a model compares pictures with texts, as CLIP does: it learns the scale of logits, a number in Cohere."""
+    return hasattr(getattr(model, "logit_scale", None), "requires_grad")
+
+
 def noise_fields(fields: Mapping[str, Any]) -> list[str]:
     """Names of fields that enable randomness."""
     return sorted(

@@ -327,7 +327,10 @@ def test_generate_and_export_answer_like_transformers(tmp_path: Path, capsys: py
     assert printable(json.loads((tmp_path / "out.jsonl").read_text())["answer"]).strip() == answer
     check_trained_on(chats, tmp_path, metrics, 1, "data.chat_template=null", "strategy=single")
     capsys.readouterr()
-    for file, expected in ((tmp_path / "gone.wav", "cannot be read"), (tmp_path / "chats.jsonl", "is no sound")):
+    for file, expected in (
+        (tmp_path / "gone.wav", "no such file or folder"),
+        (tmp_path / "chats.jsonl", "is no sound"),
+    ):
         assert main([*asked, "--prompt", "What?", "--audio", str(file)]) == 2
         assert expected in capsys.readouterr().err
     assert main([*asked, "--prompt", "What?", "--image", str(files[0])]) == 2

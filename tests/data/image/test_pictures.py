@@ -118,7 +118,7 @@ def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> No
     [
         ("image,label\nnone.png,a\n", "list.csv:2: there is no file"),
         ("picture,label\n0.png,a\n", "list.csv:2: has no column 'image'; set data.image_column to one that is there"),
-        ("image;label\n0.png;a\n", "has no column 'image'; its columns are set apart by ';': write commas"),
+        ("image|label\n0.png|a\n", "has no column 'image'; its columns are set apart by '|': write commas"),
         ("image,label\n0.png\n", "list.csv:2: has not as many columns as the first line"),
         ("image,label\n0.png,\n", "list.csv:2: has no class"),
     ],
