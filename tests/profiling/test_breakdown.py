@@ -176,7 +176,7 @@ def test_memory_of_another_hand_is_read_whole_or_not_at_all() -> None:
     drawn = memory_line(json.loads(json.dumps(values)))
     assert drawn is not None and drawn["table"]["names"][-2:] == ["held", "fragmented"]
     assert drawn["table"]["rows"] == [["0", "2.000", "1.500", "1.000", "0.000", "2.000", "0.250"]]
-    assert [(band["x"], band["width"], band["told"]) for band in drawn["bands"]] == [
+    assert [(band["x"], band["width"], band["title"]) for band in drawn["bands"]] == [
         (0.0, 400.0, "forward"),
         (400.0, 600.0, "optimizer"),
     ]
