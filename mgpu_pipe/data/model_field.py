@@ -18,7 +18,7 @@ from mgpu_pipe.errors import ConfigError, DataError, ModelFolderError
 from mgpu_pipe.system.local_files import MAX_JSON_BYTES, parse_json, read_bytes
 
 PADDING = "pad_token_id"
-"""Field of the id that fills rows up; the first Llama's folders state -1, which is none."""
+"""Field of the padding token's id. Folders of the first Llama state -1, which names no token."""
 
 
 def model_field(model: ModelConfig, name: str) -> Any:

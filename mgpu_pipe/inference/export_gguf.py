@@ -102,7 +102,7 @@ def _require_library() -> Path:
     """The folder of llama.cpp's library.
 
     Raises:
-        BadInputError: there is none.
+        BadInputError: the library is not installed.
     """
     folder = find_library()
     if folder is None:

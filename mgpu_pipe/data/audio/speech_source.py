@@ -25,7 +25,7 @@ class AudioConfig(DataConfig):
     """Share by which a training recording is played faster or slower at most, pitch and all; this and the next one are
     drawn by seed and sample alone, so they are the same on any number of processes."""
     noise: float = field(default=0.0, metadata={"at_least": 0})
-    """Most white noise that is added to a training recording, as a share of its own loudness (root mean square)."""
+    """Largest root mean square of the white noise added to a training recording, relative to the recording's."""
     sort_steps: int = field(default=1, metadata={"at_least": 1})
     """Steps whose samples are sorted by length together, and which then come in an order drawn by the seed: a step's
     samples are about as long as one another, so that little of it is padding. 1 sorts none."""

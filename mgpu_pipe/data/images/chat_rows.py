@@ -212,9 +212,7 @@ def conversation_of(
     messages = messages_of(row, origin, data.messages_column, data.format)
     said = " ".join(str(message.get("content") or "") for message in messages if message["role"] == "assistant")
     if placeholder := PLACES.search(said):
-        raise DataError(
-            f"{origin}: the assistant says {placeholder[0]}; pictures stand in what is said to it; {files.FIX}"
-        )
+        raise DataError(f"{origin}: the assistant says {placeholder[0]}; move it to a user's message, or remove it")
     places = [place for message in messages for place in PLACES.findall(str(message.get("content") or ""))]
     named: dict[str, Iterator[str]] = {}
     for place, column, what in (

@@ -1,6 +1,6 @@
 """Cutting a model into pipeline stages by deleting modules, so that names stay.
 
-Every rank builds the whole model on the meta device and keeps the layers of its own stages under their own numbers.
+Every rank builds the whole model on the meta device and keeps the layers of its stages, which keep their numbers.
 The rank of the first stage also keeps the embeddings, that of the last stage norm and head. Modules that pass their
 input on replace the deleted ones, so transformers' own forward pass runs each stage. Masks and rotary tables come from
 the micro-batch's fields, which every rank has.
