@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -100,6 +101,9 @@ TAB = "\t"
 FIX = "correct or remove it"
 LONGEST_LINE = 256 << 20
 """Largest line in bytes: tokenising holds several copies of it."""
+LONGEST_NAME = 40
+"""Characters of the name of a column; a longer one in the first line of a table is a text."""
+_TABLE_ROW = re.compile(r"\.[ct]sv(\.\w+)?:\d+$", re.IGNORECASE)
 LARGEST_TEXT = 4 << 30
 """Largest compressed file that is one document, in bytes."""
 _PART = 1 << 18
@@ -381,6 +385,8 @@ def missing_column(where: str, key: str, column: str, there: Sequence[str]) -> D
         fix = (
             f"its columns are set apart by {other!r}: {'let its name end in .tsv' if other == TAB else 'write commas'}"
         )
+    elif _TABLE_ROW.search(where) and any(len(name) > LONGEST_NAME or name.isdecimal() for name in there):
+        return DataError(f"{where}: the first line of this table names no columns; put a line of names above it")
     else:
         fix = f"set {key} to one that is there: {', '.join(there) or 'none'}"
     return DataError(f"{where}: has no column '{column}'; {fix}")

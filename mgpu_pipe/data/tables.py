@@ -120,7 +120,8 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
     first, second = next(lines), next(lines, None)
     start = first[0].strip()
     opened = _LIST_START.match(start)
-    if not start.startswith("[") and start != "{" and not (opened and (second is None or start[opened.end() :] in "{")):
+    is_list = start.startswith("[") and not (second is not None and _is_list(start) and second[0].lstrip()[:1] == "[")
+    if not is_list and start != "{" and not (opened and (second is None or start[opened.end() :] in "{")):
         yield first
         yield from () if second is None else (second, *lines)
         return
@@ -151,6 +152,14 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
         raise DataError(f"{path}: is a JSON list without its end; {files.REPLACE}")
     if not number:
         raise DataError(f"{path}: holds no rows; remove it from the data's paths")
+
+
+def _is_list(line: str) -> bool:
+    """Whether a line is a whole JSON list: a row of its own where another list follows."""
+    try:
+        return isinstance(json.loads(line), list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _rows_in(document: Mapping[str, object]) -> list[object]:

@@ -18,6 +18,7 @@ from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, check_first_row, table_rows, text_of
+from mgpu_pipe.data.text.pair_columns import check_pair_columns, pair_row
 from mgpu_pipe.errors import DataError
 
 
@@ -36,6 +37,10 @@ class EmbeddingPairsConfig(DataConfig):
     """Text before every query, such as 'query: '; the exported folder has it too."""
     document_prompt: str | None = field(default=None, metadata=CONTENT)
     """Text before every positive and negative, such as 'passage: '; the exported folder has it too."""
+
+    def text_columns(self) -> tuple[str, str, str]:
+        """Names of the columns of texts: query, positive and negative."""
+        return self.query_column, self.positive_column, self.negative_column
 
     def sample_text(self) -> str:
         return f"texts of {self.seq_len} tokens, padded"
@@ -122,7 +127,7 @@ def _each_positive(line: str, origin: str, keys: EmbeddingPairsConfig) -> Iterat
     """A row for each positive, with its own score and those of the negatives."""
     column, scored = keys.positive_column, keys.scores_column
     try:
-        row = files.json_row(line, origin, column, *([] if scored is None else [scored]))
+        row = pair_row(line, origin, (*keys.text_columns(), *([] if scored is None else [scored])))
     except DataError:
         row = {}
     positives = row.get(column)
@@ -150,8 +155,8 @@ def pair_document(data: DataConfig, line: str, origin: str, size: int) -> Docume
             teacher's scores are not those of its texts.
     """
     keys = cast(EmbeddingPairsConfig, data)
-    columns = (keys.query_column, keys.positive_column, keys.negative_column)
-    row = files.json_row(line, origin, *columns)
+    row = pair_row(line, origin, keys.text_columns())
+    check_pair_columns(row, origin, keys.text_columns()[:2], keys.scores_column)
     if keys.scores_column is None and row.get(SCORE) is not None:
         fix = "remove it, name a teacher's scores by data.scores_column, or use data=scored_pairs"
         raise DataError(f"{origin}: column '{SCORE}' is not read, a pair is right or wrong; {fix}")
@@ -215,9 +220,8 @@ def texts_of(value: Any, column: str, origin: str, least: int = 1) -> list[str]:
 
 def _pair_columns(data: DataConfig) -> object:
     keys = cast(EmbeddingPairsConfig, data)
-    columns = (keys.query_column, keys.positive_column, keys.negative_column)
     scores = [] if keys.scores_column is None else [keys.scores_column]
-    return (*columns, keys.query_prompt, keys.document_prompt, *scores)
+    return (*keys.text_columns(), keys.query_prompt, keys.document_prompt, *scores)
 
 
 def _scored_columns(data: DataConfig) -> object:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from mgpu_pipe.data import files
 from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig, check_pair_row
 from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.pair_columns import pair_row
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.encode import TextEncoder, batches_of
 from mgpu_pipe.inference.batch.texts import TextRow, prompt_of, vectors_of, width_of
@@ -95,10 +95,9 @@ def read_pairs(path: Path) -> Iterator[dict[str, object]]:
     Raises:
         DataError: a row is broken; see :func:`mgpu_pipe.data.sources.compared_texts.pair_document`.
     """
-    columns = (KEYS.query_column, KEYS.positive_column, KEYS.negative_column)
     for line, origin, _ in row_lines(path, nested=True):
         check_pair_row(KEYS, line, origin)
-        yield files.json_row(line, origin, *columns)
+        yield pair_row(line, origin, KEYS.text_columns())
 
 
 def mine_negatives(

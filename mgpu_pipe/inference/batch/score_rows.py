@@ -11,6 +11,7 @@ from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig, check_pair_row, texts_of
 from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.pair_columns import pair_row
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.find_model import ModelSource
 from mgpu_pipe.models.fields import resolved_fields
@@ -43,9 +44,9 @@ def read_scored_rows(path: Path) -> Iterator[ScoredRow]:
     Raises:
         DataError: a row is broken, or lacks a query or documents.
     """
-    columns = (KEYS.query_column, DOCUMENTS, KEYS.positive_column, KEYS.negative_column)
+    columns = (*KEYS.text_columns(), DOCUMENTS)
     for number, (line, origin, _) in enumerate(row_lines(path, nested=True), start=1):
-        row = files.json_row(line, origin, *columns)
+        row = pair_row(line, origin, columns)
         if DOCUMENTS not in row:
             check_pair_row(KEYS, line, origin)
             documents = [

@@ -99,6 +99,55 @@ def test_csv_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
     assert texts_of(of_file(tmp_path, tmp_path / "pairs.parquet"), tmp_path) == expected
 
 
+PASSAGE = {"docid": "7", "title": "Trees", "text": "blue"}
+PUBLISHED: dict[str, tuple[Any, list[str]]] = {
+    "sentence-transformers": ({"anchor": "how old", "positive": "ten years", "negative": "blue"}, ["blue"]),
+    "its n-tuples": (
+        {"anchor": "how old", "positive": "ten years", "negative_1": "blue", "negative_2": "", "negative_10": "green"},
+        ["blue", "green"],
+    ),
+    "its lists": (["how old", "ten years", "blue", "green"], ["blue", "green"]),
+    "its answers": ({"question": "how old", "answer": "ten years", "label": "ages"}, []),
+    "FlagEmbedding": (
+        {"query": "how old", "pos": ["ten years"], "neg": ["blue"], "pos_scores": [1.0], "neg_scores": [0.5]},
+        ["blue"],
+    ),
+    "Tevatron": (
+        {"query": "how old", "positive_passages": [{"text": "ten years"}], "negative_passages": [PASSAGE]},
+        ["Trees blue"],
+    ),
+    "DPR": (
+        {"question": "how old", "positive_ctxs": [{"title": "", "text": "ten years"}], "hard_negative_ctxs": [PASSAGE]},
+        ["Trees blue"],
+    ),
+    "SimCSE": ({"sent0": "how old", "sent1": "ten years", "hard_neg": "blue"}, ["blue"]),
+}
+
+
+@pytest.mark.parametrize("maker", list(PUBLISHED))
+def test_pairs_are_read_as_their_makers_publish_them(tmp_path: Path, maker: str) -> None:
+    row, negatives = PUBLISHED[maker]
+    more: Any = ["how far", "two miles"] if isinstance(row, list) else {"query": "how far", "positive": "two miles"}
+    expected = [["how old", "ten years", *negatives], ["how far", "two miles"]]
+    config = configured(tmp_path, [row, more])
+    check_sources(config.model, config.data)
+    assert texts_of(config, tmp_path) == expected
+    (tmp_path / "pairs.json").write_text(json.dumps([row, more], indent=1))
+    assert texts_of(of_file(tmp_path, tmp_path / "pairs.json"), tmp_path) == expected
+
+
+def test_a_column_that_is_named_goes_before_published_names(tmp_path: Path) -> None:
+    row = {"query": "how old", "anchor": "other", "positive": "ten years", "pos": ["other"], "negative": [], "neg": "x"}
+    assert texts_of(configured(tmp_path, [row]), tmp_path) == [["how old", "ten years"]]
+
+
+@pytest.mark.parametrize("columns", ["0\t10\t20", "how old\tten years and no more than that in the end\tblue"])
+def test_a_table_without_names_of_columns_is_refused(tmp_path: Path, columns: str) -> None:
+    (tmp_path / "triples.tsv").write_text(f"{columns}\n{columns}\n")
+    with pytest.raises(DataError, match=r"triples.tsv:2: the first line of this table names no columns; put a line"):
+        prepare(of_file(tmp_path, tmp_path / "triples.tsv"))
+
+
 def test_texts_are_rows_and_equal_texts_have_equal_numbers(tmp_path: Path) -> None:
     config = configured(tmp_path)
     prepared, batch = batch_of(config)
@@ -173,6 +222,10 @@ BAD: list[tuple[Any, str]] = [
     ({"query": "a", "positive": ["c", "b"], "negative": "b"}, "a text of column 'negative' is the positive"),
     ({"query": "a", "positive": "b", "negative": ["c", ""]}, "column 'negative' is empty"),
     ({"query": "a", "positive": "b", "score": 0.5}, "column 'score' is not read, a pair is right or wrong"),
+    ({"query": "a", "positive": "b", "label": 0}, "column 'label' holds 0 and is not read; keep right pairs alone"),
+    ({"query": "a", "positive": "b", "label": "Contradiction"}, "column 'label' holds 'Contradiction' and is not read"),
+    ({"query-id": "1", "corpus-id": "2", "score": "1"}, "is a row of BEIR (query-id, corpus-id), which is no pair"),
+    ({"_id": "1", "title": "", "text": "b"}, "is a row of BEIR (_id), which is no pair of texts; write rows"),
 ]
 
 

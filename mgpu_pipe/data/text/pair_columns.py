@@ -1,0 +1,106 @@
+"""Columns of pairs as published sets have them, by the names of ``data=embedding_pairs``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu_pipe.data import files
+from mgpu_pipe.errors import DataError
+
+PUBLISHED = (
+    ("anchor", "question", "sent0"),
+    ("pos", "answer", "positive_passages", "positive_ctxs", "sent1"),
+    ("neg", "negative_passages", "hard_negative_ctxs", "hard_neg"),
+)
+"""Other names of a query, a positive and a negative: those of sentence-transformers, FlagEmbedding, Tevatron, DPR and
+SimCSE. A row's own column goes before them."""
+IDS = ("query-id", "corpus-id", "_id")
+"""Columns of the three files of BEIR, none of which holds a pair."""
+TEACHING = ("label", "gold_label", "is_duplicate")
+"""Columns that may say that a pair is wrong."""
+KINDS = ("entailment", "neutral", "contradiction", "-", "true", "false")
+"""Values of such columns that are no numbers; any other text is a topic."""
+
+
+def pair_row(line: str, origin: str, columns: Sequence[str]) -> dict[str, Any]:
+    """Parses a row; its published columns get the names of ``columns``, and passages become texts.
+
+    A JSON list is a query, a positive and negatives. Numbered columns such as ``negative_1`` become one list.
+
+    Args:
+        columns: of the query, the positive and the negative; others are resolved as
+            :func:`mgpu_pipe.data.files.json_row` does.
+
+    Raises:
+        DataError: broken JSON, or neither an object nor a list of texts.
+    """
+    query, positive, negative = columns[:3]
+    texts = _listed(line)
+    if texts is not None:
+        return dict(zip(columns, (texts[0], texts[1], texts[2:]), strict=False))
+    row = files.json_row(line, origin, *columns)
+    for column, others in zip((query, positive, negative), PUBLISHED, strict=True):
+        other = next((name for name in others if name in row), None)
+        if column not in row and other is not None:
+            row[column] = row.pop(other)
+    if negative not in row:
+        start = f"{negative}_"
+        numbered = [name for name in row if name.startswith(start) and name.removeprefix(start).isdecimal()]
+        values = [row.pop(name) for name in numbered]
+        if numbered:
+            row[negative] = [value for value in values if value not in (None, "")]
+    for column in (positive, negative):
+        if isinstance(value := row.get(column), list):
+            row[column] = [_passage(text) for text in value]
+        elif isinstance(value, dict):
+            row[column] = _passage(value)
+    return row
+
+
+def _listed(line: str) -> list[Any] | None:
+    """Values of a row that is a JSON list of two or more."""
+    if line.lstrip()[:1] != "[":
+        return None
+    try:
+        values = json.loads(line, parse_constant=files.refuse_constant)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, list) and len(values) > 1 else None
+
+
+def _passage(value: Any) -> Any:
+    """The text of a passage after its title; any other value unchanged."""
+    if not isinstance(value, dict) or not isinstance(value.get("text"), str):
+        return value
+    return f"{value.get('title') or ''} {value['text']}".strip()
+
+
+def check_pair_columns(row: dict[str, Any], origin: str, columns: Sequence[str], read: str | None) -> None:
+    """Refuses rows of ids instead of texts, and rows whose unread label may say that the pair is wrong.
+
+    Args:
+        columns: of the query and the positive.
+        read: ``data.scores_column``.
+
+    Raises:
+        DataError: names ``origin``.
+    """
+    if any(column not in row for column in columns):
+        if ids := [name for name in IDS if name in row]:
+            fix = "write rows of a query's text and the texts of its documents by these ids"
+            raise DataError(f"{origin}: is a row of BEIR ({', '.join(ids)}), which is no pair of texts; {fix}")
+        return
+    for name in TEACHING:
+        value = row.get(name)
+        if name not in (*columns, read) and is_verdict(value):
+            fix = "keep right pairs alone, without it, or name a teacher's scores by data.scores_column"
+            raise DataError(f"{origin}: column '{name}' holds {value!r} and is not read; {fix}")
+
+
+def is_verdict(value: Any) -> bool:
+    """Whether a label is a number, a truth value or a relation of two sentences, not the name of a topic."""
+    if isinstance(value, str):
+        return value.strip().lower() in KINDS or value.strip().lstrip("+-").replace(".", "", 1).isdecimal()
+    return isinstance(value, (bool, int, float))
