@@ -7,6 +7,7 @@ before the prompt (a default system message) is not part of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -60,6 +61,7 @@ class AnswerFinder:
     special_tokens: Sequence[str] = ()
     _prompt: str | None = field(default=None, init=False)
     _end: str | None = field(default=None, init=False)
+    _more: str | None = field(default=None, init=False)
 
     def turn_end(self) -> str | None:
         """Special token that ends the assistant's turn; None where the template writes none."""
@@ -143,6 +145,8 @@ class AnswerFinder:
     def until_the_end(self, full: str, span: Span) -> tuple[Span, bool]:
         """Cuts ``span`` after the token that ends the turn; returns also whether there is such a token."""
         start, end = span
+        if (more := self._after_turn()) and full.endswith(more, start, end):
+            end -= len(more)
         last = position = start + len(full[start:end].rstrip())
         usual: int | None = None
         while token := self._special_before(full, start, position):
@@ -168,6 +172,16 @@ class AnswerFinder:
             except Exception:  # the template may want other messages
                 self._end = ""
         return self._end or None
+
+    def _after_turn(self) -> str:
+        """Words that the template writes after the last answer's turn even where nothing asks for them, such as the
+        header of the next answer (Llama 3's first template)."""
+        if self._more is None:
+            end = self._turn_end()
+            more = self._answered().partition(SEEN)[2].partition(end)[2] if end else ""
+            words = re.sub("|".join(map(re.escape, filter(None, self.special_tokens))), "", more) if more else ""
+            self._more = more if words.strip() else ""
+        return self._more
 
     def _answered(self) -> str:
         return self.render([_QUESTION, {"role": "assistant", "content": SEEN}])
@@ -196,9 +210,9 @@ class AnswerFinder:
         """
         begin = len(plain) if plain is not None and head.startswith(plain) else 0
         prompt = self.generation_prompt() if prompt is None else prompt
-        start = head.rfind(prompt, begin) if prompt else -1
-        if start >= 0:
-            return start + len(prompt)
+        for header in filter(None, (prompt, prompt.strip())):  # with other spaces around it where it only asks
+            if (start := head.rfind(header, begin)) >= 0:
+                return start + len(header)
         return begin + common_prefix(head[begin:], prompt) if begin else len(head)
 
 

@@ -1,8 +1,8 @@
 """Renders conversations by a chat template, and finds the assistant's characters.
 
 It renders like transformers' ``apply_chat_template`` (the same Jinja settings, in a sandbox that forbids changes of the
-input), so training sees what generation will send. ``strftime_now`` is undefined: a template that asks for the date
-uses its own fixed one, and the data does not change with the day.
+input), so training sees what generation will send. The date is fixed, so that the data does not change with the day:
+a template that asks whether ``strftime_now`` is defined uses its own date, any other one gets :data:`TODAY`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -42,6 +43,11 @@ from mgpu_pipe.errors import BadInputError, DataError
 _TYPE = re.compile(r"""['"]type['"]|\.type\b""")
 """Matches a template that reads the type of a content's parts."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_HAS_OWN_DATE = re.compile(r"strftime_now\s+is\s+(not\s+)?(un)?defined")
+TODAY = date(2026, 1, 1)
+"""Date for templates that write today's and have none for programs without a clock (gpt-oss, Granite, Devstral)."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields for the reasoning of a message; transformers shows it to templates as the first two."""
 
 
 class _GenerationTag(Extension):
@@ -60,6 +66,12 @@ class _GenerationTag(Extension):
 
 def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning in each field that templates read."""
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _to_json(
@@ -100,6 +112,8 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
+        if not _HAS_OWN_DATE.search(self.source):
+            environment.globals["strftime_now"] = TODAY.strftime
         with limited():
             self._template = environment.from_string(self.source)
         self.notes = Notes()
@@ -133,6 +147,7 @@ class ChatTemplate:
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
         """Renders like :meth:`render`, with two marks around each of the template's ``generation`` blocks."""
+        messages = [_with_reasoning(message) for message in messages]
         if self.arguments is not None:
             messages = with_arguments(messages, self.arguments)
         if self._takes_parts:
@@ -235,11 +250,10 @@ class ChatTemplate:
             self._check_said(full, messages, tools, index, origin)
         if self._marks_generation:
             text, marked = _marked_spans(full)
-            if trained != answers and len(marked) != len(answers):
-                raise DataError(f"{origin}: train or weight of a message: the chat template marks other parts than it")
-            chosen = [self._answers.until_the_end(text, span) for span in marked]
             if trained != answers:
-                chosen = [said for said, index in zip(chosen, answers, strict=True) if index in trained]
+                said = [self._answers.answer(text, messages, tools, index, origin)[0] for index in trained]
+                marked = [span for span in marked if any(span[0] < end and start < span[1] for start, end in said)]
+            chosen = [self._answers.until_the_end(text, span) for span in marked]
             starts = self._starts(text, messages, tools, answers)
             return Rendered(text, [span for span, _ in chosen], starts, bool(chosen) and chosen[-1][1])
         answer_of = {index: self._answers.answer(full, messages, tools, index, origin) for index in trained}

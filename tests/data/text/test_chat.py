@@ -58,6 +58,14 @@ GENERATION = (
     "{%- for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}#"
     "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
+# Writes the next answer's header whether or not it is asked for, as Llama 3's first template does.
+ALWAYS_ASKS = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}{{ '<|start|>assistant\n' }}"
+)
+# Writes more spaces before a header where it only asks for an answer.
+OTHER_SPACES = CHATML.replace("<|im_start|>a", "  <|im_start|>a")
+# Marks the end of text after the last answer apart, as TRL's template for Phi-3 does.
+MARKED_END = GENERATION + "{% generation %}</s>{% endgeneration %}"
 REFUSES_SYSTEM_ALONE = (
     "{% if messages[0].role == 'system' and messages | length < 2 %}{{ raise_exception('user first') }}{% endif %}"
     + CHATML
@@ -76,12 +84,36 @@ def _said(source: str, talk: list[dict[str, str]], **options: object) -> list[st
     [
         (CHATML, ["Hi.<|im_end|>", TALK[4]["content"] + "<|im_end|>"]),
         (REFUSES_SYSTEM_ALONE, ["Hi.<|im_end|>", TALK[4]["content"] + "<|im_end|>"]),
+        (ALWAYS_ASKS, ["Hi.<|im_end|>", TALK[4]["content"] + "<|im_end|>"]),
+        (OTHER_SPACES, ["Hi.<|im_end|>", TALK[4]["content"] + "<|im_end|>"]),
         (PLAIN, ["Hi.\n", TALK[4]["content"] + "\n"]),
         (REASONING, ["Hi.<|im_end|>", "<think>\n</think>\n\n" + TALK[4]["content"] + "<|im_end|>"]),
     ],
 )
 def test_the_spans_are_what_the_template_adds_for_the_assistant(source: str, expected: list[str]) -> None:
     assert _said(source, TALK) == expected
+
+
+def test_marks_of_answers_that_the_loss_leaves_out_are_left_out() -> None:
+    talk = [*TALK[1:2], {**TALK[2], "weight": 0}, *TALK[3:]]
+    for source, expected in ((GENERATION, TALK[4]["content"] + "#"), (MARKED_END, TALK[4]["content"] + "#")):
+        assert _said(source, talk)[0] == expected
+
+
+def test_a_template_that_writes_the_date_writes_the_same_every_day() -> None:
+    assert _said("{{ strftime_now('%d %B %Y') }} " + PLAIN, TALK)[0] == "Hi.\n"
+    text = ChatTemplate("{{ strftime_now('%Y-%m-%d') }}").render([])
+    assert text == "2026-01-01"
+    own = "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}"
+    assert ChatTemplate(own).render([]) == "2024"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_is_written_whatever_its_field_is_called(name: str) -> None:
+    talk = [TALK[1], {**TALK[2], name: "a greeting"}]
+    for read in ("thinking", "reasoning_content"):
+        source = f"{{% for m in messages %}}({{{{ m.{read} }}}}){{{{ m.content }}}}{{% endfor %}}"
+        assert "(a greeting)Hi." in ChatTemplate(source).render(talk)
 
 
 def test_contents_that_the_template_trims_or_cuts_are_found() -> None:
