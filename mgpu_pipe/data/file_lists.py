@@ -17,7 +17,7 @@ from typing import Any
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
-from mgpu_pipe.data.bad_samples import BadSampleError, Fault, rows_of_files, unusable_files
+from mgpu_pipe.data.bad_samples import NAMED, BadSampleError, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.files import files_below, is_no_data
 from mgpu_pipe.data.fingerprint import Fingerprint
@@ -242,19 +242,28 @@ class ClassFolders:
 
     def classes_in(self, root: Path) -> dict[str, list[Path]]:
         """Folders of classes below ``root`` by name, with the files below each; skips hidden ones."""
-        stat, classes = root.stat(), {}
-        for folder in sorted(root.iterdir()):
-            if folder.is_dir() and not is_no_data(folder.name):
-                # A link to a parent folder would put every file into its class.
-                below = files_below(folder, walked={(stat.st_dev, stat.st_ino)})
-                if files := sorted(path for path in below if path.suffix.lower() in self.suffixes):
-                    classes[folder.name] = files
-        return classes
+        read = {name: list(filter(self._reads, paths)) for name, paths in _folders_in(root)}
+        return {name: paths for name, paths in read.items() if paths}
 
-    def loose_files(self, root: str) -> list[Path]:
-        """Files next to the folders of classes; they have no class."""
-        visible = (path for path in sorted(expand_home(root).iterdir()) if not is_no_data(path.name))
-        return [path for path in visible if path.suffix.lower() in self.suffixes and path.is_file()]
+    def notes(self, data: DataConfig) -> list[str]:
+        """Notices of split folders that are used, and of files that have no class or another suffix."""
+        paths, held_out = self.with_splits(data)
+        notes = list[str]()
+        if (paths, held_out) != (data.paths, data.validation_paths):
+            folders = (", ".join(several) or "no folder" for several in (paths, held_out))
+            notes.append("the {} in {} are trained on, those in {} held out".format(self.what, *folders))
+        roots = [expand_home(root) for root in (*paths, *held_out)]
+        visible = (path for root in roots for path in sorted(root.iterdir()) if not is_no_data(path.name))
+        if loose := [path for path in visible if self._reads(path) and path.is_file()]:
+            notes.append(f"{len(loose)} {self.what} in no folder of a class are left out: {_first(loose)}")
+        below = (path for root in roots for _, paths in _folders_in(root) for path in paths)
+        if others := [path for path in below if not self._reads(path)]:
+            problem = f"have no suffix of {self.what} ({', '.join(self.suffixes)}) and are left out"
+            notes.append(f"{len(others)} files in folders of classes {problem}: {_first(others)}")
+        return notes
+
+    def _reads(self, path: Path) -> bool:
+        return path.suffix.lower() in self.suffixes
 
     def with_splits(self, data: DataConfig) -> tuple[list[str], list[str]]:
         """``data.paths`` and ``data.validation_paths``, with folders of splits (such as ``train`` and ``val``) replaced
@@ -295,4 +304,18 @@ class ClassFolders:
         raise ConfigError(key, pattern, fix, f"holds the splits {names} and also {others[0].name}")
 
     def _holds_files(self, folder: Path) -> bool:
-        return any(path.suffix.lower() in self.suffixes for path in files_below(folder))
+        return any(map(self._reads, files_below(folder)))
+
+
+def _folders_in(root: Path) -> Iterator[tuple[str, list[Path]]]:
+    """The folders in ``root`` by name, with all files below each."""
+    stat = root.stat()
+    for folder in sorted(root.iterdir()):
+        if folder.is_dir() and not is_no_data(folder.name):
+            # A link to a parent folder would put every file into its class.
+            yield folder.name, sorted(files_below(folder, walked={(stat.st_dev, stat.st_ino)}))
+
+
+def _first(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
+    return ", ".join(map(str, paths[:NAMED])) + more

@@ -19,8 +19,8 @@ from mgpu_pipe.data.compressed import HEAD, binary_form, bytes_read, codec_of, o
 from mgpu_pipe.data.fingerprint import READABLE, Fingerprint
 from mgpu_pipe.errors import ConfigError, DataError
 
-NO_DATA = ("__MACOSX", "@eaDir", "__pycache__")
-"""Folders that programs leave behind, in addition to hidden ones."""
+NO_DATA = ("__MACOSX", "@eaDir", "__pycache__", "Thumbs.db", "desktop.ini")
+"""Folders and files that programs leave behind, in addition to hidden ones."""
 
 
 def files_below(folder: Path, hidden: bool = False, walked: set[tuple[int, int]] | None = None) -> Iterator[Path]:

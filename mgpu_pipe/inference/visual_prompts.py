@@ -15,10 +15,10 @@ from mgpu_pipe.data.audio.chat_sounds import LONGEST, chat_window
 from mgpu_pipe.data.audio.decode_audio import decode as decode_sound
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.bad_samples import BadSampleError
-from mgpu_pipe.data.images.decode_image import SUFFIXES, decode
+from mgpu_pipe.data.images.decode_image import decode
 from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.videos import ONE, ClipFacts, choose_frames, frames_of, look, pyav
+from mgpu_pipe.data.images.videos import ONE, ClipFacts, choose_frames, frames_in, frames_of, look, pyav
 from mgpu_pipe.data.images.visual_inputs import PlaceholderTokens, VisualInput, opener_of
 from mgpu_pipe.data.text.conversations import AUDIO, PLACE, VIDEO
 from mgpu_pipe.errors import BadInputError, ConfigError
@@ -252,7 +252,7 @@ def _video(named: str, file: Path, pixels: GridPixels, data: PictureChatConfig, 
     """The frames of a video file or a folder, which has ``rate`` of them a second; 0 for the run's setting."""
     grid = pixels.grid
     if is_folder(file):
-        frames = [frame for frame in sorted(file.iterdir()) if frame.suffix.lower() in SUFFIXES and is_file(frame)]
+        frames = frames_in(file)
         total = len(frames)
         if total < 2:
             raise BadInputError(f"{named}: {ONE if total else 'it has no pictures'}; give another video")

@@ -176,16 +176,8 @@ def with_splits(data: AudioConfig) -> tuple[list[str], list[str]]:
 
 
 def notes_of_folders(data: AudioConfig) -> list[str]:
-    """Notices of split folders that are used, and of recordings next to the folders of classes."""
-    if speech_source(data).says != "folder":
-        return []
-    paths, held_out = with_splits(data)
-    notes = list[str]()
-    if (paths, held_out) != (data.paths, data.validation_paths):
-        notes.append(f"the recordings in {', '.join(paths)} are trained on, those in {', '.join(held_out)} held out")
-    if loose := [path for root in (*paths, *held_out) for path in CLASS_FOLDERS.loose_files(root)]:
-        notes.append(f"{len(loose)} recordings in no folder of a class are left out, such as {loose[0]}")
-    return notes
+    """See :meth:`ClassFolders.notes`; none of other sources."""
+    return CLASS_FOLDERS.notes(data) if speech_source(data).says == "folder" else []
 
 
 def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> Path:

@@ -30,7 +30,7 @@ from mgpu_pipe.data.images.picture_files import FILES
 from mgpu_pipe.data.images.picture_source import ChatRules, chat_rules
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import picture_digests, prepare_files
-from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, prepare_clips
+from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, frames_in, prepare_clips
 from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, SOUND, VisualInput, write_visual_index
 from mgpu_pipe.data.tables import keep_in
 from mgpu_pipe.data.text.documents import Document, Source
@@ -41,7 +41,7 @@ from mgpu_pipe.data.text.prepare_text import tokenise
 from mgpu_pipe.data.text.token_store import TokenStore, save_array
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.errors import DataError
-from mgpu_pipe.system.local_files import is_file, is_folder
+from mgpu_pipe.system.local_files import is_folder
 
 _FORMAT = 3
 
@@ -176,9 +176,7 @@ class ChatSource:
         if video:
             data = self.plain
             try:
-                frames = [
-                    frame for frame in sorted(path.iterdir()) if frame.suffix.lower() in SUFFIXES and is_file(frame)
-                ]
+                frames = frames_in(path)
             except OSError as error:
                 self.bad.append((str(path), f"cannot be read: {error.strerror}"))
                 return VisualInput((), 0.0)

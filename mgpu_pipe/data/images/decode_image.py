@@ -17,11 +17,11 @@ from mgpu_pipe.system.standard_streams import library_output
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "JPEG2000")
 """Formats that are decoded. Pillow's others start programs or are not pictures."""
 SUFFIXES = (
-    *(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
-    *(".heic", ".heif", ".hif", ".avif"),
+    *(".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".ppm", ".pgm"),
+    *(".pbm", ".pnm", ".jp2", ".j2k", ".jpf", ".jpx", ".heic", ".heif", ".hif", ".avif"),
 )
 HEAD = 64
 """First bytes of a file, by which its format is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
-from mgpu_pipe.data.bad_samples import NAMED, report_bad_samples
+from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.classes import class_fields, class_names
 from mgpu_pipe.data.images.image_keys import ImageConfig
@@ -119,12 +119,8 @@ def scan_images(model: ModelConfig, data: DataConfig, progress: Progress | None)
         folder = held_folder = _known(data, paths, "data.paths", pixels.channels, cache, report)
         if held_out:
             held_folder = _known(data, held_out, "data.validation_paths", pixels.channels, cache, report)
-    if (paths, held_out) != (data.paths, data.validation_paths):
-        _log.warning("the pictures in %s are trained on, those in %s held out", _listed(paths), _listed(held_out))
-    for folder_of_classes in (*paths, *held_out) if layout_of(data) == "folder" else ():
-        if loose := CLASS_FOLDERS.loose_files(folder_of_classes):
-            told_loose = "%d pictures in no folder of a class are left out: %s"
-            _log.warning(told_loose, len(loose), _listed(loose))
+    for note in CLASS_FOLDERS.notes(data) if layout_of(data) == "folder" else ():
+        _log.warning("%s", note)
     manifests = [read_manifest(known) or {} for known in dict.fromkeys((folder, held_folder))]
     report_bad_samples(
         [(path, reason) for manifest in manifests for path, reason in manifest["bad"]], data.on_bad_sample
@@ -164,8 +160,3 @@ def _known(data: ImageConfig, patterns: list[str], key: str, channels: int, cach
     else:
         listed = entries(data, patterns, key, keep_in(cache))
     return prepare_files(data, listed, channels, cache, progress)
-
-
-def _listed(paths: Sequence[object]) -> str:
-    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
-    return ", ".join(map(str, paths[:NAMED])) + more or "no folder"

@@ -7,6 +7,7 @@ of them.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,14 +22,27 @@ from typing_extensions import Self
 from mgpu_pipe.config.plugins import import_package
 from mgpu_pipe.data.bad_samples import BadSampleError, decoding, unusable_files
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, write_json
+from mgpu_pipe.data.files import is_no_data
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, open_data
-from mgpu_pipe.data.images.decode_image import LEAST_SIDE, MODES, MOST_PIXELS, SIDEWAYS, pillow
+from mgpu_pipe.data.images.decode_image import LEAST_SIDE, MODES, MOST_PIXELS, SIDEWAYS, SUFFIXES, pillow
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.ordered_work import scan_in_order
 from mgpu_pipe.errors import DataError
+from mgpu_pipe.system.local_files import is_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+def frames_in(folder: Path) -> list[Path]:
+    """Pictures of a folder in the order of their names, numbers by value: ffmpeg's frame2.png, then frame10.png."""
+    names = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+    named = [folder / name for name in sorted(names, key=_by_number) if not is_no_data(name)]
+    return [path for path in named if is_file(path)]
+
+
+def _by_number(name: str) -> list[str | int]:
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 FEWEST = 4

@@ -13,7 +13,15 @@ import pytest
 from PIL import Image
 
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.images.videos import ClipFacts, choose_frames, frames_of, look, measure_rate, sample_frames
+from mgpu_pipe.data.images.videos import (
+    ClipFacts,
+    choose_frames,
+    frames_in,
+    frames_of,
+    look,
+    measure_rate,
+    sample_frames,
+)
 from tests.support.needs import need_ffmpeg, need_pyav
 
 TURNS = [(1, 0, 0, 1), (-1, 0, 0, 1), (1, 0, 0, -1), (-1, 0, 0, -1), (0, 1, 1, 0), (0, 1, -1, 0)]
@@ -107,3 +115,11 @@ def test_files_of_before_are_read() -> None:
     assert ClipFacts.from_list([5, 8, 6, 2.0]) == ClipFacts(5, 8, 6, 2.0)
     uneven = ClipFacts(5, 8, 6, 2.0, (0.0, 1.0), True)
     assert ClipFacts.from_list([*uneven[:4], [0.0, 1.0], True]) == uneven
+
+
+def test_a_folders_frames_are_in_the_order_that_ffmpeg_wrote_them(tmp_path: Path) -> None:
+    for name in ("frame10.png", "frame2.png", "frame1.png", "._frame3.png", "notes.txt", "b 2/x.png", "frame09.PNG"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "folder.png").mkdir()
+    assert [path.name for path in frames_in(tmp_path)] == ["frame1.png", "frame2.png", "frame09.PNG", "frame10.png"]

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from mgpu_pipe.data.bad_samples import BadSampleError
-from mgpu_pipe.data.images.decode_image import ORIENTATION, decode, size_of
+from mgpu_pipe.data.images.decode_image import ORIENTATION, SUFFIXES, decode, size_of
 from mgpu_pipe.data.images.videos import ClipFacts, frames_of, look
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.errors import ConfigError
@@ -92,6 +92,17 @@ def test_a_turned_tiff_is_as_large_as_its_pixels(tmp_path: Path) -> None:
         raw = stored(noise(1).resize((12, 20)), "TIFF", exif=exif)
         (tmp_path / "a.tiff").write_bytes(raw)
         assert size_of(tmp_path / "a.tiff") == decode(raw, 3).size[::-1] == ((20, 12) if turn < 5 else (12, 20))
+
+
+@pytest.mark.parametrize(("mode", "suffix"), [("RGB", ".jp2"), ("RGBA", ".j2k"), ("I;16", ".jpx")])
+def test_a_jpeg_2000_is_read_whole_or_not(mode: str, suffix: str) -> None:
+    """Oracle: the same picture as a PNG."""
+    grey = Image.fromarray((np.arange(576, dtype=np.uint16) * 99).reshape(24, 24))
+    picture = grey if mode == "I;16" else noise(1, 24, mode)
+    raw = stored(picture, "JPEG2000", irreversible=False)
+    assert suffix in SUFFIXES and (pixels(decode(raw, 3)) == pixels(decode(stored(picture), 3))).all()
+    with pytest.raises(BadSampleError):
+        decode(raw[: len(raw) * 9 // 10], 3)
 
 
 def test_any_error_of_pillow_is_a_bad_sample() -> None:

@@ -278,6 +278,14 @@ def test_only_folders_of_pictures_are_classes(tmp_path: Path, caplog: pytest.Log
     (root / "cover.jpg").write_bytes(stored(noise(1), "JPEG"))
     prepare(plain)
     assert caplog.text.count(f"1 pictures in no folder of a class are left out: {root}/cover.jpg") == 1
+    assert "no suffix" not in caplog.text
+    (root / "light" / "Thumbs.db").write_bytes(b"1")
+    for name in ("sub/0.psd", "1"):
+        (root / "light" / name).parent.mkdir(exist_ok=True)
+        (root / "light" / name).write_bytes(stored(noise(1), "JPEG"))
+    prepare(plain)
+    assert "2 files in folders of classes have no suffix of pictures (.png" in caplog.text
+    assert f"left out: {root}/light/1, {root}/light/sub/0.psd\n" in caplog.text
 
 
 @pytest.mark.slow
