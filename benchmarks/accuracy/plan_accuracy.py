@@ -53,6 +53,7 @@ def folds(runs: Runs) -> list[int]:
 def cases() -> dict[str, Case]:
     vtrain, bloom, table = read_runs("vtrain_multi"), read_runs("bloom_bench"), read_runs("papers", "Korthikanti-T5")
     mine, titan, fms = rows_of_this_project(), read_runs("torchtitan"), read_runs("fms_fsdp")
+    nemo = read_runs("nemo")
     foundry = {gpu: read_runs("llm_foundry", gpu=gpu) for gpu in ("A100-40", "A100-80", "H100")}
     return {
         "vTrain, several nodes": Case(vtrain, folds(vtrain), 6.5, 3.0),
@@ -63,6 +64,7 @@ def cases() -> dict[str, Case]:
         "this project, one H100, a row held out": Case(mine, mine.names, 8.0, constants=STACK, before=foundry["H100"]),
         "torchtitan, 5 folds": Case(titan, folds(titan), float("nan")),
         "fms-fsdp, a model held out": Case(fms, fms.models, float("nan")),
+        "NeMo and Megatron-Bridge in fp8, 5 folds": Case(nemo, folds(nemo), 10.0),
     }
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from benchmarks.support import RESULTS
 from mgpu_pipe.planning import constants_fit
 from mgpu_pipe.planning.hardware_profile import load_profile
-from mgpu_pipe.planning.model_work import CAST_BYTES
+from mgpu_pipe.planning.model_work import ADAPTERS, CAST_BYTES
 from mgpu_pipe.planning.step_time import step_time
 from mgpu_pipe.planning.work import Constants, Hardware, Work
 
@@ -166,7 +166,7 @@ def _work(row: dict[str, str]) -> Work:
         head_dim=number("hidden") // number("heads"),
         vocabulary=number("vocab"),
         sequence=number("seq"),
-        context=number("seq"),
+        context=float(row.get("context") or row["seq"]),
         gated=number("gated"),
         tied=number("tied"),
         tp=number("tp"),
@@ -186,6 +186,9 @@ def _work(row: dict[str, str]) -> Work:
         is_balanced=0.0,
         float8=float("fp8" in (row["prec"] + row["note"])),
         gradient_bytes=2.0 if "PURE" in row["note"] else 4.0,
+        trained=ADAPTERS if float(row.get("rank") or 0) else 1.0,
+        adapter_rank=float(row.get("rank") or 0),
+        adapted=float(row.get("adapted") or 1),
     )
 
 

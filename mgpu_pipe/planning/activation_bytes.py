@@ -48,7 +48,7 @@ class Activations:
 def block_bytes(work: Work, keeps: Activations) -> Numbers:
     """Bytes of a block that is not recomputed, for the tokens of a micro-batch on a rank."""
     item = keeps.item
-    inner = work.chosen * work.inner
+    inner = (work.chosen + work.shared) * work.inner
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
     attention = item * (2 * query + 2 * choose(keeps.copies, query, key_value)) + FP32 * work.heads
     attention = attention + (1 - work.flash) * SCORE_COPIES * item * work.heads * work.sequence
@@ -66,7 +66,7 @@ def block_bytes(work: Work, keeps: Activations) -> Numbers:
 
 def kept_bytes(work: Work, keeps: Activations) -> Numbers:
     """Bytes of a block between its forward and its backward pass, for the tokens of a micro-batch on a rank."""
-    inner, item = work.chosen * work.inner, keeps.item
+    inner, item = (work.chosen + work.shared) * work.inner, keeps.item
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
     products = keeps.products * (query + 2 * key_value + (1 + work.gated) * inner)
     attention = choose(keeps.products, item * query + FP32 * work.heads, 0.0)
@@ -83,7 +83,7 @@ def backward_bytes(work: Work, keeps: Activations, dequantised: Numbers = 0.0) -
             backward pass has the gradient of the block's result alone.
     """
     again = choose(keeps.recompute, block_bytes(work, keeps), 0.0)
-    gradients = keeps.item * (2 * work.width + (1 + work.gated) * work.chosen * work.inner / work.tp)
+    gradients = keeps.item * (2 * work.width + (1 + work.gated) * (work.chosen + work.shared) * work.inner / work.tp)
     whole = choose((work.tp > 1) & (work.sequence_parallel > 0), 2 * keeps.item * work.width, 0.0)
     first = dequantised + work.tokens * keeps.item * work.width
     return again + maximum(work.tokens * (gradients + whole), choose(dequantised, first, 0.0))
@@ -95,7 +95,7 @@ def output_bytes(work: Work, keeps: Activations) -> Numbers:
     A split backward pass keeps their gradients until it computes those of weights.
     """
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
-    split = query + 2 * key_value + (1 + work.gated) * work.chosen * work.inner
+    split = query + 2 * key_value + (1 + work.gated) * (work.chosen + work.shared) * work.inner
     return keeps.item * work.tokens * (split / work.tp + _on_rank(work, 4 * work.width))
 
 

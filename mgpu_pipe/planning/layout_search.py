@@ -259,7 +259,8 @@ def _layers(layouts: Work, has_head: Numbers) -> Array:
     """
     v_shaped, pp, stages = _has(layouts, "v_shaped"), np.asarray(layouts.pp), np.asarray(layouts.stages_per_rank)
     attention = layouts.context * layouts.heads * layouts.head_dim
-    a_layer = layouts.attention_parameters + layouts.chosen * layouts.expert_parameters + attention
+    active = layouts.chosen + layouts.shared
+    a_layer = layouts.attention_parameters + active * layouts.expert_parameters + attention
     head = np.where(pp > 1, layouts.vocabulary * layouts.width / a_layer, 0.0)
     a_stage = (layouts.layers + head) / (pp * stages)
     each = np.floor(a_stage)

@@ -53,12 +53,19 @@ def _products(work: Work) -> list[Product]:
     routed = work.tokens * work.chosen / np.where(is_spread, work.tp, 1)
     copies = np.minimum(np.maximum(1, work.experts / work.ep), np.maximum(1, routed))
     entry = work.activation_bytes
-    return [
-        Product(work.tokens, queries + 2 * keys, work.width, entry=entry),
-        Product(work.tokens, work.width, queries, entry=entry),
+    # Matrices of latent attention as two of the same parameters.
+    half, is_usual = work.attention_weights / (2 * work.width * work.tp), np.asarray(work.attention_weights) == 0
+    products = [
+        Product(work.tokens, np.where(is_usual, queries + 2 * keys, half), work.width, entry=entry),
+        Product(work.tokens, work.width, np.where(is_usual, queries, half), entry=entry),
         Product(routed / copies, (1 + work.gated) * inner, work.width, copies, entry),
         Product(routed / copies, work.width, inner, copies, entry),
     ]
+    if not np.any(np.asarray(work.shared) > 0):
+        return products
+    shared = work.shared * work.inner / work.tp
+    inputs = Product(work.tokens, (1 + work.gated) * shared, work.width, entry=entry)
+    return [*products, inputs, Product(work.tokens, work.width, shared, entry=entry)]
 
 
 def product_seconds(
@@ -120,4 +127,4 @@ def _adapter_seconds(work: Work, hardware: Hardware, constants: Constants) -> tu
         narrow = sum(product.seconds(hardware, constants, hardware.peak) for product in gradients)
         backward = backward + times * (narrow + sums * inputs)
     has = np.asarray(work.adapter_rank) > 0
-    return np.where(has, forward, 0), np.where(has, backward, 0)
+    return np.where(has, work.adapted * forward, 0), np.where(has, work.adapted * backward, 0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_pipe.architectures.family import PARTS
-from mgpu_pipe.architectures.formulas.flops import Shape
+from mgpu_pipe.architectures.formulas.adapters import adapter_parameters
 from mgpu_pipe.architectures.formulas.kept_memory import FP32, HALF, chunk_rows, optimizer_bytes, sharded_stage
 from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import (
@@ -22,7 +22,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
     sizes_of,
 )
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, stages_by_rank
-from mgpu_pipe.config.group_keys import OptimizerConfig, PeftConfig, StrategyConfig
+from mgpu_pipe.config.group_keys import OptimizerConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
@@ -189,7 +189,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
     strategy, precision, peft = config.strategy, resolve_precision(config.precision, config.trainer), config.peft
     layers = [layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"])]
     block = sum(layers) / max(1, len(layers))
-    shape, final_norm = Shape.from_fields(fields), final_norm_parameters(fields)
+    final_norm = final_norm_parameters(fields)
     by_one_rank = dims.pp == 1 or SCHEDULES[strategy.pipeline.schedule].v_shaped
     shares_table = bool(fields.get("tie_word_embeddings")) and by_one_rank
     table, towers = embedding_parameters(fields), tower_parameters(fields)
@@ -218,7 +218,7 @@ def state_of(config: RunConfig, fields: Mapping[str, Any], dims: ParallelDims) -
         trained=trained,
         trained_apart=trained_apart(towers, config.model.freeze, peft),
         uncut_apart=trained_apart(uncut, config.model.freeze, peft),
-        added=_adapter_parameters(config.peft, fields, shape) if adapts else 0.0,
+        added=adapter_parameters(config.peft, fields) if adapts else 0.0,
         units=1 + strategy.fsdp.prefetch if device_type(config.trainer) == "cuda" else 1,
         other=other_bytes(config.objective, item, shards),
         offloads=float(strategy.offload != "none"),
@@ -281,14 +281,3 @@ def _largest_matrix(fields: Mapping[str, Any]) -> int:
     """Parameters of the largest matrix of a block."""
     inner = fields.get(sizes_of(fields).inner) or 4 * fields["hidden_size"]
     return int(fields["hidden_size"] * inner)
-
-
-def _adapter_parameters(peft: PeftConfig, fields: Mapping[str, Any], shape: Shape) -> float:
-    """Parameters of a block's adapters next to all its linear layers: ``r`` for each input and output."""
-    sizes = sizes_of(fields)
-    inner = fields.get(sizes.inner) or 4 * shape.width
-    query, key_value = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
-    attention = 2 * (shape.width + query) + 2 * (shape.width + key_value)
-    feed_forward = (3 if sizes.gated else 2) * (shape.width + inner)
-    length = peft.name == "dora"
-    return peft.r * (attention + feed_forward) + length * (2 * query + 2 * key_value + 3 * inner)

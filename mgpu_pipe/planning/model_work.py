@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from mgpu_pipe.architectures.formulas.adapters import adapted_share
 from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
 from mgpu_pipe.architectures.formulas.parameters import (
@@ -13,7 +14,9 @@ from mgpu_pipe.architectures.formulas.parameters import (
     experts_of,
     experts_per_token,
     head_parameters,
+    latent_parameters,
     layer_parameters,
+    shared_width,
     sizes_of,
 )
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, splits_backward
@@ -74,6 +77,8 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         gated=float(sizes.gated),
         experts=float(experts),
         chosen=float(experts_per_token(fields)) if experts else 1.0,
+        shared=shared_width(fields) / inner if experts and inner else 0.0,
+        attention_weights=float(latent_parameters(fields)),
         tied=float(bool(fields.get("tie_word_embeddings"))),
         flash=float(config.model.attn_implementation != "eager"),
         weight_bytes=four_bits(config.peft) or entry,
@@ -82,6 +87,7 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         float8=float(precision == "fp8"),
         trained=ADAPTERS if adapts else 1.0,
         adapter_rank=float(config.peft.r) if adapts else 0.0,
+        adapted=adapted_share(config.peft.targets, fields) if adapts else 1.0,
         eager=runs_eager(config.model, config.strategy, config.precision, device, fields),
         dequantised_bytes=DEQUANTISED_BYTES[is_compiled] if config.peft.name == "qlora" else 0.0,
         cast_bytes=CAST_BYTES if precision in ("bf16", "fp16", "fp8") and config.strategy.engine == "mesh" else 0.0,

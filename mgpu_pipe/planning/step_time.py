@@ -194,7 +194,7 @@ def _elementwise_seconds(work: Work, hardware: Hardware, constants: Constants) -
     """Seconds of a layer's norms, activations and sums in a forward pass; a backward pass takes twice."""
     shared = constants.shared_bytes + EAGER_SHARED_BYTES * work.eager
     shared = shared / np.where(np.asarray(work.sequence_parallel) > 0, work.tp, 1)
-    inner = constants.split_bytes * work.chosen * (1 + work.gated) * work.inner / (4 * work.width)
+    inner = constants.split_bytes * (work.chosen + work.shared) * (1 + work.gated) * work.inner / (4 * work.width)
     split = (inner + EAGER_SPLIT_BYTES * work.eager) / work.tp
     moved = work.activation_bytes / HALF * work.tokens * work.width * (shared + split)
     return moved / (hardware.bandwidth * constants.memory)
@@ -202,8 +202,8 @@ def _elementwise_seconds(work: Work, hardware: Hardware, constants: Constants) -
 
 def _dequantise_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds in which a pass makes a layer's four-bit weights numbers of the compute type."""
-    experts = maximum(1, work.experts) * work.expert_parameters / maximum(work.tp, work.ep)
-    weights = work.attention_parameters / work.tp + experts
+    experts = work.experts * work.expert_parameters / maximum(work.tp, work.ep)
+    weights = work.dense_parameters / work.tp + experts
     return work.dequantised_bytes * weights / (hardware.bandwidth * constants.memory)
 
 
@@ -222,9 +222,21 @@ def _latency(ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Con
 
 
 def _collective(size: Numbers, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
-    """Seconds of an all-gather, reduce-scatter or all-to-all of ``size`` bytes; an all-reduce takes twice."""
+    """Seconds of an all-gather or reduce-scatter of ``size`` bytes in a ring; an all-reduce takes twice."""
     sent = size * (ranks - 1) / ranks
     seconds = sent / _bandwidth(ranks, stride, hardware, constants) + _latency(ranks, stride, hardware, constants)
+    return np.where(ranks > 1, seconds, 0)
+
+
+def _all_to_all(size: Numbers, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
+    """Seconds in which each rank sends equal parts of ``size`` bytes to all of its group, inside and between nodes.
+
+    Unlike in a ring, all GPUs of a node send over its network at once.
+    """
+    near = np.clip(hardware.gpus_per_node / stride, 1, ranks)
+    inside = (near - 1) / ranks / (hardware.link * constants.link)
+    between = (ranks - near) / ranks * hardware.gpus_per_node / (hardware.network * constants.network)
+    seconds = size * np.maximum(inside, between) + _latency(ranks, stride, hardware, constants)
     return np.where(ranks > 1, seconds, 0)
 
 
@@ -249,7 +261,7 @@ def _context_seconds(
     exchanged: Numbers = 0.0
     for heads in (work.heads + 2 * work.key_value_heads, work.heads):
         size = work.activation_bytes * work.tokens * work.head_dim * heads / work.tp
-        exchanged = exchanged + _collective(size, work.cp, work.tp, hardware, constants)
+        exchanged = exchanged + _all_to_all(size, work.cp, work.tp, hardware, constants)
     ring = np.where(work.cp > 1, _exposed(attention, sent, constants), 0)
     return np.where(np.asarray(work.ulysses) > 0, exchanged, ring)
 
@@ -257,7 +269,7 @@ def _context_seconds(
 def _expert_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds of dispatching tokens to experts and of their return, in a pass."""
     size = work.activation_bytes * work.tokens * work.width * work.chosen / work.tp
-    return 2 * _collective(size, work.ep, 1, hardware, constants)
+    return 2 * _all_to_all(size, work.ep, 1, hardware, constants)
 
 
 def _exposed(compute: Numbers, sent: Numbers, constants: Constants) -> Numbers:
@@ -267,7 +279,7 @@ def _exposed(compute: Numbers, sent: Numbers, constants: Constants) -> Numbers:
 
 def _gather_seconds(work: Work, size: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
     """Seconds in which FSDP moves a layer of ``size`` bytes a parameter; 0 for other ZeRO stages."""
-    dense = work.attention_parameters + np.where(work.experts > 0, 0, work.expert_parameters)
+    dense = work.dense_parameters
     experts = np.where(work.experts > 0, work.experts * work.expert_parameters / work.ep, 0)
     shards = work.dp_shard * work.cp
     inner = np.maximum(1, work.ep / work.tp)
@@ -343,7 +355,7 @@ def _head_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbe
 
 def rank_parameters(work: Work) -> Numbers:
     """Parameters of a rank's part of the model, before ``dp_shard`` shards it."""
-    dense = work.attention_parameters + np.where(work.experts > 0, 0, work.expert_parameters)
+    dense = work.dense_parameters
     experts = np.where(work.experts > 0, work.experts * work.expert_parameters, 0)
     tables = work.vocabulary * work.width * np.where(np.asarray(work.pp) > 1, 1, 2 - work.tied)
     return work.layers / work.pp * (dense / work.tp + experts / np.maximum(work.tp, work.ep)) + tables / work.tp

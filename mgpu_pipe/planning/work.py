@@ -40,6 +40,10 @@ class Work:
     experts: Numbers = 0.0
     chosen: Numbers = 1.0
     """Experts of a token; 1 without experts."""
+    shared: Numbers = 0.0
+    """Experts that compute every token, in routed experts of the same parameters."""
+    attention_weights: Numbers = 0.0
+    """Parameters of a layer's attention; 0 for the four matrices of grouped-query attention."""
     tied: Numbers = 0.0
     tp: Numbers = 1.0
     pp: Numbers = 1.0
@@ -80,7 +84,9 @@ class Work:
     trained: Numbers = 1.0
     """Share of the parameters that have a gradient."""
     adapter_rank: Numbers = 0.0
-    """Rank of adapters next to all linear layers of the blocks, whose weights have no gradient then; 0 for none."""
+    """Rank of adapters next to linear layers of the blocks, whose weights have no gradient then; 0 for none."""
+    adapted: Numbers = 1.0
+    """Share of the inputs and outputs of the blocks' linear layers that belong to layers with adapters."""
     dequantised_bytes: Numbers = 0.0
     """Bytes read and written per weight of a block where a pass multiplies by four-bit weights."""
     cast_bytes: Numbers = 0.0
@@ -123,7 +129,13 @@ class Work:
 
     @property
     def attention_parameters(self) -> Numbers:
-        return 2 * self.width * self.head_dim * (self.heads + self.key_value_heads)
+        usual = 2 * self.width * self.head_dim * (self.heads + self.key_value_heads)
+        return choose(self.attention_weights, self.attention_weights, usual)
+
+    @property
+    def dense_parameters(self) -> Numbers:
+        """Parameters of a layer outside of routed experts."""
+        return self.attention_parameters + choose(self.experts, self.shared, 1.0) * self.expert_parameters
 
     @property
     def expert_parameters(self) -> Numbers:
@@ -132,7 +144,7 @@ class Work:
 
     @property
     def layer_parameters(self) -> Numbers:
-        return self.attention_parameters + maximum(1, self.experts) * self.expert_parameters
+        return self.dense_parameters + self.experts * self.expert_parameters
 
     def of_tower(self) -> Work:
         """Work of the tower alone: patches for tokens, which see both ways."""
@@ -150,6 +162,8 @@ class Work:
             gated=self.tower_gated,
             experts=0.0,
             chosen=1.0,
+            shared=0.0,
+            attention_weights=0.0,
             adapter_rank=0.0,
             trained=self.tower_trains,
             tower_layers=0.0,
@@ -158,7 +172,7 @@ class Work:
     @property
     def model_flops(self) -> Numbers:
         """FLOPs of a step by the convention of :mod:`mgpu_pipe.architectures.formulas.flops`, causal."""
-        active = self.layers * (self.attention_parameters + self.chosen * self.expert_parameters)
+        active = self.layers * (self.attention_parameters + (self.chosen + self.shared) * self.expert_parameters)
         active = active + self.width * self.vocabulary
         attention = self.layers * 2 * self.context * self.heads * self.head_dim
         decoder = self.tokens_per_step * ((4 + 2 * self.trained) * active + 3 * attention)

@@ -290,6 +290,15 @@ def test_korthikantis_table_is_predicted_as_committed() -> None:
     assert errors.max() <= 5
 
 
+def test_runs_in_fp8_of_another_stack_are_predicted_as_committed() -> None:
+    """Tensor, pipeline with virtual stages, context and data parallelism, fine-tuning and LoRA."""
+    name = "NeMo and Megatron-Bridge in fp8, 5 folds"
+    case = cases()[name]
+    errors = 100 * np.abs(predict_held_out(case) / case.runs.seconds - 1)
+    assert errors.mean() == pytest.approx(COMMITTED[name]["mean error, %"], abs=0.05)
+    assert errors.max() <= 15
+
+
 @pytest.mark.slow
 def test_bloom_is_predicted_as_committed() -> None:
     case = cases()["BLOOM"]

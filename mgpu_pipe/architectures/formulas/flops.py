@@ -9,7 +9,7 @@ on average, half of the document, because they are causal, or a window. Recomput
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -114,5 +114,16 @@ class Shape:
             layers=read("num_hidden_layers"),
             heads=heads,
             key_value_heads=1 if shares_a_head else read("num_key_value_heads") or read("num_kv_heads") or heads,
-            head_dim=read("head_dim") or width // heads,
+            head_dim=_latent_head_dim(read) or read("head_dim") or width // heads,
         )
+
+
+def _latent_head_dim(read: Callable[[str], Any]) -> int:
+    """Mean width of a head's queries and values in latent attention; 0 for another attention.
+
+    Args:
+        read: returns a field of the configuration.
+    """
+    if not isinstance(read("kv_lora_rank"), int):
+        return 0
+    return int(read("qk_nope_head_dim") + read("qk_rope_head_dim") + read("v_head_dim")) // 2

@@ -146,13 +146,19 @@ def layer_parameters(fields: Mapping[str, Any], layer: int) -> ParameterCount:
         return ParameterCount(total, total)
     width, inner, experts = int(fields["hidden_size"]), int(fields[sizes.expert_width]), experts_of(fields)
     each = 3 * width * inner + (2 * inner + width) * sizes.expert_bias
-    around += experts * (width + sizes.expert_bias) + _shared_experts(fields, width, inner)
+    around += experts * (width + sizes.expert_bias) + _shared_experts(fields, width)
     return ParameterCount(around + experts * each, around + experts_per_token(fields) * each)
 
 
-def _shared_experts(fields: Mapping[str, Any], width: int, inner: int) -> int:
+def shared_width(fields: Mapping[str, Any]) -> int:
+    """Feed-forward width of the experts that compute every token; 0 without any."""
+    inner = fields.get(sizes_of(fields).expert_width)
+    return _first(fields, SHARED_WIDTHS) or _first(fields, SHARED_EXPERTS) * int(inner or 0)
+
+
+def _shared_experts(fields: Mapping[str, Any], width: int) -> int:
     """Parameters of the experts that compute every token."""
-    shared = _first(fields, SHARED_WIDTHS) or _first(fields, SHARED_EXPERTS) * inner
+    shared = shared_width(fields)
     has_gate = fields.get("shared_expert_intermediate_size") is not None
     return 3 * width * shared + width * has_gate
 
@@ -167,13 +173,18 @@ def _has(fields: Mapping[str, Any], trait: bool | str) -> bool:
 
 def _attention(fields: Mapping[str, Any], sizes: Sizes) -> int:
     """Parameters of grouped-query attention; without key-value heads there are as many as queries."""
-    if isinstance(fields.get("kv_lora_rank"), int):
-        return _latent_attention(fields)
+    if latent := latent_parameters(fields):
+        return latent
     shape = Shape.from_fields(fields)
     queries, keys = shape.heads * shape.head_dim, shape.key_value_heads * shape.head_dim
     biases = (queries + 2 * keys) * _has(fields, sizes.qkv_bias) + shape.width * _has(fields, sizes.out_bias)
     norms = queries + keys if sizes.head_norms == "all" else 2 * shape.head_dim * sizes.head_norms
     return 2 * shape.width * (queries + keys) + biases + norms + shape.heads * sizes.sinks
+
+
+def latent_parameters(fields: Mapping[str, Any]) -> int:
+    """Parameters of a layer's latent attention; 0 for another attention."""
+    return _latent_attention(fields) if isinstance(fields.get("kv_lora_rank"), int) else 0
 
 
 def _latent_attention(fields: Mapping[str, Any]) -> int:
