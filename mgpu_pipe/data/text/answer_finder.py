@@ -210,7 +210,7 @@ class AnswerFinder:
         """
         begin = len(plain) if plain is not None and head.startswith(plain) else 0
         prompt = self.generation_prompt() if prompt is None else prompt
-        for header in filter(None, (prompt, prompt.strip())):  # with other spaces around it where it only asks
+        for header in filter(None, (prompt, prompt.lstrip(), prompt.strip())):  # other spaces where it only asks
             if (start := head.rfind(header, begin)) >= 0:
                 return start + len(header)
         return begin + common_prefix(head[begin:], prompt) if begin else len(head)
