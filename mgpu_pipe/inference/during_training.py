@@ -85,7 +85,7 @@ def make_samples(
     else:
         from mgpu_pipe.inference.generation import generate_text
 
-        chat = chat_of(tokenizer_folder) if config.data.holds_conversations() else None
+        chat = chat_of(tokenizer_folder, ()) if config.data.holds_conversations() else None
         joint = "" if kind == "packed_text" and chat is None else joint
         texts = generate_text(
             model,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
+from mgpu_pipe.data.text.conversations import LITERAL
 from mgpu_pipe.data.text.cut_texts import TurnEncoder
 from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer, follows_file, refuse_library_errors
 from mgpu_pipe.errors import BadInputError, print_text
@@ -387,9 +388,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: ChatTemplat
         text, starts = chat.prompt_with_starts(messages)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:  # a tokenizer without tokenizer.json; training never uses one
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+            return list(tokenizer(text.replace(LITERAL, ""), add_special_tokens=False)["input_ids"])
         return TurnEncoder(backend).encode(text, starts).ids
-    ids: list[int] = list(tokenizer(prompt)["input_ids"])
+    ids: list[int] = list(tokenizer(str(prompt).replace(LITERAL, ""))["input_ids"])
     if ids:
         return ids
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

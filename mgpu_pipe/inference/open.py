@@ -15,6 +15,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import cache_folder, compile_caches
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.cache import writing_to_cache
+from mgpu_pipe.data.text.chat_templates import places_taken
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.find_model import ModelSource, find_model
@@ -69,7 +70,8 @@ class LoadedRun:
         """
         if self.tokenizer_folder is None or not (self.config is None or self.config.data.holds_conversations()):
             return None
-        return chat_of(self.tokenizer_folder)
+        takes = takes_media(self.model.config)
+        return chat_of(self.tokenizer_folder, places_taken(self.model.config.model_type) if takes else ())
 
 
 @dataclass

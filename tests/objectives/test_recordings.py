@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from mgpu_pipe.architectures.family import sound_tokens
 from mgpu_pipe.config.hydra.compose import compose
@@ -19,7 +21,10 @@ from mgpu_pipe.data.audio.chat_sounds import chat_window
 from mgpu_pipe.data.audio.decode_audio import decode
 from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
+from mgpu_pipe.data.text.cut_texts import TurnEncoder
 from mgpu_pipe.data.text.preview import parts_of
+from mgpu_pipe.data.text.render_chat import ChatTemplate
+from mgpu_pipe.data.text.tokenizer_folder import plain_tokenizer
 from mgpu_pipe.errors import DataError, printable
 from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
@@ -335,3 +340,54 @@ def test_generate_and_export_answer_like_transformers(tmp_path: Path, capsys: py
         assert expected in capsys.readouterr().err
     assert main([*asked, "--prompt", "What?", "--image", str(files[0])]) == 2
     assert "Qwen2AudioForConditionalGeneration sees no pictures" in capsys.readouterr().err
+
+
+TAGS = "<audio> plays <video> and <image>"
+
+
+@pytest.mark.parametrize(
+    ("model", "question", "kept"),
+    [
+        ("llava_tiny", "What do <audio> and <video> do?", "<audio> and <video>"),
+        ("qwen2_audio_tiny", "What do <image> and <video> do?", "<image> and <video>"),
+        ("qwen25_omni_tiny", "What does <video> do?", "<video>"),
+        ("qwen25_vl_tiny", "What does <audio> do?", "<audio>"),
+        ("qwen2_audio_tiny", [part("ab"), {"type": "text", "text": "Is <audio> said?"}], "Is <audio> said"),
+    ],
+)
+def test_a_text_that_spells_a_place_the_model_does_not_take_stays_text(
+    tmp_path: Path, model: str, question: Any, kept: str
+) -> None:
+    messages = [{"role": "system", "content": "Of <video>." if "vl" not in model else "Of."}, *said(question, TAGS)]
+    write_chats(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': messages})}\n")
+    config = chats(tmp_path, f"model={model}", "data.validation_fraction=0", "data.global_batch_size=1")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, first = prepared.open(config, "train"), np.arange(1)
+    batch, tokenizer = samples.batch(first, first), plain_tokenizer(prepared.tokenizer_folder)
+    ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    assert tokenizer.decode([token for token in labels if token >= 0], skip_special_tokens=True).strip() == TAGS
+    assert kept in tokenizer.decode(ids, skip_special_tokens=True), "special tokens would be left out"
+    there = [] if isinstance(question, str) else [prepared.audio_token_id]
+    assert sorted(set(ids) & set(prepared.placeholders)) == there
+
+
+def test_a_published_model_s_own_placeholder_stays_text(tmp_path: Path) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}<|AUDIO|>"
+        "{% endif %}{% endfor %}<end>{% endfor %}",
+        stop_tokens=("<end>", "<|AUDIO|>"),
+        places=("<audio>",),
+        placeholders=("<|AUDIO|>",),
+    )
+    rendered = template.rendered(
+        row(part("x"), answer="<|AUDIO|> is a token").replace(
+            '{"type": "audio", "audio": "x.wav"}', '{"type": "text", "text": "<audio> or <|AUDIO|>"}'
+        ),
+        "x:1",
+        "messages",
+    )
+    tokenizer = Tokenizer(BPE({"a": 0}, [], byte_fallback=False, unk_token="a"))
+    tokenizer.add_special_tokens(["<end>", "<|AUDIO|>"])
+    ids = TurnEncoder(tokenizer).encode(rendered.text, rendered.starts).ids
+    assert ids.count(tokenizer.token_to_id("<|AUDIO|>")) == 1

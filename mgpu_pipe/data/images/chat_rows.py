@@ -2,7 +2,8 @@
 
 A place is the text ``<image>`` in a message to the assistant (LLaVA's form), or a content part ``{"type": "image"}``
 (transformers' and OpenAI's form). The parts name the pictures, or a column does, in the order of their places. Videos
-work alike with the place ``<video>``, recordings with ``<audio>``.
+work alike with the place ``<video>``, recordings with ``<audio>``. Such a text is no place in an answer, next to parts
+that name every picture, or for a model that takes no such input.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from mgpu_pipe.data.images.image_keys import PictureChatConfig
 from mgpu_pipe.data.tables import LOOKED_AT, Keep, find_file, is_embedded, keep_nothing, row_lines
 from mgpu_pipe.data.text.conversations import (
     AUDIO,
+    EVERY_PLACE,
+    LITERAL,
     PLACE,
     PLACES,
     SHAREGPT,
     VIDEO,
     columns_read,
     messages_of,
+    spelled,
     tools_of,
     unused_columns,
 )
@@ -89,9 +93,11 @@ class ChatRow:
 Check = Callable[[ChatRow], None]
 
 
-def first_rows(data: PictureChatConfig, patterns: Sequence[str], key: str, check: Check) -> list[ChatRow]:
-    """First rows of each file; raises like :func:`rows_of`."""
-    return list(rows_of(data, files.expand_paths(patterns, key), check=check, most=LOOKED_AT))
+def first_rows(
+    data: PictureChatConfig, patterns: Sequence[str], key: str, check: Check, taken: Sequence[str] = EVERY_PLACE
+) -> list[ChatRow]:
+    """First rows of each file; arguments and errors of :func:`rows_of`."""
+    return list(rows_of(data, files.expand_paths(patterns, key), check=check, most=LOOKED_AT, taken=taken))
 
 
 def rows_of(
@@ -102,6 +108,7 @@ def rows_of(
     check: Check = lambda row: None,
     faults: list[tuple[str, str]] | None = None,
     most: int | None = None,
+    taken: Sequence[str] = EVERY_PLACE,
 ) -> Iterator[ChatRow]:
     """Yields the rows of tables.
 
@@ -114,6 +121,7 @@ def rows_of(
         check: raises DataError for a row that the model cannot be given.
         faults: takes the place of each row that is left out, and why.
         most: rows of a table that are yielded at most.
+        taken: places of the kinds of files that the model takes.
 
     Raises:
         ChangedFileError: a table changed since it was hashed.
@@ -126,7 +134,7 @@ def rows_of(
         takes, expected, number = keep or keep_nothing(path), known.get(path) if known else None, 0
         unusable = unusable_files([path]) if skips else {}
         read = partial(row_lines, expected=expected, keep=dict.fromkeys(columns, takes), nested=True)
-        make = partial(_checked_row, check=check, data=data, folder=path.parent, keep=takes, missing=skips)
+        make = partial(_checked_row, check=check, data=data, folder=path.parent, keep=takes, missing=skips, taken=taken)
         for row in rows_of_files([path], unusable, read, make):
             if isinstance(row, Fault):
                 if not skips:
@@ -145,19 +153,36 @@ def rows_of(
 
 
 def _checked_row(
-    line: str, origin: str, size: int, check: Check, data: PictureChatConfig, folder: Path, keep: Keep, missing: bool
+    line: str,
+    origin: str,
+    size: int,
+    check: Check,
+    data: PictureChatConfig,
+    folder: Path,
+    keep: Keep,
+    missing: bool,
+    taken: Sequence[str],
 ) -> ChatRow:
-    row = read_chat_row(line, origin, size, data, folder, keep, missing)
+    row = read_chat_row(line, origin, size, data, folder, keep, missing, taken)
     check(row)
     return row
 
 
 def read_chat_row(
-    line: str, origin: str, size: int, data: PictureChatConfig, folder: Path, keep: Keep, missing: bool
+    line: str,
+    origin: str,
+    size: int,
+    data: PictureChatConfig,
+    folder: Path,
+    keep: Keep,
+    missing: bool,
+    taken: Sequence[str] = EVERY_PLACE,
 ) -> ChatRow:
-    """Parses a row; ``missing`` accepts names of missing files."""
+    """Parses a row; ``missing`` accepts names of missing files, ``taken`` are the places that the model takes."""
     row = files.json_row(line, origin, data.messages_column, data.image_column, data.video_column)
-    text, named, rates = conversation_of(row, origin, data, keep)
+    if LITERAL in line or "\\ufdd3" in line.lower():
+        raise DataError(f"{origin}: a message contains a Unicode noncharacter (U+FDD3); {files.FIX}")
+    text, named, rates = conversation_of(row, origin, data, keep, taken)
     pictures = tuple(folder / name for name, _ in named)
     videos, sounds = (tuple(kind == place for _, kind in named) for place in (VIDEO, AUDIO))
     for picture, video in zip(pictures, videos, strict=True):
@@ -200,7 +225,7 @@ def _first(values: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def conversation_of(
-    row: dict[str, Any], origin: str, data: PictureChatConfig, keep: Keep
+    row: dict[str, Any], origin: str, data: PictureChatConfig, keep: Keep, taken: Sequence[str] = EVERY_PLACE
 ) -> tuple[str, list[tuple[str, str]], list[object]]:
     """Messages of a row as JSON, its visual inputs as (file name, kind of place), and the rates in its video parts,
     None where unstated."""
@@ -210,31 +235,52 @@ def conversation_of(
         if isinstance(row.get(column), list):
             row[column] = [_with_places(message, in_parts, rates, origin, keep) for message in row[column]]
     messages = messages_of(row, origin, data.messages_column, data.format)
-    said = " ".join(str(message.get("content") or "") for message in messages if message["role"] == "assistant")
-    if placeholder := PLACES.search(said):
-        raise DataError(f"{origin}: the assistant says {placeholder[0]}; move it to a user's message, or remove it")
-    places = [place for message in messages for place in PLACES.findall(str(message.get("content") or ""))]
     named: dict[str, Iterator[str]] = {}
+    kinds = []
     for place, column, what in (
         (PLACE, data.image_column, "pictures"),
         (VIDEO, data.video_column, "videos"),
         (AUDIO, AUDIOS, "recordings"),
     ):
-        names = _named(row, in_parts[place], origin, column, ALSO[place], keep)
-        if len(names) != places.count(place):
+        names, parts = _named(row, in_parts[place], origin, column, ALSO[place], keep), len(in_parts[place])
+        if place not in taken and not names and not parts:
+            continue
+        kinds.append(place)
+        _settle_literals(messages, place, all_in_parts=0 < parts == len(names))
+        count = sum(str(message.get("content") or "").count(place) for message in messages)
+        if len(names) != count:
             fix = f"write {place} where each belongs, and name each in column '{column}'"
-            raise DataError(f"{origin}: has {len(names)} {what}, and places for {places.count(place)}; {fix}")
+            raise DataError(f"{origin}: has {len(names)} {what}, and places for {count}; {fix}")
         named[place] = iter(names)
+    for message in messages:
+        if LITERAL in (message["content"] or ""):
+            for place in EVERY_PLACE:
+                if place not in kinds:
+                    message["content"] = message["content"].replace(spelled(place, [place]), place)
+    texts = (str(message.get("content") or "") for message in messages)
+    places = [place for text in texts for place in PLACES.findall(text) if place in kinds]
     tools = tools_of(row, origin)
     content = {COLUMN: messages} if tools is None else {COLUMN: messages, "tools": tools}
     return json.dumps(content, ensure_ascii=False), [(next(named[kind]), kind) for kind in places], rates
 
 
+def _settle_literals(messages: list[dict[str, Any]], place: str, all_in_parts: bool) -> None:
+    """Marks the texts ``place`` of ``messages`` that are no places: in answers, and in texts next to parts if parts
+    are ``all_in_parts``."""
+    literal = spelled(place, [place])
+    for message in messages:
+        content = message["content"]
+        if content and message["role"] == "assistant":
+            message["content"] = spelled(content, [place])
+        elif content and not all_in_parts:
+            message["content"] = content.replace(literal, place)
+
+
 def _with_places(
     message: object, named: dict[str, list[str | None]], rates: list[object], origin: str, keep: Keep
 ) -> object:
-    """Replaces each picture or video part of ``message`` by a place. Appends the parts' file names to ``in_parts`` and
-    the rates of videos to ``rates``."""
+    """Replaces each picture or video part of ``message`` by a place, and marks what its texts spell like one. Appends
+    the parts' file names to ``in_parts`` and the rates of videos to ``rates``."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts = []
@@ -245,6 +291,8 @@ def _with_places(
             name = name["url"] if isinstance(name, dict) and "url" in name else name
             named[place].append(None if name is None else _path(name, origin, keep))
             part = {"type": "text", "text": place}
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            part = {**part, "text": spelled(part["text"], EVERY_PLACE)}
         parts.append(part)
     return {**message, "content": parts}
 

@@ -31,8 +31,11 @@ from mgpu_pipe.data.images.picture_source import ChatRules, chat_rules
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import picture_digests, prepare_files
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, frames_in, prepare_clips
-from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, SOUND, VisualInput, write_visual_index
+from mgpu_pipe.data.images.visual_inputs import GROUPS, PICTURE, SOUND, VisualInput, linked_frames, write_visual_index
+from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.tables import keep_in
+from mgpu_pipe.data.text.chat_templates import places_taken
+from mgpu_pipe.data.text.conversations import EVERY_PLACE
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import contents_of, unusable_or_raise
 from mgpu_pipe.data.text.heldout_split import first_of_groups, held_out, held_out_groups
@@ -74,6 +77,7 @@ class ChatSource:
             ``sounds``.
         entries: picture files, each once; empty for generated pictures.
         keys: of each conversation, for the held-out split.
+        places: of the kinds of files that the model takes.
         rates: frames a second that rows state for frame folders: (number in ``visuals``, rate).
         bad: videos that cannot be used, and why.
         skipped: rows left out, and why.
@@ -91,6 +95,7 @@ class ChatSource:
     clips: list[Path] = field(default_factory=list)
     sounds: list[Entry] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    places: tuple[str, ...] = EVERY_PLACE
     rates: list[tuple[int, float]] = field(default_factory=list)
     bad: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
@@ -117,14 +122,16 @@ class ChatSource:
         unusable = unusable_or_raise(paths, data.on_bad_sample)
         known = fingerprints([path for path in paths if path not in unusable], cache, progress)
 
+        taken = places_taken(str(model.type or model_field(model, "model_type")))
+
         def rows(faults: list[tuple[str, str]] | None = None) -> Iterator[ChatRow]:
-            return rows_of(data, paths, known, keep_in(cache), partial(check_row, model), faults)
+            return rows_of(data, paths, known, keep_in(cache), partial(check_row, model), faults, taken=taken)
 
         def documents_of() -> Iterator[Document]:
             return (Document(row.text, row.origin, row.size, key=row.key) for row in rows())
 
         size = sum(content.size for content in known.values())
-        chats = cls(plain, together, writes_times, Source(data.source, "", size, documents_of, "chat"))
+        chats = cls(plain, together, writes_times, Source(data.source, "", size, documents_of, "chat"), places=taken)
         numbers, places = dict[tuple[Path, str, float], int](), dict[Path, int]()
         for row in rows(chats.skipped):
             chats.notes.add_unused(row.origin, row.unused)
@@ -197,17 +204,19 @@ class ChatSource:
         standing: list[int],
         cache: Path,
         progress: Progress,
+        placeholders: tuple[str, ...] = (),
     ) -> ChatFolders:
         """Builds or finds the folders.
 
         Args:
             window: of the model's spectrograms; None where it hears nothing.
             standing: placeholder tokens of pictures, videos and recordings.
+            placeholders: the model's other such tokens, which stay text in a message.
 
         Raises:
             DataError: a picture, video or recording that cannot be used, with ``data.on_bad_sample=stop``.
         """
-        tokens = tokenise(self.plain, self.source, tokenizer, cache, progress)
+        tokens = tokenise(self.plain, self.source, tokenizer, cache, progress, self.places, placeholders)
         chosen = self._among(TokenStore.open(tokens))
         return chosen.prepare_visuals(tokens, pixels, window, standing, cache, progress)
 
@@ -304,7 +313,7 @@ class ChatSource:
     def _leaders(self, tokens: Path, contents: list[list[object]]) -> NDArray[np.int64] | None:
         """Leaders of :func:`first_of_groups`; None where no conversation changes sides."""
         fraction = 0.0 if self.plain.validation_paths else self.plain.validation_fraction
-        leaders, hashes = first_of_groups(_linked(contents), self.keys), TokenStore.open(tokens).hashes
+        leaders, hashes = first_of_groups(linked_frames(contents), self.keys), TokenStore.open(tokens).hashes
         if leaders is None or np.array_equal(held_out_groups(hashes, fraction, leaders), held_out(hashes, fraction)):
             return None
         return leaders
@@ -353,26 +362,6 @@ def _content_of_visuals(
         else:
             content.append(place)
     return [[content[place] for place in numbers] for numbers in conversations]
-
-
-def _linked(contents: list[list[object]]) -> list[list[object]]:
-    """Adds the frames of a folder that are also shown as pictures to ``contents``.
-
-    Other frames do not link conversations: folders may share a black one.
-    """
-    pictures = {
-        content for visuals in contents for content in visuals if isinstance(content, tuple) and content[0] is False
-    }
-    frames_of = [
-        [
-            (False, frame)
-            for content in visuals
-            if isinstance(content, tuple) and content[0] is True
-            for frame in content[1:]
-        ]
-        for visuals in contents
-    ]
-    return [[*visuals, *pictures.intersection(frames)] for visuals, frames in zip(contents, frames_of, strict=True)]
 
 
 def _write(

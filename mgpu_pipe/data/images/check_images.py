@@ -21,7 +21,7 @@ from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import pyav
 from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.text.chat_templates import check_chat
+from mgpu_pipe.data.text.chat_templates import check_chat, places_taken
 from mgpu_pipe.data.text.conversations import is_trained
 from mgpu_pipe.errors import ConfigError, ConfigErrors, DataError, check_all
 from mgpu_pipe.system.local_files import is_file
@@ -71,7 +71,8 @@ def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
     assert isinstance(data, PictureChatConfig)
 
     def rows(patterns: list[str], key: str) -> None:
-        looked = first_rows(data, patterns, key, partial(check_row, model))
+        taken = places_taken(str(model.type or model_field(model, "model_type")))
+        looked = first_rows(data, patterns, key, partial(check_row, model), taken)
         # Rows have normalised messages.
         plain = replace(data, messages_column=COLUMN, format="messages")
         check_chat(model, plain, [(row.text, row.origin) for row in looked])

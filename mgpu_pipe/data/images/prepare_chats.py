@@ -40,6 +40,7 @@ from mgpu_pipe.data.images.visual_inputs import (
     VisualIndex,
     audio_token,
     opener_of,
+    placeholder_texts,
     placeholder_tokens,
 )
 from mgpu_pipe.data.model_field import model_field, model_field_or_default, resolve_packing
@@ -268,7 +269,8 @@ def prepare_picture_chats(
         audio = None if window is None else audio_token(model, data, tokenizer)
         opener = opener_of(tokenizer.folder, kind, partial(model_field_or_default, model))
         standing = [token for token in (image if opener is None else opener, video, audio) if token is not None]
-        folders = [source.known(pixels, window, tokenizer, standing, cache, report) for source in sources]
+        literals = placeholder_texts(model, tokenizer)
+        folders = [source.known(pixels, window, tokenizer, standing, cache, report, literals) for source in sources]
     folder, index, pictures, clips, sounds = folders[0]
     held_folder, held_shown, held_pictures, held_clips, held_sounds = folders[-1]
     notes = notes_of(map(read_manifest, dict.fromkeys((folder, held_folder))))

@@ -23,10 +23,11 @@ from mgpu_pipe.architectures.patch_grids import PatchGrid
 from mgpu_pipe.architectures.pictures import BEGIN, END, Grid, Parts, Tiles
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.cache import read_manifest
-from mgpu_pipe.data.model_field import model_field
-from mgpu_pipe.data.text.conversations import AUDIO, PLACE, VIDEO
+from mgpu_pipe.data.model_field import model_field, model_field_or_default
+from mgpu_pipe.data.text.conversations import AUDIO, EVERY_PLACE, PLACE, VIDEO
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
+from mgpu_pipe.data.text.tokenizer_folder import TOKENIZER, json_file
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +71,20 @@ def opener_of(tokenizer: Path, model_type: str, field: Callable[[str], Any]) -> 
     read = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     knows = read.token_to_id(PLACE) is None and read.id_to_token(opener) is not None
     return int(opener) if knows else None
+
+
+def placeholder_texts(model: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str, ...]:
+    """Texts of a published model's tokens of pictures, videos and recordings, which no message means by writing them;
+    without :data:`EVERY_PLACE`."""
+    if model.path is None:
+        return ()
+    kinds = ("image", "video", "audio", "boi", "boa")
+    fields = [model_field_or_default(model, f"{kind}_token_{suffix}") for kind in kinds for suffix in ("id", "index")]
+    added = {
+        entry["id"]: entry["content"] for entry in json_file(tokenizer.folder / TOKENIZER).get("added_tokens") or ()
+    }
+    texts = dict.fromkeys(added[number] for number in fields if number in added)
+    return tuple(text for text in texts if text not in EVERY_PLACE)
 
 
 def _token(model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo, place: str, *fields: str) -> int:
@@ -254,6 +269,26 @@ class VisualIndex:
         """Range of each visual's frames among those of pictures; empty for a video file's."""
         ends = np.where(of_file, self.starts[:-1], self.starts[1:])
         return list(zip(self.starts[:-1].tolist(), ends.tolist(), strict=True))
+
+
+def linked_frames(contents: list[list[object]]) -> list[list[object]]:
+    """Adds the frames of a folder that are also shown as pictures to ``contents``.
+
+    Other frames do not link conversations: folders may share a black one.
+    """
+    pictures = {
+        content for visuals in contents for content in visuals if isinstance(content, tuple) and content[0] is False
+    }
+    frames_of = [
+        [
+            (False, frame)
+            for content in visuals
+            if isinstance(content, tuple) and content[0] is True
+            for frame in content[1:]
+        ]
+        for visuals in contents
+    ]
+    return [[*visuals, *pictures.intersection(frames)] for visuals, frames in zip(contents, frames_of, strict=True)]
 
 
 def write_visual_index(

@@ -18,7 +18,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.data.text import tokenizer_train
-from mgpu_pipe.data.text.conversations import AUDIO, PLACE, VIDEO
+from mgpu_pipe.data.text.conversations import AUDIO, EVERY_PLACE, PLACE, VIDEO
 from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.template_limits import TemplateLimit, reason
 from mgpu_pipe.data.text.tokenizer_folder import chat_template, existing_file, special_tokens, stop_tokens
@@ -50,6 +50,13 @@ OF_VIDEOS: dict[str, tuple[str, ...]] = {"": (), "axis": (VIDEO,), "text": (VIDE
 """Tokens next to the placeholder of pictures, see :class:`mgpu_pipe.architectures.family.Sight`."""
 
 
+def places_taken(model_type: str) -> tuple[str, ...]:
+    """Places of the kinds of files that a vision-language or hearing family takes in conversations."""
+    family, sight = family_of(model_type), sight_of(model_type)
+    seen = (PLACE,) if family.sight or not family.recordings else ()
+    return (*seen, *((VIDEO,) if sight.videos else ()), *((AUDIO,) if family.recordings else ()))
+
+
 @dataclass(frozen=True)
 class ChosenTemplate:
     """A template that ``data.chat_template`` names: the Jinja text, and the tokens that the tokenizer gets for it."""
@@ -67,10 +74,10 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
     chosen = data.chat_template
     if chosen is None:
         return None
-    place: tuple[str, ...] = (PLACE,) if samples_of(data.source) == "picture_chats" else ()
-    if place:
-        family, sight = family_of(str(model.type)), sight_of(str(model.type))
-        place = (*(place if family.sight or not family.recordings else ()), *((AUDIO,) if family.recordings else ()))
+    place: tuple[str, ...] = ()
+    if samples_of(data.source) == "picture_chats":
+        sight = sight_of(str(model.type))
+        place = tuple(place for place in places_taken(str(model.type)) if place != VIDEO)
         place = (*place, *OF_PICTURES.get(sight.pictures, ()), *OF_VIDEOS[sight.videos])
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
@@ -92,11 +99,14 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
     return ChosenTemplate(text, place)
 
 
-def compile_template(data: DataConfig, text: str, folder: Path | None = None) -> ChatTemplate:
+def compile_template(
+    data: DataConfig, text: str, folder: Path | None = None, places: Sequence[str] = EVERY_PLACE
+) -> ChatTemplate:
     """Compiles a template; refuses invalid Jinja, and templates beyond the limits.
 
     Args:
         folder: of the tokenizer, where the template is the tokenizer's.
+        places: of the pictures, videos and recordings that the model takes.
     """
     from jinja2 import TemplateError
 
@@ -104,8 +114,8 @@ def compile_template(data: DataConfig, text: str, folder: Path | None = None) ->
         if folder is None:
             end = tokenizer_train.END_OF_TEXT
             stops = SPECIAL.get(str(data.chat_template), ())
-            return ChatTemplate(text, {"bos_token": end, "eos_token": end, "pad_token": end}, stops)
-        return ChatTemplate(text, special_tokens(folder), stop_tokens(folder))
+            return ChatTemplate(text, {"bos_token": end, "eos_token": end, "pad_token": end}, stops, places)
+        return ChatTemplate(text, special_tokens(folder), stop_tokens(folder), places)
     except TemplateError as error:
         if data.chat_template is not None:
             raise ConfigError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.data.files import FIX, missing_column
@@ -153,9 +153,11 @@ def first_there(row: dict[str, Any], names: Sequence[str]) -> str | None:
 
 PLACE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
 """Placeholder tokens of a picture, of a video and of a recording in a conversation."""
-PLACES = re.compile(f"{PLACE}|{VIDEO}|{AUDIO}")
-OPEN, CLOSE, SEEN = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Unicode noncharacters, which no text contains, as marks in a rendering. The last one marks a content."""
+EVERY_PLACE = (PLACE, VIDEO, AUDIO)
+PLACES = re.compile("|".join(EVERY_PLACE))
+OPEN, CLOSE, SEEN, LITERAL = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+"""Unicode noncharacters, which no text contains, as marks in a rendering. The third one marks a content. The last one
+stands after the first character of a text that spells a token and stays text."""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT, ALPACA, COMPLETION = "conversations", ("instruction", "output"), ("prompt", "completion")
 """Columns that identify the forms."""
@@ -305,18 +307,25 @@ def _joined(parts: list[object], number: int, origin: str) -> str:
     return "".join(str(text) for text in texts)
 
 
-def has_places(message: Mapping[str, Any]) -> bool:
-    """Whether a message to the assistant is a text with places of pictures, videos or recordings."""
+def spelled(text: str, tokens: Iterable[str]) -> str:
+    """``text`` in which ``tokens`` stay text; the tokenizer makes no token of one."""
+    for token in tokens:
+        text = text.replace(token, f"{token[0]}{LITERAL}{token[1:]}")
+    return text
+
+
+def has_places(message: Mapping[str, Any], places: Collection[str] = EVERY_PLACE) -> bool:
+    """Whether a message to the assistant is a text with some of these places."""
     content = message.get("content")
-    return message.get("role") == "user" and isinstance(content, str) and bool(PLACES.search(content))
+    return message.get("role") == "user" and isinstance(content, str) and any(place in content for place in places)
 
 
-def as_parts(content: object) -> object:
-    """Splits a text into parts (texts, pictures, videos, recordings) for templates."""
+def as_parts(content: object, places: Collection[str] = EVERY_PLACE) -> object:
+    """Splits a text into parts (texts, and pictures, videos or recordings at ``places``) for templates."""
     if not isinstance(content, str):
         return content
-    first, *rest = PLACES.split(content)
+    first, *rest = re.split("|".join(places), content) if places else [content]
     texts = [first, *(text.strip("\n") for text in rest)]
-    kinds = [[], *([{"type": place.strip("<>")}] for place in PLACES.findall(content))]
+    kinds = [[], *([{"type": place.strip("<>")}] for place in PLACES.findall(content) if place in places)]
     several = [[*kind, {"type": "text", "text": text}] for kind, text in zip(kinds, texts, strict=True)]
     return [part for parts in several for part in parts if part.get("text") != "" or len(texts) == 1]

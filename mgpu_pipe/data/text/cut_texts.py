@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mgpu_pipe.data.text.conversations import LITERAL
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -223,9 +225,18 @@ class TurnEncoder:
         self._anchor = self._find_anchor()
 
     def encode(self, text: str, starts: Sequence[int]) -> TurnTokens:
-        """Encodes ``text``; its answers begin at the sorted characters ``starts``."""
+        """Encodes ``text``; its answers begin at the sorted characters ``starts``. No token spans a mark of
+        :data:`LITERAL`, which is left out."""
         ids, firsts, crossed, begin = list[int](), list[int](), False, 0
-        piece = self._encoded(text)
+        for end in [*(number for number, character in enumerate(text) if character == LITERAL), len(text)]:
+            part = self._part(text[:end], [start for start in starts if begin <= start <= end], begin)
+            ids, firsts, crossed, begin = ids + part.ids, firsts + part.firsts, crossed or part.crossed, end + 1
+        return TurnTokens(ids, firsts, crossed)
+
+    def _part(self, text: str, starts: Sequence[int], begin: int) -> TurnTokens:
+        """Encodes ``text`` from the character ``begin`` on."""
+        ids, firsts, crossed = list[int](), list[int](), False
+        piece = self._encoded(text, begin)
         for start in starts:
             cut = self._cut(text, start, begin, piece)
             if cut is not None:

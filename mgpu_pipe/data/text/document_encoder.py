@@ -76,6 +76,8 @@ class EncoderSpec:
     chat_format: str = "auto"
     special_tokens: dict[str, str] = field(default_factory=dict)
     stop_tokens: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    placeholders: tuple[str, ...] = ()
     pairs: bool = False
     """The documents are pairs of source and target; only targets count as labels."""
     preferences: bool = False
@@ -97,7 +99,8 @@ class EncoderSpec:
             return None
         from mgpu_pipe.data.text.render_chat import ChatTemplate
 
-        return ChatTemplate(self.chat_template, self.special_tokens, self.stop_tokens)
+        names = (self.special_tokens, self.stop_tokens, self.places, self.placeholders)
+        return ChatTemplate(self.chat_template, *names)
 
 
 class Encoder:

@@ -269,9 +269,17 @@ def _summary(
     )
 
 
-def tokenise(data: DataConfig, source: Source, tokenizer: TokenizerInfo, cache: Path, progress: Progress) -> Path:
-    """Builds or finds the folder of the source's tokens."""
-    spec = encoder_spec(data, tokenizer, source)
+def tokenise(
+    data: DataConfig,
+    source: Source,
+    tokenizer: TokenizerInfo,
+    cache: Path,
+    progress: Progress,
+    places: tuple[str, ...] = (),
+    placeholders: tuple[str, ...] = (),
+) -> Path:
+    """Builds or finds the folder of the source's tokens; see :func:`encoder_spec`."""
+    spec = encoder_spec(data, tokenizer, source, places, placeholders)
     identity = {"source": source.identity, "tokenizer": tokenizer.digest, "format": _FORMAT}
     if spec.chat_template is not None:
         identity["conversations"] = CONVERSATIONS_FORMAT

@@ -24,6 +24,8 @@ from mgpu_pipe.data.text.answer_finder import AnswerFinder, Rendered, Span, oddi
 from mgpu_pipe.data.text.call_arguments import Form, form_taken, with_arguments
 from mgpu_pipe.data.text.conversations import (
     CLOSE,
+    EVERY_PLACE,
+    LITERAL,
     OPEN,
     PLACE,
     SEEN,
@@ -32,6 +34,7 @@ from mgpu_pipe.data.text.conversations import (
     has_places,
     is_trained,
     messages_of,
+    spelled,
     tools_of,
     unused_columns,
 )
@@ -93,6 +96,8 @@ class ChatTemplate:
         source: the Jinja text.
         special_tokens: names for templates: ``bos_token``, ``eos_token``, ...
         stop_tokens: texts of the tokenizer's special tokens, which may end a turn.
+        places: of the pictures, videos and recordings that the model takes.
+        placeholders: the model's tokens of these inputs, which stay text in a message.
 
     Attributes:
         notes: about the conversations so far.
@@ -105,6 +110,8 @@ class ChatTemplate:
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     stop_tokens: Sequence[str] = ()
+    places: Sequence[str] = EVERY_PLACE
+    placeholders: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         environment = LimitedEnvironment(
@@ -151,10 +158,12 @@ class ChatTemplate:
         if self.arguments is not None:
             messages = with_arguments(messages, self.arguments)
         if self._takes_parts:
-            messages = [{**message, "content": as_parts(message.get("content"))} for message in messages]
+            messages = [{**message, "content": as_parts(message.get("content"), self.places)} for message in messages]
         elif self._takes_places:
             messages = [
-                {**message, "content": as_parts(message["content"])} if has_places(message) else message
+                {**message, "content": as_parts(message["content"], self.places)}
+                if has_places(message, self.places)
+                else message
                 for message in messages
             ]
         text = self._template.render(
@@ -234,6 +243,12 @@ class ChatTemplate:
     def _rendered_within_limits(
         self, messages: list[dict[str, Any]], tools: object, origin: str, size: int, rendered_before: bool
     ) -> Rendered:
+        for number, message in enumerate(messages, start=1):
+            content = message["content"] or ""
+            if LITERAL in content and not self.places:
+                raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD3)")
+            if any(token in content for token in self.placeholders):
+                message["content"] = spelled(content, self.placeholders)
         try:
             with nullcontext() if rendered_before else limited(size):
                 return self._rendered(messages, tools, origin)

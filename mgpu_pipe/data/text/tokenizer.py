@@ -20,6 +20,7 @@ from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, w
 from mgpu_pipe.data.model_field import model_field, model_vocab_size, trained_vocab_size
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.chat_templates import SPECIAL, ChosenTemplate, chosen_template, compile_template, no_template
+from mgpu_pipe.data.text.conversations import EVERY_PLACE, LITERAL
 from mgpu_pipe.data.text.document_encoder import EncoderSpec
 from mgpu_pipe.data.text.documents import Source, Text
 from mgpu_pipe.data.text.tokenizer_folder import (
@@ -99,8 +100,17 @@ def resolve_tokenizer(
     return info
 
 
-def encoder_spec(data: DataConfig, info: TokenizerInfo, source: Source) -> EncoderSpec:
+def encoder_spec(
+    data: DataConfig,
+    info: TokenizerInfo,
+    source: Source,
+    places: tuple[str, ...] = (),
+    placeholders: tuple[str, ...] = (),
+) -> EncoderSpec:
     """Settings that encode the documents of ``source``.
+
+    Args:
+        places, placeholders: see :class:`mgpu_pipe.data.text.render_chat.ChatTemplate`.
 
     Raises:
         ConfigError: conversations without a chat template.
@@ -120,6 +130,8 @@ def encoder_spec(data: DataConfig, info: TokenizerInfo, source: Source) -> Encod
         chat_format=data.format,
         special_tokens=special_tokens(info.folder),
         stop_tokens=stop_tokens(info.folder),
+        places=places,
+        placeholders=placeholders,
         pairs=source.kind == "pairs",
         preferences=source.kind == "preferences",
         unpaired=source.kind == "unpaired",
@@ -322,7 +334,9 @@ def _trained(
     def train(out: Path) -> None:
         texts = []
         for (data, source), fraction in zip(sources, fractions, strict=True):
-            chat = compile_template(data, template.text) if template and source.kind in CONVERSATIONS else None
+            places = [place for place in EVERY_PLACE if place in special]
+            is_chat = template is not None and source.kind in CONVERSATIONS
+            chat = compile_template(data, template.text, places=places) if template and is_chat else None
             once, twice = (_keyed_texts(data, source, chat, special, again) for again in (False, True))
             texts.append(tokenizer_train.training_texts(once, twice, fraction, progress))
         tokenizer_train.train_bpe(chain.from_iterable(texts), size, out, special)
@@ -367,7 +381,7 @@ def _keyed_texts(
             if data.on_bad_sample == "skip":
                 continue
             raise DataError(f"{error}{OR_SKIP}") from error
-        text = "\n".join(texts)
+        text = "\n".join(texts).replace(LITERAL, "")
         for token in special:
             text = text.replace(token, " ")
         yield document.split_key, text

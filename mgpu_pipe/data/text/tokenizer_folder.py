@@ -102,8 +102,11 @@ def chat_template(folder: Path) -> str | None:
     return None
 
 
-def chat_of(folder: Path) -> ChatTemplate | None:
+def chat_of(folder: Path, places: tuple[str, ...] | None = None) -> ChatTemplate | None:
     """Compiles the chat template of a tokenizer folder; None without one.
+
+    Args:
+        places: of the pictures, videos and recordings that the model takes; None for a place of each kind.
 
     Raises:
         ModelFolderError: it cannot be used.
@@ -113,11 +116,13 @@ def chat_of(folder: Path) -> ChatTemplate | None:
         return None
     from jinja2 import TemplateError
 
+    from mgpu_pipe.data.text.conversations import EVERY_PLACE
     from mgpu_pipe.data.text.render_chat import ChatTemplate
     from mgpu_pipe.data.text.template_limits import reason
 
     try:
-        return ChatTemplate(source, special_tokens(folder), stop_tokens(folder))
+        taken = EVERY_PLACE if places is None else places
+        return ChatTemplate(source, special_tokens(folder), stop_tokens(folder), taken)
     except TemplateError as error:
         raise ModelFolderError(f"{folder}: its chat template cannot be used: {reason(error)}") from error
 

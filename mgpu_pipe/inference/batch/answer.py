@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.data.images.chat_rows import ChatRow
+from mgpu_pipe.data.text.chat_templates import places_taken
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.batch.continuous import Row, RowBatch, answer_rows, takes_rows
 from mgpu_pipe.inference.batch.job_folder import Share, compute_batches
@@ -154,7 +155,8 @@ class AnswerEngine:
             what = "strategy=ddp" if self._is_cut else "a vision-language model"
             raise BadInputError(f"names pictures or videos, which {name} does not see here; use {what}")
         if names_visuals(row, data) or (takes_files and not self._is_cut and has_places(row)):
-            prompt, chat_row = visual_prompt_of(row, origin, data, self._settings.input.parent)
+            taken = places_taken(self._run.model.config.model_type)
+            prompt, chat_row = visual_prompt_of(row, origin, data, self._settings.input.parent, taken)
         else:
             prompt = prompt_of(row, origin)
         if self.chat is None and not isinstance(prompt, str):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,14 @@ def has_places(row: Mapping[str, Any]) -> bool:
     return any(isinstance(text, list) or PLACES.search(str(text)) for text in (*contents, row.get(PROMPT)))
 
 
-def visual_prompt_of(row: dict[str, Any], origin: str, data: PictureChatConfig, folder: Path) -> tuple[Prompt, ChatRow]:
+def visual_prompt_of(
+    row: dict[str, Any], origin: str, data: PictureChatConfig, folder: Path, taken: Sequence[str]
+) -> tuple[Prompt, ChatRow]:
     """The text or the messages of a row with places, and its pictures and videos.
 
     Args:
         folder: that the row's files are named from.
+        taken: places of the kinds of files that the model takes.
 
     Raises:
         DataError: a file is missing, or the row has more or fewer places than pictures.
@@ -143,7 +146,7 @@ def visual_prompt_of(row: dict[str, Any], origin: str, data: PictureChatConfig, 
     training_row = {**others, COLUMN: [*messages, ANSWER] if isinstance(messages, list) and messages else messages}
     data = PictureChatConfig(image_column=data.image_column, video_column=data.video_column, messages_column=COLUMN)
     keep = keep_in(cache_folder(None))
-    chat_row = read_chat_row(json.dumps(training_row), origin, 0, data, folder, keep, missing=False)
+    chat_row = read_chat_row(json.dumps(training_row), origin, 0, data, folder, keep, missing=False, taken=taken)
     files.check_unicode(chat_row.text, origin)
     *before_answer, _ = json.loads(chat_row.text)[COLUMN]
     return str(before_answer[0]["content"]) if PROMPT in row else before_answer, chat_row
