@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.serving.engine_process import DIRECT
-from tests.support.command import mgpu, start
+from tests.support.command import launched, mgpu
+from tests.support.program import ForkedProgram
 
 QUESTIONS = [f"Is {n} even{' or odd' * (n % 3)}?" for n in range(12)]
 CONTEXT = 1024
@@ -39,7 +39,7 @@ def train_run(folder: Path, cache: Path) -> Path:
 class Server:
     """A running ``mgpu-pipe serve``."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProgram | subprocess.Popen[str]
     address: str
     token: str
     printed: list[str]
@@ -69,19 +69,20 @@ class Server:
 
 
 @contextmanager
-def serving(cache: Path, cwd: Path, *words: str) -> Iterator[Server]:
-    """A server on a free port, ended by SIGTERM."""
-    process = start(cache, cwd, "serve", *words, "--port", "0")
-    printed: list[str] = []
+def serving(cache: Path, cwd: Path, *words: str, program: Callable[..., Any] = launched) -> Iterator[Server]:
+    """A server on a free port, ended by SIGTERM.
+
+    Args:
+        program: starts the command: ``launched``, or ``start`` with interpreters of its own.
+    """
+    process = program(cache, cwd, "serve", *words, "--port", "0")
     try:
-        assert process.stdout is not None and process.stderr is not None
-        drained = threading.Thread(target=lambda: printed.extend(process.stderr or ()))
-        drained.start()
-        out = [process.stdout.readline() for _ in range(3)]
-        address = re.search(r"curl (http://\S+?)/v1", out[2])
-        assert address is not None, (out, printed, process.poll())
+        is_forked = isinstance(process, ForkedProgram)
+        out = process.first_lines(3) if is_forked else [process.stdout.readline() for _ in range(3)]
+        address = re.search(r"curl (http://\S+?)/v1", out[-1] if out else "")
+        assert address is not None, process.communicate(timeout=1)
         token = re.search(r"Bearer (\S+?)'", out[2])
         yield Server(process, address[1], "" if token is None else token[1], out)
     finally:
         process.terminate()
-        assert process.wait(60) in (0, -9), printed
+        assert process.wait(60) in (0, -9), process.communicate(timeout=1)

@@ -17,7 +17,7 @@ import pytest
 from mgpu_pipe.inference.generation import generate_text
 from mgpu_pipe.inference.open import LoadedRun, load_run
 from tests.serving.servers import CONTEXT, QUESTIONS, Server, serving, train_run
-from tests.support.command import REPOSITORY, mgpu
+from tests.support.command import REPOSITORY, mgpu, start
 from tests.support.documented import blocks
 from tests.support.needs import need_openai, need_server
 from tests.support.sampling import one_in
@@ -219,7 +219,7 @@ def exported(place: Path) -> str:
 def test_a_server_without_a_token_refuses_other_pages_and_ends_with_the_command(
     place: Path, exported: str, number: signal.Signals
 ) -> None:
-    with serving(place / "cache", place, exported, "--no-token") as started:
+    with serving(place / "cache", place, exported, "--no-token", program=start) as started:
         assert json.loads(started.send("/v1/models")[1])["data"][0]["id"] == "talk"
         assert started.send("/v1/models", Host="evil.example")[0] == 403
         body = {"model": "talk", "prompt": "Is", "max_tokens": 1}

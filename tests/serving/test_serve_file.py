@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.serving.engines import Gpus
 from mgpu_pipe.serving.serve_file import GpuShare, Need, check_host, read_serve_file, share_gpus
 from tests.inference.support import write_run, write_texts
-from tests.support.command import start
+from tests.support.command import launched
 from tests.support.needs import need_server
 
 GB = 10**9
@@ -99,10 +97,9 @@ def test_engines_get_their_gpus_and_shares(
 @pytest.mark.slow
 def test_two_models_answer_and_end_together(place: Path) -> None:
     need_server()
-    process = start(place / "cache", place, "serve", "serve.yaml", stdin=subprocess.DEVNULL)
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(6)]
+    process = launched(place / "cache", place, "serve", "serve.yaml")
+    lines = process.first_lines(6)
     assert [line for line in lines if line.startswith("5 of 5")] == ["5 of 5 greedy answers equal the run's\n"] * 2
     assert [line.split()[1] for line in lines if line.startswith("serving")] == ["a", "b"]
-    process.send_signal(signal.SIGTERM)
+    process.terminate()
     assert process.wait(60) == 0

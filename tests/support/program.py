@@ -103,8 +103,21 @@ def _give_up_descriptors(kept: Sequence[int]) -> None:
             os.dup2(nothing, fd)
 
 
-def forked_check(command: Sequence[str], *, input: bytes, env: Mapping[str, str], **kept: Any) -> Any:
-    """In the place of the export's subprocess.run: its check of the folder without a new interpreter."""
+def forked_engine(argv: Sequence[str], **options: Any) -> Any:
+    """In the place of a server's subprocess.Popen: the package's own server without a new interpreter."""
+    if import_path.FILE not in argv:  # the program of another engine
+        return subprocess.Popen(argv, **options)
+    ours, theirs = os.pipe()
+    with open(theirs, "wb") as out:
+        engine: Any = ForkedWorker(argv, **{**options, "stdout": out, "stderr": out})
+    engine.stdout = os.fdopen(ours, "rb")
+    return engine
+
+
+def forked_check(
+    command: Sequence[str], *, input: bytes = b"", env: Mapping[str, str] = os.environ, **kept: Any
+) -> Any:
+    """In the place of subprocess.run: a module of the package, such as an export's check, without a new interpreter."""
     module = module_in(command)
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
         given.write(input)
@@ -175,6 +188,7 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     from mgpu_pipe.inference import export_folder as export
     from mgpu_pipe.inference import export_gguf
     from mgpu_pipe.launch import base_run, fork_server, workers
+    from mgpu_pipe.serving import engine_process, prepare
     from mgpu_pipe.system import hardware
 
     substitute: Any = types.SimpleNamespace(Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL)
@@ -182,7 +196,9 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     hardware.cpu_cores = lambda: 1  # two threads on cores that others use wait more than they compute
     base_run.subprocess = types.SimpleNamespace(run=forked_verb)  # type: ignore[assignment]
     check: Any = types.SimpleNamespace(run=forked_check)
-    export.subprocess = export_gguf.subprocess = check
+    export.subprocess = export_gguf.subprocess = prepare.subprocess = check
+    engines: Any = types.SimpleNamespace(**{**vars(subprocess), "Popen": forked_engine})
+    engine_process.subprocess = engines
     sys.argv = ["mgpu-pipe", *arguments]
     __main__.program()
 
@@ -212,9 +228,26 @@ class ForkedProgram:
         if self.returncode is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
         self._process.join()
+
+    def wait(self, timeout: float) -> int | None:
+        self._process.join(timeout)
+        return self.returncode
+
+    def first_lines(self, count: int) -> list[str]:
+        """The first lines that it writes to stdout, waited for; fewer where it ends."""
+        while True:
+            ended = self.returncode is not None
+            lines = Path(self._streams[0]).read_text(errors="replace").splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            if ended or len(whole) >= count:
+                return whole[:count]
+            time.sleep(0.05)
 
     def communicate(self, timeout: float = 300) -> tuple[str, str]:
         """Wait for the end; what it wrote to stdout and stderr."""
