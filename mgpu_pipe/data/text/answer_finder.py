@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from mgpu_pipe.data.text.conversations import CLOSE, KNOWN_ROLES, OPEN, SEEN, is_trained
+from mgpu_pipe.data.text.conversations import CLOSE, KNOWN_ROLES, MARKS, OPEN, SEEN, is_trained
 from mgpu_pipe.data.text.template_limits import TemplateLimit
 from mgpu_pipe.errors import DataError
 
@@ -216,7 +216,7 @@ class AnswerFinder:
         return begin + common_prefix(head[begin:], prompt) if begin else len(head)
 
 
-READ = frozenset({"role", "content", "train", "weight", "tool_calls", "tool_call_id", "id", *TEXTS})
+READ = frozenset({"role", "content", *MARKS, "weight", "tool_calls", "tool_call_id", "id", *TEXTS})
 """Fields of a message that this program reads, and those that only tell messages and calls apart."""
 
 

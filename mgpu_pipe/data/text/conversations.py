@@ -1,6 +1,7 @@
 """Converts rows of the usual forms of conversations to lists of messages.
 
-The forms are those of OpenAI and transformers (``messages``), ShareGPT, Stanford Alpaca, and prompt and completion.
+The forms are those of OpenAI and transformers (``messages``), ShareGPT, Stanford Alpaca, and prompt and completion
+under any of their usual names.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from mgpu_pipe.data.files import FIX, missing_column
 from mgpu_pipe.errors import DataError
 
 SYSTEM, TOOLS, HISTORY, INPUT = "system", "tools", "history", "input"
-BESIDE = (SYSTEM, TOOLS)
+SYSTEM_PROMPT, FUNCTIONS, CONTEXT = "system_prompt", "functions", "context"
+"""Other names of the columns ``system`` (Orca), ``tools`` (OpenAI before tools) and ``input`` (Dolly)."""
+BESIDE = (SYSTEM, SYSTEM_PROMPT, TOOLS, FUNCTIONS)
 """Columns that every form reads."""
 
 
@@ -24,13 +27,14 @@ def system_before(messages: list[Any], row: dict[str, Any], origin: str) -> list
     Raises:
         DataError: the column has another type, or another system message than the messages.
     """
-    system = optional_text(row, SYSTEM, origin)
+    name = first_there(row, (SYSTEM, SYSTEM_PROMPT)) or SYSTEM
+    system = optional_text(row, name, origin)
     if not system.strip():
         return messages
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
     if first.get("role", first.get("from")) in (SYSTEM, "developer"):
         if str(first.get("content", first.get("value"))).strip() != system.strip():
-            raise DataError(f"{origin}: column '{SYSTEM}' and the first message are different system messages; {FIX}")
+            raise DataError(f"{origin}: column '{name}' and the first message are different system messages; {FIX}")
         return messages
     return [{"role": SYSTEM, "content": system}, *messages]
 
@@ -56,10 +60,10 @@ def history_of(row: dict[str, Any], origin: str) -> list[Any]:
 
 
 def question_of(row: dict[str, Any], name: str, origin: str) -> str:
-    """Text of a column, followed by that of ``input``."""
-    extra = optional_text(row, INPUT, origin)
-    question = text_of(row, name, origin)
-    return f"{question}\n\n{extra}" if extra else question
+    """Text of a column, followed by that of ``input`` or ``context``."""
+    extra = first_there(row, [other for other in (INPUT, CONTEXT) if other != name])
+    parts = text_of(row, name, origin), optional_text(row, extra, origin) if extra else ""
+    return "\n\n".join(filter(None, parts))
 
 
 def tools_of(row: dict[str, Any], origin: str) -> list[Any] | None:
@@ -69,6 +73,8 @@ def tools_of(row: dict[str, Any], origin: str) -> list[Any] | None:
         DataError: the column has another type.
     """
     tools = json_value(row.get(TOOLS))
+    if tools is None and isinstance(functions := json_value(row.get(FUNCTIONS)), list):
+        tools = [{"type": "function", "function": json_value(function)} for function in functions]
     tools = [tools] if tools and isinstance(tools, dict) else tools
     if not tools and not isinstance(tools, int | float):
         return None
@@ -161,10 +167,20 @@ stands after the first character of a text that spells a token and stays text.""
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT, ALPACA, COMPLETION = "conversations", ("instruction", "output"), ("prompt", "completion")
 """Columns that identify the forms."""
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "observation": "tool"}
-"""Standard roles by ShareGPT's names."""
+_QUESTIONS = ("prompt", "instruction", "question", "query", INPUT)
+_ANSWERS = ("completion", "output", "response", "answer")
+"""Names of a prompt and of its completion, in the order in which they are looked for."""
+ROLES = {
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "ai", "bot", "chatbot", "model"), "assistant"),
+}
+"""Standard roles by other names, in small letters."""
+OBSERVATION = "observation"
+"""ShareGPT's role of a tool's answer, which some templates of ``messages`` write as it is."""
 CALL = "function_call"
 """ShareGPT's role of a message with the assistant's tool calls as JSON; OpenAI's field of a call before tool_calls."""
+MARKS = ("train", "training", "train_on_turn", "loss")
+"""Fields of a message that say by true or false whether the loss counts it (Axolotl, ms-swift)."""
 
 
 def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto") -> list[dict[str, Any]]:
@@ -193,7 +209,7 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
         raise DataError(
             f"{origin}: has no column '{column}' (nor {forms}); rename its columns to some of these: {there}"
         )
-    value = row[column]
+    value = json_value(row[column])
     if isinstance(value, list) and value:
         value = system_before(value, row, origin)
     return _checked(value, column, origin)
@@ -205,13 +221,16 @@ def columns_read(row: dict[str, Any], column: str, form: str = "auto") -> list[s
     if form == "alpaca":
         return [*BESIDE, *ALPACA, INPUT, HISTORY]
     if form == "prompt_completion":
-        return [*BESIDE, *COMPLETION, *([HISTORY] if isinstance(row.get("prompt"), str) else [])]
+        question, answer = _sides(row)
+        more = [HISTORY] if isinstance(row.get(question), str) else []
+        more += [INPUT, CONTEXT] if question != "prompt" else []
+        return [*BESIDE, question, answer, *more]
     return [*BESIDE, SHAREGPT if column not in row and form == "sharegpt" else column]
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
-    """Whether the loss counts this assistant message: no if its ``train`` or ``weight`` says so."""
-    return message.get("train") is not False and message.get("weight") != 0
+    """Whether the loss counts this assistant message: no if its ``weight`` or one of :data:`MARKS` says so."""
+    return all(message.get(name) is not False for name in MARKS) and message.get("weight") != 0
 
 
 def form_of(row: dict[str, Any], column: str, form: str = "auto") -> str:
@@ -224,7 +243,13 @@ def form_of(row: dict[str, Any], column: str, form: str = "auto") -> str:
         return "sharegpt"
     if all(name in row for name in ALPACA):
         return "alpaca"
-    return "prompt_completion" if all(name in row for name in COMPLETION) else "messages"
+    return "prompt_completion" if all(name in row for name in _sides(row)) else "messages"
+
+
+def _sides(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Names of a row's columns of the prompt and of the completion."""
+    question = next((name for name in _QUESTIONS if name in row), COMPLETION[0])
+    return question, next((name for name in _ANSWERS if name in row), COMPLETION[1])
 
 
 def _from_sharegpt(message: object) -> object:
@@ -234,7 +259,16 @@ def _from_sharegpt(message: object) -> object:
     rest = {name: value for name, value in message.items() if name not in ("from", "value")}
     if message["from"] == CALL:
         return {"role": "assistant", "content": None, "tool_calls": message.get("value") or CALL, **rest}
-    return {"role": ROLES.get(str(message["from"]), message["from"]), "content": message.get("value"), **rest}
+    role = "tool" if message["from"] == OBSERVATION else message["from"]
+    return {"role": role, "content": message.get("value"), **rest}
+
+
+def _with_call(message: dict[str, Any]) -> dict[str, Any]:
+    """Converts OpenAI's call and answer of a function, the form before ``tool_calls``."""
+    rest = {name: value for name, value in message.items() if name != CALL}
+    if message.get(CALL):
+        rest["tool_calls"] = [{"type": "function", "function": message[CALL]}]
+    return {**rest, "role": "tool"} if message.get("role") == "function" else rest
 
 
 def _alpaca(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
@@ -244,12 +278,14 @@ def _alpaca(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
 
 
 def _completion(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
-    sides = history_of(row, origin) if isinstance(row.get("prompt"), str) else []
-    for name, role in zip(COMPLETION, ("user", "assistant"), strict=True):
+    names = _sides(row)
+    sides = history_of(row, origin) if isinstance(row.get(names[0]), str) else []
+    for name, role in zip(names, ("user", "assistant"), strict=True):
         if isinstance(row.get(name), list):
             sides += row[name]
-        else:
-            sides.append({"role": role, "content": text_of(row, name, origin)})
+            continue
+        plain = role == "assistant" or name == COMPLETION[0]
+        sides.append({"role": role, "content": (text_of if plain else question_of)(row, name, origin)})
     return sides
 
 
@@ -261,7 +297,10 @@ def prompt_messages(value: object, column: str, origin: str) -> list[dict[str, A
     """
     if not isinstance(value, list) or not value:
         raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content")
-    return [_message(_from_sharegpt(message), number, origin) for number, message in enumerate(value, start=1)]
+    said = [_from_sharegpt(message) for message in value]
+    if any(isinstance(message, dict) and message.get(CALL) for message in said):
+        said = [_with_call(message) if isinstance(message, dict) else message for message in said]
+    return [_message(message, number, origin) for number, message in enumerate(said, start=1)]
 
 
 def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
@@ -272,7 +311,9 @@ def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
         fix = "rename the roles to system, user, assistant and tool"
         raise DataError(f"{origin}: no message has the role assistant (roles: {roles}): nothing to learn; {fix}")
     if not any(is_trained(message) for message in answers):
-        raise DataError(f"{origin}: train or weight leaves all the assistant's messages out: nothing to learn")
+        raise DataError(
+            f"{origin}: {', '.join(MARKS)} or weight leaves all the assistant's messages out: nothing to learn"
+        )
     return messages
 
 
@@ -282,8 +323,6 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         content = _joined(content, number, origin)
-    if message.get(CALL):
-        raise DataError(f"{origin}: message {number} has a {CALL}, the form before tool_calls; write it as tool_calls")
     if "tool_calls" in message:
         calls = calls_of(message["tool_calls"], number, origin)
         message = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -294,14 +333,21 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
         raise DataError(f"{origin}: message {number} contains a Unicode noncharacter (U+FDD0 to U+FDD2)")
     if message.get("weight") not in (0, 1, None):
         raise DataError(f"{origin}: the weight of message {number} is {message['weight']!r}; use 0 or 1")
-    if not isinstance(message.get("train"), bool | None):
-        raise DataError(f"{origin}: train of message {number} is {message['train']!r}; use true or false")
-    return {**_without_nulls(message), "content": content}
+    if name := next((name for name in MARKS if message.get(name) not in (True, False, None)), None):
+        raise DataError(f"{origin}: {name} of message {number} is {message[name]!r}; use true or false")
+    marks = {name: bool(message[name]) for name in MARKS if message.get(name) is not None}
+    small = message["role"].strip().lower()
+    role = ROLES.get(small, small if small in KNOWN_ROLES else message["role"])
+    return {**_without_nulls(message), **marks, "role": role, "content": content}
+
+
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of a content's parts that are texts (the last two are those of OpenAI's Responses)."""
 
 
 def _joined(parts: list[object], number: int, origin: str) -> str:
     """Joins the texts of ``[{"type": "text", "text": ...}, ...]``."""
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"{origin}: the content of message {number} has a part that is no text; leave it out")
     return "".join(str(text) for text in texts)

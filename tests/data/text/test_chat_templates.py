@@ -276,7 +276,7 @@ def test_what_is_left_out_and_odd_turns_are_told_once_with_the_line(tmp_path: Pa
         "messages 1 and 2 are both the user's": [asked, asked, said],
         "the last message is the user's: no answer follows": [asked, said, asked],
         "name of message 1": [{**asked, "name": "Ann"}, said],
-        "nothing reads the field 'loss' of message 2; train=false leaves": [asked, {**said, "loss": False}],
+        "nothing reads the field 'learn' of message 2; train=false leaves": [asked, {**said, "learn": False}],
         "message 2 is an answer without content: its end alone": [asked, {**said, "content": ""}],
     }
     for why, messages in rows.items():

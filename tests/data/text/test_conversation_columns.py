@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mgpu_pipe.data.data_source import check_sources
-from mgpu_pipe.data.text.conversations import calls_of, messages_of, tools_of
+from mgpu_pipe.data.text.conversations import calls_of, columns_read, messages_of, tools_of, unused_columns
 from mgpu_pipe.data.text.preference_rows import preference_of
 from mgpu_pipe.data.text.preferences import prepare_preferences
 from mgpu_pipe.data.text.prepare_text import prepare
@@ -20,6 +20,7 @@ from tests.data.text.test_chat_templates import TOOLS, template_of
 
 ASKED, SAID = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "Be brief."}
+ADD = {"name": "add", "arguments": "{}"}
 SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
 
 
@@ -55,6 +56,31 @@ SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
             [ASKED, {**SAID, "tool_calls": [{"name": "add", "arguments": {}}]}],
         ),
         ({"messages": [ASKED, {**SAID, "tool_calls": ""}]}, [ASKED, SAID]),
+        (
+            {"messages": [ASKED, {**SAID, "function_call": ADD}, {"role": "function", "name": "add", "content": "2"}]},
+            [
+                ASKED,
+                {**SAID, "tool_calls": [{"type": "function", "function": ADD}]},
+                {"role": "tool", "name": "add", "content": "2"},
+            ],
+        ),
+        ({"messages": [{"role": "function", "content": "2"}, SAID]}, [{"role": "function", "content": "2"}, SAID]),
+        ({"messages": json.dumps([ASKED, SAID])}, [ASKED, SAID]),
+        ({"messages": [{"role": "Human", "content": ["a", "?"]}, {**SAID, "role": "model"}]}, [ASKED, SAID]),
+        ({"conversations": [{"from": "prompter", "value": "a?"}, {"from": "bot", "value": "b"}]}, [ASKED, SAID]),
+        (
+            {"messages": [ASKED, {"role": "Assistant", "content": [{"type": "output_text", "text": "b"}]}]},
+            [ASKED, SAID],
+        ),
+        (
+            {"instruction": "a", "context": "?", "response": "b", "category": "c"},
+            [{**ASKED, "content": "a\n\n?"}, SAID],
+        ),
+        ({"instruction": "", "input": "a?", "output": "b"}, [ASKED, SAID]),
+        ({"system_prompt": "Be brief.", "question": "a?", "response": "b"}, [SYSTEM, ASKED, SAID]),
+        ({"query": "a?", "response": "b", "history": [["a?", "b"]]}, [ASKED, SAID, ASKED, SAID]),
+        ({"input": "a?", "output": "b"}, [ASKED, SAID]),
+        ({"prompt": "a?", "response": "b", "context": "unread"}, [ASKED, SAID]),
     ],
 )
 def test_known_columns_become_messages(row: dict[str, Any], expected: list[dict[str, Any]]) -> None:
@@ -77,8 +103,8 @@ def test_known_columns_become_messages(row: dict[str, Any], expected: list[dict[
         ),
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "tool_calls of message 1 must be a list"),
         (
-            {"messages": [ASKED, {**SAID, "content": "", "function_call": {"name": "add", "arguments": "{}"}}]},
-            "message 2 has a function_call, the form before tool_calls; write it as tool_calls",
+            {"messages": [ASKED, {**SAID, "content": "", "function_call": {"arguments": "{}"}}]},
+            "tool_calls of message 2 must be a list of objects with a name",
         ),
         ({"messages": [ASKED, SAID], "tools": 3}, "column 'tools' must be a list of objects"),
         ({"messages": [ASKED, SAID], "tools": "add"}, "column 'tools' must be a list of objects"),
@@ -89,6 +115,24 @@ def test_wrong_kinds_are_refused_in_one_line(row: dict[str, Any], told: str) -> 
     with pytest.raises(BadInputError) as refused:
         template_of("qwen3").conversation(json.dumps(row), "x.jsonl:1", "messages")
     assert told in str(refused.value) and str(refused.value).startswith("x.jsonl:1: ")
+
+
+@pytest.mark.parametrize("mark", ["train", "training", "train_on_turn", "loss"])
+def test_each_mark_leaves_an_answer_out_of_the_loss(mark: str) -> None:
+    row = {"messages": [ASKED, {**SAID, mark: False}, ASKED, {**SAID, mark: 1}]}
+    template = template_of("chatml")
+    text, spans = template.conversation(json.dumps(row), "x:1", "messages")
+    assert [text[begin:end] for begin, end in spans] == ["b<|im_end|>"] and spans[0][0] > text.index("b<|im_end|>")
+    assert not template.odd
+
+
+def test_functions_are_tools() -> None:
+    rows = [
+        {"messages": [ASKED, SAID], "functions": [TOOLS[0]["function"]]},
+        {"messages": [ASKED, SAID], "tools": TOOLS[:1]},
+    ]
+    assert tools_of(rows[0], "x:1") == tools_of(rows[1], "x:1")
+    assert not unused_columns(rows[0], columns_read(rows[0], "messages"))
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])], json.dumps(TOOLS[0])])
@@ -171,9 +215,9 @@ def test_a_pair_without_a_prompt_is_not_told_to_take_the_answer_for_one(column: 
 def test_a_role_that_nobody_knows_is_noted() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
     template.conversation(
-        json.dumps({"messages": [ASKED, {"role": "Assistant", "content": "x"}, SAID]}), "x:1", "messages"
+        json.dumps({"messages": [ASKED, {"role": "Narrator", "content": "x"}, SAID]}), "x:1", "messages"
     )
-    assert "message 2 has the role 'Assistant'" in template.first_odd
+    assert "message 2 has the role 'Narrator'" in template.first_odd
 
 
 @pytest.mark.parametrize("arguments", [[1], 3, "no JSON", "[1]", True])
