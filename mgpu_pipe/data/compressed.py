@@ -34,7 +34,7 @@ _FORMS: tuple[tuple[str, str, str], ...] = (
     (r".{6}\0\0\{\s*\"", "a safetensors file, which holds a model's weights", OTHER),
     (r"\x80[\x02-\x05]", "a pickle, which is never opened", EXPORT),
     (r"PAR1", "a Parquet file", "use data=parquet, or another source of rows"),
-    (r"ARROW1|\xff\xff\xff\xff[^\0].\0\0", "an Arrow file", "write it as Parquet"),
+    (r"ARROW1|\xff\xff\xff\xff...\0", "an Arrow file", "use data=parquet, or another source of rows"),
     (r"ORC|Obj\x01", "an ORC or Avro file", "write it as Parquet"),
     (r"\x89HDF\r\n", "an HDF5 file", EXPORT),
     (r"\x93NUMPY", "a NumPy array", EXPORT),
@@ -46,6 +46,7 @@ _FORMS: tuple[tuple[str, str, str], ...] = (
     (r"RIFF|RF64|OggS|fLaC|ID3|FORM....AIF|caff|\.snd", "a recording", OTHER),
     (r".{4}ftyp|\x1aE\xdf\xa3", "a video", OTHER),
     (r"\x7fELF|MZ.{58}|\xcf\xfa\xed\xfe|\xca\xfe\xba\xbe", "a program", OTHER),
+    (r"\xff\xfe\0\0|\0\0\xfe\xff|(?:[^\0]\0\0\0){8}", "text in UTF-32", "convert it: iconv -f UTF-32 -t UTF-8"),
     (r"(?:\0.){8}|(?:.\0){8}|\xff\xfe|\xfe\xff", "text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8"),
     (r"[^\0-\x08\x0e-\x1a]*[\0-\x08\x0e-\x1a]", "a binary file", OTHER),
 )

@@ -21,7 +21,7 @@ from mgpu_pipe.data.bad_samples import NAMED, BadSampleError, Fault, rows_of_fil
 from mgpu_pipe.data.compressed import codec_of
 from mgpu_pipe.data.files import files_below, is_no_data
 from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.parquet_rows import is_parquet
+from mgpu_pipe.data.parquet_rows import is_columnar
 from mgpu_pipe.data.tables import (
     LOOKED_AT,
     Keep,
@@ -126,7 +126,7 @@ def entries_of(
 
 def _list_rows(path: Path, column: str, takes: Keep, whole: bool) -> RowLines:
     lines = row_lines(path, keep={column: takes})
-    return lines if whole or codec_of(path) is not None or not is_parquet(path) else islice(lines, LOOKED_AT)
+    return lines if whole or codec_of(path) is not None or not is_columnar(path) else islice(lines, LOOKED_AT)
 
 
 def _faulty(path: Path, fault: Fault) -> Entry:

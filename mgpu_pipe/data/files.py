@@ -296,6 +296,8 @@ def read_lines(path: Path, expected: Fingerprint | None = None) -> Iterator[tupl
                         f"{path}:{number}: is longer than {LONGEST_LINE >> 20} MiB; {FIX}, or split it into documents"
                     )
                 head = head if len(head) >= HEAD else head + raw[:HEAD]
+                if number == 1 and b"\0" in head[:4] and (wide := other_format(head, str(path))):
+                    raise wide  # UTF-16 without its mark is UTF-8 with many NULs
                 line = decode_row(raw, f"{path}:{number}", offset, head)
                 offset += len(raw)
                 if number == 1:

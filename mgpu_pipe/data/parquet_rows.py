@@ -1,4 +1,4 @@
-"""Rows of Parquet files, a batch at a time."""
+"""Rows of Parquet and Arrow files, a batch at a time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,28 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint, check_readable, open_data
 from mgpu_pipe.errors import ConfigError, DataError, MgpuError, one_line
 
-MAGIC = b"PAR1"
+PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+"""First bytes of a Parquet file, and of the two forms of Arrow files; ``save_to_disk`` of datasets writes the last."""
 _ROWS, _KEPT_ROWS = 1024, 32
 """Rows in memory at once; rows that hold files are large."""
 _log = logging.getLogger(__name__)
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether a file begins like a Parquet file.
+def is_columnar(path: Path) -> bool:
+    """Whether a file begins like a Parquet or an Arrow file.
 
     Raises:
         DataError: it cannot be read.
     """
     check_readable(path)
     with open(path, "rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+        return file.read(len(ARROW)).startswith((PARQUET, ARROW, ARROW_STREAM))
 
 
 def parquet_rows(
     path: Path, column: str, key: str = "data.text_column", expected: Fingerprint | None = None
 ) -> Iterator[tuple[str, str, int]]:
-    """Yields the texts of one column of a Parquet file: ``(text, "file: row n", share of the file's size)``.
+    """Yields the texts of one column of a file: ``(text, "file: row n", share of the file's size)``.
 
     Args:
         column: its name; ``meta.text`` may also be the field ``text`` of the struct ``meta``. Each element of a list is
@@ -47,7 +49,7 @@ def parquet_rows(
     """
     with _opened(path, expected) as (file, size):
         steps = _text_column(path, file.schema_arrow, column, key)
-        rows, number = file.metadata.num_rows, 0
+        rows, number = file.num_rows, 0
         first = column if column in file.schema_arrow.names else column.split(".")[0]
         _warn_of_twins(path, file.schema_arrow.names, [first])
         for batch in file.iter_batches(batch_size=_ROWS, columns=[first]):
@@ -62,7 +64,7 @@ def parquet_rows(
 def parquet_lines(
     path: Path, expected: Fingerprint | None = None, keep: Mapping[str, Callable[[bytes], str]] | None = None
 ) -> Iterator[tuple[str, str, int]]:
-    """Yields the rows of a Parquet file as lines of JSON: ``(line, "file: row n", share of the file's size)``.
+    """Yields the rows of a file as lines of JSON: ``(line, "file: row n", share of the file's size)``.
 
     Values without a JSON form become texts (dates) or null (NaN). Null fields of a struct are left out, since Parquet
     has every field in every row.
@@ -72,7 +74,7 @@ def parquet_lines(
             their UTF-8 text, or null.
     """
     with _opened(path, expected) as (file, size):
-        rows, number, names = file.metadata.num_rows, 0, file.schema_arrow.names
+        rows, number, names = file.num_rows, 0, file.schema_arrow.names
         _warn_of_twins(path, names, names)
         kept_bytes = keep or {}
         for batch in file.iter_batches(batch_size=_KEPT_ROWS if kept_bytes else _ROWS):
@@ -89,7 +91,7 @@ def parquet_lines(
 
 
 def check_column(path: Path, column: str) -> None:
-    """Check that a Parquet file can be opened, and that its column holds texts; reads no row.
+    """Check that a file can be opened, and that its column holds texts; reads no row.
 
     Raises:
         DataError: see :func:`parquet_rows`.
@@ -98,25 +100,67 @@ def check_column(path: Path, column: str) -> None:
         _text_column(path, file.schema_arrow, column, "data.text_column")
 
 
-@contextmanager
-def _opened(path: Path, expected: Fingerprint | None) -> Iterator[tuple[Any, int]]:
-    """Opens a file with rows; returns it and its size in bytes."""
-    try:
-        import pyarrow
+class _Columns:
+    """Record batches of a Parquet or Arrow file.
+
+    Attributes:
+        schema_arrow: its columns.
+        num_rows: rows of the whole file.
+    """
+
+    def __init__(self, content: Any) -> None:
+        import pyarrow.ipc
         import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError("data.source", "parquet", "install pyarrow", "pyarrow is not installed") from error
+
+        self._content, head = content, content.read(len(ARROW))
+        content.seek(0)
+        self._parquet = None
+        if head.startswith((ARROW, ARROW_STREAM)):
+            self._open = pyarrow.ipc.open_file if head == ARROW else pyarrow.ipc.open_stream
+            self.schema_arrow = self._open(content).schema
+            self.num_rows = sum(batch.num_rows for batch in self._batches())
+        else:
+            self._parquet = pyarrow.parquet.ParquetFile(content)
+            self.schema_arrow, self.num_rows = self._parquet.schema_arrow, self._parquet.metadata.num_rows
+
+    def iter_batches(self, batch_size: int, columns: Sequence[str] | None = None) -> Iterator[Any]:
+        """Yields batches of at most ``batch_size`` rows with all columns, or those of these names."""
+        if self._parquet is not None:
+            yield from self._parquet.iter_batches(batch_size=batch_size, columns=columns)
+            return
+        names = self.schema_arrow.names
+        for batch in self._batches():
+            if columns is not None:
+                batch = batch.select([names.index(name) for name in columns])
+            batch.validate(full=True)  # the offsets of a spoiled file may lead anywhere
+            for start in range(0, batch.num_rows, batch_size):
+                yield batch.slice(start, batch_size)
+
+    def _batches(self) -> Iterator[Any]:
+        self._content.seek(0)
+        reader = self._open(self._content)
+        if hasattr(reader, "get_batch"):
+            return (reader.get_batch(number) for number in range(reader.num_record_batches))
+        return iter(reader)
+
+
+@contextmanager
+def _opened(path: Path, expected: Fingerprint | None) -> Iterator[tuple[_Columns, int]]:
+    """Opens a file with rows; returns it and its size in bytes."""
+    if find_spec("pyarrow") is None:
+        raise ConfigError("data.source", "parquet", "install pyarrow", "pyarrow is not installed")
     size = check_readable(path)
     try:
-        with open_data(path, expected) as content, pyarrow.parquet.ParquetFile(content) as file:
-            if not file.metadata.num_rows:
+        with open_data(path, expected) as content:
+            file = _Columns(content)
+            if not file.num_rows:
                 raise DataError(f"{path}: holds no rows; remove it from the data's paths")
             yield file, size
     except MgpuError:
         raise
     except Exception as error:  # a broken file raises any kind of error
         said = one_line(error)[:200] or type(error).__name__
-        raise DataError(f"{path}: is not a readable Parquet file: {said}; {files.REPLACE}") from error
+        raise DataError(f"{path}: is not a readable Parquet or Arrow file: {said}; {files.REPLACE}") from error
 
 
 def _warn_of_twins(path: Path, names: Sequence[str], wanted: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
-"""Rows of tables: JSON Lines, one JSON list, CSV, TSV or Parquet.
+"""Rows of tables: JSON Lines, one JSON list, CSV, TSV, Parquet or Arrow.
 
-Each row becomes a line of JSON that :func:`mgpu_pipe.data.files.json_row` reads. A file with Parquet's first bytes is
-Parquet; the suffixes ``.csv`` and ``.tsv`` name separated files; all else is JSON. The list of a JSON file may be
-a field of its only object.
+Each row becomes a line of JSON that :func:`mgpu_pipe.data.files.json_row` reads. A file with the first bytes of Parquet
+or Arrow is that; the suffixes ``.csv`` and ``.tsv`` name separated files; all else is JSON. The list of a JSON file may
+be a field of its only object. Objects of a JSON file may stand in one line, or end with commas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import BadSampleError
 from mgpu_pipe.data.compressed import bytes_read, codec_of, open_text, table_suffix
 from mgpu_pipe.data.fingerprint import Fingerprint, check_readable
-from mgpu_pipe.data.parquet_rows import is_parquet, parquet_lines
+from mgpu_pipe.data.parquet_rows import is_columnar, parquet_lines
 from mgpu_pipe.errors import DataError
 
 Keep = Callable[[bytes], str]
@@ -103,7 +103,7 @@ def row_lines(
     Raises:
         DataError: the file cannot be read, is not ``expected``, or holds no rows.
     """
-    if codec_of(path) is None and is_parquet(path):
+    if codec_of(path) is None and is_columnar(path):
         return parquet_lines(path, expected, keep)
     if suffix := table_suffix(path):
         return _separated(path, expected, suffix == ".tsv", nested)
@@ -121,7 +121,8 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
     start = first[0].strip()
     opened = _LIST_START.match(start)
     is_list = start.startswith("[") and not (second is not None and _is_list(start) and second[0].lstrip()[:1] == "[")
-    if not is_list and start != "{" and not (opened and (second is None or start[opened.end() :] in "{")):
+    is_whole = is_list or start == "{" or (opened and (second is None or start[opened.end() :] in "{"))
+    if not is_whole and not _is_joined(start):
         yield first
         yield from () if second is None else (second, *lines)
         return
@@ -160,6 +161,15 @@ def _is_list(line: str) -> bool:
         return isinstance(json.loads(line), list)
     except (ValueError, RecursionError):
         return False
+
+
+def _is_joined(line: str) -> bool:
+    """Whether a line holds several objects, or one and a comma."""
+    try:
+        rest = line[json.JSONDecoder().raw_decode(line)[1] :].lstrip()
+    except (ValueError, RecursionError):
+        return False
+    return rest == "," or rest.lstrip(", \t\r").startswith("{")
 
 
 def _rows_in(document: Mapping[str, object]) -> list[object]:

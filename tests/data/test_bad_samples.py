@@ -133,7 +133,7 @@ def test_check_refuses_parquet_files_that_preparation_would(tmp_path: Path) -> N
 
     (tmp_path / "cut.parquet").write_bytes(b"PAR1" + bytes(100) + b"\x10\0\0\0PAR1")
     parquet.write_table(pyarrow.table({"text": ["a"], "id": [1]}), tmp_path / "good.parquet")
-    cases = {"cut.parquet": "is not a readable Parquet file", "good.parquet": "has no column 'words'"}
+    cases = {"cut.parquet": "is not a readable Parquet or Arrow file", "good.parquet": "has no column 'words'"}
     for name, reason in cases.items():
         run = config(tmp_path, source="parquet", paths=[str(tmp_path / name)], text_column="words")
         with pytest.raises(ConfigErrors, match=reason):

@@ -10,7 +10,7 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.parquet_rows import check_column, is_parquet, parquet_rows
+from mgpu_pipe.data.parquet_rows import check_column, is_columnar, parquet_rows
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.file_source import (
     FileFormat,
@@ -38,8 +38,8 @@ def read_column(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
 
 
 def check_parquet(data: DataConfig, path: Path, whole: bool) -> None:
-    if not is_parquet(path):
-        raise DataError(f"{path}: is not a readable Parquet file: it does not begin with PAR1; {files.REPLACE}")
+    if not is_columnar(path):
+        raise DataError(f"{path}: is not a readable Parquet or Arrow file: it begins otherwise; {files.REPLACE}")
     check_column(path, data.text_column)
 
 

@@ -18,7 +18,7 @@ from mgpu_pipe.data.compressed import codec_of, identity_of
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.file_lists import label_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, check_readable, fingerprints, forget
-from mgpu_pipe.data.parquet_rows import is_parquet
+from mgpu_pipe.data.parquet_rows import is_columnar
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.data.text.documents import Document, Source, Text
 from mgpu_pipe.errors import BadInputError, ConfigErrors, DataError, raised_by
@@ -82,7 +82,7 @@ def check_first_row(data: DataConfig, path: Path, whole: bool, check_row: CheckR
         nested: see :func:`mgpu_pipe.data.tables.row_lines`.
     """
     skips = data.on_bad_sample == "skip"
-    if whole and not (is_parquet(path) or skips):
+    if whole and not (is_columnar(path) or skips):
         files.decode(files.read_bytes(path), str(path))
     first: DataError | None = None
     for number, (line, origin, _) in enumerate(row_lines(path, nested=nested)):

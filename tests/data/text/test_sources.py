@@ -243,9 +243,9 @@ def test_a_wrong_parquet_file_is_refused(tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.table(columns), path)
         _refusal(run, match, by_preflight)
     path.write_bytes(path.read_bytes()[:-20])
-    _refusal(run, "is not a readable Parquet file")
+    _refusal(run, "is not a readable Parquet or Arrow file")
     path.write_bytes(b"text")
-    _refusal(run, "is not a readable Parquet file")
+    _refusal(run, "is not a readable Parquet or Arrow file")
 
 
 def test_numbers_out_of_range_and_unknown_sources_are_refused_together(tmp_path: Path) -> None:

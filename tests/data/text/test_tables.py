@@ -1,4 +1,4 @@
-"""Rows of Parquet, JSON, CSV and TSV files. Oracle: the same rows as JSON Lines; pyarrow writes the Parquet files."""
+"""Rows of Parquet, Arrow, JSON, CSV and TSV files. Oracle: the same rows as JSON Lines; pyarrow writes binary ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.data_source import check_sources, open_source
-from mgpu_pipe.data.parquet_rows import parquet_rows
+from mgpu_pipe.data.parquet_rows import is_columnar, parquet_rows
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.file_source import row_of
 from mgpu_pipe.errors import BadInputError, DataError
@@ -29,6 +30,12 @@ SAID = ["plain", 'a "word", and a comma', "two\nlines", "tab\there", "\u00fcber 
 
 def as_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def as_arrow(path: Path, rows: list[dict[str, Any]], new: Callable[..., Any]) -> None:
+    table = pyarrow.Table.from_pylist(rows)
+    with new(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
 
 
 def as_csv(path: Path, rows: list[dict[str, Any]], **form: Any) -> None:
@@ -51,6 +58,11 @@ WRITERS: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
     ".rows.json": lambda path, rows: (
         path.write_text('{"rows": [{\n' + ",\n".join(map(json.dumps, rows))[1:] + "\n]}") and None
     ),
+    ".joined.json": lambda path, rows: path.write_text("".join(map(json.dumps, rows))) and None,
+    ".commas.jsonl": lambda path, rows: path.write_text(",\n".join([*map(json.dumps, rows), ""])) and None,
+    ".mac.jsonl": lambda path, rows: path.write_bytes("\r".join(map(json.dumps, rows)).encode()) and None,
+    ".stream.arrow": lambda path, rows: as_arrow(path, rows, pyarrow.ipc.new_stream),
+    ".file.arrow": lambda path, rows: as_arrow(path, rows, pyarrow.ipc.new_file),
     ".csv": as_csv,
     ".tsv": lambda path, rows: as_csv(path, rows, delimiter="\t"),
 }
@@ -225,6 +237,8 @@ def _zipped(name: str) -> bytes:
         (b"\x89PNG\r\n\x1a\n", "a picture"),
         (pickle.dumps({"text": "\u00fc"}), "a pickle, which is never opened"),
         (_parquet_bytes(), "a Parquet file, not text; use data=parquet"),
+        ("text of Windows".encode("utf-32"), "text in UTF-32, not text; convert it: iconv -f UTF-32"),
+        ('{"text": "of Windows"}'.encode("utf-16-le"), "text in UTF-16, not text; convert it: iconv -f UTF-16"),
         ("text of Windows".encode("utf-16"), "text in UTF-16, not text; convert it: iconv -f UTF-16"),
         (bytes(range(256)) * 3, "a binary file"),
         (b"text\xe9text", "not UTF-8 (byte 0xe9 at offset 4); convert it, e.g. with iconv"),
@@ -250,6 +264,23 @@ def test_values_that_json_has_not_do_not_end_a_run(tmp_path: Path) -> None:
     assert [one.text for one in open_source(run, tmp_path / "cache").documents()] == ["a"]
     with pytest.raises(DataError, match="has no column"):
         list(open_source(config(tmp_path, source="pairs_jsonl", paths=run.data.paths), tmp_path / "cache").documents())
+
+
+def test_spoiled_arrow_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    rows = [{"text": f"h\u00e4user {at} " * 9, "messages": TALK[0]} for at in range(50)]
+    seeds = []
+    for new in (pyarrow.ipc.new_stream, pyarrow.ipc.new_file):
+        as_arrow(tmp_path / "a.arrow", rows, new)
+        seeds.append((tmp_path / "a.arrow").read_bytes())
+    path, refused = tmp_path / "a.arrow", 0
+    for number in range(200):
+        path.write_bytes(changed(seeds, number))
+        try:
+            list(row_lines(path)) if is_columnar(path) else None
+        except DataError as error:
+            refused += 1
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+    assert refused > 20
 
 
 def test_spoiled_parquet_files_are_refused_in_one_line(tmp_path: Path) -> None:
