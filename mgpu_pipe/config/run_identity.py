@@ -103,6 +103,8 @@ def _part(config: RunConfig, wanted: Container[Identity]) -> dict[str, Any]:
     values = walk(with_first_classes(to_plain(config)), "")
     if values.get("data.packing") == "best_fit":  # auto means best_fit wherever best_fit is allowed
         values["data.packing"] = "auto"
+    if values.get("data.fit") == "squash":  # the earlier default; the digest of the data knows what a folder states
+        values["data.fit"] = "auto"
     return values
 
 

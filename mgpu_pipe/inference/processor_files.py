@@ -25,7 +25,7 @@ from mgpu_pipe.data.images.decode_image import MODES, decode, pillow
 from mgpu_pipe.data.images.grids import GridPixels, chat_pixels
 from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
 from mgpu_pipe.data.images.parts import PartPixels, PatchPixels, TilePixels
-from mgpu_pipe.data.images.pixels import Pixels
+from mgpu_pipe.data.images.pixels import FILTERS, Pixels
 from mgpu_pipe.data.images.videos import FEWEST
 from mgpu_pipe.data.model_field import NESTED, PREPROCESSOR, PROCESSOR
 from mgpu_pipe.data.text.conversations import AUDIO, PLACE
@@ -220,14 +220,15 @@ def _tile_settings(pixels: TilePixels) -> dict[str, Any]:
 
 
 def _square_settings(pixels: Pixels, kind: str) -> dict[str, Any]:
-    side, crops = {"height": pixels.size, "width": pixels.size}, pixels.fit == "crop"
+    side, edge = {"height": pixels.size, "width": pixels.size}, pixels.edge
+    crops, scaling = pixels.fit == "crop", pixels.scaling
     return {
         "image_processor_type": kind,
         **STEPS,
-        "size": {"shortest_edge": pixels.size} if crops else side,
+        "size": {"shortest_edge": edge} if crops else {"height": edge, "width": edge},
         "crop_size": side,
-        "do_center_crop": crops,
-        "resample": BILINEAR,
+        "do_center_crop": crops or edge > pixels.size,
+        "resample": FILTERS.index(scaling.resampling) if scaling else BILINEAR,
         "image_mean": list(pixels.mean),
         "image_std": list(pixels.std),
         "do_convert_rgb": pixels.channels == 3,

@@ -118,6 +118,56 @@ def test_the_middle_is_the_one_that_clip_cuts(size: tuple[int, int]) -> None:
     assert np.abs(pixels.array(pixels.fitted(image)) - theirs).max() < 1e-5
 
 
+STANDARD: dict[str, object] = {"do_normalize": True, "do_resize": True, "image_mean": [0.48, 0.45, 0.4]}
+STANDARD |= {"image_std": [0.26, 0.25, 0.27]}
+CUT = {"crop_size": 224, "do_center_crop": True, "resample": 3}
+PUBLISHED: dict[str, dict[str, object]] = {
+    "clip-vit-base-patch32": {"feature_extractor_type": "CLIPFeatureExtractor", **CUT, "size": 224},
+    "llava-1.5": {**CUT, "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 224}},
+    "siglip-base": {
+        "image_processor_type": "SiglipImageProcessor",
+        "resample": 3,
+        "size": {"height": 224, "width": 224},
+    },
+    "swin-tiny": {"feature_extractor_type": "ViTFeatureExtractor", "resample": 3, "size": 224},
+    "vit-base": {"image_processor_type": "ViTImageProcessorFast", "size": 224},
+    "dinov2-base": {"image_processor_type": "BitImageProcessor", **CUT, "size": {"shortest_edge": 256}},
+    "convnext-tiny": {
+        "feature_extractor_type": "ConvNextFeatureExtractor",
+        "resample": 3,
+        "size": 224,
+        "crop_pct": 0.9,
+    },
+    "convnext-384": {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 384}},
+    "deit-base": {"feature_extractor_type": "DeiTFeatureExtractor", **CUT, "size": 256},
+    "beit-base": {"feature_extractor_type": "BeitFeatureExtractor", **CUT, "do_center_crop": False, "size": 224},
+    "-1 to 1": {"image_processor_type": "ViTImageProcessor", "size": 224, "rescale_factor": 1 / 127.5},
+    "0 to 1": {"image_processor_type": "ViTImageProcessor", "size": 224, "do_normalize": False},
+    "0 to 255": {"image_processor_type": "BitImageProcessor", "size": 224, "do_rescale": False},
+}
+"""What is in the preprocessor_config.json of published models."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_pictures_are_prepared_as_a_published_folder_states(tmp_path: Path, name: str) -> None:
+    import transformers
+
+    settings, side = {**STANDARD, **PUBLISHED[name]}, 384 if name.endswith("384") else 224
+    kind = str(settings.get("image_processor_type") or settings["feature_extractor_type"])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "image_size": side}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    config = compose(["objective=image_classification", "data=digits", "model=hf", f"model.path={tmp_path}"])[0]
+    pixels = Pixels.from_config(config.data, config.model)  # type: ignore[arg-type]
+    stem = kind.removesuffix("Fast").replace("FeatureExtractor", "ImageProcessor")
+    processor = getattr(transformers, f"{stem}Pil").from_pretrained(tmp_path)
+    written = CLIPImageProcessor(**processor_files._square_settings(pixels, "CLIPImageProcessor"))
+    for size in ((301, 217), (224, 224), (100, 480)):
+        image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (*size, 3), dtype=np.uint8))
+        ours, most = pixels.array(pixels.fitted(image)), float(1e-6 / min(pixels.std))
+        for theirs in (processor, written):
+            assert np.abs(ours - theirs(image, return_tensors="np")["pixel_values"][0]).max() < most
+
+
 @pytest.mark.slow
 def test_an_export_from_a_folder_is_checked_from_a_file_to_the_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

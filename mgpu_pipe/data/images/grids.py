@@ -81,7 +81,7 @@ class GridPixels(Pixels):
                 "data.max_pixels", most, fix, f"a place has {area} pixels, and a picture at least {least}"
             )
         mean, std = normalisation(data, folder, grid.channels)
-        return cls(0, grid.channels, mean, std, data.fit, replace(grid, least=least, most=most))
+        return cls(0, grid.channels, mean, std, "squash", replace(grid, least=least, most=most))
 
     def final_size(self, image: Image) -> tuple[int, int]:
         down, across = self.grid.places(image.height, image.width)
@@ -106,7 +106,7 @@ def chat_pixels(data: PictureChatConfig, model: ModelConfig) -> Pixels:
     :meth:`GridPixels.from_grid`, :meth:`PartPixels.from_parts` and :meth:`TilePixels.from_tiles`."""
     model_type = str(model.type or model_field(model, "model_type"))
     if family_of(model_type).recordings and family_of(model_type).sight is None:
-        return Pixels(0, 3, (), (), data.fit)  # no row has a picture
+        return Pixels(0, 3, (), (), "squash")  # no row has a picture
     grid = Grid.from_fields(partial(vision_field, model))
     kind = sight_of(model_type).pictures
     if kind not in ("parts", "rows") and data.max_side != "auto":

@@ -83,8 +83,9 @@ class ImageConfig(DataConfig):
     """Name of the field with a picture's path, seen from its list's folder (image_list)."""
     image_size: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Height and width of the pictures that the model gets; auto is the model's own image_size."""
-    fit: Literal["squash", "crop"] = "squash"
-    """How a picture of another shape becomes a square: squashed, or its middle cut out."""
+    fit: Literal["auto", "squash", "crop"] = "auto"
+    """How a picture of another shape becomes a square: squashed, or its middle cut out, scaled bilinearly; auto is as
+    the preprocessor_config.json of the model's folder states it, with its filter, else squash."""
     mean: list[float] = field(default_factory=list)
     """Taken from each channel, whose values are 0 to 1; empty: the model folder's, else 0.5."""
     std: list[float] = field(default_factory=list)

@@ -37,7 +37,7 @@ class CutPixels(Pixels):
         Raises:
             ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped.
         """
-        if data.fit != "squash":
+        if data.fit == "crop":
             raise ConfigError("data.fit", data.fit, "leave it out", f"the model sees pictures in {what}")
         return Pixels.from_config(data, model), preprocessor(model)
 
@@ -89,7 +89,7 @@ class PartPixels(CutPixels):
             raise ConfigError("data.max_side", longest, f"use at least {side}", "a part has so many pixels")
         splits = bool(folder.get("do_image_splitting", True))
         parts = Parts(side, longest, (side // patch // merge) ** 2, splits)
-        return cls(side, whole.channels, whole.mean, whole.std, data.fit, parts)
+        return cls(side, whole.channels, whole.mean, whole.std, "squash", parts)
 
     def final_size(self, image: Image) -> tuple[int, int]:
         down, across = self.parts.places(image.height, image.width)
@@ -140,7 +140,7 @@ class TilePixels(CutPixels):
             reason = f"a tile has {area} pixels, and a picture at least {fewest} tiles"
             raise ConfigError("data.max_pixels", data.max_pixels, f"use at least {fewest * area}", reason)
         tiles = Tiles(whole.size, picture_tokens_of(model, whole.size), fewest, most)
-        return cls(whole.size, whole.channels, whole.mean, whole.std, data.fit, tiles)
+        return cls(whole.size, whole.channels, whole.mean, whole.std, "squash", tiles)
 
     def final_size(self, image: Image) -> tuple[int, int]:
         """The picture's own, of which tiles and whole picture are scaled."""
@@ -210,7 +210,7 @@ class PatchPixels(Pixels):
         grid = RowGrid(*_whole(patch, merge), channels, most)
         if most < grid.side:
             raise ConfigError("data.max_side", most, f"use at least {grid.side}", "a place has so many pixels")
-        return cls(0, channels, *normalisation(data, folder, channels), data.fit, grid)
+        return cls(0, channels, *normalisation(data, folder, channels), "squash", grid)
 
     @classmethod
     def from_pooled(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
@@ -231,7 +231,7 @@ class PatchPixels(Pixels):
                 reason = "the model normalises pictures by itself"
                 raise ConfigError(f"data.{name}", getattr(data, name), "leave it out", reason)
         return cls(
-            0, channels, (0.0,) * channels, (1.0,) * channels, data.fit, PooledGrid(patch, merge, channels, most)
+            0, channels, (0.0,) * channels, (1.0,) * channels, "squash", PooledGrid(patch, merge, channels, most)
         )
 
     def final_size(self, image: Image) -> tuple[int, int]:
@@ -263,8 +263,8 @@ def native_channels(data: PictureChatConfig, channels: Any, field: str = "num_ch
     """
     if channels not in MODES:
         raise ConfigError(f"model.config.vision_config.{field}", channels, "use 1 or 3", "pictures are grey or RGB")
-    for key, value, usual in (("image_size", data.image_size, "auto"), ("fit", data.fit, "squash")):
-        if value != usual:
+    for key, value in (("image_size", data.image_size), ("fit", data.fit)):
+        if value not in ("auto", "squash"):
             raise ConfigError(f"data.{key}", value, "leave it out", "the model takes pictures in native size")
     return int(channels)
 

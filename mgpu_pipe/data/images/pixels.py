@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -22,10 +23,58 @@ if TYPE_CHECKING:
 
 USUAL = 0.5
 """Default mean and standard deviation of a channel."""
+FILTERS = ("NEAREST", "LANCZOS", "BILINEAR", "BICUBIC", "BOX", "HAMMING")
+"""Pillow's filters by their numbers, which a folder's ``resample`` states."""
+BY_EDGE, CROPPING, BILINEAR = ("CLIP", "ChineseCLIP", "Bit", "ConvNext", "Llava"), ("DeiT",), ("ViT", "Gemma3")
+"""Image processors of transformers that by default scale the shorter side and cut the middle out, that cut the middle
+out of a square, and that filter bilinearly; the others squash, and filter bicubically."""
+WARPED_FROM = 384
+"""Side from which ConvNeXt's image processor squashes."""
 LONGEST_SCALED = 64
 """Largest ratio of sides up to which a picture is scaled whole before its middle is cropped."""
 CROP_SHAPES = (3 / 4, 4 / 3)
 """Width over height of random crops (Szegedy et al. 2015, arXiv:1409.4842)."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Steps of a folder's image processor that differ from the usual ones.
+
+    Attributes:
+        edge: pixels of the side, or of the shorter side, before the middle is cut out.
+        resampling: Pillow's name of the filter.
+    """
+
+    edge: int
+    resampling: str
+
+    @classmethod
+    def from_folder(cls, settings: Mapping[str, Any], size: int) -> tuple[str, Scaling | None]:
+        """How the settings of a ``preprocessor_config.json`` make a picture a square of ``size``: ``squash`` or
+        ``crop``, and the scaling. Where they make another size they keep the share that they cut off."""
+        names = (settings.get(f"{part}_type") or "" for part in ("image_processor", "feature_extractor"))
+        kind = re.sub(r"(FeatureExtractor|ImageProcessor)(Fast|Pil)?$", "", next(filter(None, names), ""))
+        stated = settings.get("size")
+        if not (kind or stated) or settings.get("do_resize", True) is False:
+            return "squash", None
+        by_edge = "shortest_edge" in stated if isinstance(stated, dict) else kind in BY_EDGE
+        edge = final = _side(stated, size)
+        if kind == "ConvNext":
+            by_edge = edge < WARPED_FROM
+            edge = int(edge / float(settings.get("crop_pct") or 224 / 256)) if by_edge else edge
+        elif settings.get("do_center_crop", kind in BY_EDGE or kind in CROPPING):
+            final = _side(settings.get("crop_size"), edge)
+        number: Any = settings.get("resample")
+        usual = "BICUBIC" if kind and kind not in BILINEAR else "BILINEAR"
+        scaling = cls(max(size, edge * size // final), FILTERS[int(number)] if number in range(len(FILTERS)) else usual)
+        return "crop" if by_edge else "squash", scaling if scaling != cls(size, "BILINEAR") else None
+
+
+def _side(stated: Any, otherwise: int) -> int:
+    """The side in pixels that a ``size`` or ``crop_size`` states."""
+    sides = set(stated.values()) if isinstance(stated, dict) else {stated}
+    side = sides.pop() if len(sides) == 1 else None
+    return side if isinstance(side, int) and side > 0 else otherwise
 
 
 @dataclass(frozen=True)
@@ -36,7 +85,8 @@ class Pixels:
         size: height and width.
         channels: 1 or 3.
         mean, std: of each channel.
-        fit: as ``data.fit``.
+        fit: squash or crop, see ``data.fit``.
+        scaling: of the model's folder; None for :attr:`resampling` to ``size``.
     """
 
     size: int
@@ -44,6 +94,7 @@ class Pixels:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     fit: str
+    scaling: Scaling | None = field(default=None, kw_only=True)
     resampling: ClassVar[str] = "BILINEAR"
     """Pillow's name of the filter."""
 
@@ -65,7 +116,13 @@ class Pixels:
         if model_size is not None and model_size not in (size, [size, size], (size, size)):
             fix = "leave it out" if isinstance(model_size, int) else "use a model of square pictures"
             raise ConfigError("data.image_size", size, fix, f"the model's image_size is {model_size}")
-        return cls(size, channels, *normalisation(data, preprocessor(model), channels), data.fit)
+        folder = preprocessor(model)
+        fit, scaling = Scaling.from_folder(folder, size) if data.fit == "auto" else (data.fit, None)
+        return cls(size, channels, *normalisation(data, folder, channels), fit, scaling=scaling)
+
+    def identity(self) -> dict[str, Any]:
+        """Settings for the digest of the data; without those of a folder that are the usual ones."""
+        return {name: value for name, value in asdict(self).items() if name != "scaling" or value}
 
     def changed(self, image: Image, data: ImageConfig, random: np.random.Generator) -> Image:
         """Changes a training picture at random and scales it to the final size: crop, rotation, shift, mirror, then
@@ -87,23 +144,32 @@ class Pixels:
     def _cropped(self, image: Image, keys: AugmentConfig, random: np.random.Generator) -> Image:
         """Random crop, scaled to the final size of the whole picture."""
         box = random_crop_box(image.size, keys.crop_area, keys.crop_shape, random)
-        return image.crop(box).resize(self.final_size(image), pillow().Resampling[self.resampling])
+        return image.crop(box).resize(self.final_size(image), self._filter)
 
     def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:
         """Scales the picture, or its box (left, top, right, bottom), to the final size."""
-        image_module = pillow()
-        (width, height), final = image.size, self.final_size(image)
-        if box is None and self.fit == "crop" and width != height:
+        final, edge = self.final_size(image), self.edge
+        if box is None and (edge > self.size or (self.fit == "crop" and image.width != image.height)):
             return self._middle(image)
         if box is None and image.size == final:
             return image
-        return image.resize(final, image_module.Resampling[self.resampling], box=box)
+        return image.resize(final, self._filter, box=box)
+
+    @property
+    def edge(self) -> int:
+        """Side in pixels before the middle is cut out."""
+        return self.scaling.edge if self.scaling else self.size
+
+    @property
+    def _filter(self) -> Any:
+        return pillow().Resampling[self.scaling.resampling if self.scaling else self.resampling]
 
     def _middle(self, image: Image) -> Image:
-        """Scales the shorter side to the size and crops the middle, in whole pixels, like transformers'
-        CLIPImageProcessor."""
-        filtered, shorter = pillow().Resampling[self.resampling], min(image.size)
-        width, height = (int(self.size * side / shorter) for side in image.size)
+        """Scales the picture, or its shorter side, and crops the middle, in whole pixels, like transformers'
+        CLIPImageProcessor and DeiTImageProcessor."""
+        filtered, shorter = self._filter, min(image.size)
+        sides = image.size if self.fit == "crop" else (shorter, shorter)
+        width, height = (int(self.edge * side / shorter) for side in sides)
         left, top = (width - self.size) // 2, (height - self.size) // 2
         right, bottom = left + self.size, top + self.size
         if max(width, height) <= LONGEST_SCALED * self.size:
@@ -167,12 +233,26 @@ def _whole(value: Any, otherwise: int) -> int:
 def normalisation(
     data: ImageConfig, folder: Mapping[str, Any], channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel; raises like :meth:`Pixels.from_config`."""
-    mean = _of_channels("data.mean", data.mean or folder.get("image_mean"), channels)
-    std = _of_channels("data.std", data.std or folder.get("image_std"), channels)
+    """Mean and deviation of each channel, of values from 0 to 1; raises like :meth:`Pixels.from_config`.
+
+    A folder's values may lie in another range, or may not be normalised.
+    """
+    normed, factor = folder.get("do_normalize", True), 255 * float(folder.get("rescale_factor") or 1 / 255)
+    scale = 255.0 if folder.get("do_rescale", True) is False else factor if abs(factor - 1) > 1e-6 else 1.0
+    known = [folder.get(name) if normed else usual for name, usual in (("image_mean", 0.0), ("image_std", 1.0))]
+    mean, std = (
+        _of_channels(key, ours or _divided(theirs, scale), channels)
+        for key, ours, theirs in zip(("data.mean", "data.std"), (data.mean, data.std), known, strict=True)
+    )
     if min(std) <= 0:
         raise ConfigError("data.std", list(std), "use numbers above 0")
     return mean, std
+
+
+def _divided(values: Any, scale: float) -> Any:
+    if scale == 1 or values is None:
+        return values
+    return [value / scale for value in (values if isinstance(values, list) else [values])]
 
 
 def preprocessor(model: ModelConfig) -> dict[str, Any]:

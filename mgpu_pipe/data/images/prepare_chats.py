@@ -325,7 +325,14 @@ def _add_figures(known: PreparedPictureChats, data: PictureChatConfig, pixels: P
     """Adds sample counts and digests to ``known``."""
     apart = known.is_apart
     window = () if known.window is None else (asdict(known.window),)
-    seen: tuple[object, ...] = (asdict(pixels), *window, *data.changes(), known.tokens_a_picture, data.seq_len, _FORMAT)
+    seen: tuple[object, ...] = (
+        pixels.identity(),
+        *window,
+        *data.changes(),
+        known.tokens_a_picture,
+        data.seq_len,
+        _FORMAT,
+    )
     splits: tuple[Split, ...] = ("train", "validation") if apart else ("train",)
     faults = [known.faults(split) for split in splits]
     bad, long = (sum(int(fault[kind].sum()) for fault in faults) for kind in (0, 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -130,7 +130,7 @@ def scan_images(model: ModelConfig, data: DataConfig, progress: Progress | None)
         held_folder,
         float(held_folder == folder) if held_out else data.validation_fraction,
         manifests,
-        (asdict(pixels), *data.changes()),
+        (pixels.identity(), *data.changes()),
     )
 
 
