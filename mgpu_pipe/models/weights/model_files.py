@@ -10,14 +10,17 @@ import copy
 import json
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mgpu_pipe.errors import BadInputError, ModelFolderError
 from mgpu_pipe.models.build import REFUSALS, tied_sources
+from mgpu_pipe.models.field_types import KIND, PARAMETERS, PARTIAL, SCALING, THETA
+from mgpu_pipe.models.reached_fields import FULL, LENGTH, SLIDING
 from mgpu_pipe.models.shard_units import as_saved
 from mgpu_pipe.models.weights.folder import GENERATION
 from mgpu_pipe.system.compat.transformers_private import keys_not_saved
@@ -25,9 +28,10 @@ from mgpu_pipe.system.compat.transformers_private import keys_not_saved
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+TOKENIZER_SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_SETTINGS,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -35,7 +39,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     "spiece.model",
-    "chat_template.jinja",
+    TEMPLATE,
     "chat_template.json",
     "preprocessor_config.json",
 )
@@ -44,6 +48,16 @@ MODULES = "modules.json"
 SENTENCES = ("sentence_bert_config.json", "config_sentence_transformers.json")
 """Files of sentence-transformers in addition to its list of modules."""
 
+OLDER_ROTARY = {
+    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), ("rotary_emb_base", "rotary_pct", "")),
+    **dict.fromkeys(("modernbert", "modernbert-decoder"), ("global_rope_theta", PARTIAL, "local_rope_theta")),
+}
+"""Names in transformers 4 of the base of rotations, their share of a head, and the base of sliding windows, of families
+where they are not the usual ones."""
+COUNTED_EXPERTS = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe")
+"""Families that called ``num_local_experts`` ``num_experts``."""
+OLDER_LAYERS = {"linear_attention": "mamba", FULL: "attention"}
+"""Types of layers of Granite 4."""
 _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -114,11 +128,68 @@ def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype, m
     if getattr(config, "scale_decoder_outputs", None) is False:
         config.tie_word_embeddings = False  # T5 1.1: other readers of a folder know this field alone
     config.save_pretrained(str(out))
+    _add_older_names(out / "config.json", config)
     settings = generation_settings(maker) if maker is not None else None
     if settings is not None:
         (out / GENERATION).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     elif model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(str(out))
+
+
+def _add_older_names(file: Path, config: PretrainedConfig) -> None:
+    """Adds transformers 4's names to a ``config.json``; engines that read only these would rotate by other angles.
+
+    The file stays as it is where this transformers would read other rotations with them.
+    """
+    text = file.read_text(encoding="utf-8")
+    content = json.loads(text)
+    _name_as_before(content)
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            again = _rotations(type(config).from_pretrained(str(file.parent), local_files_only=True).to_dict())
+    except Exception:  # the libraries raise nothing narrower; classes newer than transformers 4 take no older names
+        again = None
+    if again != _rotations(config.to_dict()):
+        file.write_text(text, encoding="utf-8")
+
+
+def _name_as_before(content: dict[str, Any]) -> None:
+    """Adds ``torch_dtype``, ``rope_theta``, ``rope_scaling`` and their like to a configuration and its parts."""
+    for name, part in content.items():
+        if isinstance(part, dict) and name != PARAMETERS:
+            _name_as_before(part)
+    kind = content.get("model_type", "")
+    if content.get("dtype") is not None:
+        content["torch_dtype"] = content["dtype"]
+    if kind.startswith(COUNTED_EXPERTS) and "num_local_experts" in content:
+        content["num_experts"] = content["num_local_experts"]
+    if kind == "granitemoehybrid":
+        content["layer_types"] = [OLDER_LAYERS.get(layer, layer) for layer in content["layer_types"]]
+    rotary = content.get(PARAMETERS) or {}
+    full, sliding = rotary.get(FULL, rotary) or {}, rotary.get(SLIDING) or {}
+    if THETA not in full:
+        return
+    usual = (THETA, PARTIAL, "rope_local_base_freq")
+    base, share, local = OLDER_ROTARY.get(kind, usual)
+    scaling = {name: value for name, value in full.items() if name not in (THETA, PARTIAL) and value is not None}
+    if scaling.get(KIND[0]) == "longrope" and LENGTH in content:  # Phi-3 takes these three entries only
+        scaling = {KIND[1]: "longrope", **{name: full[name] for name in ("short_factor", "long_factor")}}
+    older = {base: full[THETA], share: full.get(PARTIAL), local: sliding.get(THETA)}
+    content.update({name: value for name, value in older.items() if value is not None})
+    content[SCALING] = None if scaling == {KIND[0]: "default"} else scaling
+
+
+def _rotations(content: object) -> object:
+    """The ``rope_parameters`` of a configuration and of its parts."""
+    if not isinstance(content, dict):
+        return None
+    return {
+        name: {entry: value for entry, value in part.items() if entry != KIND[1]} if name == PARAMETERS else inner
+        for name, part in content.items()
+        if isinstance(part, dict) and ((inner := _rotations(part)) or name == PARAMETERS)
+    }
 
 
 def _drop_invalid_first_tokens(config: PretrainedConfig) -> None:
@@ -178,8 +249,23 @@ def write_tokenizer(tokenizer_folder: Path, out: Path, adopt_special_tokens: boo
     for name in TOKENIZER_FILES:
         if (tokenizer_folder / name).is_file():
             shutil.copyfile(tokenizer_folder / name, out / name)
+    if (out / TOKENIZER_SETTINGS).is_file():
+        _name_settings_as_before(out)
     if adopt_special_tokens:
         _adopt_special_tokens(out)
+
+
+def _name_settings_as_before(out: Path) -> None:
+    """Gives a tokenizer's settings the names of transformers 4, which has neither those of 5 nor a template's file."""
+    file, template = out / TOKENIZER_SETTINGS, out / TEMPLATE
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if template.is_file():
+        settings["chat_template"] = template.read_text(encoding="utf-8")
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _adopt_special_tokens(out: Path) -> None:
