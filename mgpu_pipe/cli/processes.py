@@ -12,10 +12,10 @@ from typing import Any
 from mgpu_pipe.config.arguments import count, positive_int
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.resolve import device_type
-from mgpu_pipe.config.schema import RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import RunConfig, StrategyConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE
-from mgpu_pipe.inference.find_model import ModelSource, config_of, find_model
+from mgpu_pipe.inference.find_model import ModelSource, find_model, model_of_folder
 from mgpu_pipe.inference.model_arguments import add_device_argument, find_inputs, resolve_device
 from mgpu_pipe.system.local_files import expand_home, replace_file
 from mgpu_pipe.topology import ParallelDims
@@ -79,19 +79,23 @@ def job_settings(arguments: argparse.Namespace, source: ModelSource, trainer: Tr
     }
 
 
-def refuse_whole_weights(source: ModelSource, config: RunConfig, weights: str, frozen: Path | None) -> None:
+def refuse_whole_weights(
+    source: ModelSource, trainer: TrainerConfig, strategy: StrategyConfig, arguments: argparse.Namespace
+) -> None:
     """Refuse options of weights, and folders, that only a whole model in each process takes.
 
     Raises:
-        BadInputError: ``config`` cuts the model, and the average or another folder's weights are wanted, or the
+        BadInputError: ``strategy`` cuts the model, and the average or another folder's weights are wanted, or the
             folder's model is not of the kind that it cuts.
     """
-    if not ParallelDims.from_config(config.trainer, config.strategy).cuts_the_model:
+    if not ParallelDims.from_config(trainer, strategy).cuts_the_model:
         return
-    config_of(source, config)
+    if source.config is None:
+        model_of_folder(source.folder, strategy.name)
+    weights, frozen = arguments.weights, arguments.frozen_weights
     for option, is_given in ((f"--weights={weights}", weights == "ema"), (f"--frozen-weights={frozen}", frozen)):
         if is_given:
-            reason = f"strategy={config.strategy.name} opens the trained weights alone"
+            reason = f"strategy={strategy.name} opens the trained weights alone"
             raise BadInputError(f"{option}: {reason}; use strategy=ddp")
 
 
@@ -139,10 +143,10 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
     if not arguments.harness_code:
         check_task_files(paths)
     config = compose_processes("eval --harness", arguments.overrides, arguments.device, strategies=True)
-    refuse_whole_weights(source, config, arguments.weights, arguments.frozen_weights)
+    refuse_whole_weights(source, config.trainer, config.strategy, arguments)
     stay_offline()
     settings = HarnessSettings(
-        model=str(source.folder.absolute()),
+        model=source.folder.absolute(),
         tasks=[name.strip() for name in arguments.harness.split(",") if name.strip()],
         paths=[str(path) for path in paths],
         runs_code=arguments.harness_code,
@@ -150,7 +154,7 @@ def evaluate_by_harness(arguments: argparse.Namespace) -> int:
         limit=arguments.harness_limit,
         few_shot=arguments.harness_few_shot,
         average=arguments.weights == "ema",
-        frozen_weights=None if arguments.frozen_weights is None else str(arguments.frozen_weights.absolute()),
+        frozen_weights=None if arguments.frozen_weights is None else arguments.frozen_weights.absolute(),
     )
     device = resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer)
     code, results = measure(settings, config, device)

@@ -72,22 +72,18 @@ def find_model(path: Path | str) -> ModelSource:
     return ModelSource(step, config, is_trusted, names_a_model, tokenizer)
 
 
-def config_of(source: ModelSource, chosen: RunConfig) -> RunConfig:
-    """The run's configuration; of a Hugging Face folder ``chosen`` with its model, a causal language model.
+def model_of_folder(folder: Path, strategy: str) -> ModelConfig:
+    """The model of a Hugging Face folder, which ``strategy`` cuts: a causal language model.
 
     Raises:
         BadInputError: the folder's model is of another kind.
     """
-    if source.config is not None:
-        return source.config
-    model = ModelConfig(name=source.folder.name, path=str(source.folder))
+    model = ModelConfig(name=folder.name, path=str(folder))
     fields = resolved_fields(model)
     if fields.get("is_encoder_decoder") or "text_config" in fields or fields.get("quantization_config"):
         fix = "use strategy=ddp"
-        raise BadInputError(
-            f"{source.folder}: strategy={chosen.strategy.name} opens folders of causal language models alone; {fix}"
-        )
-    return replace(chosen, model=model)
+        raise BadInputError(f"{folder}: strategy={strategy} opens folders of causal language models alone; {fix}")
+    return model
 
 
 def existing_folder(path: Path | str) -> Path:

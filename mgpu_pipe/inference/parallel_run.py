@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.inference.find_model import ModelSource, config_of
+from mgpu_pipe.inference.find_model import ModelSource, model_of_folder
 from mgpu_pipe.models.build import materialise, run_model
 from mgpu_pipe.models.model_settings import model_settings, require_model_settings
 from mgpu_pipe.models.weights.pretrained import restore_buffers
@@ -123,7 +123,7 @@ def open_parallel(source: ModelSource, config: RunConfig, device: torch.device) 
 
 def evaluation_config(source: ModelSource, chosen: RunConfig) -> RunConfig:
     """The source's configuration with strategy, processes and launch of ``chosen``, in fp32 and without compiling."""
-    config = config_of(source, chosen)
+    config = source.config or replace(chosen, model=model_of_folder(source.folder, chosen.strategy.name))
     return replace(
         config,
         strategy=chosen.strategy,

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.freeze import freeze, load
 from mgpu_pipe.config.paths import RunPaths
@@ -24,20 +23,21 @@ from mgpu_pipe.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, BadInputError,
 from mgpu_pipe.import_path import allow_own_classes
 from mgpu_pipe.inference.batch.settings import AnswerSettings, EncodeSettings, JobSettings, ScoreSettings
 from mgpu_pipe.inference.find_model import ModelSource, find_model
-from mgpu_pipe.launch.process_job import SETTINGS, refuse_other_machines, run_processes
+from mgpu_pipe.launch.process_job import (
+    SETTINGS,
+    ModelShare,
+    open_whole,
+    opened_share,
+    refuse_other_machines,
+    run_processes,
+)
 from mgpu_pipe.launch.resume import restarts_without_progress
-from mgpu_pipe.launch.worker import join_workers, limit_torch_threads
+from mgpu_pipe.launch.worker import join_workers
 from mgpu_pipe.launch.world import enter, joined_store
 from mgpu_pipe.system.hardware import limit_threads
 from mgpu_pipe.system.joined_world import LIFELINE_FD, existing_world
 from mgpu_pipe.system.local_files import exists, replace_file
 from mgpu_pipe.system.process_end import exit_now
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import Store
-
-    from mgpu_pipe.launch.world import World
 
 MODULE = "mgpu_pipe.launch.batch_job"
 LONGEST_WAIT_S = 30.0 * 24 * 3600
@@ -78,13 +78,14 @@ def _run_here(settings: JobSettings, source: ModelSource, config: RunConfig) -> 
         with folder.locked() if world.rank == 0 else nullcontext():
             if world.rank == 0:
                 folder.begin(settings.identity(source))
-            _compute_in(world, store, settings, config)
+            with opened_share(world, store, config, settings, LONGEST_WAIT_S) as part:
+                _compute(settings, part)
         return EXIT_OK
     with folder.locked():
         folder.begin(settings.identity(source))
         processes = world_size(config.trainer, config.strategy)
         if processes == 1:
-            _compute_share(settings, settings.device)
+            _compute(settings, open_whole(settings, settings.device))
             return EXIT_OK
         freeze(config, RunPaths(folder.root).config)
         stopped = f"stopped; the same command resumes from {folder.root}"
@@ -97,7 +98,8 @@ def main(folder: Path) -> int:
         return _run_task(folder)
     with join_workers(folder, is_live=True) as (config, world, store):
         settings = JobSettings.from_json((folder / SETTINGS).read_text(encoding="utf-8"))
-        _compute_in(world, store, settings, config)
+        with opened_share(world, store, config, settings, LONGEST_WAIT_S) as part:
+            _compute(settings, part)
     return EXIT_OK
 
 
@@ -153,58 +155,22 @@ def _check_progress(folder: Path, rows: int, most: int) -> None:
     replace_file(file, json.dumps({"rows": rows, "restarts": restarts}))
 
 
-def _compute_in(world: World, store: Store, settings: JobSettings, config: RunConfig) -> None:
-    """Compute this rank's share of the job. A collective call."""
-    from mgpu_pipe.launch.process_group import process_group
-    from mgpu_pipe.topology import ParallelDims
-
-    with process_group(world, store, device_type(config.trainer), LONGEST_WAIT_S) as device:
-        if ParallelDims.resolve(config.strategy, world.world_size).cuts_the_model:
-            assert isinstance(settings, AnswerSettings)
-            _answer_together(settings, config, device)
-        else:
-            _compute_share(settings, device, world.rank, world.world_size)
-
-
-def _answer_together(settings: AnswerSettings, config: RunConfig, device: torch.device) -> None:
-    """Answer prompts with a model of which this rank holds a part. A collective call."""
-    from mgpu_pipe.inference.batch.answer import answer_prompts
-    from mgpu_pipe.inference.batch.job_folder import Share
-    from mgpu_pipe.inference.model_arguments import silence_transformers
-    from mgpu_pipe.inference.open import LoadedRun
-    from mgpu_pipe.inference.parallel_run import EncoderDecoderForward, evaluation_config, open_parallel
-
-    limit_torch_threads()
-    silence_transformers()
-    source = find_model(settings.model)
-    parallel = open_parallel(source, evaluation_config(source, config), device)
-    model, forward = parallel.model, parallel.forward
-    if model.config.is_encoder_decoder:
-        forward = forward or EncoderDecoderForward(model)
-    run = LoadedRun(model, source.folder, source.tokenizer, source.config, None, source.is_trusted)
-    share = Share(parallel.share, parallel.shares, parallel.is_share_first)
-    answer_prompts(settings, run, share, forward, is_cut=True)
-
-
-def _compute_share(settings: JobSettings, device: torch.device | str, rank: int = 0, processes: int = 1) -> None:
-    """Open the run and compute the share of this process."""
+def _compute(settings: JobSettings, part: ModelShare) -> None:
+    """Compute this process's share of the job. A collective call if the model is cut."""
     from mgpu_pipe.inference.batch.answer import answer_prompts
     from mgpu_pipe.inference.batch.encode import encode_texts
-    from mgpu_pipe.inference.batch.job_folder import Share
     from mgpu_pipe.inference.batch.pair_scorer import score_rows
-    from mgpu_pipe.inference.model_arguments import silence_transformers
-    from mgpu_pipe.inference.open import load_run
+    from mgpu_pipe.inference.parallel_run import EncoderDecoderForward
 
-    limit_torch_threads()
-    silence_transformers()
-    run = load_run(settings.model, device, settings.frozen_weights, settings.average)
-    share = Share(rank, processes)
     if isinstance(settings, EncodeSettings):
-        encode_texts(settings, run, share)
+        encode_texts(settings, part.run, part.share)
     elif isinstance(settings, ScoreSettings):
-        score_rows(settings, run, share)
+        score_rows(settings, part.run, part.share)
     elif isinstance(settings, AnswerSettings):
-        answer_prompts(settings, run, share)
+        forward, model = part.forward, part.run.model
+        if part.is_cut and model.config.is_encoder_decoder:
+            forward = forward or EncoderDecoderForward(model)
+        answer_prompts(settings, part.run, part.share, forward, part.is_cut)
 
 
 if __name__ == "__main__":

@@ -8,23 +8,35 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import LaunchConfig, TrainerConfig
+from mgpu_pipe.config.resolve import device_type
+from mgpu_pipe.config.schema import LaunchConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import EXIT_BAD_INPUT, EXIT_FAILURE, EXIT_OK, BadInputError, ConfigError, print_line, print_text
 from mgpu_pipe.import_path import python_module
 from mgpu_pipe.launch.signals import SignalInbox
 from mgpu_pipe.launch.supervisor import Outcome, supervise
+from mgpu_pipe.launch.worker import limit_torch_threads
 from mgpu_pipe.launch.workers import WorkerPlan
 from mgpu_pipe.launch.world import World
 from mgpu_pipe.system.child_process import bound
 from mgpu_pipe.system.local_files import replace_file
 from mgpu_pipe.system.standard_streams import live_descriptor
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+    from mgpu_pipe.inference.batch.job_folder import Share
+    from mgpu_pipe.inference.batch.settings import JobSettings
+    from mgpu_pipe.inference.harness.harness_settings import HarnessSettings
+    from mgpu_pipe.inference.open import LoadedRun
 
 SETTINGS = "settings.json"
 STOP_TIMEOUT_S = 5.0
@@ -103,6 +115,67 @@ def temporary_folder(subject: str) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class ModelShare:
+    """A job's model in this process.
+
+    Attributes:
+        share: the part of the job's work that this process computes.
+        forward: replaces the model's forward pass on whole texts; None for the model's own.
+        is_cut: whether this process holds a part of the model alone.
+    """
+
+    run: LoadedRun
+    share: Share
+    forward: Callable[..., Any] | None = None
+    is_cut: bool = False
+
+
+@contextmanager
+def opened_share(
+    world: World, store: Store, config: RunConfig, settings: JobSettings | HarnessSettings, wait_s: float
+) -> Iterator[ModelShare]:
+    """Open the model of a job as a rank of ``world``: whole, or the part that ``config`` gives this rank.
+
+    Collective calls.
+
+    Args:
+        wait_s: seconds that a process waits for the others.
+    """
+    from mgpu_pipe.inference.batch.job_folder import Share
+    from mgpu_pipe.inference.find_model import find_model
+    from mgpu_pipe.inference.model_arguments import silence_transformers
+    from mgpu_pipe.inference.open import LoadedRun
+    from mgpu_pipe.inference.parallel_run import evaluation_config, open_parallel
+    from mgpu_pipe.launch.process_group import process_group
+    from mgpu_pipe.topology import ParallelDims
+
+    limit_torch_threads()
+    with process_group(world, store, device_type(config.trainer), wait_s) as device:
+        if not ParallelDims.resolve(config.strategy, world.world_size).cuts_the_model:
+            yield open_whole(settings, device, world.rank, world.world_size)
+            return
+        silence_transformers()
+        source = find_model(settings.model)
+        part = open_parallel(source, evaluation_config(source, config), device)
+        run = LoadedRun(part.model, source.folder, source.tokenizer, source.config, None, source.is_trusted)
+        yield ModelShare(run, Share(part.share, part.shares, part.is_share_first), part.forward, is_cut=True)
+
+
+def open_whole(
+    settings: JobSettings | HarnessSettings, device: torch.device | str, rank: int = 0, processes: int = 1
+) -> ModelShare:
+    """Open the whole model of a job in this process."""
+    from mgpu_pipe.inference.batch.job_folder import Share
+    from mgpu_pipe.inference.model_arguments import silence_transformers
+    from mgpu_pipe.inference.open import load_run
+
+    limit_torch_threads()
+    silence_transformers()
+    run = load_run(settings.model, device, settings.frozen_weights, settings.average)
+    return ModelShare(run, Share(rank, processes))
 
 
 TRACER = "mgpu_pipe.training.tracing.trace_rank"

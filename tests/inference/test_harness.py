@@ -168,7 +168,7 @@ def test_a_task_file_that_names_code_is_refused(place: Path, tmp_path: Path, cap
 def test_the_harness_own_tasks_are_known_beside_those_of_a_folder(place: Path) -> None:
     from mgpu_pipe.inference.harness.model import measure_tasks
 
-    asked = HarnessSettings("run", ["words_text", "arc_easy", "nowhere"], [str(place / "tasks")])
+    asked = HarnessSettings(Path("run"), ["words_text", "arc_easy", "nowhere"], [str(place / "tasks")])
     with pytest.raises(BadInputError, match=r"^--harness=nowhere: no such task; "):
         measure_tasks(asked, None)
 

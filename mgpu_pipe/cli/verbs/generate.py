@@ -123,7 +123,7 @@ def _answer_file(arguments: argparse.Namespace) -> int:
 
     source = find_model(find_inputs(arguments))
     config = compose_processes("generate", arguments.overrides, arguments.device, strategies=True)
-    refuse_whole_weights(source, config, arguments.weights, arguments.frozen_weights)
+    refuse_whole_weights(source, config.trainer, config.strategy, arguments)
     settings = AnswerSettings(
         model=source.folder.absolute(),
         input=expand_home(arguments.input).absolute(),

@@ -30,7 +30,7 @@ class HarnessSettings:
         average: whether the weights are the average (``--weights ema``).
     """
 
-    model: str
+    model: Path
     tasks: list[str]
     paths: list[str] = field(default_factory=list)
     runs_code: bool = False
@@ -38,19 +38,17 @@ class HarnessSettings:
     limit: int | None = None
     few_shot: int | None = None
     average: bool = False
-    frozen_weights: str | None = None
+    frozen_weights: Path | None = None
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> HarnessSettings:
-        return cls(**json.loads(text))
-
-    @property
-    def frozen_folder(self) -> Path | None:
-        """Folder of the weights that the checkpoint leaves out."""
-        return None if self.frozen_weights is None else Path(self.frozen_weights)
+        values = json.loads(text)
+        frozen = values["frozen_weights"]
+        paths = {"model": Path(values["model"]), "frozen_weights": None if frozen is None else Path(frozen)}
+        return cls(**{**values, **paths})
 
 
 def require_harness() -> None:
