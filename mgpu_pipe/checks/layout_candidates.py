@@ -184,13 +184,18 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
     trainer, words = on_processes(config.trainer, profile, gpus)
     placed = replace(config, trainer=trainer)
     samples = config.data.global_batch_size
-    model = model_work(_alone(placed, MESH), fields)
+
+    def on_one_process(sharding: Sharding) -> RunConfig:
+        alone = with_layout(placed, Layout(1, 1, 1, 1, 1, 1, 1, 1, "none", False, sharding=sharding))
+        return replace(alone, trainer=replace(alone.trainer, devices=1, num_nodes=1))
+
+    alone = on_one_process(MESH)
+    model = model_work(alone, fields)
     layouts = enumerate_layouts(model, gpus, samples, _allowed_sizes(placed, fields, gpus))
     if not np.size(layouts.tp):
         fewer = max(size for size in divisors(samples) if size <= gpus)
         fix = f"use plan.gpus={fewer}, or data.global_batch_size={gpus}"
         raise ConfigError("data.global_batch_size", samples, fix, f"no layout divides it over {gpus} processes")
-    alone = _alone(placed, MESH)
     if memory_by_rank(alone) is None:
         fix = "plan one of a language model, such as objective=causal_lm"
         raise ConfigError("objective.name", config.objective.name, fix, "the memory of this objective is not known")
@@ -203,18 +208,12 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
         others = data_parallel_layouts(layouts, sharding)
         if not np.size(others.tp):
             continue
-        alone = _alone(placed, sharding)
+        alone = on_one_process(sharding)
         if strategy_errors(alone) or update_errors(alone):
             refused += np.size(others.tp)
         else:
             kinds.append(_sharded(alone, fields, others, sharding))
     return Candidates(placed, words, gpus, kinds, refused)
-
-
-def _alone(config: RunConfig, sharding: Sharding) -> RunConfig:
-    """The configuration on one process, whose model is whole."""
-    alone = with_layout(config, Layout(1, 1, 1, 1, 1, 1, 1, 1, "none", False, sharding=sharding))
-    return replace(alone, trainer=replace(alone.trainer, devices=1, num_nodes=1))
 
 
 def _sharded(alone: RunConfig, fields: Mapping[str, Any], layouts: Work, sharding: Sharding) -> Sharded:

@@ -108,7 +108,7 @@ def plan_layouts(config: RunConfig) -> tuple[list[PlannedRun], Losers]:
     each = replace(config, plan=replace(config.plan, rows=max(1, config.plan.rows // len(worlds))))
     for profile, gpus in worlds:
         try:
-            plans += _plans_on(each, profile, gpus, losers)
+            plans += _plans_on(find_candidates(each, profile, gpus), profile, losers)
         except ConfigError as error:
             losers.errors.append(error)
     if not plans:
@@ -156,13 +156,12 @@ def first_processes(trainer: TrainerConfig, launch: LaunchConfig, plan: PlanConf
     return on_processes(trainer, profile, _worlds(trainer, plan, profile)[0])
 
 
-def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Losers) -> list[PlannedRun]:
-    """The best layouts on one number of GPUs, at most one of the same axes.
+def _plans_on(candidates: Candidates, profile: HardwareProfile, losers: Losers) -> list[PlannedRun]:
+    """The best layouts among the candidates, at most one of the same axes.
 
     Raises:
         ConfigError: no layout fits.
     """
-    candidates = find_candidates(config, profile, gpus)
     hardware = computing_hardware(
         candidates.config.precision, candidates.config.trainer, candidates.config.strategy, profile
     )
@@ -177,7 +176,7 @@ def _plans_on(config: RunConfig, profile: HardwareProfile, gpus: int, losers: Lo
     losers.too_large += int(len(fits) - fits.sum())
     plans = list(_fitting(candidates, profile, hardware, fits, losers))
     if not plans:
-        raise _does_not_fit(config, candidates, profile)
+        raise _does_not_fit(candidates, profile)
     return plans
 
 
@@ -261,14 +260,14 @@ def _least(candidates: Candidates, profile: HardwareProfile) -> float:
     return float(candidates.sizes[_fits_host(candidates, profile)].min())
 
 
-def _does_not_fit(config: RunConfig, candidates: Candidates, profile: HardwareProfile) -> ConfigError:
+def _does_not_fit(candidates: Candidates, profile: HardwareProfile) -> ConfigError:
     """The error that names the bytes that the smallest layout lacks, and a number of GPUs that is enough."""
     least = _least(candidates, profile)
     missing = max(0.0, least - profile.memory_bytes) / GIB
     enough, gpus = None, 2 * candidates.gpus
     while enough is None and gpus <= LARGEST_WORLD:
         try:
-            least_of_more = _least(find_candidates(config, profile, gpus), profile)
+            least_of_more = _least(find_candidates(candidates.config, profile, gpus), profile)
             enough = gpus if least_of_more <= profile.memory_bytes else None
         except ConfigError:
             break

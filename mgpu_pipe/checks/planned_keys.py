@@ -15,7 +15,7 @@ from mgpu_pipe.config.schema import DataConfig, RunConfig, TrainerConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
 from mgpu_pipe.planning.hardware_profile import GIB
-from mgpu_pipe.planning.memory_limits import likely_fits
+from mgpu_pipe.planning.memory_limits import predict_fit
 from mgpu_pipe.planning.run_hardware import predicted_seconds
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -69,12 +69,13 @@ def with_predicted_micro_batch(
         fix = "give a number, such as what max finds on one node"
         reason = "it is measured by a command that starts all processes of a run itself"
         raise ConfigError(MICRO_BATCH, MAX, fix, reason)
-    fits = {size: likely_fits(with_micro_batch(config, size), elsewhere) for size in sizes}
+    fits = {size: predict_fit(with_micro_batch(config, size), elsewhere) for size in sizes}
     if fits[sizes[0]] is None:
         most = max(sizes[0], _auto(config.data, config.trainer, config.strategy))
         chosen, source = max(size for size in sizes if size <= most), "a first try"
     else:
-        chosen, source = max((size for size in sizes if fits[size]), default=sizes[0]), "predicted"
+        likely = [size for size, fit in fits.items() if fit is not None and fit.is_likely]
+        chosen, source = max(likely, default=sizes[0]), "predicted"
     text = f"max is {chosen}, {source}; a run measures it as it starts"
     return with_micro_batch(config, chosen), Notice(MICRO_BATCH, text), True
 

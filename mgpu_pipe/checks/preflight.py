@@ -27,7 +27,7 @@ from mgpu_pipe.config.plugins import ENGINES, OBJECTIVES
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, RunConfig, StrategyConfig, TrainerConfig
 from mgpu_pipe.errors import BadInputError, ConfigErrors, raised_by, section_of
-from mgpu_pipe.planning.memory_limits import memory_notice
+from mgpu_pipe.planning.memory_limits import memory_notice, predict_fit
 from mgpu_pipe.system.hardware import usable_gpus
 from mgpu_pipe.topology import ParallelDims
 
@@ -97,7 +97,7 @@ def preflight(config: RunConfig, alone: Sequence[str] = (), elsewhere: bool = Fa
     if errors:
         raise ConfigErrors(errors)
     messages = notices(config)
-    if text := memory_notice(config, elsewhere):
+    if text := memory_notice(predict_fit(config, elsewhere), config.trainer):
         messages.append(Notice("trainer.memory_check", text))
     if elsewhere and config.launch.type == "local" and device_type(config.trainer) == "cuda" and not usable_gpus():
         messages.append(Notice("trainer.accelerator", "torch can use no GPU here: this is checked for another machine"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from mgpu_pipe.checks.check_sizes import size_errors
@@ -30,8 +31,14 @@ class TracedLayout:
 
     config: RunConfig
     words: Sequence[str]
-    memory: MemoryPlan | None
-    plain: MemoryPlan | None
+
+    @cached_property
+    def memory(self) -> MemoryPlan | None:
+        return memory_by_rank(self.config)
+
+    @cached_property
+    def plain(self) -> MemoryPlan | None:
+        return memory_by_rank(replace(self.config, model=replace(self.config.model, compile=False)))
 
     @property
     def ranks(self) -> list[int]:
@@ -59,18 +66,13 @@ def typed_layout(config: RunConfig) -> TracedLayout:
     errors = size_errors(unchecked, elsewhere=True)
     if errors:
         raise ConfigErrors(errors)
-    return _traced(placed, words)
+    return TracedLayout(placed, words)
 
 
 def planned_layout(plan: PlannedRun) -> TracedLayout:
     """The layout of a plan."""
     refuse_untraceable(plan.config)
-    return _traced(plan.config, plan.overrides)
-
-
-def _traced(config: RunConfig, words: Sequence[str]) -> TracedLayout:
-    plain = replace(config, model=replace(config.model, compile=False))
-    return TracedLayout(config, words, memory_by_rank(config), memory_by_rank(plain))
+    return TracedLayout(plan.config, plan.overrides)
 
 
 def refuse_untraceable(config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from mgpu_pipe.config.data_sources import find_source
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.system.local_files import exists, expand_home, is_file
 
@@ -129,21 +129,20 @@ def names_files(model: ModelConfig, data: DataConfig) -> bool:
     return model.path is not None or data.tokenizer != "auto" or files
 
 
-def with_names(config: RunConfig, names: dict[str, str]) -> RunConfig:
-    """``config`` with each name replaced by its value in ``names``."""
-    model, data = config.model, config.data
+def with_names(model: ModelConfig, data: DataConfig, names: dict[str, str]) -> dict[str, Any]:
+    """The sections ``model`` and ``data`` with each name replaced by its value in ``names``."""
     path = None if model.path is None else names.get(model.path, model.path)
     data = _with_files(replace(data, tokenizer=names.get(data.tokenizer, data.tokenizer)), names)
     if mixed := data.parts():
         sources: dict[str, Any] = {name: _with_files(source, names) for name, source in mixed.items()}
         data = replace(data, sources=sources)  # type: ignore[call-arg]  # a mixture's own key
-    return replace(config, model=replace(model, path=path), data=data)
+    return {"model": replace(model, path=path), "data": data}
 
 
-def without_revisions(config: RunConfig) -> RunConfig:
-    """``config`` with the revision removed from every name, for comparing two nodes."""
-    names = [name for _, name in hub_names(config.model, config.data)]
-    return with_names(config, {str(name): str(replace(name, revision=None)) for name in names})
+def without_revisions(model: ModelConfig, data: DataConfig) -> dict[str, Any]:
+    """The sections with the revision removed from every name, for comparing two nodes."""
+    names = [name for _, name in hub_names(model, data)]
+    return with_names(model, data, {str(name): str(replace(name, revision=None)) for name in names})
 
 
 def commit_of(name: HubName, key: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from mgpu_pipe.config.data_sources import SourceDeclaration, find_source, source_names
@@ -148,7 +149,9 @@ def open_source(config: RunConfig, cache: Path, progress: Progress = no_progress
     """
     if shipped_source(config.data.source) is not None:
         return open_shipped(config.data, cache, progress, key)
-    source = plug_in_source(config, _plug_in(config.data.source))
+    plug_in = _plug_in(config.data.source)
+    fingerprint = plug_in.fingerprint(config) if hasattr(plug_in, "fingerprint") else None
+    source = plug_in_source(config.data, partial(plug_in, config), fingerprint)
     return source if config.data.on_bad_sample == "skip" else refuse_bad(source)
 
 

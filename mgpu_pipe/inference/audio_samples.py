@@ -20,7 +20,7 @@ from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds
 from mgpu_pipe.data.audio.recordings import LabelledSounds, SpeechSamples
 from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.audio.transcript_tokens import Words
-from mgpu_pipe.data.samples import evaluation_numbers
+from mgpu_pipe.data.samples import SampleSet, evaluation_numbers
 from mgpu_pipe.models.speech import greedy_transcripts
 from mgpu_pipe.objectives.registry import objective_class
 from mgpu_pipe.objectives.transcript_keys import SpeechSeq2SeqConfig, jiwer
@@ -35,15 +35,12 @@ NAMED_WORDS = 12
 
 
 def recording_samples(
-    config: RunConfig, prepared: PreparedSpeech | PreparedLabelledSounds, model: PreTrainedModel
+    config: RunConfig, prepared: PreparedSpeech | PreparedLabelledSounds, recordings: SampleSet, model: PreTrainedModel
 ) -> list[dict[str, str]]:
     """Samples of held-out recordings, wrong ones first: the truth, the transcript with its mistakes or the predicted
     class, and Ogg sound. A collective call for a sharded model.
     """
     chosen = prepared.evaluated_samples()[:TRANSCRIBED]
-    if not len(chosen):
-        return []
-    recordings = prepared.open(config, "validation")
     assert isinstance(recordings, SpeechSamples | LabelledSounds) and isinstance(config.data, AudioConfig)
     samples = objective_class(config.objective.name).samples(config, recordings)
     was_training, results = model.training, list[tuple[bool, str, str, int]]()

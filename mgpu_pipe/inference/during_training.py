@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.paths import RunPaths
-from mgpu_pipe.config.schema import ObjectiveConfig, RunConfig
+from mgpu_pipe.config.schema import DataConfig, EvalConfig, ObjectiveConfig, RunConfig
 from mgpu_pipe.data.audio.prepare_audio import PreparedSpeech
 from mgpu_pipe.data.audio.prepare_labelled import PreparedLabelledSounds, PreparedTaggedSounds
 from mgpu_pipe.data.images.prepare_captions import PreparedCaptions
@@ -24,7 +24,8 @@ from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.audio_samples import recording_samples
-from mgpu_pipe.inference.generation import load_tokenizer
+from mgpu_pipe.inference.evaluate import classify_texts
+from mgpu_pipe.inference.generation import generate_text, load_tokenizer
 from mgpu_pipe.inference.picture_samples import answer_samples, picture_samples, retrieval_samples
 from mgpu_pipe.inference.tasks import TaskResult, measure, rows_of
 from mgpu_pipe.inference.tasks.judge import Judge
@@ -67,24 +68,24 @@ def make_samples(
         forward: replaces the model's forward pass; see :meth:`EngineStrategy.sampling_forward`.
     """
     prompts, length = config.objective.prompts()
-    if isinstance(prepared, PreparedCaptions):
-        return retrieval_samples(config, prepared, model)
-    if isinstance(prepared, PreparedImages):
-        return picture_samples(config, prepared, model)
-    if isinstance(prepared, PreparedPictureChats):
-        return answer_samples(config, prepared, model, forward)
-    if isinstance(prepared, PreparedSpeech | PreparedLabelledSounds):
-        return recording_samples(config, prepared, model)
+    if prepared.kind in SHOWN:
+        if not prepared.validation_samples:
+            return []
+        held_out = prepared.open(config, "validation")
+        if isinstance(prepared, PreparedCaptions):
+            return retrieval_samples(config.model, config.data, prepared, held_out, model)
+        if isinstance(prepared, PreparedImages):
+            return picture_samples(config.model, config.data, prepared, held_out, model)
+        if isinstance(prepared, PreparedPictureChats):
+            return answer_samples(prepared, held_out, model, forward)
+        assert isinstance(prepared, PreparedSpeech | PreparedLabelledSounds)
+        return recording_samples(config, prepared, held_out, model)
     if not prompts or tokenizer_folder is None:
         return []
     kind, joint = description(config.objective.name).samples, " \u2192 "
     if kind == "labelled_text":
-        from mgpu_pipe.inference.evaluate import classify_texts
-
         texts = classify_texts(model, tokenizer_folder, prompts, config.data.seq_len)
     else:
-        from mgpu_pipe.inference.generation import generate_text
-
         chat = chat_of(tokenizer_folder, ()) if config.data.holds_conversations() else None
         joint = "" if kind == "packed_text" and chat is None else joint
         texts = generate_text(
@@ -107,13 +108,15 @@ class RunTasks:
         results: of the last call, by the task's name.
     """
 
-    def __init__(self, config: RunConfig, prepared: Prepared, objective: Objective, strategy: EngineStrategy) -> None:
+    def __init__(
+        self, tasks: EvalConfig, data: DataConfig, prepared: Prepared, objective: Objective, strategy: EngineStrategy
+    ) -> None:
         folder = prepared.tokenizer_folder
         if folder is None:
-            raise BadInputError(f"eval.tasks: data.source={config.data.source} has no tokenizer; leave the tasks out")
-        self._tasks = config.eval.tasks
-        self._rows = {name: rows_of(task, name, config.data.text_column) for name, task in self._tasks.items()}
-        self._judge = Judge(objective, load_tokenizer(folder), chat_of(folder), config.data.seq_len, strategy)
+            raise BadInputError(f"eval.tasks: data.source={data.source} has no tokenizer; leave the tasks out")
+        self._tasks = tasks.tasks
+        self._rows = {name: rows_of(task, name, data.text_column) for name, task in self._tasks.items()}
+        self._judge = Judge(objective, load_tokenizer(folder), chat_of(folder), data.seq_len, strategy)
         self.results: dict[str, TaskResult] = {}
 
     def __call__(self) -> dict[str, float]:

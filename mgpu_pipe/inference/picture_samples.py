@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.images.chat_tensors import PackedChats, PictureChatSamples
 from mgpu_pipe.data.images.prepare_captions import CaptionedImages, PreparedCaptions
 from mgpu_pipe.data.images.prepare_chats import PreparedPictureChats
@@ -24,6 +24,7 @@ from mgpu_pipe.data.text.conversations import SEEN
 from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.inference.generation import load_tokenizer
 from mgpu_pipe.objectives.contrastive import two_tower_inputs
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 
@@ -37,18 +38,15 @@ QUESTIONS, FRAME_SIDE, FRAMES = 32, 48, 6
 """Questions to ask, pixels of the longer side of their pictures, and most pictures of a question."""
 
 
-def picture_samples(config: RunConfig, prepared: PreparedImages, model: PreTrainedModel) -> list[dict[str, str]]:
+def picture_samples(
+    keys: ModelConfig, data: DataConfig, prepared: PreparedImages, samples: SampleSet, model: PreTrainedModel
+) -> list[dict[str, str]]:
     """Samples of held-out pictures, wrong classes first: class, predicted class, and the picture as PNG.
 
     A collective call for a sharded model.
     """
-    chosen = prepared.evaluated_samples()[:PICTURES]
-    if not len(chosen):
-        return []
-    samples = prepared.open(config, "validation")
-    data = LabelledImages(config.model, config.data, "validation", prepared)
-    results = []
-    for indices, batch, output in _outputs(model, samples, chosen):
+    pictures, results = LabelledImages(keys, data, "validation", prepared), []
+    for indices, batch, output in _outputs(model, samples, prepared.evaluated_samples()[:PICTURES]):
         shares, answers = output.logits.float().softmax(-1).max(-1)
         results += list(zip(indices, batch["labels"].tolist(), answers.tolist(), shares.tolist(), strict=True))
     results.sort(key=lambda result: result[1] == result[2])
@@ -57,24 +55,24 @@ def picture_samples(config: RunConfig, prepared: PreparedImages, model: PreTrain
         {
             "prompt": names[label],
             "text": f" \u2192 {names[answer]} ({100 * share:.0f}%){'' if label == answer else ', wrong'}",
-            "image": _encode_picture(data, int(index)),
+            "image": _encode_picture(pictures, int(index)),
         }
         for index, label, answer, share in results[:SHOWN]
     ]
 
 
-def retrieval_samples(config: RunConfig, prepared: PreparedCaptions, model: PreTrainedModel) -> list[dict[str, str]]:
+def retrieval_samples(
+    keys: ModelConfig, data: DataConfig, prepared: PreparedCaptions, samples: SampleSet, model: PreTrainedModel
+) -> list[dict[str, str]]:
     """Samples of held-out pictures, wrong captions first: the caption, the nearest caption of all these pictures, and
     the picture as PNG. A collective call for a sharded model.
     """
-    from mgpu_pipe.inference.generation import load_tokenizer
-
-    chosen = prepared.evaluated_samples()[:PICTURES]
-    if not len(chosen) or prepared.tokenizer_folder is None:
+    if prepared.tokenizer_folder is None:
         return []
-    data, captions = CaptionedImages(config.model, config.data, "validation", prepared), list[list[int]]()
+    chosen = prepared.evaluated_samples()[:PICTURES]
+    shown, captions = CaptionedImages(keys, data, "validation", prepared), list[list[int]]()
     pictures, texts, labels, picture_ids = [], [], list[int](), list[int]()
-    for _, batch, output in _outputs(model, prepared.open(config, "validation"), chosen):
+    for _, batch, output in _outputs(model, samples, chosen):
         pictures.append(F.normalize(output.image_embeds.float(), dim=1))
         texts.append(F.normalize(output.text_embeds.float(), dim=1))
         labels += batch["labels"].tolist()
@@ -91,7 +89,7 @@ def retrieval_samples(config: RunConfig, prepared: PreparedCaptions, model: PreT
         {
             "prompt": texts_of_captions[index],
             "text": f" \u2192 {texts_of_captions[nearest[index]]}{'' if right[index] else ', wrong'}",
-            "image": _encode_picture(data, int(chosen[index])),
+            "image": _encode_picture(shown, int(chosen[index])),
         }
         for index in order[:SHOWN]
     ]
@@ -129,7 +127,7 @@ def _encode_png(picture: Image) -> str:
 
 
 def answer_samples(
-    config: RunConfig, prepared: PreparedPictureChats, model: PreTrainedModel, forward: Callable[..., Any] | None = None
+    prepared: PreparedPictureChats, samples: SampleSet, model: PreTrainedModel, forward: Callable[..., Any] | None
 ) -> list[dict[str, str]]:
     """Samples of held-out conversations, wrong answers first: the question without the chat template's text, the
     likeliest token at each place of the right answer, and the pictures side by side as PNG. A collective call for a
@@ -138,12 +136,7 @@ def answer_samples(
     Args:
         forward: takes a micro-batch's fields; see :meth:`EngineStrategy.sampling_forward`.
     """
-    from mgpu_pipe.inference.generation import load_tokenizer
-
     chosen = prepared.evaluated_samples()[:QUESTIONS]
-    if not len(chosen):
-        return []
-    samples = prepared.open(config, "validation")
     samples = samples.alone if isinstance(samples, PackedChats) else samples
     assert isinstance(samples, PictureChatSamples)
     tokenizer, kind = load_tokenizer(prepared.tokenizer_folder), build_picture_inputs(model.config)

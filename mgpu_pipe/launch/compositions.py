@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mgpu_pipe.config.hub import names_files
 from mgpu_pipe.config.hydra import command_line as hydra_cli
@@ -144,17 +144,12 @@ def check_composition(
     Raises:
         ConfigErrors: all errors of the configuration.
     """
-    typed = composition.config.trainer.memory_check
+    trainer = composition.config.trainer
     if not trains:
-        composition.config = with_memory_check(composition.config, "off")
+        composition.config = replace(composition.config, trainer=replace(trainer, memory_check="off"))
     print_notices(notices_of(composition, joins=joins, elsewhere=elsewhere))
-    composition.config = with_memory_check(composition.config, typed)
+    composition.config = replace(composition.config, trainer=trainer)
     return composition.config
-
-
-def with_memory_check(config: RunConfig, value: Literal["refuse", "warn", "off"]) -> RunConfig:
-    """``config`` with another ``trainer.memory_check``."""
-    return replace(config, trainer=replace(config.trainer, memory_check=value))
 
 
 def launch_composition(

@@ -161,7 +161,8 @@ def _broadcast_and_exit(store: Store, offer: Mapping[str, object], others: Seque
 def _prepare_attempt(config: RunConfig, world: World, command_line: CommandLine, folder: RunFolder) -> SharedPlan:
     """Begin the run and prepare its attempt on rank 0; returns the plan for every rank."""
     paths, launch, launched = folder.paths, _this_launch(), time.time()
-    shared_hash = config_hash(without_revisions(config))  # only rank 0 looks up commits
+    # Only rank 0 looks up commits.
+    shared_hash = config_hash(replace(config, **without_revisions(config.model, config.data)))
     run = begin_run(config, folder, command_line, launch, restart=bool(_restarted_launch()))
     attempt = record.next_attempt(paths)
     if run is None:
@@ -193,7 +194,7 @@ def _plan_from_rank_zero(config: RunConfig, store: Store, rank: int) -> SharedPl
         if not shared.train:
             return shared
         config = with_plan_of(config, load(RunPaths(Path(shared.folder)).config))
-    own_hash = config_hash(without_revisions(config))
+    own_hash = config_hash(replace(config, **without_revisions(config.model, config.data)))
     if shared.config_hash != own_hash:
         fix = "give every node the same command and the same version of the files"
         reason = f"rank 0 composed another configuration, {shared.config_hash}: the nodes' configurations differ"

@@ -70,10 +70,10 @@ def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
         elsewhere: nothing is started here; the run may be for another machine with GPUs. Where it leaves the device
             open, a machine without GPUs refuses nothing: :func:`memory_notice` says what is missing here.
     """
-    compared = _compare(config, elsewhere)
-    if compared is None or config.trainer.memory_check != "refuse":
+    fit = predict_fit(config, elsewhere)
+    if fit is None or config.trainer.memory_check != "refuse":
         return []
-    plan, share, machine = compared
+    plan, share, machine = fit.plan, fit.share, fit.machine
     if elsewhere and machine.gpus is None and config.trainer.accelerator != "cpu":
         return []
     processes = devices_per_node(config.trainer, config.strategy)
@@ -91,19 +91,12 @@ def memory_errors(config: RunConfig, elsewhere: bool) -> list[ConfigError]:
     return [ConfigError("strategy.name", config.strategy.name, fix, reason)]
 
 
-def memory_notice(config: RunConfig, elsewhere: bool) -> str:
+def memory_notice(fit: Fit | None, trainer: TrainerConfig) -> str:
     """A warning if a run may not fit; empty if it does, or if nothing is known."""
-    compared = _compare(config, elsewhere)
-    if compared is None or config.trainer.memory_check == "off" or compared[0].high <= compared[1]:
+    if fit is None or trainer.memory_check == "off" or fit.plan.high <= fit.share:
         return ""
-    plan, share, machine = compared
-    return f"{_needs(plan)}, up to {gib(plan.high)}; {machine.text} has {gib(share)} for it: it may not fit"
-
-
-def likely_fits(config: RunConfig, elsewhere: bool) -> bool | None:
-    """Whether the worst rank fits by the likely figure; None if that is not known."""
-    compared = _compare(config, elsewhere)
-    return None if compared is None else compared[0].likely <= compared[1]
+    space = f"{fit.machine.text} has {gib(fit.share)} for it"
+    return f"{_needs(fit.plan)}, up to {gib(fit.plan.high)}; {space}: it may not fit"
 
 
 def _needs(plan: MemoryPlan) -> str:
@@ -113,13 +106,31 @@ def _needs(plan: MemoryPlan) -> str:
     return f"a rank needs at least {gib(plan.low)}, likely {gib(plan.likely)} ({parts}){assumed}"
 
 
-def _compare(config: RunConfig, elsewhere: bool) -> tuple[MemoryPlan, int, Machine] | None:
-    """The prediction, and the bytes of the machine for one rank; None if either is not known."""
+@dataclass(frozen=True)
+class Fit:
+    """The predicted memory of the worst rank beside what its machine has.
+
+    Attributes:
+        share: bytes of the machine for one rank.
+    """
+
+    plan: MemoryPlan
+    share: int
+    machine: Machine
+
+    @property
+    def is_likely(self) -> bool:
+        """Whether the worst rank fits by the likely figure."""
+        return self.plan.likely <= self.share
+
+
+def predict_fit(config: RunConfig, elsewhere: bool) -> Fit | None:
+    """The prediction for a run; None if its memory or its machine is not known. See :func:`memory_errors`."""
     machine = machine_of(config.trainer, config.launch, config.plan, elsewhere)
     plan = predicted(config) if machine is not None else None
     if machine is None or plan is None:
         return None
-    return plan, _share(config.trainer, config.strategy, machine), machine
+    return Fit(plan, _share(config.trainer, config.strategy, machine), machine)
 
 
 def predicted(config: RunConfig) -> MemoryPlan | None:

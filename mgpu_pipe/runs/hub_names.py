@@ -86,7 +86,7 @@ def pin(config: RunConfig) -> Pinned:
                 local_folder(str(exact), key)
         except BadInputError as error:
             pinned.errors.append(error)
-    pinned.config = with_names(config, exact_names)
+    pinned.config = replace(config, **with_names(config.model, config.data, exact_names))
     return pinned
 
 
@@ -117,7 +117,7 @@ def _commits_of_resumed_run(config: RunConfig) -> Iterator[tuple[tuple[str, HubN
                 for key, name in hub_names(config.model, config.data)
                 if (key, replace(name, files="")) in commits
             }
-            if differences(with_names(config, texts), before):
+            if differences(replace(config, **with_names(config.model, config.data, texts)), before):
                 continue
         yield from commits.items()
         return

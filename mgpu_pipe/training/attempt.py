@@ -15,7 +15,7 @@ from mgpu_pipe.config.freeze import config_hash
 from mgpu_pipe.config.group_keys import SchedulerConfig
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.resolve import device_type, resolve_precision
-from mgpu_pipe.config.schema import RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import DataConfig, EvalConfig, RunConfig, TrainerConfig
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.topology import BatchPlan, ParallelDims
@@ -68,7 +68,7 @@ class Inference:
     sampler: Callable[
         [RunConfig, RunPaths, Prepared, PreTrainedModel, EngineStrategy, int], Callable[[int], list[Any]] | None
     ]
-    tasks: Callable[[RunConfig, Prepared, Objective, EngineStrategy], TaskFigures]
+    tasks: Callable[[EvalConfig, DataConfig, Prepared, Objective, EngineStrategy], TaskFigures]
 
 
 @dataclass(frozen=True)

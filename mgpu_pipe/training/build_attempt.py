@@ -176,7 +176,8 @@ def build_engine(
     strategy = _build_strategy(attempt, built, checkpointer, clock, must_stop)
     tasks = sample = None
     if inference is not None:
-        tasks = inference.tasks(config, attempt.prepared, objective, strategy) if config.eval.tasks else None
+        if config.eval.tasks:
+            tasks = inference.tasks(config.eval, config.data, attempt.prepared, objective, strategy)
         sample = inference.sampler(config, attempt.paths, attempt.prepared, built.model, strategy, attempt.start_step)
     logs = attempt.rank == 0
     progress = Progress(attempt.max_steps, config.trainer.progress, run_name=config.run.name) if logs else None

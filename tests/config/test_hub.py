@@ -70,9 +70,10 @@ def test_names_are_found_by_key_replaced_and_compared_without_their_revisions() 
 
     config, other = config_of("@main"), config_of(f"@{COMMIT}")
     assert [key for key, _ in hub_names(config.model, config.data)] == ["model.path", "data.tokenizer", "data.paths"]
-    assert without_revisions(config) == without_revisions(other) != config
+    plain = without_revisions(config.model, config.data)
+    assert plain == without_revisions(other.model, other.data) != {"model": config.model, "data": config.data}
     exact = {str(name): str(replace(name, revision=COMMIT)) for _, name in hub_names(config.model, config.data)}
-    assert with_names(config, exact) == other
+    assert replace(config, **with_names(config.model, config.data, exact)) == other
     assert mathematics_hash(config) != mathematics_hash(other), "a commit is part of a run's mathematics"
 
 

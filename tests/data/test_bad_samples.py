@@ -168,13 +168,13 @@ def test_conversations_that_the_template_refuses(tmp_path: Path, workers: int, m
 def test_documents_of_a_plug_in(tmp_path: Path) -> None:
     from mgpu_pipe.data.text.plug_in import plug_in_source
 
-    def given(run: RunConfig) -> list[object]:
+    def given() -> list[object]:
         return [3, "a text", "half of a pair: \ud800", "another"]
 
-    source = plug_in_source(config(tmp_path, source="mine", on_bad_sample="skip"), given)
+    source = plug_in_source(config(tmp_path, source="mine", on_bad_sample="skip").data, given)
     assert [document.fault is None for document in source.documents()] == [False, True, False, True]
     with pytest.raises(BadInputError, match=r"document 0 is int.*; data\.on_bad_sample=skip leaves it out$"):
-        plug_in_source(config(tmp_path, source="mine"), given)
+        plug_in_source(config(tmp_path, source="mine").data, given)
 
 
 def test_what_is_left_out_of_a_mixture_is_added_up(tmp_path: Path) -> None:

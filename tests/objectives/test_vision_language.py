@@ -268,14 +268,16 @@ def test_a_run_goes_on_under_another_strategy_answers_and_is_exported(
 
 def answered(composed: Any, folder: str, overrides: list[str], _: object) -> Any:
     """The metrics of a run, and what is shown of its model behind it."""
-    from mgpu_pipe.inference.picture_samples import answer_samples
+    from mgpu_pipe.inference.during_training import make_samples
     from mgpu_pipe.training.train import train
 
     config = composed(Path(folder).parent, *overrides)
     prepared: Any = prepare(config)
     result = train(config, RunPaths(Path(folder)), prepared)
     model: Any = result.model
-    return result.summary["metrics"], answer_samples(config, prepared, model, result.sampling_forward)
+    return result.summary["metrics"], make_samples(
+        config, model, None, prepared, together=True, forward=result.sampling_forward
+    )
 
 
 @pytest.mark.slow

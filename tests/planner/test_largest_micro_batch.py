@@ -24,7 +24,7 @@ from mgpu_pipe.errors import EXIT_STOPPED, ConfigError, ConfigErrors
 from mgpu_pipe.launch import micro_batch_tries
 from mgpu_pipe.launch.compositions import launch_composition, notices_of
 from mgpu_pipe.launch.outcome import LaunchResult
-from mgpu_pipe.planning.memory_limits import likely_fits
+from mgpu_pipe.planning.memory_limits import predict_fit
 from tests.support.command import start
 
 LARGE = [
@@ -48,7 +48,8 @@ def test_the_largest_that_is_predicted_to_fit_is_taken_and_changes_no_identity()
     size = composition.config.data.micro_batch_size
     assert size in (1, 2, 3, 4, 6) and composition.measures_micro_batch
     larger = next(other for other in (1, 2, 3, 4, 6, 12) if other > int(size))
-    assert likely_fits(composition.config, True) and not likely_fits(with_micro_batch(before, larger), True)
+    chosen, next_one = predict_fit(composition.config, True), predict_fit(with_micro_batch(before, larger), True)
+    assert chosen is not None and chosen.is_likely and next_one is not None and not next_one.is_likely
     assert mathematics_hash(composition.config) == mathematics_hash(before)
 
 

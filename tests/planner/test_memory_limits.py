@@ -14,10 +14,9 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.launch.compositions import with_memory_check
 from mgpu_pipe.planning import memory_limits as memory
 from mgpu_pipe.planning.memory import memory_by_rank
-from mgpu_pipe.planning.memory_limits import memory_errors, memory_notice, predicted, with_overrides
+from mgpu_pipe.planning.memory_limits import memory_errors, memory_notice, predict_fit, predicted, with_overrides
 from mgpu_pipe.system import hardware
 from tests.support.sampling import one_in
 
@@ -48,6 +47,10 @@ def composed(*overrides: str) -> RunConfig:
 
 def said(*overrides: str, elsewhere: bool = False) -> list[str]:
     return [str(error) for error in memory_errors(composed(*overrides), elsewhere)]
+
+
+def notice_of(config: RunConfig, elsewhere: bool) -> str:
+    return memory_notice(predict_fit(config, elsewhere), config.trainer)
 
 
 def test_a_run_that_cannot_fit_is_refused_with_three_changes() -> None:
@@ -119,8 +122,8 @@ def test_a_host_without_memory_for_offloaded_state_refuses_it(monkeypatch: pytes
 def test_the_user_may_know_better() -> None:
     words = ("strategy=ddp", "trainer.devices=8")
     assert said(*words, "trainer.memory_check=warn") == said(*words, "trainer.memory_check=off") == []
-    assert "it may not fit" in memory_notice(composed(*words, "trainer.memory_check=warn"), False)
-    assert memory_notice(composed(*words, "trainer.memory_check=off"), False) == ""
+    assert "it may not fit" in notice_of(composed(*words, "trainer.memory_check=warn"), False)
+    assert notice_of(composed(*words, "trainer.memory_check=off"), False) == ""
     plain = composed(*words)
     other = replace(plain, trainer=replace(plain.trainer, memory_check="off"), plan=replace(plain.plan, hardware=["x"]))
     assert mathematics_hash(plain) == mathematics_hash(other)
@@ -134,7 +137,7 @@ def test_within_the_uncertainty_a_run_is_warned(monkeypatch: pytest.MonkeyPatch)
     for size, is_refused, is_warned in ((plan.low - 1, True, True), (plan.low, False, True), (plan.high, False, False)):
         monkeypatch.setattr(memory, "used_memory", lambda size=size: {0: (0, size)})
         assert bool(said(*words)) is is_refused
-        assert bool(memory_notice(composed(*words), False)) is is_warned
+        assert bool(notice_of(composed(*words), False)) is is_warned
 
 
 @pytest.mark.slow
@@ -151,7 +154,7 @@ def test_a_machine_without_gpus_checks_runs_for_gpus(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hardware, "_driver_gpus", lambda: 0)
     monkeypatch.setattr(hardware, "torch_has_cuda", lambda: False)
     monkeypatch.setattr(memory, "host_memory", lambda: 24 << 30)
-    assert said(elsewhere=True) == [] and "it may not fit" in memory_notice(composed(), True)
+    assert said(elsewhere=True) == [] and "it may not fit" in notice_of(composed(), True)
     assert said() and said("trainer.accelerator=cpu", elsewhere=True), "here it would run on this machine's CPU"
 
 
@@ -169,7 +172,7 @@ def test_processes_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPat
 
 def test_models_without_known_shapes_are_not_refused() -> None:
     config = compose(["model=vit_b16", "data=digits", "objective=image_classification", "trainer.accelerator=cuda"])[0]
-    assert memory_errors(config, False) == [] and memory_notice(config, False) == ""
+    assert memory_errors(config, False) == [] and notice_of(config, False) == ""
 
 
 def test_one_process_has_the_largest_gpu() -> None:
@@ -203,7 +206,8 @@ def test_ranks_of_a_cpu_pipeline_share_one_memory(monkeypatch: pytest.MonkeyPatc
 
 def test_verbs_that_train_no_whole_model_check_no_memory() -> None:
     config = composed("strategy=ddp", "trainer.devices=8")
-    assert memory_errors(config, False) and not memory_errors(with_memory_check(config, "off"), False)
+    unchecked = replace(config, trainer=replace(config.trainer, memory_check="off"))
+    assert memory_errors(config, False) and not memory_errors(unchecked, False)
 
 
 def test_memory_is_not_predicted_where_the_model_is_refused() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -147,6 +147,7 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
     strange = [text for text in overrides if not text.lstrip("+").startswith(("data.", "data=", "eval."))]
     if strange:
         raise BadInputError(f"{strange[0]}: eval takes data and eval overrides only, e.g. data.paths=[held_out.txt]")
+    typed = {text.lstrip("+").split("=")[0] for text in overrides}
     if run.config is None:
         built_by = class_of([type(run.model).__name__])
         able = [candidate for candidate in descriptions() if candidate.model_class == built_by]
@@ -156,9 +157,11 @@ def _evaluation_config(run: LoadedRun, overrides: Sequence[str]) -> RunConfig:
             objective = next((candidate for candidate in able if candidate.samples == samples), objective)
         folder = ["model=hf", f"model.path={run.source.absolute()}", f"objective={objective.name}"]
         config = compose([*folder, *overrides])[0]
-        config = replace(config, data=_with_classes(config.data, config.objective, run))
-        return _with_vectors_of(run.source, config, overrides) if hasattr(config.objective, "pooling") else config
-    typed = {text.lstrip("+").split("=")[0] for text in overrides}
+        data = _with_classes(config.data, config.objective, run)
+        if not hasattr(config.objective, "pooling"):
+            return replace(config, data=data)
+        pooling, prompts = _keys_of_vectors(run.source, data, typed)
+        return replace(config, objective=replace(config.objective, **pooling), data=replace(data, **prompts))
     config = replace(run.config, eval=_tasks_of(run, overrides))
     on_data = [text for text in overrides if text.lstrip("+").startswith("data")]
     config = replace(config, data=_with_overrides(run.config.data, on_data)) if on_data else config
@@ -198,19 +201,14 @@ def _classes_of(run: LoadedRun) -> list[str]:
     return [str(name) for _, name in sorted(dict(run.model.config.id2label or {}).items())]
 
 
-def _with_vectors_of(folder: Path, config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """``config`` with pooling, normalisation and prompts of a folder for sentence-transformers."""
+def _keys_of_vectors(folder: Path, data: DataConfig, typed: Container[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keys of ``objective`` and of ``data`` that a folder for sentence-transformers decides; ``typed`` ones stay."""
     modules = read_sentence_modules(folder)
     if modules is None:
-        return config
-    keys: Any = config.objective
-    typed = {text.lstrip("+").split("=")[0] for text in overrides}
-    prompts: dict[str, Any] = {
-        f"{kind}_prompt": text or None for kind, text in modules.prompts.items() if kind in PROMPTS
-    }
-    missing = {key: text for key, text in prompts.items() if hasattr(config.data, key) and f"data.{key}" not in typed}
-    objective = replace(keys, pooling=modules.pooling, normalize=modules.normalize)
-    return replace(config, objective=objective, data=replace(config.data, **missing))
+        return {}, {}
+    prompts = {f"{kind}_prompt": text or None for kind, text in modules.prompts.items() if kind in PROMPTS}
+    missing = {key: text for key, text in prompts.items() if hasattr(data, key) and f"data.{key}" not in typed}
+    return {"pooling": modules.pooling, "normalize": modules.normalize}, missing
 
 
 def _with_overrides(data: DataConfig, overrides: Sequence[str]) -> DataConfig:

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault
 from mgpu_pipe.data.cache import digest_of
@@ -26,21 +26,24 @@ _TEXT = str.__name__
 Load = Callable[[RunConfig], Iterable[Any]]
 
 
-def plug_in_source(config: RunConfig, load: Load) -> Source:
-    """Builds the source of the documents that ``load`` yields for ``config``.
+def plug_in_source(data: DataConfig, load: Callable[[], Iterable[Any]], fingerprint: object = None) -> Source:
+    """Builds the source of the documents that ``load`` yields.
 
     With ``data.on_bad_sample=skip`` an item that is not a document, or of another kind than the first, becomes a
     document with a fault.
 
+    Args:
+        fingerprint: identity of the documents; without one they are read once more to hash them.
+
     Raises:
         DataError: there is such an item, with ``data.on_bad_sample=stop``.
     """
-    name = config.data.source
-    skips = config.data.on_bad_sample == "skip"
-    first = _kind(next((item for item in load(config) if not skips or _is_document(item)), ""))
+    name = data.source
+    skips = data.on_bad_sample == "skip"
+    first = _kind(next((item for item in load() if not skips or _is_document(item)), ""))
 
     def documents() -> Iterator[Document]:
-        for number, item in enumerate(load(config)):
+        for number, item in enumerate(load()):
             origin = f"data.source={name}: document {number}"
             try:
                 if _kind(item) != first:
@@ -57,9 +60,8 @@ def plug_in_source(config: RunConfig, load: Load) -> Source:
             name, digest_of("plug-in", name, identity), size, documents, "text" if first == _TEXT else "tokens"
         )
 
-    fingerprint = getattr(load, "fingerprint", None)
     if fingerprint is not None:
-        return stream(str(fingerprint(config)), 0, documents)
+        return stream(str(fingerprint), 0, documents)
     expected, count = hashlib.sha256(), 0
     for document in documents():
         _add(expected, document)

@@ -157,27 +157,21 @@ def submit_batch_job(config: RunConfig, folder: Path, settings: str, module: str
     refuse_queued(folder)
     is_new = not folder.exists()
     try:
-        job = _freeze_and_submit(config, launch, folder, settings, module)
-    except BaseException:
-        if is_new:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    _print_commands(Submitted(job, folder))
-    print_line(f"job: {job}", flush=True)
-
-
-def _freeze_and_submit(config: RunConfig, launch: SlurmConfig, folder: Path, settings: str, module: str) -> str:
-    """Write all files of a batch job into ``folder`` and submit it; returns its ID."""
-    try:
         RunPaths(folder).logs.mkdir(exist_ok=True, parents=True)
         freeze(config, RunPaths(folder).config)
         replace_file(folder / SETTINGS, settings)
-    except OSError as error:
-        fix = "give an output in a folder that can be written"
-        raise BadInputError(f"{folder}: cannot be written ({error.strerror}); {fix}") from error
-    command = ["mgpu-pipe", *sys.argv[1:]]
-    script = write_script(launch, config.trainer, folder, folder.stem, command, module=module)
-    return sbatch(launch, config.trainer, script)
+        command = ["mgpu-pipe", *sys.argv[1:]]
+        script = write_script(launch, config.trainer, folder, folder.stem, command, module=module)
+        job = sbatch(launch, config.trainer, script)
+    except BaseException as error:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            fix = "give an output in a folder that can be written"
+            raise BadInputError(f"{folder}: cannot be written ({error.strerror}); {fix}") from error
+        raise
+    _print_commands(Submitted(job, folder))
+    print_line(f"job: {job}", flush=True)
 
 
 def submit(config: RunConfig, command_line: CommandLine) -> Submitted:

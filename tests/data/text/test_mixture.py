@@ -162,8 +162,8 @@ def test_names_on_the_hub_and_the_hash_know_the_sources(tmp_path: Path) -> None:
     assert [(key, str(name)) for key, name in hub_names(run.model, run.data)] == [
         ("data.sources.far.paths", "hf://datasets/a/b/x.jsonl")
     ]
-    kept = with_names(run, {"hf://datasets/a/b/x.jsonl": "hf://datasets/a/b@0/x.jsonl"})
-    assert kept.data.sources["far"].paths == ["hf://datasets/a/b@0/x.jsonl"]  # type: ignore[attr-defined]
+    kept = with_names(run.model, run.data, {"hf://datasets/a/b/x.jsonl": "hf://datasets/a/b@0/x.jsonl"})["data"]
+    assert kept.sources["far"].paths == ["hf://datasets/a/b@0/x.jsonl"]
     other = compose([*words, "data.sources.web.weight=2"])[0]
     assert mathematics_hash(other) != mathematics_hash(run)
     with pytest.raises(ConfigErrors, match=r"give data\.sources on the command line"):
