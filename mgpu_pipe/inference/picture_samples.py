@@ -70,7 +70,7 @@ def retrieval_samples(
     if prepared.tokenizer_folder is None:
         return []
     chosen = prepared.evaluated_samples()[:PICTURES]
-    shown, captions = CaptionedImages(keys, data, "validation", prepared), list[list[int]]()
+    captioned, captions = CaptionedImages(keys, data, "validation", prepared), list[list[int]]()
     pictures, texts, labels, picture_ids = [], [], list[int](), list[int]()
     for _, batch, output in _outputs(model, samples, chosen):
         pictures.append(F.normalize(output.image_embeds.float(), dim=1))
@@ -89,7 +89,7 @@ def retrieval_samples(
         {
             "prompt": texts_of_captions[index],
             "text": f" \u2192 {texts_of_captions[nearest[index]]}{'' if right[index] else ', wrong'}",
-            "image": _encode_picture(shown, int(chosen[index])),
+            "image": _encode_picture(captioned, int(chosen[index])),
         }
         for index in order[:SHOWN]
     ]

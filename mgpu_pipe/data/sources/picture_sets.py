@@ -1,4 +1,5 @@
-"""Pictures with classes or captions: in a folder for each class, in tables of paths, or in WebDataset's tar files."""
+"""Pictures with classes or captions, in a folder for each class, in tables of paths, or in WebDataset's tar files; and
+conversations with pictures and videos, a row each."""
 
 from __future__ import annotations
 
@@ -10,8 +11,19 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.file_lists import entries_of
 from mgpu_pipe.data.images.image_keys import CaptionConfig, ImageConfig
-from mgpu_pipe.data.images.picture_source import PictureSource
+from mgpu_pipe.data.images.picture_source import PictureChatSource, PictureSource
 from mgpu_pipe.system.local_files import expand_home
+
+
+def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
+    """Checks that conversations have as many places as pictures, and that the chat template takes them.
+
+    Raises:
+        ConfigErrors: the errors found.
+    """
+    from mgpu_pipe.data.images import check_images
+
+    check_images.check_picture_chats(model, data)
 
 
 def check_pictures(model: ModelConfig, data: DataConfig) -> None:
@@ -50,4 +62,5 @@ SOURCES = (
     captioned(name="captioned_folder", layout="folder"),
     captioned(name="captions", layout="list"),
     captioned(name="captioned_tar", layout="tar"),
+    PictureChatSource(name="picture_chats", reads_files=True, check=check_picture_chats),
 )
