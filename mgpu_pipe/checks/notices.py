@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+import yaml
+
+from mgpu_pipe.architectures.config_source import auto_mapping
 from mgpu_pipe.architectures.formulas.pipeline_schedules import splits_backward
 from mgpu_pipe.checks.devices import device_notices, emulated_type
 from mgpu_pipe.checks.model_axes import across_nodes
@@ -18,6 +22,7 @@ from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import model_fields, noise_fields
 from mgpu_pipe.system import hardware
+from mgpu_pipe.system.conf_folders import conf_dir
 from mgpu_pipe.topology import ParallelDims
 
 MESH = "mesh"
@@ -193,14 +198,36 @@ def notices(config: RunConfig) -> list[Notice]:
 
 def _name_notice(model: ModelConfig) -> list[Notice]:
     """Notice of a ``model.name`` that is another family's, or the option of one: it chooses nothing."""
-    from mgpu_pipe.models.presets import choice_of, family_named
-
     name, model_type = model.name, model_fields(model).get("model_type")
-    family = family_named(name)
+    family = _family_named(name)
     if family is None or model_type is None or family == model_type:
         return []
-    text = f"only names the model, which stays of the {model_type} family; for {name} use {choice_of(name)}"
+    text = f"only names the model, which stays of the {model_type} family; for {name} use {_choice_of(name)}"
     return [Notice("model.name", text)]
+
+
+def _family_named(name: str) -> str | None:
+    """Model type of the shipped model or of the family of this name; None for any other name."""
+    preset = _presets().get(name)
+    if preset is not None:
+        return _type_in(preset)
+    return name if name in auto_mapping("CONFIG_MAPPING_NAMES") else None
+
+
+def _choice_of(name: str) -> str:
+    """Overrides that choose the shipped model of this name, the first of this family, or else a new one of it."""
+    named = (preset for preset, file in _presets().items() if name in (preset, _type_in(file)))
+    preset = next(named, None)
+    return f"model=hf model.type={name}" if preset is None else f"model={preset}"
+
+
+def _presets() -> dict[str, Path]:
+    return {file.stem: file for file in sorted((conf_dir() / "model").glob("*.yaml"))}
+
+
+def _type_in(preset: Path) -> str | None:
+    model_type = yaml.safe_load(preset.read_text(encoding="utf-8")).get("type")
+    return None if model_type is None else str(model_type)
 
 
 def _warm_up_notice(scheduler: SchedulerConfig, trainer: TrainerConfig) -> list[Notice]:

@@ -91,23 +91,26 @@ def _update(pieces: list[Piece], group: dict[str, Any]) -> None:
     # At least fp32; weights and gradients in fp32 are not copied.
     wide = [[tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors] for tensors in stored]
     weights, gradients, averages, squares = wide
-    adamw(
-        weights,
-        gradients,
-        averages,
-        squares,
-        [],
-        steps,
-        fused=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    betas, eps = group["betas"], group["eps"]
+    fused_adamw(weights, gradients, averages, squares, steps, betas, group["lr"], group["weight_decay"], eps)
     for index in (0, 2, 3):
         for target, source in zip(stored[index], wide[index], strict=True):
             if target is not source:
                 target.copy_(source)
+
+
+def fused_adamw(
+    weights: list[torch.Tensor],
+    gradients: list[Any],
+    averages: list[torch.Tensor],
+    squares: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    betas: tuple[float, float],
+    lr: float,
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Updates ``weights``, their moments and the numbers of updates in place, by torch's fused AdamW."""
+    rates: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "eps": eps}
+    settings: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "amsgrad": False, "maximize": False, **rates}
+    adamw(weights, gradients, averages, squares, [], steps, fused=True, **settings)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.optim.adamw import adamw
+
+from mgpu_pipe.optim.adamw_bf16 import fused_adamw
 
 Matrix = Callable[[torch.Tensor], torch.Tensor]
 """Function of a whole matrix that returns another of its shape."""
@@ -149,22 +150,8 @@ class Muon(torch.optim.Optimizer):
         states = [self.state[parameter] for parameter in present]
         averages, squares, steps = ([s[key] for s in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         if present:
-            adamw(
-                present,
-                [parameter.grad for parameter in present],
-                averages,
-                squares,
-                [],
-                steps,
-                fused=True,
-                amsgrad=False,
-                beta1=group["adamw_betas"][0],
-                beta2=group["adamw_betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["adamw_eps"],
-                maximize=False,
-            )
+            gradients, betas, eps = [parameter.grad for parameter in present], group["adamw_betas"], group["adamw_eps"]
+            fused_adamw(present, gradients, averages, squares, steps, betas, group["lr"], group["weight_decay"], eps)
 
 
 def newton_schulz(
