@@ -15,6 +15,7 @@ from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint, check_readable, open_data
 from mgpu_pipe.errors import ConfigError, DataError, MgpuError, one_line
 
+KEY = "data.text_column"
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 """First bytes of a Parquet file, and of the two forms of Arrow files; ``save_to_disk`` of datasets writes the last."""
 _ROWS, _KEPT_ROWS = 1024, 32
@@ -33,9 +34,7 @@ def is_columnar(path: Path) -> bool:
         return file.read(len(ARROW)).startswith((PARQUET, ARROW, ARROW_STREAM))
 
 
-def parquet_rows(
-    path: Path, column: str, key: str = "data.text_column", expected: Fingerprint | None = None
-) -> Iterator[tuple[str, str, int]]:
+def parquet_rows(path: Path, column: str, expected: Fingerprint | None = None) -> Iterator[tuple[str, str, int]]:
     """Yields the texts of one column of a file: ``(text, "file: row n", share of the file's size)``.
 
     Args:
@@ -48,7 +47,7 @@ def parquet_rows(
         DataError: the file cannot be read or holds no rows, or the column is missing or holds no text.
     """
     with _opened(path, expected) as (file, size):
-        steps = _text_column(path, file.schema_arrow, column, key)
+        steps = _text_column(path, file.schema_arrow, column)
         rows, number = file.num_rows, 0
         first = column if column in file.schema_arrow.names else column.split(".")[0]
         _warn_of_twins(path, file.schema_arrow.names, [first])
@@ -97,7 +96,7 @@ def check_column(path: Path, column: str) -> None:
         DataError: see :func:`parquet_rows`.
     """
     with _opened(path, None) as (file, _):
-        _text_column(path, file.schema_arrow, column, "data.text_column")
+        _text_column(path, file.schema_arrow, column)
 
 
 class _Columns:
@@ -168,22 +167,22 @@ def _warn_of_twins(path: Path, names: Sequence[str], wanted: Sequence[str]) -> N
         _log.warning("%s: has several columns %r; the first one is read", path, twins[0])
 
 
-def _text_column(path: Path, schema: Any, column: str, key: str) -> list[str]:
+def _text_column(path: Path, schema: Any, column: str) -> list[str]:
     """The struct fields on the way to a column's texts."""
-    kind, steps = _leaf(path, schema, column, key)
+    kind, steps = _leaf(path, schema, column)
     if not _is_text(kind):
-        raise DataError(f"{path}: column '{column}' holds {kind}, not strings; set {key} to a text column")
+        raise DataError(f"{path}: column '{column}' holds {kind}, not strings; set {KEY} to a text column")
     return steps
 
 
-def _leaf(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str]]:
+def _leaf(path: Path, schema: Any, column: str) -> tuple[Any, list[str]]:
     """Type at the end of a column's path, and the struct fields on the way."""
     import pyarrow
 
     names = schema.names
     first, *inner = [column] if column in names else column.split(".")
     if first not in names:
-        raise files.missing_column(str(path), key, column, names)
+        raise files.missing_column(str(path), KEY, column, names)
     kind, steps = schema.field(names.index(first)).type, list[str]()
     parent = first
     while True:
@@ -198,7 +197,7 @@ def _leaf(path: Path, schema: Any, column: str, key: str) -> tuple[Any, list[str
         else:
             there = [kind.field(number).name for number in range(kind.num_fields)]
             if inner[0] not in there:
-                raise files.missing_column(str(path), key, column, [f"{parent}.{name}" for name in there] or [first])
+                raise files.missing_column(str(path), KEY, column, [f"{parent}.{name}" for name in there] or [first])
             parent = f"{parent}.{inner[0]}"
             steps.append(inner[0])
             kind = kind.field(there.index(inner.pop(0))).type

@@ -27,24 +27,26 @@ from mgpu_pipe.system.local_files import (
     read_bytes,
 )
 
+KEY = "model.path"
 
-def whole_folder(path: Path | str, key: str = "model.path") -> Path:
+
+def whole_folder(path: Path | str) -> Path:
     """Folder of a model with its weights. A path stays as it is; a name at a commit is fetched once per machine.
 
     Raises:
         ConfigError: it cannot be fetched, or has no safetensors weights.
     """
-    folder = local_folder(path, key)
+    folder = local_folder(path, KEY)
     if not is_at_commit(path):
         return folder
-    check_weights_listed(str(path), key)
+    check_weights_listed(str(path))
     name = hub_name(str(path))
     assert name is not None
-    names = [WEIGHTS] if WEIGHTS in listing(name, key) else weight_files(folder)
-    return fetch(name, (*SMALL, *names), key)
+    names = [WEIGHTS] if WEIGHTS in listing(name, KEY) else weight_files(folder)
+    return fetch(name, (*SMALL, *names), KEY)
 
 
-def check_weights_listed(path: str, key: str = "model.path") -> None:
+def check_weights_listed(path: str) -> None:
     """Refuses a name at a commit without weights that this program reads; fetches none.
 
     Raises:
@@ -52,16 +54,16 @@ def check_weights_listed(path: str, key: str = "model.path") -> None:
     """
     name = hub_name(path)
     assert name is not None
-    there = listing(name, key)
+    there = listing(name, KEY)
     if WEIGHTS in there or f"{WEIGHTS}.index.json" in there:
         return
     if ADAPTER in there:
         reason = f"{ADAPTER} names other weights, which are not followed"
-        raise ConfigError(key, path, "give a model of whole weights", reason)
+        raise ConfigError(KEY, path, "give a model of whole weights", reason)
     pickled = [file for file in there if any(fnmatch(file, pattern) for pattern in PICKLES)]
     fix = "give a model with safetensors weights (model.safetensors, or its index and shards)"
     reason = f"only pickled weights ({pickled[0]}), which are never fetched for they can run code" if pickled else ""
-    raise ConfigError(key, path, fix, reason or "the repository has no weights")
+    raise ConfigError(KEY, path, fix, reason or "the repository has no weights")
 
 
 WEIGHTS = "model.safetensors"
