@@ -25,7 +25,7 @@ from mgpu_pipe.optim.optimizers import optimizer_factory
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import ParallelDims
 from mgpu_pipe.training.strategy import EngineStrategy
-from mgpu_pipe.training.tracing.fake_world import process_group
+from mgpu_pipe.training.tracing.fake_device import process_group
 from mgpu_pipe.training.trainer import bare_trainer, strategy_class
 
 ROWS, TOKENS, MICRO_BATCHES = 2, 64, 2

@@ -46,7 +46,7 @@ from mgpu_pipe.parallel.expert.token_exchange import exchange_counts
 from mgpu_pipe.system.compat.lightning_private import quiet_libraries
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training import step
-from mgpu_pipe.training.tracing.fake_world import process_group, without_others
+from mgpu_pipe.training.tracing.fake_device import process_group, without_others
 
 MIB = 1 << 20
 STEPS, COUNTED = 5, 1

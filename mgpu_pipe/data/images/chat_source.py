@@ -25,9 +25,8 @@ from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, rows_of
 from mgpu_pipe.data.images.check_images import check_row
 from mgpu_pipe.data.images.decode_image import SUFFIXES
 from mgpu_pipe.data.images.grids import TOO_LONG, GridPixels, known_shapes, shapes_in, too_long
-from mgpu_pipe.data.images.image_keys import PictureChatConfig
+from mgpu_pipe.data.images.image_keys import ChatRules, PictureChatConfig, chat_rules
 from mgpu_pipe.data.images.picture_files import FILES
-from mgpu_pipe.data.images.picture_source import ChatRules, chat_rules
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import picture_digests, prepare_files
 from mgpu_pipe.data.images.videos import ONE, ClipFacts, StoredClips, choose_frames, frames_in, prepare_clips

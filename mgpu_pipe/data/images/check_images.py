@@ -15,9 +15,8 @@ from mgpu_pipe.data.bad_samples import check_rule
 from mgpu_pipe.data.images.chat_rows import COLUMN, ChatRow, first_rows
 from mgpu_pipe.data.images.decode_image import pillow
 from mgpu_pipe.data.images.grids import chat_pixels
-from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig
+from mgpu_pipe.data.images.image_keys import ImageConfig, PictureChatConfig, layout_of
 from mgpu_pipe.data.images.picture_files import check_tars, digits_file, entries, with_splits
-from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.videos import pyav
 from mgpu_pipe.data.model_field import model_field

@@ -30,8 +30,7 @@ from mgpu_pipe.data.containers import BadTarError, tar_members
 from mgpu_pipe.data.file_lists import CAPTION, ClassFolders, Entry, Part, entries_of, fault_of, labels_of
 from mgpu_pipe.data.fingerprint import ChangedFileError, Fingerprint, fingerprints, open_data, read_part
 from mgpu_pipe.data.images.decode_image import SUFFIXES, decode
-from mgpu_pipe.data.images.image_keys import CaptionConfig, ImageConfig
-from mgpu_pipe.data.images.picture_source import layout_of
+from mgpu_pipe.data.images.image_keys import CaptionConfig, ImageConfig, layout_of
 from mgpu_pipe.data.tables import Keep
 from mgpu_pipe.errors import ConfigError, DataError
 

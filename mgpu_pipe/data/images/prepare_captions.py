@@ -20,8 +20,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, run_cache
-from mgpu_pipe.data.images.image_keys import CaptionConfig
-from mgpu_pipe.data.images.picture_source import layout_of
+from mgpu_pipe.data.images.image_keys import CaptionConfig, layout_of
 from mgpu_pipe.data.images.prepare_images import PreparedImages, add_figures, scan_images
 from mgpu_pipe.data.images.scan_images import LabelledImages
 from mgpu_pipe.data.model_field import model_field

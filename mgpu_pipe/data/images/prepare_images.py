@@ -16,9 +16,8 @@ from mgpu_pipe.data.arrays import ArraySamples
 from mgpu_pipe.data.bad_samples import report_bad_samples
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.classes import class_fields, class_names
-from mgpu_pipe.data.images.image_keys import ImageConfig
+from mgpu_pipe.data.images.image_keys import ImageConfig, layout_of
 from mgpu_pipe.data.images.picture_files import CLASS_FOLDERS, entries, label_column_of, tar_entries, with_splits
-from mgpu_pipe.data.images.picture_source import layout_of
 from mgpu_pipe.data.images.pixels import Pixels
 from mgpu_pipe.data.images.scan_images import LabelledImages, prepare_digits, prepare_files
 from mgpu_pipe.data.prepared_splits import PreparedSplits, majority_accuracy, stored_classes

@@ -10,8 +10,7 @@ from mgpu_pipe.config.data_sources import TEXT_KEYS
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.file_lists import entries_of
-from mgpu_pipe.data.images.image_keys import CaptionConfig, ImageConfig
-from mgpu_pipe.data.images.picture_source import PictureChatSource, PictureSource
+from mgpu_pipe.data.images.image_keys import CaptionConfig, ImageConfig, PictureChatSource, PictureSource
 from mgpu_pipe.system.local_files import expand_home
 
 

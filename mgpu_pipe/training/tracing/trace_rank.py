@@ -55,8 +55,7 @@ def trace(config: RunConfig, rank: int, ranks: int, on_fakes: bool = True) -> di
     import torch
 
     from mgpu_pipe.system.compat.lightning_private import quiet_libraries
-    from mgpu_pipe.training.tracing.fake_device import on_fake_device
-    from mgpu_pipe.training.tracing.fake_world import attention_of_gpus, process_group, without_others
+    from mgpu_pipe.training.tracing.fake_device import attention_of_gpus, on_fake_device, process_group, without_others
     from mgpu_pipe.training.tracing.phase_memory import PhaseWatch
 
     quiet_libraries()

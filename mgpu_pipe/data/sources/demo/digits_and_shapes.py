@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.cache import build_once
-from mgpu_pipe.data.images.picture_source import ChatRules, PictureChatSource
+from mgpu_pipe.data.images.image_keys import ChatRules, PictureChatSource
 from mgpu_pipe.data.sources.picture_sets import captioned, check_picture_chats, labelled
 from mgpu_pipe.errors import check_all
 
