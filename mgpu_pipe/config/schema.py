@@ -56,9 +56,9 @@ class ModelConfig:
     """Hugging Face model to fine-tune (config.json, safetensors weights, tokenizer): a local folder, or its name on the
     Hub, <org>/<name>[@revision]; a run keeps the commit."""
     config: dict[str, Any] = field(default_factory=dict, metadata=FIXED)
-    """Fields of the model's own configuration class, checked against it; over a folder's config.json."""
+    """Fields of the model's configuration class, checked against it; they override a folder's config.json."""
     bidirectional: bool = field(default=False, metadata=FIXED)
-    """Every token of a decoder sees those after it too, for vectors of texts. An export keeps it (is_causal=false)."""
+    """Each token of a decoder also sees the tokens after it, for vectors of texts; exports say is_causal=false."""
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = field(
         default="auto", metadata=RECORDED
     )
@@ -68,7 +68,7 @@ class ModelConfig:
     compute capability 9.0."""
     freeze: list[str] = field(default_factory=list, metadata=NOTICE)
     """Patterns of parameter names (*, ?, [...]), or parts of the model (vision, audio, projector, language), that are
-    not trained; each has to match some."""
+    not trained. Each must match a parameter."""
     compile: bool | Auto = field(default="auto", metadata=FREE)
     """Compile each block of the model with torch.compile, which needs a C++ compiler on CPU; auto compiles on GPUs,
     from 100M parameters on."""
@@ -115,11 +115,11 @@ class DataConfig:
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = field(
         default="auto", metadata=CONTENT
     )
-    """How a line holds its conversation (chat_jsonl); auto goes by its columns."""
+    """Form of a line's conversation (chat_jsonl); auto finds it by the columns."""
     source_column: str = field(default="source", metadata=CONTENT)
-    """Name of the text that is given to the model (pairs_jsonl)."""
+    """Name of the field with the text that the model reads (pairs_jsonl)."""
     target_column: str = field(default="target", metadata=CONTENT)
-    """Name of the text that the model is to answer with (pairs_jsonl)."""
+    """Name of the field with the answer that the model learns (pairs_jsonl)."""
     chat_template: str | None = field(default=None, metadata=CONTENT)
     """A Jinja file, or a name: chatml, llama3, qwen3, gemma3, mistral, paligemma, phi4, deepseek, plain; null is the
     tokenizer's own (chat_jsonl, preferences_jsonl, unpaired_jsonl)."""
@@ -151,11 +151,11 @@ class DataConfig:
     """How the samples of a step are dealt to processes and micro-batches: none, in their order; cost, so that each has
     as much attention to compute (packed text)."""
     validation_fraction: float = field(default=0.05, metadata={**CONTENT, "at_least": 0, "below": 1})
-    """Share of the documents that is held out; 0 holds out none."""
+    """Share of the documents to hold out; 0 holds out none."""
     validation_paths: list[str] = field(default_factory=list, metadata=CONTENT)
     """Files or globs to evaluate on, instead of a share of the documents."""
     validation_max_samples: int | None = field(default=256, metadata={**RECORDED, "at_least": 1})
-    """At most this many held-out samples an evaluation; null takes all."""
+    """Most held-out samples of an evaluation; null takes all."""
     num_workers: int = field(default=0, metadata={**FREE, "at_least": 0})
     """Loader processes a rank; 0 loads in the training process, which is fastest for text."""
     tokenize_workers: int | Auto = field(default="auto", metadata={**FREE, "at_least": 1})
@@ -196,7 +196,7 @@ class ObjectiveConfig:
     """Keys of every objective; each objective has a subclass (:mod:`mgpu_pipe.config.objective`)."""
 
     name: str = field(default="causal_lm", metadata=FIXED)
-    """An objective of this program's (mgpu-pipe ls objective), or a name that a plug-in registers."""
+    """An objective of mgpu-pipe ls objective, or a name that a plug-in registers."""
 
     def shrunk(self, tokens: int) -> Self:
         """These keys for a small run of ``verify`` with ``tokens`` tokens per micro-batch."""
@@ -237,8 +237,8 @@ class ObjectiveConfig:
         return self
 
     def untrained(self, sizes: Mapping[str, int]) -> list[str]:
-        """Parameters on which the loss does not depend. Their gradient would be rounding alone, which Adam makes as
-        large as any other, so they stay as they are.
+        """Parameters on which the loss does not depend, which stay as they are: their gradient would be only rounding,
+        which Adam makes as large as any other.
 
         Args:
             sizes: numbers of each parameter, by name.
@@ -269,13 +269,13 @@ class CheckpointConfig:
     """Save every so many optimizer steps; null saves at the end (and on a signal) only. auto takes the number that
     plan.failure_hours makes best for the predicted step time."""
     every_n_minutes: float | None = field(default=None, metadata={"above": 0})
-    """Save after the step in which so many minutes have passed since the last save."""
+    """Save after the first step that ends so many minutes after the last save."""
     save_last: bool = True
     """Save after the last step."""
     keep_last: int = field(default=2, metadata={"at_least": 0})
     """Latest checkpoints to keep; the latest that a finite step followed always stays. 0 keeps all."""
     keep_every: int | None = field(default=None, metadata={"at_least": 1})
-    """Keep each checkpoint whose step is a multiple of this."""
+    """Keep each checkpoint whose step number is a multiple of this."""
     keep_best: int = field(default=0, metadata={"at_least": 0})
     """Also keep this many checkpoints with the best best_metric (the lowest, unless higher is better)."""
     best_metric: str = "val/loss"
@@ -326,7 +326,7 @@ class TrainerConfig:
     max_epochs: int | None = field(default=None, metadata={"at_least": 1})
     """Passes over the data to train for, where max_steps is not given."""
     max_time: str | None = None
-    """Time to train for at most, DD:HH:MM:SS, over all attempts with such a limit: the run saves, and has finished."""
+    """Longest time to train, DD:HH:MM:SS, over all attempts with a limit; then the run saves and counts as finished."""
     val_every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
     """Evaluate the held-out set every so many steps; null evaluates at the end only."""
     sample_every_n_steps: int | None = field(default=None, metadata={"at_least": 1})
@@ -345,7 +345,7 @@ class TrainerConfig:
     profile: Literal["none", "times", "steps"] = "none"
     """times measures where the time of trainer.profile_steps goes; steps also writes a trace of them for each rank."""
     profile_steps: list[int] = field(default_factory=lambda: [3, 5])
-    """First and last step that trainer.profile is of."""
+    """First and last step that trainer.profile measures."""
 
     def max_seconds(self) -> float | None:
         """Seconds of max_time; None without a limit, or if it cannot be read."""

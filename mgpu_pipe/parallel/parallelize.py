@@ -40,7 +40,7 @@ class ParallelOptions:
         bucket_mib: size of a gradient bucket of plain data parallelism.
         sharding: options of FSDP2.
         pipeline: where each stage is; needed where ``pp`` is above 1.
-        whole_parts: parts of the model that tensor parallelism keeps whole, their pictures dealt over its ranks.
+        whole_parts: parts of the model that tensor parallelism keeps whole; its ranks share their pictures.
     """
 
     precision: str = "fp32"
@@ -88,7 +88,7 @@ class ParallelParts:
 
     Attributes:
         groups: this rank's group of each of the axes ``pp``, ``cp`` and ``tp`` that has several ranks.
-        streams: random streams of dropout, where tensor-parallel ranks hold some activations whole and parts of others.
+        streams: random streams of dropout, where tensor-parallel ranks hold some activations whole and others in parts.
         pipeline: this rank's stages, where there are several.
         sharded: the root module of FSDP2, where it shards.
         num_experts: experts of each layer of the whole model; 0 for a dense model.
@@ -173,7 +173,7 @@ def parallelize(
     if dims.cp > 1:
         apply_context_parallel(model, groups["cp"], options.context_method, objective.batch_spec)
     if dims.uses_model_axes and isinstance(objective, SequenceSharer):
-        # Routers see a part of the sequence, unless their experts are cut over the same ranks: then all of it.
+        # A router sees a part of the sequence; all of it where its experts are cut over the same ranks.
         along = tensor if options.sequence_parallel and dims.ep > 1 else None
         objective.share_sequences([groups["cp"]] if dims.cp > 1 else [], along)
     if views and options.pipeline is not None:
@@ -207,7 +207,7 @@ def parallelize(
     if dims.dp_shard > 1 or dims.uses_model_axes or options.precision != "fp32" or options.sharding.offload:
         sharding = options.sharding
         if dims.pp > 1 and sharding.reshard_after_forward == "auto":
-            # Several micro-batches are under way at once, and each would gather the weights again.
+            # Several micro-batches run at once, and each would gather the weights again.
             sharding = replace(sharding, reshard_after_forward=False)
         expert_mesh = meshes.data_mesh("expert_shard") if dims.ep > 1 else None
         parts.sharded = apply_fully_shard(

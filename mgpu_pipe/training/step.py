@@ -33,7 +33,7 @@ class StepEngine(ABC):
         micro_batch_stop: decides whether a stop leaves the step between two micro-batches.
         spike_guard: refuses updates whose gradient norm stands out.
         save_due: whether this rank finds a save due.
-        step_counts: the step batch has a trained token; set by :func:`run_step`, read by ``optimizer_step``.
+        step_counts: whether the step batch has a trained token; set by :func:`run_step`, read by ``optimizer_step``.
     """
 
     micro_batch_stop: MicroBatchStop
@@ -43,27 +43,28 @@ class StepEngine(ABC):
 
     @property
     def evaluation_follows(self) -> bool:
-        """Whether an evaluation follows the current step. A stop leaves such a step uncounted: the
-        evaluation may outlast ``launch.stop_timeout``, and a resume, which begins after the step, would never make it.
+        """Whether an evaluation follows the current step. A stop abandons such a step: its evaluation may outlast
+        ``launch.stop_timeout``, and a resume would skip it, because it begins after the step.
         """
         return False
 
     @abstractmethod
     def begin_step(self, step_batch: StepBatch) -> Sequence[Any]:
-        """Clear the gradients and seed dropout; this rank's parts of the micro-batches."""
+        """Clear the gradients and seed dropout; returns this rank's parts of the micro-batches."""
 
     @abstractmethod
     def forward_backward(self, parts: Sequence[Any], step_batch: StepBatch) -> torch.Tensor | None:
-        """Forward and backward of all parts; this rank's sum of losses, float64. None where a stop left the step."""
+        """Run forward and backward of all parts; returns this rank's sum of losses, float64, or None after a stop."""
 
     @abstractmethod
     def reduce_gradients(
         self, loss_sum: torch.Tensor, votes: StepVotes, step_batch: StepBatch
     ) -> tuple[float, float, StepVotes]:
-        """Reduce the gradients; the global loss, the gradient norm and the votes of all ranks. Collective."""
+        """Reduce the gradients; returns the global loss, the gradient norm and the votes of all ranks. Collective."""
 
     def unscale(self, gradient_norm: float, step_batch: StepBatch) -> tuple[float, bool]:
-        """Take a loss scale out of the gradients; their norm, and whether an update may follow. Default: no scale."""
+        """Divide the gradients by the loss scale; returns their norm, and whether an update may follow. Default: no
+        scale."""
         return gradient_norm, True
 
     @abstractmethod
@@ -71,7 +72,7 @@ class StepEngine(ABC):
         """Clip the gradients to ``trainer.gradient_clip_val``, if it is set."""
 
     def drop_gradients(self) -> None:
-        """Leave weights and optimizer state as they are in this step's update. Default: no gradient is left."""
+        """Make this step's update change neither weights nor optimizer state. Default: clear all gradients."""
         self.zero_gradients()
 
     @abstractmethod
@@ -121,7 +122,7 @@ def check_finite(loss: float, gradient_norm: float, step_batch: StepBatch) -> No
 
 
 class StepTimes:
-    """Clock of a rank's steps; it keeps the times of those that count.
+    """Clock of a rank's steps, which keeps the times of steps that count.
 
     Attributes:
         waited: seconds that the latest step waited for its batch.
@@ -145,7 +146,7 @@ class StepTimes:
         self.waited = time.perf_counter() - self._mark
 
     def end_step(self) -> tuple[float, float]:
-        """Seconds of the step by the wall and of this process; the next step begins."""
+        """End the step and begin the next; returns its seconds on the wall clock and of this process."""
         wall, cpu = time.perf_counter(), time.process_time()
         seconds, self._mark, self._cpu_mark = (wall - self._mark, cpu - self._cpu_mark), wall, cpu
         return seconds

@@ -48,8 +48,8 @@ def train(
         inference: needed where ``eval.tasks`` or ``trainer.sample_every_n_steps`` is set.
 
     Raises:
-        NonFiniteError: the loss or the gradient norm is not finite; on every rank, before the update. Or what is to
-            be saved is not finite.
+        NonFiniteError: on every rank, before the update: the loss or the gradient norm is not finite. Or a checkpoint
+            would contain infinity or NaN.
         CheckpointError, CheckpointSaveError: a checkpoint cannot be read or written.
         BadInputError: the Trainer refuses a callback or a logger.
     """
@@ -70,7 +70,7 @@ def train(
 
 
 def fit(attempt: Attempt, built: BuiltModel, objective: Objective, engine: Engine) -> pl.Trainer:
-    """Run the steps that are left; Lightning's Trainer that ran them."""
+    """Run the steps that are left; returns Lightning's Trainer, which ran them."""
     try:
         return _fit(attempt, objective, engine)
     except MisconfigurationException as error:
@@ -105,11 +105,11 @@ def _fit(attempt: Attempt, objective: Objective, engine: Engine) -> pl.Trainer:
 
 
 def _out_of_memory(error: BaseException, attempt: Attempt, built: BuiltModel, engine: Engine) -> MgpuError:
-    """The error of a rank that ran out of memory, with the parts of it that are known; writes CUDA's snapshot."""
+    """The error of a rank that ran out of memory, with the known parts of its memory; writes CUDA's snapshot."""
     parts: dict[str, int] = {}
-    with suppress(Exception):  # in the middle of a step an engine may not be able to tell
+    with suppress(Exception):  # an engine may not know its parts in the middle of a step
         parts = engine.strategy.memory_parts()
     if attempt.device.type == "cuda":
-        with suppress(OSError):  # a full disk takes none, and the cause is named below
+        with suppress(OSError):  # without the snapshot, on a full disk, the error still names the cause
             print_line(write_snapshot(attempt.paths.profile / f"memory-rank-{attempt.rank}.json"), file=sys.stderr)
     return out_of_memory(error, attempt, built.model, parts)
