@@ -518,7 +518,7 @@ def test_a_plug_in_brings_configurations_and_names(tmp_path: Path) -> None:
     for override, said in (
         ("data.source=broken", "broken:texts cannot be imported (RuntimeError: no such library); correct that package"),
         ("data.source=missing", "the entry point plug:prose cannot be imported (AttributeError: "),
-        ("data.source=module", "the entry point names a module; register a function"),
+        ("data.source=module", "the entry point names a module, not a function; register a function"),
         ("objective.name=poetry", "poems, which is no such class; register a subclass of mgpu_pipe.objectives.base."),
     ):
         done = mgpu_pipe("check", override, folder=tmp_path, PYTHONPATH=path)
