@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +23,7 @@ from tests.support.documented import ELSEWHERE, blocks, overrides, pages, run
 from tests.support.hub import TOKEN, files_of, local_hub
 from tests.support.needs import need_digits, need_speech
 from tests.support.pictures import folder_of_classes
-from tests.support.program import run_program
+from tests.support.program import python, run_program
 from tests.support.sounds import tones, write_wav
 
 PAGES = [str(page.relative_to(REPOSITORY)) for page in pages()]
@@ -82,15 +80,9 @@ def test_the_site_builds_and_has_every_key_verb_and_seam(tmp_path: Path) -> None
         )
     copy = shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")  # a build leaves nothing in the tree
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-b", "html"]
-    done = subprocess.run(
-        [*command, str(copy), str(tmp_path / "site")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
+    command = ["-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-b", "html"]
+    known = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = run_program([*command, str(copy), str(tmp_path / "site")], tmp_path, known, 300, python)
     assert done.returncode == 0, done.stderr[-3000:]
     reference = (tmp_path / "site" / "reference" / "keys.html").read_text(encoding="utf-8")
     shown = set(re.findall(r'<td><p><code[^>]*><span class="pre">([\w.]+)</span></code></p></td>', reference))

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.command import REPOSITORY, environment
 from tests.support.documented import SHORT, blocks, run
+from tests.support.program import python, run_program
 from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.slow
@@ -52,15 +53,8 @@ def test_the_python_that_the_readme_shows(workplace: Path, cache: Path) -> None:
     (program,) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     whole, short = '"trainer.max_steps=20"', ", ".join(map(repr, ["trainer.max_steps=2", *SHORT]))
     assert program.count(whole) == 1
-    done = subprocess.run(
-        [sys.executable, "-c", program.replace(whole, short)],
-        cwd=workplace,
-        env=environment(cache),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    (workplace / "program.py").write_text(program.replace(whole, short))
+    done = run_program(["program.py"], workplace, environment(cache), 300, python)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "strategy    ddp, 2 CPU processes" in done.stdout and "step 2/2 (100%)" in done.stderr
 

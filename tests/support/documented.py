@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mgpu_pipe.cli.verbs import verb_names
 from tests.support.command import REPOSITORY
-from tests.support.program import run_program
+from tests.support.program import python, run_program
 
 SHORT = ["data.seq_len=32", "data.validation_max_samples=8", "data.global_batch_size=8"]
 ELSEWHERE = "several-machines"
@@ -91,7 +91,7 @@ def run(command: str, cwd: Path, environment: Mapping[str, str]) -> subprocess.C
         ]
     else:
         assert program == "python", command
-        arguments = words
+        return run_program(words, cwd, environment, 300, python)
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -179,12 +179,18 @@ def forked_verb(command: Sequence[str], *, check: bool, stdout: IO[str]) -> None
         raise subprocess.CalledProcessError(code, list(command))
 
 
-def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str, error: str) -> None:
+def _entry(
+    program: Callable[[list[str]], None],
+    arguments: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    out: str,
+    error: str,
+) -> None:
     os.chdir(cwd)
     streams = [os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)]
     _take_over(streams[0], streams[1], environment)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
-    from mgpu_pipe import __main__
     from mgpu_pipe.inference import export_folder as export
     from mgpu_pipe.inference import export_gguf
     from mgpu_pipe.launch import base_run, fork_server, workers
@@ -199,20 +205,44 @@ def _entry(arguments: list[str], cwd: str, environment: dict[str, str], out: str
     export.subprocess = export_gguf.subprocess = prepare.subprocess = check
     engines: Any = types.SimpleNamespace(**{**vars(subprocess), "Popen": forked_engine})
     engine_process.subprocess = engines
+    program(arguments)
+
+
+def command_line(arguments: list[str]) -> None:
+    """``mgpu-pipe <arguments>``."""
+    from mgpu_pipe import __main__
+
     sys.argv = ["mgpu-pipe", *arguments]
     __main__.program()
+
+
+def python(arguments: list[str]) -> None:
+    """``python <arguments>``: ``-m`` and a module, or a file, and their words."""
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(arguments[0])))
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class ForkedProgram:
     """``mgpu-pipe <arguments>`` under way, in ``cwd`` and with exactly this ``environment``; much of what Popen has."""
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        environment: Mapping[str, str],
+        program: Callable[[list[str]], None] = command_line,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [str(Path(self._folder.name) / name) for name in ("out", "err")]
         for path in self._streams:
             Path(path).touch()  # it may be killed before it opens them
         self._process = preloaded().Process(
-            target=_entry, args=(list(arguments), str(cwd), dict(environment), *self._streams)
+            target=_entry, args=(program, list(arguments), str(cwd), dict(environment), *self._streams)
         )
         self._process.start()
         self.pid: int = self._process.pid
@@ -263,10 +293,14 @@ class ForkedProgram:
 
 
 def run_program(
-    arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], timeout: float
+    arguments: Sequence[str],
+    cwd: Path,
+    environment: Mapping[str, str],
+    timeout: float,
+    program: Callable[[list[str]], None] = command_line,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``mgpu-pipe <arguments>`` to its end, in ``cwd`` and with exactly this ``environment``."""
-    program = ForkedProgram(arguments, cwd, environment)
-    out, err = program.communicate(timeout)
-    assert program.returncode is not None
-    return subprocess.CompletedProcess(list(arguments), program.returncode, out, err)
+    process = ForkedProgram(arguments, cwd, environment, program)
+    out, err = process.communicate(timeout)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(list(arguments), process.returncode, out, err)
