@@ -59,6 +59,11 @@ LONG = tuple(
         "guides/chat",
         "tutorials/start",
         "tutorials/move",
+        "guides/answers",
+        "guides/mixture",
+        "guides/own_data",
+        "guides/own_objective",
+        "guides/videos",
     )
 )
 """Pages whose commands other tests try in their like; ``make test-all`` runs them."""

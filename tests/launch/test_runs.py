@@ -157,7 +157,8 @@ def test_killed_at_any_moment_it_resumes_as_if_nothing_had_happened(
 def test_a_run_whose_worker_was_killed_says_the_line_that_goes_on(place: Path) -> None:
     folder = place / "crashed"
     launcher = start_forked(place, f"run.dir={folder}", "trainer.max_steps=100000")
-    wait_for_step(folder, 6)
+    saved = folder / "checkpoints"  # written beside training; a run that has none says no line
+    until(lambda: any(not path.suffix for path in saved.glob("step-*")), "a checkpoint", 120)
     (worker,) = workers_of(launcher)
     os.kill(worker, signal.SIGKILL)
     said, _ = launcher.communicate(timeout=60)

@@ -22,42 +22,35 @@ WORDS = ("--max-new-tokens", "12", "--batch-size", "2", "--seed", "5")
 SLURM = ("launch=slurm", "trainer.devices=1", "trainer.accelerator=cpu", "launch.threads_per_worker=1")
 
 
-def submit(cache: Path, place: Path, output: str, *words: str) -> str:
+def submit(cache: Path, place: Path, output: str, *words: str, prompts: str = "prompts.jsonl") -> str:
     """Submit the job that writes ``output``; returns its ID."""
-    given = ["generate", "run", "--input", "prompts.jsonl", "--output", output, *WORDS, *SLURM, *words]
+    given = ["generate", "run", "--input", prompts, "--output", output, *WORDS, *SLURM, *words]
     match = re.search(r"^job: (\d+)$", mgpu(cache, place, *given), re.MULTILINE)
     assert match
     return match[1]
 
 
-@pytest.fixture
-def place(cache: Path, shared: Path) -> Path:
-    write_run(shared / "run", "llama", write_texts(shared / "texts", 12), shared / "cache")
+@pytest.fixture(scope="module")
+def place(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, prompts, and the answers to them."""
+    folder = tmp_path_factory.mktemp("jobs")
+    write_run(folder / "run", "llama", write_texts(folder / "texts", 12), folder / "cache")
     rows = [{"prompt": f"the quick {at} dog"} for at in range(24)]
-    (shared / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    mgpu(cache, shared, "generate", "run", "--input", "prompts.jsonl", "--output", "whole.jsonl", *WORDS)
-    return shared
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mgpu(cache, folder, "generate", "run", "--input", "prompts.jsonl", "--output", "whole.jsonl", *WORDS)
+    return folder
 
 
 def test_two_nodes_answer_what_a_process_answers(cluster: Cluster, cache: Path, place: Path) -> None:
-    """The second job is queued again in the middle and resumes."""
-    expected = (place / "whole.jsonl").read_bytes()
     job = submit(cache, place, "nodes.jsonl", "trainer.num_nodes=2")
     assert cluster.ended(job, place / "nodes.jsonl.slurm") == "COMPLETED"
-    assert (place / "nodes.jsonl").read_bytes() == expected
+    assert (place / "nodes.jsonl").read_bytes() == (place / "whole.jsonl").read_bytes()
     assert "24 answers in " in cluster.log(place / "nodes.jsonl.slurm")
-    folder = place / "again.jsonl.slurm"
-    job = submit(cache, place, "again.jsonl")
-    parts = place / "again.jsonl.unfinished"
-    cluster.until(lambda: any(part.stat().st_size for part in parts.glob("rank-*")), "an answer", job)
-    cluster.ask("scontrol", "requeue", job)
-    assert cluster.ended(job, folder) == "COMPLETED"
-    assert (place / "again.jsonl").read_bytes() == expected and not parts.exists()
-    assert "answers are there already" in cluster.log(folder)
 
 
 def test_a_job_is_followed_queued_again_and_cancelled_by_its_folder(cluster: Cluster, cache: Path, place: Path) -> None:
-    """Its folder has a space; afterwards the same command may submit again. A finished job stays finished."""
+    """Its folder has a space; afterwards the same command may submit again. Queued again in the middle, that job
+    resumes; finished, it stays finished."""
     (place / "my answers").mkdir()
     output = "my answers/some.jsonl"
     folder = f"{output}.slurm"
@@ -73,20 +66,24 @@ def test_a_job_is_followed_queued_again_and_cancelled_by_its_folder(cluster: Clu
     assert f"cancelled: {job}" in mgpu(cache, place, "jobs", "cancel", folder)
     assert cluster.ended(job, place / folder) == "CANCELLED"
     job = submit(cache, place, output)
+    parts = place / f"{output}.unfinished"
+    cluster.until(lambda: any(part.stat().st_size for part in parts.glob("rank-*")), "an answer", job)
+    cluster.ask("scontrol", "requeue", job)
     assert cluster.ended(job, place / folder) == "COMPLETED"
-    assert (place / output).read_bytes() == (place / "whole.jsonl").read_bytes()
+    assert (place / output).read_bytes() == (place / "whole.jsonl").read_bytes() and not parts.exists()
+    assert "answers are there already" in cluster.log(place / folder)
     cluster.ask("scontrol", "requeue", job)  # as SLURM does where a node is lost just then
-    cluster.until(lambda: "Restarts=1" in cluster.ask("scontrol", "show", "job", job), "a second start", job)
+    cluster.until(lambda: "Restarts=2" in cluster.ask("scontrol", "show", "job", job), "a third start", job)
     assert cluster.ended(job, place / folder) == "COMPLETED"
 
 
 def test_jobs_that_cannot_run_end_with_a_line(cluster: Cluster, cache: Path, place: Path) -> None:
-    (place / "prompts.jsonl").write_text('{"text": "the"}\n')
-    job = submit(cache, place, "bad.jsonl", "trainer.num_nodes=2")
+    (place / "texts.jsonl").write_text('{"text": "the"}\n')
+    job = submit(cache, place, "bad.jsonl", "trainer.num_nodes=2", prompts="texts.jsonl")
     assert cluster.ended(job, place / "bad.jsonl.slurm") == "FAILED"
     assert "Restarts=0" in cluster.ask("scontrol", "show", "job", job)
     log = cluster.log(place / "bad.jsonl.slurm")
-    assert "prompts.jsonl:1: has neither prompt nor messages" in log
+    assert "texts.jsonl:1: has neither prompt nor messages" in log
     words = ["generate", "run", "--input", "prompts.jsonl", *WORDS, *SLURM]
     refused = mgpu(cache, place, *words, "--output", "whole.jsonl", code=2)
     assert "whole.jsonl: exists already" in refused
