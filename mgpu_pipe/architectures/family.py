@@ -170,8 +170,8 @@ class Family:
             ``vision_feature_layer``.
         roles: roles in which it was tested, of those that need a test.
         sight: how the model's text contains pictures; None: it sees none.
-        recordings: what its encoder reads of a recording: a ``window`` with silence after it, or ``chunks`` of the
-            recording alone; empty: it hears none.
+        recordings: what its encoder reads of a recording: a ``window`` with silence after it, which gets tokens too
+            (``silence``) or not, or ``chunks`` of the recording alone; empty: it hears none.
         has_summary: whether a vision tower's first vector is a summary of the picture and not a patch.
         caption_mask: whether the text tower is bidirectional and needs a mask of each caption.
         causal_if: boolean of the configuration without which tokens see later ones.
@@ -202,7 +202,7 @@ class Family:
     tower_outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roles: tuple[Role, ...] = ()
     sight: Sight | None = None
-    recordings: Literal["", "window", "chunks"] = ""
+    recordings: Literal["", "window", "silence", "chunks"] = ""
     has_summary: bool = True
     caption_mask: bool = False
     causal_if: str = ""

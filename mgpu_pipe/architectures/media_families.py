@@ -154,6 +154,15 @@ _OWN: Mapping[str, Family] = {
     "vit": Family(
         modules={"ViTAttention": {**QKV, "o_proj": "row"}, "ViTMLP": FC}, roles=("picture_classifier", "picture_tower")
     ),
+    "voxtral": Family(
+        modules={
+            "VoxtralAttention": OUT_PROJ,
+            "VoxtralEncoderLayer": FC,
+            "VoxtralMultiModalProjector": {"linear_1": "column", "linear_2": "row"},
+        },
+        reads_weights={"VoxtralEncoder": "embed_positions"},
+        recordings="silence",
+    ),
     "wav2vec2": Family(
         modules={
             "Wav2Vec2Attention": OUT_PROJ,

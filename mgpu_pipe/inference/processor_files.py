@@ -154,6 +154,8 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         sounds = {**window.settings(), "return_attention_mask": True}
         nested = {"image_processor": _grid_settings(pixels), "feature_extractor": sounds}
         return {PREPROCESSOR: _grid_settings(pixels), PROCESSOR: nested}
+    if window is not None and window.filled:  # the whole processor needs mistral_common and its own tokens
+        return {PREPROCESSOR: dict(window.settings())}
     if window is not None:
         sounds = {**window.settings(), "return_attention_mask": True, PROCESSOR_CLASS: "Qwen2AudioProcessor"}
         return {PREPROCESSOR: sounds, PROCESSOR: {PROCESSOR_CLASS: "Qwen2AudioProcessor", "audio_token": AUDIO}}

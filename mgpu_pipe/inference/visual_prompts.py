@@ -245,7 +245,8 @@ def _recording(named: str, file: Path, window: LogMel) -> Recording:
     except BadSampleError as error:
         raise BadInputError(f"{named}: {error}; give another recording") from error
     frames = int(window.num_frames(len(wave)))
-    return Recording.from_spectrogram(torch.from_numpy(window.spectrogram(wave))[None], frames)
+    values = torch.from_numpy(window.spectrogram(wave))[None]
+    return Recording(values, (1, int(window.num_tokens(frames)), 1), frames=frames)
 
 
 def _video(named: str, file: Path, pixels: GridPixels, data: PictureChatConfig, rate: float) -> Picture:

@@ -55,7 +55,10 @@ MODEL_CLASSES = {
 """transformers' ``AutoModelFor...``, likeliest first: table of its types, and what it builds."""
 EXTRA_TYPES = {
     "AutoModelForZeroShotImageClassification": {"vision-text-dual-encoder": ("VisionTextDualEncoderModel", HEADLESS)},
-    "AutoModelForImageTextToText": {"qwen2_audio": ("Qwen2AudioForConditionalGeneration", "AutoModelForSeq2SeqLM")},
+    "AutoModelForImageTextToText": {
+        "qwen2_audio": ("Qwen2AudioForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        "voxtral": ("VoxtralForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+    },
 }
 """Types missing in these tables: class, and the ``AutoModel...`` that builds it."""
 TEXT = "text_config"

@@ -25,7 +25,10 @@ NOT_MATHEMATICS = {
     "attn_implementation",
     "_attn_implementation",
 }
-PICTURE = ("image_token_index", "image_seq_length", "image_token_id", "video_token_id", "audio_token_index")
+PICTURE = (
+    *("image_token_index", "image_seq_length", "image_token_id", "video_token_id"),
+    *("audio_token_index", "audio_token_id"),
+)
 """Fields of the tokens of pictures, videos and recordings, and of tokens per picture."""
 LISTED = 8
 

@@ -1,4 +1,4 @@
-"""Arguments of models that hear recordings in conversations (Qwen2-Audio, arXiv:2407.10759; Qwen2.5-Omni)."""
+"""Arguments of models that hear recordings in conversations: Qwen2-Audio (arXiv:2407.10759), Qwen2.5-Omni, Voxtral."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChatRecordings(PictureInputs):
         self.token = self.audio = int(config.audio_token_id)
         self.video = None
         self._shape = spectrogram_shape(config.audio_config)
-        self.most_tokens = int(sound_tokens(self._shape[1]))
+        self.most_tokens = self._tokens(self._shape[1])
         self.fields = {
             **({"position_ids": Field(counting=True)} if packed else {}),
             "recordings": Field(sequence_dim=None, stages="first", shape=(1,)),
@@ -62,6 +62,13 @@ class ChatRecordings(PictureInputs):
             positions = {name: torch.cat([value, row]) for name, value in positions.items()}
         return {"input_ids": ids, **positions, **self._sound(features, frames), "use_cache": False}
 
+    def _tokens(self, frames: int) -> int:
+        """Tokens of a recording of ``frames``."""
+        return int(sound_tokens(frames))
+
+    def _recording(self, values: torch.Tensor, frames: int) -> Recording:
+        return Recording(values, (1, self._tokens(frames), 1), frames=frames)
+
     def _sound(self, features: torch.Tensor, frames: torch.Tensor) -> dict[str, torch.Tensor]:
         inside = torch.arange(self._shape[1], device=frames.device) < frames[:, None]
         return {"input_features": features, "feature_attention_mask": inside.long()}
@@ -75,10 +82,10 @@ class ChatRecordings(PictureInputs):
 
     def random_picture(self, generator: torch.Generator) -> Recording:
         frames = int(torch.randint(FEWEST_FRAMES, self._shape[1] + 1, (), generator=generator))
-        return Recording.from_spectrogram(torch.randn(1, *self._shape, generator=generator), frames)
+        return self._recording(torch.randn(1, *self._shape, generator=generator), frames)
 
     def blank(self) -> Recording:
-        return Recording.from_spectrogram(torch.zeros(1, *self._shape), FEWEST_FRAMES)
+        return self._recording(torch.zeros(1, *self._shape), FEWEST_FRAMES)
 
     def collate(self, ids: torch.Tensor, rows: Sequence[Sequence[Picture]]) -> dict[str, torch.Tensor]:
         most = max(map(len, rows))
@@ -91,7 +98,22 @@ class ChatRecordings(PictureInputs):
 
     def row_pictures(self, batch: Batch, row: int) -> list[Picture]:
         pairs = zip(batch["input_features"][row], batch["recordings"][row].tolist(), strict=True)
-        return [Recording.from_spectrogram(values[None], frames) for values, frames in pairs if frames]
+        return [self._recording(values[None], frames) for values, frames in pairs if frames]
+
+
+class FilledRecordings(ChatRecordings):
+    """Recordings of Voxtral, whose window has tokens for the silence after a recording."""
+
+    def __init__(self, config: Any, packed: bool = False) -> None:
+        audio = config.audio_config
+        self._filled = int(audio.max_source_positions * audio.hidden_size // audio.intermediate_size)
+        super().__init__(config, packed)
+
+    def _tokens(self, frames: int) -> int:
+        return self._filled
+
+    def _sound(self, features: torch.Tensor, frames: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input_features": features}
 
 
 class PicturesAndRecordings(NativeSizePictures):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from mgpu_pipe.architectures.find import family_of, sight_of
 from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.data.step_batch import Field
-from mgpu_pipe.objectives.chat_recordings import ChatRecordings, PicturesAndRecordings
+from mgpu_pipe.objectives.chat_recordings import ChatRecordings, FilledRecordings, PicturesAndRecordings
 from mgpu_pipe.objectives.picture_inputs import (
     MOST_PLACES,
     Batch,
@@ -168,6 +168,11 @@ _KINDS: dict[str, type[PictureInputs]] = {
     "pooled": PooledPictures,
     "rows": RowPictures,
 }
+_HEARING: dict[str, Callable[[Any, bool], PictureInputs]] = {
+    "chunks": PicturesAndRecordings,
+    "silence": FilledRecordings,
+    "window": ChatRecordings,
+}
 _ONE_SIZE: dict[str, type[PictureInputs]] = {"pictures": WholePictures, "questions": PrefixPictures}
 """Pictures of one size, by what is read bidirectionally."""
 
@@ -175,7 +180,7 @@ _ONE_SIZE: dict[str, type[PictureInputs]] = {"pictures": WholePictures, "questio
 def build_picture_inputs(config: Any, packed: bool = False) -> PictureInputs:
     """The picture inputs of the model with ``config``, with conversation positions if rows are packed."""
     if kind_of_sound := family_of(config.model_type).recordings:
-        return (PicturesAndRecordings if kind_of_sound == "chunks" else ChatRecordings)(config, packed)
+        return _HEARING[kind_of_sound](config, packed)
     sight = sight_of(config.model_type)
     kind: Any = _KINDS.get(sight.pictures) or _ONE_SIZE.get(sight.both_ways, FixedSizePictures)
     inputs: PictureInputs = kind(config, packed)

@@ -61,7 +61,7 @@ CONVOLUTION = 16
 """Channels of the convolutions of a waveform encoder."""
 TOKEN_IDS = (
     *("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "image_token_index", "image_token_id"),
-    *("video_token_id", "cls_token_id", "sep_token_id", "audio_token_index"),
+    *("video_token_id", "cls_token_id", "sep_token_id", "audio_token_index", "audio_token_id"),
 )
 
 
@@ -91,7 +91,7 @@ def shrink_model(
     wanted = _small_sizes(fields, takes, dims, seq_len, stages)
     changed = {class_names.get(name, name): value for name, value in wanted.items() if name in takes}
     changed.update(_small_towers(known, model_type, source, dims, seq_len, stages))
-    _fit_pictures(changed, known, stages)
+    _fit_pictures(changed, known, model_type, stages)
     changed = {spelled.get(name, name): value for name, value in changed.items()}
     implementation = "auto" if model.attn_implementation == "flash_attention_2" else model.attn_implementation
     return ModelConfig(
@@ -156,11 +156,13 @@ def _small_towers(
     return towers
 
 
-def _fit_pictures(changed: dict[str, Any], known: ConfigClass, stages: int) -> None:
+def _fit_pictures(changed: dict[str, Any], known: ConfigClass, model_type: str, stages: int) -> None:
     """Set the sizes of pictures in ``changed`` that depend on the small parts."""
     audio = changed.get("audio_config", {})
     if "output_dim" in audio:  # the width of the language model, and several chunks of a recording
         audio |= {"output_dim": changed[TEXT]["hidden_size"], "n_window": CHUNK}
+    if family_of(model_type).recordings == "silence":  # whole vectors of joined ones
+        audio["intermediate_size"] = 2 * audio["hidden_size"]
     if "image_size" in changed.get("vision_config", {}) and "image_token_index" in known.names:
         # Several pictures fit into a row.
         vision = changed["vision_config"]

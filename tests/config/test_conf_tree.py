@@ -64,6 +64,7 @@ NEEDS_MORE = {
     ("model", "internvl_tiny"),
     ("model", "qwen35_tiny"),
     ("model", "qwen2_audio_tiny"),
+    ("model", "voxtral_tiny"),
     ("model", "qwen25_omni_tiny"),
     ("data", "digit_questions"),
     ("data", "moving_shapes"),

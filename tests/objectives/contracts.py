@@ -280,10 +280,11 @@ CONTRACTS = {
     "recordings": Contract(
         "objective=vision_language model=qwen2_audio_tiny data.packing=none",
         """
-        1: strategy=single data.micro_batch_size=2
-        2 slow: strategy=fsdp
+        1: strategy=single data.micro_batch_size=2; model=voxtral_tiny strategy=single data.micro_batch_size=2
+        2 slow: strategy=fsdp; model=voxtral_tiny strategy=zero3
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=zero2; strategy=pp; strategy=tp;
-            strategy=fsdp @adapters
+            strategy=fsdp @adapters; model=voxtral_tiny strategy=fsdp; model=voxtral_tiny strategy=pp;
+            model=voxtral_tiny strategy=tp; model=voxtral_tiny strategy=ddp @adapters
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
         target="model.audio_tower.layers.1.fc2",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,26 @@ def test_ids_and_spectrograms_are_those_of_transformers_processor(tmp_path: Path
         for place in range(len(names)):
             assert batch["recordings"][row][place] == made["feature_attention_mask"][place].sum()
             assert torch.allclose(batch["input_features"][row][place], made["input_features"][place], atol=1e-5)
+    texts = ["".join(part.text for part in row) for row in parts_of(prepared, samples, every, every, True)]
+    assert [text.count("<audio>") for text in texts] == list(map(len, HEARD)), "as people are shown them"
+
+
+def test_a_filled_window_is_that_of_voxtral_s_processor(tmp_path: Path) -> None:
+    from transformers import VoxtralProcessor, WhisperFeatureExtractor
+
+    config = chats(tmp_path, "model=voxtral_tiny", "data.validation_fraction=0")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, every = prepared.open(config, "train"), np.arange(len(HEARD))
+    batch, extractor = samples.batch(every, every), WhisperFeatureExtractor(**prepared.window.settings())
+    settings: dict[str, Any] = {"sampling_rate": 16000, "padding": True, "truncation": False, "return_tensors": "pt"}
+    for row, names in enumerate(HEARD):
+        waves = [decode((tmp_path / f"{name}.wav").read_bytes(), 16000, 60) for name in names]
+        assert (batch["input_ids"][row] == prepared.audio_token_id).sum() == 50 * len(names)
+        if waves:
+            made = VoxtralProcessor._retrieve_input_features(
+                SimpleNamespace(feature_extractor=extractor), waves, 400, pad_to_multiple_of=64000, **settings
+            )
+            assert torch.allclose(batch["input_features"][row][: len(names)], made, atol=1e-5)
     texts = ["".join(part.text for part in row) for row in parts_of(prepared, samples, every, every, True)]
     assert [text.count("<audio>") for text in texts] == list(map(len, HEARD)), "as people are shown them"
 

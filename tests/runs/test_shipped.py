@@ -23,7 +23,7 @@ SEEING = (
     *("llava_tiny", "qwen25_vl_tiny", "qwen3_vl_tiny", "smolvlm_tiny", "paligemma_tiny"),
     *("gemma3_tiny", "gemma4_tiny", "internvl_tiny", "mistral3_tiny", "qwen35_tiny"),
 )
-HEARING = ("qwen2_audio_tiny", "qwen25_omni_tiny")
+HEARING = ("qwen2_audio_tiny", "qwen25_omni_tiny", "voxtral_tiny")
 """Trained by tests/objectives/test_recordings.py."""
 TWO_TOWERS = ("clip_tiny", "vit_bert_tiny")
 OBJECTIVES = {
@@ -79,6 +79,7 @@ def test_the_tiny_models_are_the_promised_families() -> None:
         "t5_tiny",
         "vit_bert_tiny",
         "vit_tiny",
+        "voxtral_tiny",
         "wav2vec2_tiny",
         "whisper_tiny",
     ]

@@ -102,7 +102,7 @@ def model_class(source: ModelConfig) -> str | None:
     seeing = (
         *("llava", "qwen2_5_vl", "qwen3_vl", "smolvlm", "paligemma"),
         *("gemma3", "gemma4", "internvl", "mistral3", "qwen3_5", "qwen2_audio"),
-        "qwen2_5_omni_thinker",
+        *("qwen2_5_omni_thinker", "voxtral"),
     )
     known |= dict.fromkeys(seeing, "AutoModelForImageTextToText")
     known |= {"wav2vec2": "AutoModelForCTC", "whisper": "AutoModelForSpeechSeq2Seq"}

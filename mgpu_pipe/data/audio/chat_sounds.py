@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.architectures.family import sound_tokens
 from mgpu_pipe.architectures.find import families_with, family_of
 from mgpu_pipe.config.schema import Auto, ModelConfig
 from mgpu_pipe.data.audio.listen import FILES, listen_to, read_recording
@@ -63,7 +62,7 @@ def tokens_of_sounds(folder: Path, window: LogMel) -> NDArray[np.int64]:
     """Tokens of each recording of a cache folder; 0 for one that does not fit the window."""
     lengths = load_array(folder / "lengths.npy")
     fits = np.array([not window.chat_fault(length) for length in lengths.tolist()], np.bool_)
-    tokens: NDArray[np.int64] = np.where(fits, sound_tokens(window.num_frames(lengths)), 0)
+    tokens: NDArray[np.int64] = np.where(fits, window.num_tokens(window.num_frames(lengths)), 0)
     return tokens
 
 

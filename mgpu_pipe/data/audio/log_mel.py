@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import config_class
-from mgpu_pipe.architectures.family import FEWEST_FRAMES, FRAMES_A_POSITION
+from mgpu_pipe.architectures.family import FEWEST_FRAMES, FRAMES_A_POSITION, sound_tokens
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
@@ -25,6 +25,8 @@ CHUNKED_SECONDS = 300
 """Seconds of the longest recording that an encoder of chunks gets where the model's folder says nothing."""
 USUAL_RATE = 16000
 """Samples a second where the model's folder says nothing."""
+_WIDTHS = (("hidden_size", "d_model"), ("intermediate_size", "encoder_ffn_dim"))
+"""Fields of an encoder's width and of that of the joined vectors, each by two names."""
 FIELDS = ("num_mel_bins", "max_source_positions", "max_target_positions")
 
 
@@ -49,6 +51,7 @@ class LogMel:
         width: samples of a frame.
         most_tokens: longest transcript of the model.
         fixed: whether the model reads the silence after a recording, up to the window's end.
+        filled: tokens of each recording in a conversation, where silence gets some; 0: by its frames.
     """
 
     bins: int
@@ -58,6 +61,7 @@ class LogMel:
     width: int = 400
     most_tokens: int = 448
     fixed: bool = True
+    filled: int = 0
 
     input_name = "input_features"
     """The model's argument."""
@@ -90,7 +94,14 @@ class LogMel:
         if family_of(kind).recordings == "chunks":
             hop, width = _size(said.get("hop_length"), cls.hop), _size(said.get("n_fft"), cls.width)
             return cls(bins, rate, _size(said.get("chunk_length"), CHUNKED_SECONDS), hop, width, fixed=False)
-        return cls._of_window(model, rate, "model.config.audio_config", (bins, positions, cls.most_tokens))
+        window = cls._of_window(model, rate, "model.config.audio_config", (bins, positions, cls.most_tokens))
+        if family_of(kind).recordings == "window":
+            return window
+        width, inner = (int(_first_said(part, *names) or usual[names[0]]) for names in _WIDTHS)
+        if positions * width % inner:
+            reason = f"{positions} vectors of {width} values make no whole vectors of {inner}"
+            raise ConfigError("model.config.audio_config.intermediate_size", inner, "use a divisor", reason)
+        return replace(window, filled=positions * width // inner)
 
     @classmethod
     def _of_window(cls, model: ModelConfig, rate: int, key: str, sizes: tuple[int, int, int]) -> LogMel:
@@ -132,6 +143,14 @@ class LogMel:
     def num_frames(self, samples: Any) -> Any:
         """Frames of recordings without the silence after them, a number or an array."""
         return -(-samples // self.hop)
+
+    def identity(self) -> dict[str, Any]:
+        """Settings for the digest of the data; older ones know no :attr:`filled`."""
+        return {name: value for name, value in asdict(self).items() if name != "filled" or value}
+
+    def num_tokens(self, frames: Any) -> Any:
+        """Tokens of recordings of so many frames in a conversation, a number or an array."""
+        return 0 * frames + self.filled if self.filled else sound_tokens(frames)
 
     def chat_fault(self, samples: int) -> str:
         """Why a recording of so many samples cannot stand in a conversation; empty if it can."""
@@ -196,6 +215,10 @@ class LogMel:
             "padding_side": "right",
             "return_attention_mask": False,
         }
+
+
+def _first_said(part: Mapping[str, Any], *names: str) -> Any:
+    return next((part[name] for name in names if part.get(name) is not None), None)
 
 
 def _size(said: Any, usual: int) -> int:

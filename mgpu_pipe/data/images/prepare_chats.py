@@ -9,7 +9,7 @@ once for each vector that the language model gets.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -214,7 +214,8 @@ class PreparedPictureChats(PreparedRows):
 
     def model_fields(self) -> dict[str, Any]:
         if self.image_token_id is None:
-            return {"audio_token_index": self.audio_token_id}
+            name = "audio_token_id" if self.window is not None and self.window.filled else "audio_token_index"
+            return {name: self.audio_token_id}
         if self.grid is not None:
             video = {} if self.video_token_id is None else {"video_token_id": self.video_token_id}
             audio = {} if self.audio_token_id is None else {"audio_token_index": self.audio_token_id}
@@ -324,7 +325,7 @@ def _open_sources(
 def _add_figures(known: PreparedPictureChats, data: PictureChatConfig, pixels: Pixels) -> PreparedPictureChats:
     """Adds sample counts and digests to ``known``."""
     apart = known.is_apart
-    window = () if known.window is None else (asdict(known.window),)
+    window = () if known.window is None else (known.window.identity(),)
     seen: tuple[object, ...] = (
         pixels.identity(),
         *window,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.architectures.family import sound_tokens
 from mgpu_pipe.data.samples import Prepared
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.data.text.labelled_text import PreparedLabelled
@@ -157,13 +156,13 @@ def _pictured(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> dic
 
 def _tokens_of_pictures(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> torch.Tensor:
     if "recordings" in batch and "grids" not in batch:
-        return _tokens_of_sounds(batch, row)
+        return _tokens_of_sounds(batch, row, prepared)
     if "recordings" in batch:
         ids, ordered = batch["input_ids"][row], list[int]()
         ids = ids[(ids[:, None] == ids.new_tensor(prepared.standing)).any(1)]
         seen = {name: values for name, values in batch.items() if name != "recordings"}
         pictures = iter(_tokens_of_pictures(seen, row, prepared).tolist())
-        sounds = iter(_tokens_of_sounds(batch, row).tolist())
+        sounds = iter(_tokens_of_sounds(batch, row, prepared).tolist())
         while (position := sum(ordered)) < len(ids):
             ordered.append(next(sounds if ids[position] == prepared.audio_token_id else pictures))
         return ids.new_tensor(ordered)
@@ -174,9 +173,9 @@ def _tokens_of_pictures(batch: Mapping[str, torch.Tensor], row: int, prepared: A
     return patches[patches > 0] // prepared.cut.merge**2
 
 
-def _tokens_of_sounds(batch: Mapping[str, torch.Tensor], row: int) -> torch.Tensor:
+def _tokens_of_sounds(batch: Mapping[str, torch.Tensor], row: int, prepared: Any) -> torch.Tensor:
     frames = batch["recordings"][row]
-    return cast("torch.Tensor", sound_tokens(frames[frames > 0]))
+    return cast("torch.Tensor", prepared.window.num_tokens(frames[frames > 0]))
 
 
 def _padding(ids: NDArray[np.int64], positions: NDArray[np.int64], trained: NDArray[np.bool_]) -> int:
