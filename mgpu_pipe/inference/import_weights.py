@@ -45,6 +45,22 @@ ZIP, PICKLE = b"PK\x03\x04", b"\x80"
 """First bytes of a torch file: a zip archive, or before torch 1.6 a pickle."""
 TORCH_NUMBER = 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 """The number at the start of a pickle that torch wrote."""
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
+"""Fields of a checkpoint that hold its weights (Lightning, torch's tutorials, nanoGPT and torchtitan, DeepSpeed)."""
+TO_FILE = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+OTHERS = (
+    (".metadata", f"a checkpoint of torch.distributed; make it one file: {TO_FILE} {{0}} weights.pt"),
+    (
+        "latest_checkpointed_iteration.txt",
+        "Megatron's checkpoint; convert it to a Hugging Face folder by Megatron-Bridge",
+    ),
+)
+"""Files that only folders of other programs have."""
+LAYOUTS = (
+    ("tok_embeddings.weight", "Meta's names of Llama", "transformers' convert_llama_weights_to_hf.py"),
+    (".attn.qkv.weight", "LitGPT's names", "litgpt convert_from_litgpt"),
+)
+"""Ends of names in layouts of weights that another program converts."""
 
 
 def weight_files(source: Path, trust: bool) -> list[Path] | None:
@@ -61,12 +77,14 @@ def weight_files(source: Path, trust: bool) -> list[Path] | None:
         return [source]
     if not is_folder(source):
         raise BadInputError(f"--from={source}: no such file or folder; correct the path")
-    if (source / "config.json").is_file() and not (source / WEIGHTS).is_file() and not (source / INDEX).is_file():
-        pickled = _pickled_files(source)
-        if pickled:
-            return pickled
+    has_weights = (source / WEIGHTS).is_file() or (source / INDEX).is_file()
+    if (source / "config.json").is_file() and not has_weights and (pickled := _pickled_files(source)):
+        return pickled
     for name, advice in (
-        ("config.json", "a Hugging Face folder, which needs no import: use model=hf model.path"),
+        (
+            WEIGHTS if (source / WEIGHTS).is_file() else INDEX,
+            "a Hugging Face folder, which needs no import: use model=hf model.path",
+        ),
         ("manifest.json", "a checkpoint of this program, which needs no import: use checkpoint.init_from"),
         ("checkpoints", "a run of this program, which needs no import: use checkpoint.init_from"),
     ):
@@ -75,8 +93,13 @@ def weight_files(source: Path, trust: bool) -> list[Path] | None:
     if is_file(source / LATEST) or any(source.glob(STATES)):
         _check_deepspeed(source, trust)
         return None
+    for mark, what in OTHERS:
+        if any(source.glob(mark)) or any(source.glob(f"*/{mark}")):
+            raise BadInputError(f"--from={source}: is {what.format(source)}")
+    files = sorted(path.name for path in source.iterdir() if path.suffix in (".bin", ".ckpt", ".gguf", ".pt", ".pth"))
+    fix = f"name a file of it: {', '.join(files[:LISTED])}" if files else "give one"
     raise BadInputError(
-        f"--from={source}: neither a Lightning or torch file nor a DeepSpeed folder (with a file {LATEST!r}); give one"
+        f"--from={source}: neither a Lightning or torch file nor a DeepSpeed folder (with a file {LATEST!r}); {fix}"
     )
 
 
@@ -154,7 +177,9 @@ def _read_file(file: Path) -> dict[str, torch.Tensor]:
         raise BadInputError(
             f"--from={file}: cannot be read as a torch checkpoint ({_reason(error)}); give another"
         ) from error
-    state = loaded.get("state_dict", loaded) if isinstance(loaded, Mapping) else None
+    state = loaded if isinstance(loaded, Mapping) else None
+    if state and (wrapper := next((name for name in WRAPPERS if isinstance(state.get(name), Mapping)), None)):
+        state = state[wrapper]
     if not isinstance(state, Mapping) or not state:
         raise BadInputError(f"--from={file}: holds no state_dict; give a checkpoint that has weights")
     not_tensors = [
@@ -226,6 +251,7 @@ def fill_from_external(
 
     named, unexpected = _without_prefix(weights, prefix, ignore)
     twin = build_meta(replace(config, freeze=[]))
+    named = _as_conv1d(named, twin)
     state = twin.state_dict()
     model = materialise_empty(build_meta(replace(config, freeze=[])), "cpu")
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -251,6 +277,16 @@ def fill_from_external(
         )
     maker = None if config.path is None else local_folder(config.path)
     return StoredModel(model.eval(), read_from(model), source, tokenizer, None, None, maker is None, maker)
+
+
+def _as_conv1d(named: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Transposes weights of linear layers where GPT-2's model has transposed ones (nanoGPT, llm.c)."""
+    layers = [f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
+    shapes = {name: tuple(model.get_parameter(name).shape) for name in layers if name in named}
+    wide = {name: shape for name, shape in shapes.items() if shape[0] != shape[-1]}
+    if not wide or any(tuple(named[name].shape) != shape[::-1] for name, shape in wide.items()):
+        return named
+    return {name: tensor.T.contiguous() if name in shapes else tensor for name, tensor in named.items()}
 
 
 def _without_prefix(
@@ -283,6 +319,9 @@ def _advice(expected: Sequence[str], foreign: Sequence[str], prefix: str) -> str
     fitting = sorted({name.removesuffix(probe) for name in foreign if name.endswith(probe)} - {prefix})
     if fitting:
         return f"the names begin with {fitting[0]!r}: use --prefix {fitting[0]}" if fitting[0] else "leave out --prefix"
+    for end, layout, converter in LAYOUTS:
+        if any(name.endswith(end) for name in foreign):
+            return f"these are {layout}: convert them by {converter} first"
     return "give the model it was trained with (model=..., model.config.*), --prefix or --ignore PATTERN"
 
 

@@ -97,6 +97,22 @@ def test_a_lightning_file_becomes_a_folder_that_runs_start_from(
     assert main(["check", "model=hf", f"model.path={out}", "data.seq_len=32", "trainer.max_steps=1"]) == 0
 
 
+def test_a_file_of_nanogpt_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights stand beside its settings, under a compiled model's names; linear layers have theirs transposed."""
+    sizes = {"vocab_size": 304, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    words = ["model=gpt2_tiny", *(f"model.config.{key}={value}" for key, value in sizes.items())]
+    wanted = materialise(build_meta(compose(words)[0].model), 5, "cpu").eval()
+    ends = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    weights = {name: tensor.T if name.endswith(ends) else tensor for name, tensor in wanted.state_dict().items()}
+    state = {f"_orig_mod.{name}": tensor.contiguous() for name, tensor in weights.items()}
+    torch.save({"model": state, "optimizer": {"state": {}}, "model_args": sizes, "iter_num": 3}, tmp_path / "ckpt.pt")
+    asked = ["--from", tmp_path / "ckpt.pt", "--out", tmp_path / "out", *words]
+    assert "use --prefix _orig_mod." in imported(capsys, *asked, code=2)
+    imported(capsys, *asked, "--prefix", "_orig_mod.")
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(load_run(tmp_path / "out").model(ids).logits, wanted(ids).logits, atol=1e-6, rtol=1e-6)
+
+
 def test_a_file_of_torch_before_1_6_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "old.pt"
     torch.save(model().state_dict(), file, _use_new_zipfile_serialization=False)
@@ -144,7 +160,15 @@ def test_a_file_that_brings_code_is_refused_also_with_trust(tmp_path: Path, caps
         (lambda path: torch.save({"state_dict": {"a": 3}}, path), "'a' of its state_dict is not a plain tensor"),
         (lambda path: torch.save([1], path), "holds no state_dict"),
         (lambda path: path.mkdir(), "neither a Lightning or torch file nor a DeepSpeed folder"),
-        (lambda path: (path.mkdir(), (path / "config.json").touch()), "use model=hf model.path="),
+        (lambda path: (path.mkdir(), (path / "model.safetensors").touch()), "use model=hf model.path="),
+        (lambda path: (path.mkdir(), (path / "config.json").touch()), "nor a DeepSpeed folder"),
+        (lambda path: (path.mkdir(), (path / "b.pth").touch()), "name a file of it: b.pth"),
+        (lambda path: (path.mkdir(), (path / ".metadata").touch()), "format_utils dcp_to_torch "),
+        (lambda path: ((path / "0").mkdir(parents=True), (path / "0" / ".metadata").touch()), "dcp_to_torch "),
+        (
+            lambda path: torch.save({"model": {"layers.0.attn.qkv.weight": torch.ones(1)}}, path),
+            "these are LitGPT's names",
+        ),
         (lambda path: (path.mkdir(), (path / "manifest.json").touch()), "use checkpoint.init_from="),
         (lambda path: None, "no such file or folder; check the path"),
         (lambda path: (path.mkdir(), (path / "latest").write_text("x")), "repeat with --trust"),
