@@ -13,7 +13,7 @@ from mgpu_pipe.architectures.find import family_of, stages_of
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.checks.check_sizes import strategy_errors, update_errors
 from mgpu_pipe.checks.model_axes import context_parallel_errors, expert_parallel_errors, tensor_parallel_errors
-from mgpu_pipe.config.group_keys import PipelineOptions, PrecisionConfig, StrategyConfig
+from mgpu_pipe.config.group_keys import PipelineOptions, PlanConfig, PrecisionConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import ModelConfig, RunConfig, TrainerConfig
@@ -126,12 +126,31 @@ def on_processes(trainer: TrainerConfig, profile: HardwareProfile, gpus: int) ->
     return trainer, words
 
 
+def with_typed_schedule(plan: PlanConfig, strategy: StrategyConfig, words: Sequence[str]) -> PlanConfig:
+    """The keys of a plan that tries the pipeline schedule of ``strategy`` alone if one of ``words`` chooses it.
+
+    Args:
+        words: overrides as typed.
+    """
+    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    is_typed = "strategy.pipeline.schedule" in keys or "strategy.pipeline" in keys
+    return replace(plan, schedules=[strategy.pipeline.schedule]) if is_typed and not plan.schedules else plan
+
+
 def _schedules(
-    model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig
+    plan: PlanConfig, model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig
 ) -> tuple[tuple[str, int], ...]:
-    """Pipeline schedules to try, each with stages of a rank: all, or the one that the configuration names."""
+    """Pipeline schedules to try, each with stages of a rank.
+
+    Raises:
+        ConfigError: ``plan.schedules`` has an unknown name.
+    """
     chosen = strategy.pipeline.schedule
     names = [chosen] if chosen != PipelineOptions().schedule else [name for name in SCHEDULES if name != UNTRIED]
+    names = plan.schedules or names
+    for name in names:
+        if name not in SCHEDULES:
+            raise ConfigError("plan.schedules", name, f"use some of {', '.join(SCHEDULES)}", "no such schedule")
     can_split = model.compile is not True and resolve_precision(precision, trainer) != "fp8"
     return tuple(
         (name, stages)
@@ -168,7 +187,7 @@ def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> A
         cp=cp,
         ulysses=ulysses,
         ep=ep,
-        schedules=_schedules(config.model, config.strategy, config.precision, config.trainer),
+        schedules=_schedules(config.plan, config.model, config.strategy, config.precision, config.trainer),
         eager_kernels=float(device_type(config.trainer) == "cuda"),
         has_sequence_parallel=family.sequence is not None and all(sequence % (a * b) == 0 for a in tp for b in cp),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 
@@ -37,7 +38,8 @@ def with_planned_strategy(config: RunConfig) -> tuple[RunConfig, list[Notice]]:
     except ConfigError as error:
         if error.key == "plan.hardware":
             raise
-        fix = f"{error.fix.replace('plan.gpus=', 'trainer.devices=')}; or choose a strategy, such as strategy=fsdp"
+        fix = re.sub(r"plan\.gpus=(\d+)", lambda match: _processes(int(match[1]), trainer.devices), error.fix)
+        fix = f"{fix}; or choose a strategy, such as strategy=fsdp"
         raise ConfigError("strategy", "auto", fix, error.reason) from None
     best = next((each for each in plans if not each.is_tight), plans[0])
     predicted = replace(config.plan, predicted_seconds=best.seconds, predicted_gib=best.memory.allocated / GIB)
@@ -47,6 +49,12 @@ def with_planned_strategy(config: RunConfig) -> tuple[RunConfig, list[Notice]]:
         f"{best.memory.likely / GIB:.3g} GiB a process on {best.profile.name}"
     )
     return planned, [Notice("strategy", text)]
+
+
+def _processes(gpus: int, devices: int | str) -> str:
+    """The override for so many GPUs on nodes of ``devices``."""
+    fills_nodes = isinstance(devices, int) and gpus > devices and gpus % devices == 0
+    return f"trainer.num_nodes={gpus // int(devices)}" if fills_nodes else f"trainer.devices={gpus}"
 
 
 def with_predicted_micro_batch(

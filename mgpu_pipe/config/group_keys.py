@@ -277,6 +277,8 @@ class PlanConfig:
     """Dollars a GPU and hour; null is the profile's dollars_per_hour, or unknown."""
     tokens: float | None = field(default=None, metadata={"above": 0, "or": ", or null"})
     """Tokens of the whole training, for its time and cost; null is trainer.max_steps steps."""
+    schedules: list[str] = field(default_factory=list)
+    """Pipeline schedules to try; empty: strategy.pipeline.schedule where it is typed or is not 1f1b, else all."""
     rank_by: Literal["speed", "cost", "memory"] = "speed"
     """Order of the plans: tokens a second, dollars a token, or least memory."""
     predicted_seconds: float | None = None

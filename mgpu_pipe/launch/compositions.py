@@ -250,9 +250,11 @@ def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
     notices: list[Notice] = []
     resumed = resumed_config(config, composition.swept)
     if STRATEGY in keys:
+        from mgpu_pipe.checks.layout_candidates import with_typed_schedule
         from mgpu_pipe.checks.planned_keys import with_planned_strategy
 
-        config, notices = with_planned_strategy(config)
+        plan = with_typed_schedule(config.plan, config.strategy, composition.overrides)
+        config, notices = with_planned_strategy(replace(config, plan=plan))
     if MICRO_BATCH in keys:
         from mgpu_pipe.checks.planned_keys import with_predicted_micro_batch
 

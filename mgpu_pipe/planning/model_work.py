@@ -26,7 +26,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision
 from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.planning.other_models import four_bits
+from mgpu_pipe.planning.other_models import four_bits, other_passes
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
@@ -85,6 +85,7 @@ def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
         activation_bytes=entry,
         gradient_bytes=2.0 if config.precision.reduce == "bf16" else 4.0,
         float8=float(precision == "fp8"),
+        other_passes=other_passes(config.objective, fields),
         trained=ADAPTERS if adapts else 1.0,
         adapter_rank=float(config.peft.r) if adapts else 0.0,
         adapted=adapted_share(config.peft.targets, fields) if adapts else 1.0,

@@ -69,12 +69,28 @@ def other_bytes(objective: ObjectiveConfig, item: int, shards: int) -> float:
         item: bytes of a weight in the compute type, which a teacher is kept in.
         shards: ranks that share it under ``objective.teacher_strategy=fsdp``.
     """
+    divided = shards if getattr(objective, "teacher_strategy", "whole") == "fsdp" else 1
+    return item * _teacher_parameters(objective) / divided
+
+
+def other_passes(objective: ObjectiveConfig, fields: Mapping[str, Any]) -> float:
+    """Forward passes of a live reference or a teacher for each micro-batch, in forward passes of the model.
+
+    Args:
+        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
+    """
+    count = count_parameters(fields)
+    teacher = _teacher_parameters(objective) / count.active if count is not None else 0.0
+    return teacher + float(getattr(objective, "reference", "") == "live")
+
+
+def _teacher_parameters(objective: ObjectiveConfig) -> int:
+    """Parameters of the teacher in a folder; 0 without any, or where its shapes are not known."""
     folder = getattr(objective, "teacher", "")
     if not folder or folder in ("drawn", "starts_from"):
-        return 0.0
+        return 0
     try:
         count = count_parameters(resolved_fields(ModelConfig(path=folder)))
     except BadInputError:  # another check refuses it
-        return 0.0
-    divided = shards if getattr(objective, "teacher_strategy", "whole") == "fsdp" else 1
-    return 0.0 if count is None else item * count.total / divided
+        return 0
+    return 0 if count is None else count.total

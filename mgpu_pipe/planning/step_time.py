@@ -74,10 +74,14 @@ class _Pass:
     def total(self) -> Numbers:
         return self.compute + self.tensor + self.context + self.experts + self.exposed
 
+    def times(self, passes: Numbers) -> _Pass:
+        """Seconds of so many passes."""
+        return _Pass(**{name: passes * seconds for name, seconds in vars(self).items()})
+
 
 def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
     """Predict a step's seconds, by part; arrays broadcast."""
-    forward = _forward(work, hardware, constants)
+    forward = _forward(work, hardware, constants).times(1 + work.other_passes)
     backward = _backward(work, hardware, constants)
     tower = _tower_seconds(work, hardware, constants)
     head = _head_seconds(work, hardware, constants)
@@ -349,7 +353,8 @@ def _head_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbe
     forward, inputs, weights = (
         each.seconds(hardware, constants, hardware.peak) for each in (product, of_input, of_weight)
     )
-    products = forward + inputs + np.where(np.asarray(work.adapter_rank) > 0, 0, weights)
+    weights = np.where(np.asarray(work.adapter_rank) > 0, 0, weights)
+    products = (1 + work.other_passes) * forward + inputs + weights
     return products + rows * columns * constants.logit_bytes / (hardware.bandwidth * constants.memory)
 
 

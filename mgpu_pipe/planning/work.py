@@ -81,6 +81,8 @@ class Work:
     """1 if the layers' matrix products are in float8."""
     eager: Numbers = 0.0
     """1 if a GPU runs the blocks without compiling or fusing their elementwise kernels."""
+    other_passes: Numbers = 0.0
+    """Forward passes of a reference or a teacher for each micro-batch, in those of the model."""
     trained: Numbers = 1.0
     """Share of the parameters that have a gradient."""
     adapter_rank: Numbers = 0.0

@@ -103,3 +103,14 @@ def test_latent_attention_has_its_own_matrices_and_heads() -> None:
 def test_other_families_keep_their_heads() -> None:
     fields = resolved_fields(ModelConfig(name="llama3_8b", type="llama", config={"hidden_size": 4096}))
     assert Shape.from_fields(fields).head_dim == 128
+
+
+def test_a_live_reference_adds_a_forward_pass() -> None:
+    words = ["model=llama3_8b", "data=spoken_preferences", "objective=dpo", "trainer.devices=8", "strategy=fsdp"]
+    words += ["trainer.accelerator=cuda", "plan.hardware=[h100]", "data.seq_len=2048", "data.global_batch_size=64"]
+    cached, live = (compose([*words, f"objective.reference={kind}"])[0] for kind in ("cached", "live"))
+    passes = [run_work(config, model_fields(config.model)).other_passes for config in (cached, live)]
+    assert passes == [0, 1]
+    assert predicted_seconds(live)[0] == pytest.approx(4 / 3 * predicted_seconds(cached)[0], rel=0.06)
+    products = float(step_time(MODEL, H100, IDEAL).compute)
+    assert float(step_time(replace(MODEL, other_passes=1), H100, IDEAL).compute) == pytest.approx(4 / 3 * products)

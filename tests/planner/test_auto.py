@@ -41,8 +41,19 @@ def test_the_planned_strategy_takes_autos_place() -> None:
     assert any(notice.key == "strategy" and "predicted: " in notice.text for notice in notices)
 
 
+def test_a_typed_schedule_is_kept() -> None:
+    words = [*LARGE, "data.global_batch_size=32", "strategy=auto", "trainer.devices=7"]
+    for word, schedule in (("seed=1", "zbv"), ("strategy.pipeline.schedule=1f1b", "1f1b")):
+        composition = compose_checked([*words, word])
+        notices_of(composition, elsewhere=True)
+        chosen = composition.config.strategy
+        assert (chosen.pp, chosen.pipeline.schedule) == (7, schedule)
+
+
 def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^strategy=auto: no layout fits on 1 of rtx4090.*or choose a strategy"):
+    with pytest.raises(
+        ConfigError, match=r"^strategy=auto: no layout fits on 1 of rtx4090.*num_nodes=\d+, .*or choose"
+    ):
         words = ("model=llama3_70b", "plan.hardware=[rtx4090]", "strategy=auto", "trainer.devices=1")
         with_planned_strategy(compose([*LARGE, *words])[0])
     with pytest.raises(ConfigError, match=r"^strategy=auto: .*plan a language model.*or choose a strategy"):

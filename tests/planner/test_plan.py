@@ -108,6 +108,19 @@ def test_a_schedule_is_searched_unless_the_configuration_names_it(schedule: str)
         assert found.strategy.pipeline == plan.config.strategy.pipeline and not preflight_errors(found, elsewhere=True)
 
 
+def test_a_typed_schedule_is_the_only_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """1F1B among them, which is the default."""
+    words = [*SMALL, "trainer.devices=4", "data.global_batch_size=32", "model.config.num_hidden_layers=8"]
+    for word in ("strategy.pipeline.schedule=1f1b", "plan.schedules=[1f1b]"):
+        assert main(["plan", *words, word, "plan.rows=99", "--json"]) == 0
+        plans = json.loads(capsys.readouterr().out)["plans"]
+        chosen = [word for plan in plans for word in plan["overrides"]]
+        assert any(word.startswith("strategy.pp=") for word in chosen)
+        assert not any(word.startswith("strategy.pipeline.schedule=") for word in chosen)
+    said = refusal(*words, "plan.schedules=[1f2b]")
+    assert said.startswith("plan.schedules=1f2b: no such schedule; use some of gpipe, 1f1b, ")
+
+
 def test_a_schedule_that_splits_the_backward_pass_is_tried_where_torch_allows_it() -> None:
     words = (*LARGE, "trainer.devices=8", "strategy.pipeline.schedule=zbv")
     for more, tries in (((), True), (("model.compile=true",), False), (("precision=fp8",), False)):

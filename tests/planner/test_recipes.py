@@ -14,8 +14,8 @@ RECIPES = [
     for option in list_groups()["experiment"]
     if option.name.endswith(("_sft", "_lora", "_qlora", "_dpo")) and option.name[0] != "_"
 ]
-LARGE = ("gpt_oss_20b_lora",)
-"""Adapters whose model does not fit on a card of 24 GB in bf16."""
+LARGE = ("gpt_oss_20b_lora", "gpt_oss_20b_qlora")
+"""Adapters whose model does not fit on a card of 24 GB without its host."""
 OF_FIXED_LAYOUT = (
     "llama3_8b_lora_8gpu",
     "llama3_70b_qlora_8gpu",

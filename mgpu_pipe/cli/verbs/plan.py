@@ -50,6 +50,7 @@ def plan(words: list[str]) -> int:
     def job(composition: Composition) -> int:
         from mgpu_pipe.checks.check_model import check_model
         from mgpu_pipe.checks.check_sizes import range_errors
+        from mgpu_pipe.checks.layout_candidates import with_typed_schedule
         from mgpu_pipe.checks.plan_layouts import plan_layouts
         from mgpu_pipe.checks.traced_layout import planned_layout, refuse_untraceable, typed_layout
 
@@ -57,6 +58,9 @@ def plan(words: list[str]) -> int:
         if errors:
             raise ConfigErrors(errors)
         check_model(composition.config.model, composition.config.data, composition.config.objective)
+        config = composition.config
+        keys = with_typed_schedule(config.plan, config.strategy, composition.overrides)
+        composition.config = replace(config, plan=keys)
         if traces and _chooses_layout(composition):
             return _trace(composition, typed_layout(composition.config), composition.overrides, as_json)
         if traces:
@@ -264,11 +268,14 @@ def _print_cost(best: PlannedRun, tokens: float) -> None:
     """Print time, GPU hours, price and energy of training ``tokens`` tokens by the fastest plan."""
     from mgpu_pipe.report.columns import count, duration, figure
 
+    def amount(number: float) -> str:
+        return figure(number, 3) if number < KILO else count(number)
+
     wall_s = tokens / best.tokens_per_second
     hours = best.gpus * wall_s / HOUR
     price = "" if best.dollars_per_hour is None else f", {figure(hours * best.dollars_per_hour, 4)} dollars"
-    energy = f", {figure(hours * best.profile.watts / KILO, 3)} kWh of GPUs" if best.profile.watts else ""
-    print_line(f"{count(tokens)} tokens by 1: {duration(wall_s)}, {count(hours)} GPU hours{price}{energy}")
+    energy = f", {amount(hours * best.profile.watts / KILO)} kWh of GPUs" if best.profile.watts else ""
+    print_line(f"{count(tokens)} tokens by 1: {duration(wall_s)}, {amount(hours)} GPU hours{price}{energy}")
 
 
 def _counts(losers: Losers) -> dict[str, Any]:
