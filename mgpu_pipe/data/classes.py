@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ def class_names(model: ModelConfig, data: DataConfig, there: Collection[str]) ->
         raise ConfigError(
             key, ",".join(names), "name every class by data.classes, in the order of their numbers", reason
         )
+    alike = {unicodedata.normalize("NFC", name).strip(): name for name in names}
+    if key == "data.label_column" and (twins := [name for name in names if name not in alike.values()]):
+        reason = f"the data has two classes that look like {twins[0].strip()!r}: spaces or the forms of letters differ"
+        raise ConfigError(key, data.label_column, "write both alike, or name each class by data.classes", reason)
     if key == "data.label_column" and len(names) < 2:
         fix = "give samples of two classes or more, or name the classes by data.classes"
         raise ConfigError(key, data.label_column, fix, f"every sample has the class {', '.join(names)!r}")

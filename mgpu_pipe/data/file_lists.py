@@ -145,6 +145,9 @@ def _entries_in(
     row = files.json_row(line, origin, *columns.values())
     files.require_columns(row, origin, {f"data.{name}": column for name, column in columns.items()})
     file_column, told_column = columns.values()
+    if row.get("duration") is not None and str(row.get("offset") or 0).strip("0."):
+        part = f"a part of its file (offset {row['offset']}, duration {row['duration']}), and files are read whole"
+        raise DataError(f"{origin}: is {part}; cut the file, and leave out offset")
     try:
         named = find_file(row[file_column], keep)
     except BadSampleError as error:

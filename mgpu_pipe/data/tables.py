@@ -19,7 +19,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Literal
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import BadSampleError
@@ -33,6 +33,7 @@ Keep = Callable[[bytes], str]
 EMBEDDED = "embedded-"
 """Prefix of the names of such files."""
 _URI = re.compile(r"data:[^,]{0,200},", re.IGNORECASE)
+_FILE_URI = re.compile(r"file://(?:localhost)?(?=/)", re.IGNORECASE)
 
 
 def keep_in(cache: Path) -> Keep:
@@ -65,6 +66,8 @@ def find_file(value: object, keep: Keep) -> object:
     """
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
+    if isinstance(value, str) and (scheme := _FILE_URI.match(value)):
+        return unquote(value[scheme.end() :])
     if not isinstance(value, str) or not (head := _URI.match(value)):
         return value
     content = value[head.end() :]

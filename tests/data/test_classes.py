@@ -39,6 +39,13 @@ def test_a_strange_class_of_thousands_of_digits_is_named_in_a_short_line() -> No
         class_names(config.model, config.data, ["a", LONG])
 
 
+@pytest.mark.parametrize("twin", ["caf\u00e9 ", "cafe\u0301"])
+def test_classes_that_look_alike_are_refused(twin: str) -> None:
+    with pytest.raises(ConfigError, match=r"two classes that look like .*; write both alike"):
+        class_names(ModelConfig(), DataConfig(), ["caf\u00e9", twin, "tea"])
+    assert class_names(ModelConfig(), DataConfig(classes=["caf\u00e9", twin]), [twin]) == ["caf\u00e9", twin]
+
+
 VIT = ("model=vit_tiny", "objective=image_classification")
 
 

@@ -131,3 +131,24 @@ def test_conversations_hold_their_pictures(tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text(json.dumps(row))
         (found,) = rows_of(config.data, [tmp_path / "a.jsonl"], keep=keep)  # type: ignore[arg-type]
         assert len(found.pictures) == 1 and kept.pop() == raw
+
+
+def test_texts_and_uris_name_their_files(tmp_path: Path) -> None:
+    """Qwen-VL's rows name a picture in the text of a message, and those of Qwen2.5-VL by a URI."""
+    path = tmp_path / "a b%.png"
+    path.write_bytes(stored(noise(1)))
+    config = compose(["data=picture_chats", "data.paths=[x]", "model=llava_tiny", "objective=causal_lm"])[0]
+    answer = {"from": "gpt", "value": "No <img>tag</img>."}
+    for text, images in (
+        (f"1: <img>{path.name}</img> <img> {path} </img>", []),
+        ("1: <image> <image>", [path.as_uri(), f"FILE://localhost{path.as_uri()[7:]}"]),
+    ):
+        row = {"conversations": [{"from": "user", "value": text}, answer], **({"images": images} if images else {})}
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        (found,) = rows_of(config.data, [tmp_path / "a.jsonl"])  # type: ignore[arg-type]
+        assert found.pictures == (path, path) and found.text.count("1: <image> <image>") == 1
+    (tmp_path / "list.csv").write_text(f"image,label\n{path.as_uri()},a\n{path.name},b\n")
+    given = configured(
+        tmp_path, f"data.paths=[{tmp_path / 'list.csv'}]", "data.validation_fraction=0", source="image_list"
+    )
+    assert prepare(given).train_samples == 2

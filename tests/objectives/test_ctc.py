@@ -287,6 +287,7 @@ def test_held_out_recordings_with_strange_characters_count(tmp_path: Path) -> No
         [
             (["path,words", "0.wav,b"], (), "data.text_column"),
             (["path,text", "gone.wav,b"], (), "there is no file"),
+            (["path,text,offset,duration", "0.wav,b,0.5,1"], (), "is a part of its file (offset 0.5, duration 1)"),
             (["path,text", "0.wav,"], (), "has no text"),
             (["path,text", "0.wav,ab"], ("model.config.layerdrop=0.1",), "use model.config.layerdrop=0.0"),
             (["path,text", "0.wav,ab"], ("strategy=pp", "trainer.devices=2"), "objective.name=ctc"),

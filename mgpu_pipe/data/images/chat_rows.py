@@ -3,13 +3,14 @@
 A place is the text ``<image>`` in a message to the assistant (LLaVA's form), or a content part ``{"type": "image"}``
 (transformers' and OpenAI's form). The parts name the pictures, or a column does, in the order of their places. Videos
 work alike with the place ``<video>``, recordings with ``<audio>``. Such a text is no place in an answer, next to parts
-that name every picture, or for a model that takes no such input.
+that name every picture, or for a model that takes no such input. A question may name them: ``<img>a.png</img>``.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from mgpu_pipe.data.text.conversations import (
     LITERAL,
     PLACE,
     PLACES,
+    ROLES,
     SHAREGPT,
     VIDEO,
     columns_read,
@@ -52,6 +54,8 @@ KINDS = {
 """Types of a content part that is a picture, a video or a recording."""
 NAMES = ("bytes", "image", "video", "audio", "path", "url", "image_url", "video_url", "audio_url")
 """Fields of a part that name its picture."""
+INSIDE = re.compile(r"<(img|video|audio)>([^<>\n]+)</\1>")
+"""A place with its file's name, as texts for Qwen-VL and Qwen-Audio have it."""
 RATES = ("sample_fps", "fps")
 """Fields of a row or part that state a frame folder's frames a second."""
 
@@ -279,9 +283,22 @@ def _settle_literals(messages: list[dict[str, Any]], place: str, all_in_parts: b
 def _with_places(
     message: object, named: dict[str, list[str | None]], rates: list[object], origin: str, keep: Keep
 ) -> object:
-    """Replaces each picture or video part of ``message`` by a place, and marks what its texts spell like one. Appends
-    the parts' file names to ``in_parts`` and the rates of videos to ``rates``."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+    """Replaces each picture or video part of ``message``, and each name in a question, by a place, and marks what its
+    texts spell like one. Appends the file names to ``named`` and the rates of videos to ``rates``."""
+    if not isinstance(message, dict):
+        return message
+
+    def place_of(match: re.Match[str]) -> str:
+        place = PLACE if match[1] == "img" else f"<{match[1]}>"
+        named[place].append(_path(match[2].strip(), origin, keep))
+        rates.extend([None] * (place == VIDEO))
+        return place
+
+    role = str(message.get("role", message.get("from"))).lower()
+    if ROLES.get(role, role) != "assistant":
+        texts = {field: text for field in ("content", "value") if isinstance(text := message.get(field), str)}
+        message = {**message, **{field: INSIDE.sub(place_of, text) for field, text in texts.items()}}
+    if not isinstance(message.get("content"), list):
         return message
     parts = []
     for part in message["content"]:
@@ -317,4 +334,4 @@ def _path(name: object, origin: str, keep: Keep) -> str:
         raise DataError(f"{origin}: the picture is {name!r}, not a path; {files.FIX}")
     if name.startswith(("http:", "https:")):
         raise DataError(f"{origin}: the picture is {name[:40]!r}, not a path; save it to a file, and name that")
-    return name.removeprefix("file://")
+    return name
