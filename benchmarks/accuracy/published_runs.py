@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.support import RESULTS
-from mgpu_pipe.planning import constants_fit
+from mgpu_pipe.planning import calibration
 from mgpu_pipe.planning.hardware_profile import load_profile
 from mgpu_pipe.planning.model_work import ADAPTERS, CAST_BYTES
 from mgpu_pipe.planning.step_time import step_time
@@ -198,5 +198,5 @@ def fold_of(name: str) -> int:
 
 
 def fit(runs: Runs, free: Sequence[str], start: Constants | None = None, width: float | None = None) -> Constants:
-    """Constants that predict ``runs``; see :func:`mgpu_pipe.planning.constants_fit.fit`."""
-    return constants_fit.fit(runs.predict, runs.seconds, free, start, width)
+    """Constants that predict ``runs``; see :func:`mgpu_pipe.planning.calibration.fit`."""
+    return calibration.fit(runs.predict, runs.seconds, free, start, width)

@@ -72,7 +72,7 @@ def job_settings(arguments: argparse.Namespace, source: ModelSource, trainer: Tr
         "model": source.folder.absolute(),
         "input": expand_home(arguments.input).absolute(),
         "output": expand_home(arguments.output).absolute(),
-        "batch_size": arguments.batch_size,
+        "batch_size": arguments.batch_size or BATCH_SIZE,
         "average": arguments.weights == "ema",
         "frozen_weights": arguments.frozen_weights,
         "device": resolve_device(arguments.device) if arguments.device != "auto" else device_type(trainer),

@@ -46,7 +46,11 @@ def picture_samples(
     A collective call for a sharded model.
     """
     pictures, results = LabelledImages(keys, data, "validation", prepared), []
-    for indices, batch, output in _outputs(model, samples, prepared.evaluated_samples()[:PICTURES]):
+
+    def compute(fields: dict[str, torch.Tensor]) -> Any:
+        return model(**{name: value for name, value in fields.items() if name != "labels"})
+
+    for indices, batch, output in _outputs(model, samples, prepared.evaluated_samples()[:PICTURES], compute):
         shares, answers = output.logits.float().softmax(-1).max(-1)
         results += list(zip(indices, batch["labels"].tolist(), answers.tolist(), shares.tolist(), strict=True))
     results.sort(key=lambda result: result[1] == result[2])
@@ -72,7 +76,11 @@ def retrieval_samples(
     chosen = prepared.evaluated_samples()[:PICTURES]
     captioned, captions = CaptionedImages(keys, data, "validation", prepared), list[list[int]]()
     pictures, texts, labels, picture_ids = [], [], list[int](), list[int]()
-    for _, batch, output in _outputs(model, samples, chosen):
+
+    def compute(fields: dict[str, torch.Tensor]) -> Any:
+        return model(**two_tower_inputs(fields, model.config))
+
+    for _, batch, output in _outputs(model, samples, chosen, compute):
         pictures.append(F.normalize(output.image_embeds.float(), dim=1))
         texts.append(F.normalize(output.text_embeds.float(), dim=1))
         labels += batch["labels"].tolist()
@@ -96,19 +104,24 @@ def retrieval_samples(
 
 
 def _outputs(
-    model: PreTrainedModel, samples: SampleSet, chosen: NDArray[np.int64]
+    model: PreTrainedModel,
+    samples: SampleSet,
+    chosen: NDArray[np.int64],
+    compute: Callable[[dict[str, torch.Tensor]], Any],
 ) -> Iterator[tuple[NDArray[np.int64], dict[str, torch.Tensor], Any]]:
-    """Yields indices, batch and model output of held-out samples, :data:`BATCH_SIZE` at a time."""
+    """Yields indices, batch and output of held-out samples, :data:`BATCH_SIZE` at a time.
+
+    Args:
+        compute: the model's forward pass of a batch's fields.
+    """
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     try:
         for start in range(0, len(chosen), BATCH_SIZE):
             indices = chosen[start : start + BATCH_SIZE]
             batch = samples.batch(indices, evaluation_numbers(indices))
-            fields = {name: value.to(device) for name, value in batch.items() if name != "labels"}
-            inputs = two_tower_inputs(fields, model.config) if "input_ids" in fields else fields
             with torch.no_grad():
-                yield indices, batch, model(**inputs)
+                yield indices, batch, compute({name: value.to(device) for name, value in batch.items()})
     finally:
         model.train(was_training)
 
@@ -140,7 +153,6 @@ def answer_samples(
     samples = samples.alone if isinstance(samples, PackedChats) else samples
     assert isinstance(samples, PictureChatSamples)
     tokenizer, kind = load_tokenizer(prepared.tokenizer_folder), build_picture_inputs(model.config)
-    was_training, device = model.training, next(model.parameters()).device
     results = list[tuple[str, str, str, int]]()
 
     def text(ids: Any) -> str:
@@ -149,22 +161,16 @@ def answer_samples(
     before, after = _template_affixes(
         chat_of(prepared.tokenizer_folder), lambda words: text(tokenizer(words)["input_ids"])
     )
-    model.eval()
-    try:
-        for start in range(0, len(chosen), BATCH_SIZE):
-            indices = chosen[start : start + BATCH_SIZE]
-            batch = samples.batch(indices, evaluation_numbers(indices))
-            fields = {name: value.to(device) for name, value in batch.items()}
-            with torch.no_grad():
-                output = model(**kind.inputs(fields)) if forward is None else forward(**fields, logits_to_keep=0)
-            logits = output.logits
-            predicted = logits.argmax(-1).cpu()
-            for row, index in enumerate(indices.tolist()):
-                question = text(samples.prompt_tokens(index)).removeprefix(before).removesuffix(after).strip()
-                right, answer = _answer_texts(batch["labels"][row], predicted[row], text)
-                results.append((question, right, answer, index))
-    finally:
-        model.train(was_training)
+
+    def compute(fields: dict[str, torch.Tensor]) -> Any:
+        return model(**kind.inputs(fields)) if forward is None else forward(**fields, logits_to_keep=0)
+
+    for indices, batch, output in _outputs(model, samples, chosen, compute):
+        predicted = output.logits.argmax(-1).cpu()
+        for row, index in enumerate(indices.tolist()):
+            question = text(samples.prompt_tokens(index)).removeprefix(before).removesuffix(after).strip()
+            right, answer = _answer_texts(batch["labels"][row], predicted[row], text)
+            results.append((question, right, answer, index))
     results.sort(key=lambda result: result[1] == result[2])
     return [
         {

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import non_negative, positive_int, random_seed, share
-from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line, print_text
 from mgpu_pipe.inference.batch.settings import BATCH_SIZE, AnswerSettings
 from mgpu_pipe.inference.find_model import existing_folder, find_model
@@ -25,11 +24,9 @@ from mgpu_pipe.inference.model_arguments import (
     open_run,
     parse_arguments,
     read_map_arguments,
-    resolve_device,
     silence_transformers,
 )
 from mgpu_pipe.inference.open import LoadedRun
-from mgpu_pipe.system.local_files import expand_home
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -118,27 +115,21 @@ def _check_draft(arguments: argparse.Namespace) -> None:
 
 def _answer_file(arguments: argparse.Namespace) -> int:
     """Answer the file of prompts on the processes that the overrides name."""
-    from mgpu_pipe.cli.processes import compose_processes, refuse_whole_weights
+    from mgpu_pipe.cli.processes import compose_processes, job_settings, refuse_whole_weights
     from mgpu_pipe.launch.batch_job import run_job
 
     source = find_model(find_inputs(arguments))
     config = compose_processes("generate", arguments.overrides, arguments.device, strategies=True)
     refuse_whole_weights(source, config.trainer, config.strategy, arguments)
     settings = AnswerSettings(
-        model=source.folder.absolute(),
-        input=expand_home(arguments.input).absolute(),
-        output=expand_home(arguments.output).absolute(),
+        **job_settings(arguments, source, config.trainer),
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
         raw=arguments.raw,
-        batch_size=arguments.batch_size or BATCH_SIZE,
         on_bad_row=arguments.on_bad_row or "refuse",
-        average=arguments.weights == "ema",
-        frozen_weights=arguments.frozen_weights,
-        device=resolve_device(arguments.device) if arguments.device != "auto" else device_type(config.trainer),
     )
     return run_job(settings, source, config)
 
