@@ -151,7 +151,7 @@ class CheckpointSaveError(MgpuError):
 
 class NonFiniteError(MgpuError):
     """Something became NaN or infinite: the loss or the gradient norm, reported before the update, or, by the update, a
-    weight or the optimizer's state, reported when it is to be saved. Raised by all ranks.
+    weight or the optimizer's state, reported before it is saved. Raised by all ranks.
 
     Args:
         last_good: the newest checkpoint that a finite step followed.

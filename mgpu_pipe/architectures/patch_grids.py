@@ -51,7 +51,7 @@ class PatchGrid(ABC):
 
 
 class RowGrid(PatchGrid):
-    """Pictures of which ``most`` pixels of a side are seen, with a token after each row (Pixtral, arXiv:2410.07073)."""
+    """Pictures scaled to at most ``most`` pixels a side, with a token after each row (Pixtral, arXiv:2410.07073)."""
 
     def places(self, height: int, width: int) -> tuple[int, int]:
         ratio = max(height / self.most, width / self.most)

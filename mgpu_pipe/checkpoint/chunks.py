@@ -90,7 +90,7 @@ def as_sizes(value: object, where: str) -> tuple[int, ...]:
 
 CHUNK_BYTES = 4 * 1024 * 1024
 MAX_LAG = 4
-"""Most chunks by which the hashing threads lag behind the stream."""
+"""Most chunks that the hashing threads lag behind the stream."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 MAX = "max"
 TRIED = 8
-"""Fastest layouts of which the first is taken that fits by the high figure of its memory too."""
+"""Number of fastest layouts to try; the plan takes the first that fits by the high figure of its memory too."""
 
 
 def with_planned_strategy(config: RunConfig) -> tuple[RunConfig, list[Notice]]:

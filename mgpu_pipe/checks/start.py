@@ -83,7 +83,7 @@ def cache_errors(data: DataConfig) -> list[BadInputError]:
 
 
 def _writing_problem(folder: Path) -> str:
-    """Reason why a folder cannot be written, or cannot be made where it is to be; empty if it can."""
+    """Reason why a folder cannot be written or made there; empty if it can."""
     existing = folder
     while not exists(existing) and existing != existing.parent:
         existing = existing.parent

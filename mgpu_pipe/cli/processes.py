@@ -116,7 +116,7 @@ def add_harness_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def uses_harness(arguments: argparse.Namespace) -> bool:
-    """Whether lm-eval's tasks are to be measured.
+    """Whether to measure lm-eval's tasks.
 
     Raises:
         BadInputError: an option of the harness without ``--harness``.

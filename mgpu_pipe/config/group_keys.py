@@ -38,7 +38,7 @@ class SpikeGuardConfig:
     factor: float | None = field(default=None, metadata={"at_least": 1, "or": ", or null to take every step"})
     """A spike is a gradient norm above this times the median of the previous steps; null takes every step."""
     window: int = field(default=100, metadata={"at_least": 2, "at_most": 10000})
-    """Previous steps in the median; there is no spike before so many steps."""
+    """Previous steps in the median; as many first steps of a run are never spikes."""
     action: Literal["skip", "stop"] = "skip"
     """At a spike: skip the update, or save and end the run as failed."""
 
@@ -150,7 +150,7 @@ class PipelineOptions:
 @dataclass
 class ContextOptions:
     method: Literal["ring", "ulysses"] = "ring"
-    """ring sends keys and values round; ulysses exchanges sequence for heads, which cp has to divide."""
+    """ring sends keys and values round; ulysses exchanges sequence for heads, a number that cp must divide."""
 
 
 @dataclass

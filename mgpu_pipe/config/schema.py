@@ -109,7 +109,7 @@ class DataConfig:
     label_column: str = field(default="label", metadata=CONTENT)
     """Name of the field with the class, a text or a whole number (labelled_jsonl)."""
     classes: list[str] = field(default_factory=list, metadata=CONTENT)
-    """Names of the classes by their numbers (labelled_jsonl); empty: the model folder's, else all that there are."""
+    """Names of the classes by their numbers (labelled_jsonl); empty: the model folder's, else all in the data."""
     messages_column: str = field(default="messages", metadata=CONTENT)
     """Name of the list of {role, content} messages (chat_jsonl; of the prompt: preferences_jsonl, unpaired_jsonl)."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion"] = field(

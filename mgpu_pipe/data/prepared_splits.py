@@ -1,4 +1,4 @@
-"""Prepared data in one cache folder, a share of which is held out, or in two folders."""
+"""Prepared data in one cache folder with a held-out share, or in two folders."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def write_files_beside(stored: StoredModel, folder: Path) -> None:
 
 
 def write_objective_files(stored: StoredModel, folder: Path) -> None:
-    """Write the files by which other programs use the objective's model; replaces those of the first folder, and adds
+    """Write the files that other programs need for the objective's model; replaces those of the first folder, and adds
     to those of model and tokenizer."""
     if stored.config is None:
         return

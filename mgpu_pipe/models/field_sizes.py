@@ -19,7 +19,7 @@ SIZES = re.compile(r"size|dim|width|inner|head|channel|kernel|stride|embd|d_mode
 LENGTHS = re.compile(r"_positions|position_embeddings")
 """Fields that hold the length of an input."""
 MAY_BE_ZERO = re.compile(r"shared|zero_expert|additional|window|chunk|nope|rope|per_layer|no_repeat|offset")
-"""Such fields of which 0 means none."""
+"""Fields where 0 means none."""
 EXPERTS_MAY_BE_ZERO = frozenset(
     [
         *("flint", "granitemoehybrid", "jamba", "qwen2_moe", "qwen3_moe", "qwen3_next"),

@@ -83,7 +83,7 @@ class ClassSums:
 
 
 class ClassObjective(Objective):
-    """Base of objectives whose model gives logits of classes, of which one is right: their cross-entropy.
+    """Base of objectives whose model gives logits of classes with a single right class: their cross-entropy.
 
     Args:
         label_smoothing: share of each label spread over all classes, only in training.

@@ -83,7 +83,7 @@ class ContrastiveConfig(CachedFeaturesConfig):
     name: str = "contrastive"
 
     max_scale: float = field(default=100.0, metadata={"at_least": 1})
-    """Similarities are multiplied by a learnt number, of which no more than this counts (Radford et al. 2021)."""
+    """Largest value of the learnt number that multiplies similarities (Radford et al. 2021)."""
 
     def model_errors(self, fields: Mapping[str, Any]) -> list[ConfigError]:
         errors = []

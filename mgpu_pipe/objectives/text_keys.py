@@ -170,7 +170,7 @@ CAUSAL_LM = Description(
 class MaskedLMConfig(TokenLossConfig):
     name: str = "masked_lm"
     mask_share: float = field(default=0.15, metadata={"at_least": 0, "at_most": 1})
-    """Share of a sample's tokens that are to be found again, at least one; drawn anew in every epoch."""
+    """Share of a sample's tokens that the model must restore, at least one token; drawn anew in every epoch."""
     mask_token_id: int | Auto = field(default="auto", metadata={"at_least": 0})
     """Id of the token that hides others; auto: the tokenizer's mask token, or, where it has none, the last id of a new
     model's vocabulary, which the tokenizer may not use then."""

@@ -45,7 +45,7 @@ class VectorConfig(ObjectiveConfig):
         return [ConfigError("objective.matryoshka_sizes", sizes, fix, reason)]
 
     def folder_files(self, data: DataConfig, width: int) -> Mapping[str, Any]:
-        """Files by which sentence-transformers loads the folder: pooling, prompts, longest text."""
+        """Files that sentence-transformers needs to load the folder: pooling, prompts, longest text."""
         kinds = ("Transformer", "Pooling", *(["Normalize"] if self.normalize else []))
         modes = {"cls": "cls_token", "mean": "mean_tokens", "last_token": "lasttoken"}
         return {

@@ -23,7 +23,7 @@ MOST_STEPS = 99
 
 
 class Orthogonalise(Protocol):
-    """Applies a function to whole matrices of which this rank may have parts."""
+    """Applies a function to whole matrices, of each of which a rank may hold a part."""
 
     def shape(self, index: int) -> torch.Size:
         """Shape of a matrix of the whole parameter."""

@@ -51,7 +51,7 @@ def apply_fully_shard(
     The model may be on the meta device still; its parameters are then replaced shard by shard afterwards.
 
     Args:
-        mesh: one axis, which shards; or ``(dp_replicate, dp_shard)``, each of which may be of size 1.
+        mesh: one axis, which shards; or ``(dp_replicate, dp_shard)``, whose sizes may be 1.
         precision: ``fp32``, ``bf16``, ``bf16_true``, ``fp16`` or ``fp8``.
         experts: modules that are units of their own on ``expert_mesh``, which has the form of ``mesh``: other ranks
             hold the same ones.

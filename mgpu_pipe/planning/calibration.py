@@ -143,7 +143,7 @@ def _rounded(value: float) -> float:
 
 Array = NDArray[np.float64]
 NOISE = 0.05
-"""Share by which a measured time is off, as a rule; larger errors count by their size, not by its square."""
+"""Usual relative error of a measured time; larger errors count by their size, not by its square."""
 
 
 def fit(

@@ -156,7 +156,7 @@ LISTED = 4
 
 
 def find_own(config: RunConfig, runs: Path, digits: str, swept: Sequence[str]) -> tuple[Path | None, str]:
-    """The latest run in ``runs`` all of whose attempts had this configuration's mathematics.
+    """The latest run in ``runs`` whose attempts all had this configuration's mathematics.
 
     Args:
         digits: first digits of its mathematics hash; a run whose name shows others is not read.

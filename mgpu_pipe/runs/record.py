@@ -85,7 +85,7 @@ def _unwritable(path: Path, error: OSError) -> RunFolderError:
 
 
 CLOCK_STEP_S = 0.001
-"""Seconds by which a run is dated after an earlier run whose clock was ahead."""
+"""Seconds between the date of a run and that of an earlier run whose clock was ahead."""
 
 
 def begin(

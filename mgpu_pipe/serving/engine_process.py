@@ -130,7 +130,7 @@ TERM_S = 10.0
 
 
 class EngineProcess:
-    """A running engine, in a process group of its own.
+    """A running engine in its own process group.
 
     The kernel kills the engine with this process's main thread; the orphan guard then kills the rest of its group.
 

@@ -241,7 +241,7 @@ def _print_export(model: ServedModel, options: ServeOptions) -> None:
 
 
 def _of_draft(options: ServeOptions) -> ServeOptions:
-    """The options by which the draft model is exported."""
+    """The options that export the draft model."""
     return replace(options, draft=None, adapters=(), out=None, force=False, frozen=None, average=False)
 
 

@@ -32,7 +32,7 @@ from mgpu_pipe.system.local_files import expand_home
 
 POLL_S = 0.2
 MOST_POINTS = 100_000
-"""Runs of a grid, all of which are listed before the first."""
+"""Most runs of a grid, whose list is made before the first run."""
 TABLE_ROWS = 50
 """Limit of runs in the table at a sweep's end."""
 

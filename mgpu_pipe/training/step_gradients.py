@@ -195,7 +195,7 @@ class StepGradients:
         return loss, total, StepVotes.from_sums(counts)
 
     def _gradient_flags(self) -> tuple[list[bool], list[torch.nn.Parameter]]:
-        """Wait for running reductions; flags of which parameters got a gradient here, and these parameters."""
+        """Wait for running reductions; returns whether each parameter got a gradient here, and the parameters."""
         if self._reducer is not None:
             return self._reducer.finish(), self._reducer.parameters
         if self._used is not None:

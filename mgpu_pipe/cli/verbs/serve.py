@@ -132,7 +132,7 @@ def _gpus(arguments: argparse.Namespace) -> Gpus:
 
 
 def _default_dtype(engine: Engine, gpus: Gpus) -> str:
-    """fp32 where answers are to be the run's; on GPUs the type that they compute in."""
+    """fp32 to give the run's answers; on GPUs the type that they compute in."""
     if engine.format == "gguf":
         return "fp16"
     if engine.is_embedded or not gpus.count:

@@ -260,7 +260,7 @@ def _unreadable(argument: str, error: HydraException, groups: list[str], lookup:
 
 
 def _choices(override: Override) -> Iterator[str]:
-    """Options that an override names, all of a sweep; none if Hydra has to compute them."""
+    """Options that an override names, all of a sweep; none if Hydra must compute them."""
     value = override.value()
     choices = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
     for choice in choices:

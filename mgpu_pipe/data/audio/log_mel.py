@@ -153,7 +153,7 @@ class LogMel:
         return 0 * frames + self.filled if self.filled else sound_tokens(frames)
 
     def chat_fault(self, samples: int) -> str:
-        """Why a recording of so many samples cannot stand in a conversation; empty if it can."""
+        """Why a recording of this length in samples cannot stand in a conversation; empty if it can."""
         if samples > self.most_samples:
             return f"lasts {samples / self.rate:.1f} s; the model's window has {self.seconds} s"
         if self.num_frames(samples) < FEWEST_FRAMES:
@@ -162,7 +162,7 @@ class LogMel:
         return ""
 
     def fault(self, numbers: Sequence[int], samples: int) -> str | None:
-        """Why a recording of so many samples cannot teach a transcript of so many tokens; empty if it can."""
+        """Why a recording of these samples cannot teach a transcript of these tokens; empty if it can."""
         if samples > self.seconds * self.rate:
             return f"lasts {samples / self.rate:.1f} s; the model's window has {self.seconds} s"
         if len(numbers) > self.most_tokens:

@@ -264,7 +264,7 @@ def _has_strange(characters: str) -> str:
 
 
 def _fault_of(text: str, alphabet: Alphabet | Words, limits: Frames | LogMel, samples: int) -> str | None:
-    """Why a recording of so many samples cannot teach a transcript; empty if it can."""
+    """Why a recording of this length in samples cannot teach a transcript; empty if it can."""
     if not text:
         return "has an empty text"
     strange = alphabet.strange(text)

@@ -24,7 +24,7 @@ SUFFIXES = (
     *(".pbm", ".pnm", ".jp2", ".j2k", ".jpf", ".jpx", ".heic", ".heif", ".hif", ".avif"),
 )
 HEAD = 64
-"""First bytes of a file, by which its format is known."""
+"""First bytes of a file, which tell its format."""
 HEIF, AVIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), (b"avif", b"avis")
 """Brands of files of boxes (ISO/IEC 23008-12, annex B; AV1 Image File Format, section 6)."""
 MOST_PIXELS = 1 << 26

@@ -44,7 +44,7 @@ class AugmentConfig:
     rand_magnitude: int = field(default=9, metadata={"at_least": 0, "at_most": 30})
     """Strength of these operators, on torchvision's scale of 0 to 30."""
     erase: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
-    """Share of the pictures of which a rectangle is erased (Zhong et al. 2020)."""
+    """Share of the pictures that lose a rectangle (Zhong et al. 2020)."""
     erase_area: list[float] = field(default_factory=lambda: [0.02, 0.33])
     """Least and most share of the area that is erased."""
     erase_shape: list[float] = field(default_factory=lambda: [0.3, 3.3])

@@ -143,7 +143,7 @@ class TilePixels(CutPixels):
         return cls(whole.size, whole.channels, whole.mean, whole.std, "squash", tiles)
 
     def final_size(self, image: Image) -> tuple[int, int]:
-        """The picture's own, of which tiles and whole picture are scaled."""
+        """The picture's pixels, from which tiles and whole picture are scaled."""
         return image.size
 
     def fitted(self, image: Image, box: tuple[float, float, float, float] | None = None) -> Image:

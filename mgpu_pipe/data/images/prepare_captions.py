@@ -104,7 +104,7 @@ class PreparedCaptions(PreparedImages):
         return {}
 
     def complete_model(self, model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
-        """Adds the end-of-text token: CLIP pools a caption at that token, so the model has to know it."""
+        """Adds the end-of-text token: CLIP pools a caption at that token, so the model must know it."""
         return with_end_of_text(model, self.end_of_text)
 
 

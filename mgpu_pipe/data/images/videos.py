@@ -50,7 +50,7 @@ FEWEST = 4
 _TICK = 1e-3
 """Seconds to which Matroska rounds times."""
 _DRIFT = 0.01
-"""Share of its time by which a frame may be off at a constant rate, in addition to half a frame."""
+"""Share of its time that a frame may be off at a constant rate, in addition to half a frame."""
 
 
 class ClipFacts(NamedTuple):

@@ -27,7 +27,7 @@ class EmbeddingPairsConfig(DataConfig):
     query_column: str = field(default="query", metadata=CONTENT)
     """Name of the text that searches (embedding_pairs)."""
     positive_column: str = field(default="positive", metadata=CONTENT)
-    """Name of the text to find, or of a list of them, each of which makes a sample (embedding_pairs)."""
+    """Name of the text to find, or of a list of such texts, which make a sample each (embedding_pairs)."""
     negative_column: str = field(default="negative", metadata=CONTENT)
     """Name of a text that the query is not to find, or of a list of them; rows may have none (embedding_pairs)."""
     scores_column: str | None = field(default=None, metadata=CONTENT)

@@ -85,7 +85,7 @@ class EncoderSpec:
     unpaired: bool = False
     """The conversations end with an answer that is desirable or not."""
     groups: bool = False
-    """The documents are groups of texts, of which the loss mask marks the first tokens; no token is added."""
+    """The documents are groups of texts; the loss mask marks the first token of each text, and no token is added."""
     skips_bad: bool = False
     """Leave out an unusable document, and count it in the notes."""
 

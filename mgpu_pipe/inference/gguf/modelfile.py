@@ -1,4 +1,4 @@
-"""Writes the Modelfile by which Ollama takes a GGUF file.
+"""Writes the Modelfile that Ollama needs to take a GGUF file.
 
 Source: https://github.com/ollama/ollama/blob/main/docs/modelfile.mdx.
 """

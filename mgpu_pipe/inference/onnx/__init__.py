@@ -1,4 +1,4 @@
-"""ONNX files, which onnxruntime reads: what of a model becomes a file, and the inputs by which a file is checked."""
+"""ONNX files, which onnxruntime reads: the parts of a model that become a file, and inputs that check a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of several sizes and lengths by which a file is checked, with what the run computes of each row alone."""
+"""Batches of several sizes and lengths that check a file, with what the run computes of each row alone."""
 
 from __future__ import annotations
 

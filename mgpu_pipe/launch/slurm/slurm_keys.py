@@ -19,7 +19,7 @@ KEYS = {
 }
 """Options of sbatch that contradict keys, and those keys."""
 RESERVED = ("--array", "-a", "--output", "-o", "--comment")
-"""Options of sbatch by which this program finds its jobs."""
+"""Options of sbatch that this program needs to find its jobs."""
 
 
 @dataclass

@@ -164,7 +164,7 @@ def _squares(rows: torch.Tensor) -> torch.Tensor:
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """transformers' names of packed experts' weights."""
 ALIGNED = 16
-"""Bytes of which a row must be a multiple for torch's grouped product."""
+"""A row's bytes must be a multiple of this for torch's grouped product."""
 
 
 class GroupedExperts(nn.Module):

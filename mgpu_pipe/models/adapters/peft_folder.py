@@ -96,7 +96,7 @@ ADAPTER_SETTINGS, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safete
 KEYS = (("r", "r", 8), ("alpha", "lora_alpha", 8), ("rslora", "use_rslora", False))
 """Our field, peft's field, and peft's default."""
 TYING = "ensure_weight_tying"
-"""Field by which peft uses a trained embedding for its tied head too."""
+"""Field that makes peft use a trained embedding for its tied head too."""
 
 
 def name_in_peft(name: str) -> str:

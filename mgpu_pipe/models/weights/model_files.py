@@ -193,7 +193,7 @@ def _rotations(content: object) -> object:
 
 
 def _drop_invalid_first_tokens(config: PretrainedConfig) -> None:
-    """Drops a first token outside of the vocabulary, of which transformers warns with every load.
+    """Drops a first token outside of the vocabulary; transformers warns of it with every load.
 
     CLIP's class has such a default, 49406.
     """

@@ -23,7 +23,7 @@ class SentenceModules:
         pooling, normalize: see ``objective.pooling`` and ``objective.normalize``.
         prompts: text before every text, by kind.
         default_prompt: kind of the prompt where none is named; None for no prompt.
-        max_tokens: of a text, the rest of which is cut off; None for as many as tokenizer and model allow.
+        max_tokens: tokens of a text, without the rest; None for as many as tokenizer and model allow.
         lower_case: whether texts are written small first.
     """
 

@@ -110,7 +110,7 @@ class Pipeline:
         device: of activations.
         objective: its losses are computed on the last stage alone.
         dtype: of hidden states between stages: what the model computes in.
-        in_stage: runs each forward pass of a stage, for what has to be around it.
+        in_stage: runs each forward pass of a stage within its context managers.
         after_weights: called when gradients of weights were computed apart from those of inputs.
         measure: measure what each stage's first forward pass leaves for its backward pass.
     """

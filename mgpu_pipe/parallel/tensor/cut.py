@@ -74,7 +74,7 @@ class CutParameters:
 
 
 KEY_VALUE = ("k_proj", "v_proj")
-"""Layers cut by key-value heads, of which there may be fewer than ranks."""
+"""Layers cut by key-value heads, which may be fewer than ranks."""
 SEVERAL_INPUTS = ("encoder_attn", "crossattention", "EncDecAttention", "DisentangledSelfAttention")
 """Names or classes of modules whose column-parallel layers take other inputs than the hidden states."""
 

@@ -105,7 +105,7 @@ def cut_inside(cut: TensorCut, name: str, module: nn.Module, width: int) -> None
 
 
 def _cut_shared_norm(cut: TensorCut, module: nn.Module, attribute: str, heads: int) -> None:
-    """Cut a norm's weights by key-value heads, of which there are fewer than ranks."""
+    """Cut a norm's weights by key-value heads, which are fewer than ranks."""
     sharing = cut.size // heads
     head = cut.rank // sharing
     cut.parameters.cut(module, attribute, 0, [(head, head + 1)], owned=cut.rank % sharing == 0)

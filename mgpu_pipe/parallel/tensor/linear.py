@@ -1,4 +1,4 @@
-"""Linear layers of which each rank holds some columns (outputs) or rows (inputs).
+"""Linear layers; each rank holds some of their columns (outputs) or rows (inputs).
 
 The column-parallel layers of one module, such as query, key and value, share what enters them: one collective for all
 of them. Under sequence parallelism a rank keeps its part of that input and gathers the rest again in the backward pass.

@@ -225,7 +225,7 @@ def _precision(device: torch.device) -> AbstractContextManager[object]:
 
 
 TRIPS, TRANSFERS = 10, 3
-"""Repetitions, of which the best counts: a busy machine has pauses."""
+"""Repetitions; the best counts, because a busy machine pauses."""
 MESSAGE = {"cpu": 8 * MIB, "cuda": 64 * MIB}
 """Bytes of a large message."""
 

@@ -280,7 +280,7 @@ class StepProfiler(Profiler):
 
 
 def _ahead(there: dict[str, Any], here: dict[str, Any]) -> float:
-    """Seconds by which a rank's clock is ahead of this rank's. Processes of one machine share a clock."""
+    """Seconds that a rank's clock is ahead of this rank's. Processes of one machine share a clock."""
     if there["boot"] == here["boot"]:
         return 0.0
     return statistics.median(end - end_here for end, end_here in zip(there["ends"], here["ends"], strict=True))
