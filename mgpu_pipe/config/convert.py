@@ -1,7 +1,7 @@
 """Strict conversion of plain values to the dataclass tree, and back.
 
-Only whole numbers are coerced, to float. Every error of the tree is collected; each names the key's
-full path, the value and the fix.
+Only whole numbers are coerced, to float, and texts of the environment, to what their key takes. Every error of the
+tree is collected; each names the key's full path, the value and the fix.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from mgpu_pipe.config.hydra.interpolation import MISSING, written
+from mgpu_pipe.config.hydra.interpolation import MISSING, EnvironmentText, written
 from mgpu_pipe.config.plugins import with_present_classes
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.config.sections import SECTIONS, all_hints, hints
@@ -29,6 +29,8 @@ from mgpu_pipe.config.suggest import (
 )
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.system.local_files import is_text
+
+_BOOLEANS = {"true": True, "false": False}
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -211,6 +213,8 @@ def _value(hint: Any, value: Any, key: str, errors: Errors) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         return _union(hint, value, key, errors)
+    if isinstance(value, EnvironmentText):
+        value = _from_environment(hint, value)
     if origin is Literal:
         if any(value == choice and type(value) is type(choice) for choice in get_args(hint)):
             return value
@@ -228,6 +232,17 @@ def _value(hint: Any, value: Any, key: str, errors: Errors) -> Any:
         return REFUSED
     fits = type(value) is hint or (hint is str and isinstance(value, str)) or (hint is type(None) and value is None)
     return value if fits else _refuse(hint, value, key, errors)
+
+
+def _from_environment(hint: Any, value: EnvironmentText) -> Any:
+    """The number, boolean or choice in a text of the environment, which holds texts alone; else the text unchanged."""
+    text = str.__str__(value)
+    try:
+        if get_origin(hint) is Literal:
+            return {str(choice): choice for choice in get_args(hint)}[text]
+        return hint(text) if hint in (int, float) else _BOOLEANS[text.lower()] if hint is bool else value
+    except (KeyError, ValueError):
+        return value
 
 
 def _union(hint: Any, value: Any, key: str, errors: Errors) -> Any:
@@ -288,7 +303,8 @@ def _diagnosis(arms: tuple[Any, ...], value: Any, key: str) -> tuple[str, str]:
     if key == DEVICES and isinstance(value, list):
         numbers = ",".join(map(str, value))
         return "it is a number of devices", f"use {DEVICES}={len(value)}, and CUDA_VISIBLE_DEVICES={numbers} before it"
-    if isinstance(value, str) and (int in arms or float in arms) and _reads_as_number(value):
+    is_typed = isinstance(value, str) and not isinstance(value, EnvironmentText)
+    if is_typed and (int in arms or float in arms) and _reads_as_number(value):
         return "this is text, not a number", f"leave out the inner quotes: {key}={value}"
     if str in arms and (_is_number(value) or isinstance(value, bool)):
         text = str(value).lower() if isinstance(value, bool) else str(value)

@@ -95,6 +95,12 @@ def makes_tokens(name: str) -> bool:
     return source is not None and source.documents == "tokens"
 
 
+def reads_tokenizer(name: str) -> bool:
+    """Whether a tokenizer makes the tokens of a source's samples; that of a plug-in may."""
+    source = find_source(name)
+    return source is None or ("tokenizer" in source.reads and source.documents != "tokens")
+
+
 def unread_keys(source: SourceDeclaration) -> set[str]:
     """Keys of ``DataConfig`` that other sources read and this one does not."""
     return {key for other in all_sources() for key in other.reads} - set(source.reads)

@@ -62,6 +62,28 @@ def test_a_secret_stays_an_interpolation_in_the_file(tmp_path: Path, monkeypatch
     assert again.logger["mine"]["list"] == [1, "another"]
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("optimizer.lr", "2e-4", 2e-4),
+        ("trainer.max_steps", "7", 7),
+        ("data.micro_batch_size", "auto", "auto"),
+        ("data.micro_batch_size", "4", 4),
+        ("trainer.deterministic", "True", True),
+    ],
+)
+def test_a_text_of_the_environment_is_what_its_key_takes(
+    key: str, text: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", text)
+    config = to_plain(compose([f"{key}=${{oc.env:MY_KEY}}"])[0])
+    section, name = key.split(".")
+    assert config[section][name] == value and type(config[section][name]) is type(value)
+    monkeypatch.setenv("MY_KEY", "nothing of it")
+    with pytest.raises(ConfigErrors, match=rf"{key}=\$\{{oc\.env:MY_KEY\}}: use "):
+        compose([f"{key}=${{oc.env:MY_KEY}}"])
+
+
 def test_a_secret_survives_copies_unwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", SECRET)
     config, _ = compose(["run.name=${oc.env:MY_KEY}"])

@@ -88,6 +88,10 @@ def test_a_run_is_evaluated_reported_and_exported(
     assert (place / f"out-{name}" / "model.safetensors").is_file()
 
 
+def test_a_strangers_run_of_pictures_asks_for_no_tokenizer(tmp_path: Path, place: Path) -> None:
+    assert "nats a sample" in mgpu(tmp_path / "cache", place, "eval", "runs/image_classification")
+
+
 LATER = {"cpo", "kto", "reranker", "reward", "orpo", "simpo", "sound_classification"} | {
     *("sound_tagging", "text_embedding", "text_similarity")
 }

@@ -14,7 +14,7 @@ from mgpu_pipe.checkpoint.manifest import read_manifest, read_state
 from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.processes import add_harness_arguments, evaluate_by_harness, uses_harness
 from mgpu_pipe.cli.verbs import Verb
-from mgpu_pipe.config.data_sources import makes_tokens, samples_of
+from mgpu_pipe.config.data_sources import reads_tokenizer, samples_of
 from mgpu_pipe.config.group_keys import EvalConfig
 from mgpu_pipe.config.objective import description, descriptions, task_metrics
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
@@ -233,7 +233,7 @@ def _prepared(run: LoadedRun, config: RunConfig) -> Prepared:
     if (
         not run.is_trusted
         and tokenizer is None
-        and not makes_tokens(config.data.source)
+        and reads_tokenizer(config.data.source)
         and config.data.tokenizer == "auto"
     ):
         raise ConfigError("data.tokenizer", "auto", "give data.tokenizer=<folder>", f"{run.source} keeps no tokenizer")
