@@ -15,12 +15,23 @@ from mgpu_pipe.checks.model_axes import across_nodes
 from mgpu_pipe.checks.start import joined
 from mgpu_pipe.config.data_sources import find_source, unread_keys
 from mgpu_pipe.config.group_keys import PeftConfig, SchedulerConfig, StrategyConfig
+from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.plugins import ENGINES
 from mgpu_pipe.config.resolve import resolve_precision, uses_tf32
-from mgpu_pipe.config.schema import CheckpointConfig, DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from mgpu_pipe.data.model_field import resolve_packing
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import model_fields, noise_fields
+from mgpu_pipe.models.weights.sentence_modules import read_sentence_modules
+from mgpu_pipe.objectives.vector_keys import VectorConfig
 from mgpu_pipe.system import hardware
 from mgpu_pipe.system.conf_folders import conf_dir
 from mgpu_pipe.topology import ParallelDims
@@ -188,6 +199,7 @@ def notices(config: RunConfig) -> list[Notice]:
         *_warm_up_notice(config.scheduler, config.trainer),
         *_recompute_notice(config.strategy),
         *_noise_notice(config.model),
+        *_vectors_notices(config.model, config.data, config.objective),
     ]
     keep = config.checkpoint
     if keep.keep_best and keep.best_metric.startswith("val/") and config.trainer.val_every_n_steps is None:
@@ -228,6 +240,26 @@ def _presets() -> dict[str, Path]:
 def _type_in(preset: Path) -> str | None:
     model_type = yaml.safe_load(preset.read_text(encoding="utf-8")).get("type")
     return None if model_type is None else str(model_type)
+
+
+def _vectors_notices(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> Iterator[Notice]:
+    """Notices of a folder of sentence-transformers whose vectors are made in another way than those of the run."""
+    if not isinstance(objective, VectorConfig) or model.path is None:
+        return
+    try:
+        modules = read_sentence_modules(local_folder(model.path))
+    except BadInputError as error:
+        yield Notice("model.path", f"the run does not train the vectors of this folder ({error})")
+        return
+    if modules is None:
+        return
+    if modules.pooling != objective.pooling:
+        text = f"the vectors of model.path are made by {modules.pooling}; to train them set objective.pooling to it"
+        yield Notice("objective.pooling", text)
+    for kind, prompt in modules.prompts.items():
+        key = f"{kind}_prompt"
+        if prompt and getattr(data, key, prompt) is None:
+            yield Notice(f"data.{key}", f"model.path has the prompt {prompt!r} for it; set it to train its vectors")
 
 
 def _warm_up_notice(scheduler: SchedulerConfig, trainer: TrainerConfig) -> list[Notice]:

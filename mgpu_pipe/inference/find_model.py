@@ -25,6 +25,7 @@ from mgpu_pipe.models.weights.folder import (
     stored_elements,
     stored_tensors,
 )
+from mgpu_pipe.models.weights.sentence_modules import save_anew
 from mgpu_pipe.system.local_files import NotPlainError, exists, expand_home, is_file, is_folder
 
 
@@ -55,7 +56,7 @@ def find_model(path: Path | str) -> ModelSource:
     if is_file(folder / "config.json"):
         check_model_folder(folder)
         _check_size(ModelConfig(name=folder.name, path=str(folder)), stored_tensors(folder), stored_elements(folder))
-        return ModelSource(folder, tokenizer=_tokenizer_folder(folder))
+        return ModelSource(folder, tokenizer=tokenizer_folder(folder))
     step = resolve_source(folder, key="folder")
     config, is_trusted = load_untrusted(step / "config.yaml")
     manifest = read_manifest(step)
@@ -68,7 +69,7 @@ def find_model(path: Path | str) -> ModelSource:
     stored = manifest.tensors["model"]
     whole = LeftOut.from_state(state, step) is None
     _check_size(config.model, len(stored), sum(prod(tensor.shape) for tensor in stored.values()) if whole else None)
-    tokenizer = _tokenizer_folder(RunPaths(step.parents[1]).tokenizer)
+    tokenizer = tokenizer_folder(RunPaths(step.parents[1]).tokenizer)
     return ModelSource(step, config, is_trusted, names_a_model, tokenizer)
 
 
@@ -100,7 +101,7 @@ def existing_folder(path: Path | str) -> Path:
     if not any(exists(entry) for entry in known):
         raise BadInputError(
             f"{path}: neither a run's folder (checkpoints/), a step's (manifest.json) nor a model's (config.json); "
-            "give one of these"
+            f"{save_anew(folder) or 'give one of these'}"
         )
     return folder
 
@@ -120,7 +121,7 @@ def _check_size(model: ModelConfig, tensors: int, numbers: int | None) -> None:
         refuse_wide_matrices(fields, numbers)
 
 
-def _tokenizer_folder(folder: Path) -> Path | None:
+def tokenizer_folder(folder: Path) -> Path | None:
     """The folder if it holds a tokenizer, else None.
 
     Raises:

@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import RobertaConfig, RobertaModel
 
+from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.cli.main import main
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.data import files
 from mgpu_pipe.inference.batch import encode
 from tests.inference.support import WORDS, write_run, write_texts
@@ -67,6 +69,76 @@ def test_vectors_are_those_of_sentence_transformers(place: Path) -> None:
         query = vectors_of(place, model, f"query-{model}.npy", "--prompt", "query", "--size", "16")
         expected = published.encode(TEXTS, prompt_name="query", truncate_dim=16, normalize_embeddings=True)
         np.testing.assert_allclose(query, expected, atol=1e-6)
+
+
+WIDTH = {"word_embedding_dimension": 64}
+LIBRARY = "sentence_transformers."
+MODULES = (f"{LIBRARY}base.modules.transformer.Transformer", f"{LIBRARY}sentence_transformer.modules.pooling.Pooling")
+LAYOUTS: dict[str, tuple[str, Any]] = {
+    "no mode is the mean": ("1_Pooling/config.json", WIDTH),
+    "nor is a mode that is false": ("1_Pooling/config.json", {**WIDTH, "pooling_mode_cls_token": False}),
+    "version 6": ("1_Pooling/config.json", {"embedding_dimension": 64, "pooling_mode": ["cls"]}),
+    "modules of version 6": (
+        "modules.json",
+        [{"idx": at, "name": str(at), "path": ["", "1_Pooling"][at], "type": kind} for at, kind in enumerate(MODULES)],
+    ),
+    "length of a RoBERTa": ("sentence_roberta_config.json", {"max_seq_length": 9, "do_lower_case": False}),
+    "default prompt": (
+        "config_sentence_transformers.json",
+        {"prompts": {"passage": "say: "}, "default_prompt_name": "passage"},
+    ),
+}
+
+
+def changed(place: Path, tmp_path: Path, name: str, content: Any) -> Path:
+    """The exported folder with another content of a file."""
+    folder = shutil.copytree(place / "exported", tmp_path / "folder")
+    if name.startswith("sentence_roberta"):
+        (folder / "sentence_bert_config.json").unlink()
+    (folder / name).write_text(json.dumps(content))
+    return Path(folder)
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_folders_of_other_versions_have_the_librarys_vectors(place: Path, tmp_path: Path, layout: str) -> None:
+    library = pytest.importorskip("sentence_transformers", reason=REASON)
+    folder = changed(place, tmp_path, *LAYOUTS[layout])
+    found = vectors_of(place, str(folder), f"{layout}.npy")
+    np.testing.assert_allclose(found, library.SentenceTransformer(str(folder), device="cpu").encode(TEXTS), atol=1e-6)
+
+
+STRANGE: list[tuple[str, Any, str]] = [
+    ("1_Pooling/config.json", {"pooling_mode": ["mean", "cls"]}, r"has no mean\+cls; measure it with"),
+    ("modules.json", [{"type": f"{LIBRARY}models.{kind}", "path": kind} for kind in ("Dense",)], "has no Dense;"),
+    ("modules.json", [{"type": f"{LIBRARY}models.Transformer", "path": ""}], "has no folder without Pooling;"),
+    ("modules.json", [{"type": "theirs.Transformer", "path": ""}], "has no theirs.Transformer;"),
+    ("config_sentence_transformers.json", {"truncate_dim": 8}, "truncate_dim=8 is not read; .* by --size 8"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), STRANGE)
+def test_modules_that_no_run_has_are_refused(
+    place: Path, tmp_path: Path, name: str, content: Any, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = changed(place, tmp_path, name, content)
+    words = ["encode", str(folder), "--input", str(place / "texts.jsonl"), "--output", str(tmp_path / "out.npy")]
+    assert main(words) == 2
+    assert re.search(reason, capsys.readouterr().err)
+
+
+def test_training_says_what_it_does_not_take_from_the_folder(place: Path, tmp_path: Path) -> None:
+    folder = changed(place, tmp_path, "1_Pooling/config.json", {"pooling_mode": "cls"})
+    words = ("model=hf", f"model.path={folder}", "objective=text_embedding", "data=stdlib_pairs", "data.seq_len=24")
+
+    def noticed(*more: str) -> dict[str, str]:
+        said = notices(compose([*words, "trainer.accelerator=cpu", *more])[0])
+        return {notice.key: notice.text for notice in said if notice.key.startswith(("objective", "data", "model.p"))}
+
+    assert noticed("objective.pooling=cls", *PROMPTS) == {}
+    said = noticed()
+    assert "are made by cls" in said["objective.pooling"] and "the prompt 'find: '" in said["data.query_prompt"]
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
+    assert "does not train the vectors of this folder" in noticed()["model.path"]
 
 
 def test_a_folder_without_a_pooler_has_the_same_vectors(place: Path, tmp_path: Path) -> None:

@@ -262,9 +262,11 @@ def test_a_folder_from_before_safetensors_is_converted(
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
     expected = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     (folder / "model.safetensors").unlink()
+    write_tokenizer(folder)
     with pytest.raises(ModelFolderError, match="mgpu-pipe import --from="):
         check_model_folder(folder)
     imported(capsys, "--from", folder, "--out", out, "model=hf", f"model.path={folder}")
     found = AutoModelForCausalLM.from_pretrained(out, local_files_only=True, dtype=torch.float32)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
+    assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()

@@ -131,6 +131,9 @@ def test_folders_without_something(folder: Path, tmp_path: Path) -> None:
     assert "no weights" in error_of(folder)
     (folder / "config.json").unlink()
     assert "no config.json" in error_of(folder)
+    (folder / "modules.json").touch()
+    assert f"save its modules anew: SentenceTransformer('{folder}').save_pretrained(" in error_of(folder)
+    (folder / "modules.json").unlink()
     (folder / "config.yaml").touch()
     assert f"mgpu-pipe export {folder} --out <folder>" in error_of(folder)
 

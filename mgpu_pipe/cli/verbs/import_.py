@@ -10,6 +10,7 @@ from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.arguments import VerbParser
 from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer
 from mgpu_pipe.errors import EXIT_OK, BadInputError, print_line
+from mgpu_pipe.inference.find_model import tokenizer_folder
 from mgpu_pipe.inference.model_arguments import add_target_arguments, silence_transformers
 from mgpu_pipe.runs.hub_names import pin
 from mgpu_pipe.system.local_files import exists, expand_home, is_folder
@@ -35,7 +36,7 @@ def import_weights(argv: Sequence[str]) -> int:
         metavar="PATTERN",
         help="tensors to leave out, e.g. 'metric.*'; repeatable",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to write next to the weights")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer; default: that of model.path")
     parser.add_argument("--trust", action="store_true", help="run the code that a DeepSpeed folder's pickles bring")
     add_target_arguments(parser)
     _import(parser.parse_args(argv))
@@ -75,6 +76,8 @@ def _import(arguments: argparse.Namespace) -> None:
     with working_folder(out, ".import") as scratch:
         weights = read_weights(source, arguments.trust, scratch)
         stored = fill_from_external(model, weights, source, arguments.prefix, arguments.ignore, arguments.tokenizer)
+        if stored.tokenizer_folder is None and stored.maker is not None:
+            stored.tokenizer_folder = tokenizer_folder(stored.maker)
         export_folder(stored, out, arguments.dtype, arguments.force, arguments.max_shard_size)
     print_line(f"imported {source} to {out} ({len(weights)} tensors, {arguments.dtype}; logits compared)")
     print_line(f"train on: mgpu-pipe model=hf model.path={out}")

@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_pipe.config.hub import SMALL, fetch, hub_name, is_at_commit, listing, local_folder
 from mgpu_pipe.errors import ConfigError, ModelFolderError
+from mgpu_pipe.models.weights.sentence_modules import save_anew
 from mgpu_pipe.system.local_files import (
     MAX_JSON_BYTES,
     check_folder,
@@ -197,7 +198,7 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     """The folder's ``config.json``."""
     file = folder / "config.json"
     if not is_file(file):
-        fix = "give a folder written by save_pretrained"
+        fix = save_anew(folder) or "give a folder written by save_pretrained"
         if is_file(folder / "config.yaml"):
             fix = f"a run's weights become a folder by mgpu-pipe export {folder} --out <folder>"
         raise ModelFolderError(f"model.path={folder}: no config.json in this folder; {fix}")

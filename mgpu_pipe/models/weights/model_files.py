@@ -23,6 +23,7 @@ from mgpu_pipe.models.field_types import KIND, PARAMETERS, PARTIAL, SCALING, THE
 from mgpu_pipe.models.reached_fields import FULL, LENGTH, SLIDING
 from mgpu_pipe.models.shard_units import as_saved
 from mgpu_pipe.models.weights.folder import GENERATION
+from mgpu_pipe.models.weights.sentence_modules import MODULES, SHAPES
 from mgpu_pipe.system.compat.transformers_private import keys_not_saved
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ TOKENIZER_FILES = (
     "preprocessor_config.json",
 )
 
-MODULES = "modules.json"
-SENTENCES = ("sentence_bert_config.json", "config_sentence_transformers.json")
+SENTENCES = (*SHAPES, "config_sentence_transformers.json")
 """Files of sentence-transformers in addition to its list of modules."""
 
 OLDER_ROTARY = {

@@ -12,7 +12,23 @@ from mgpu_pipe.system.local_files import is_file
 
 POOLING = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last_token"}
 """Names of ``objective.pooling`` by sentence-transformers' own."""
+MODULES = "modules.json"
 KNOWN = ("Transformer", "Pooling", "Normalize")
+LIBRARY = "sentence_transformers."
+"""Begins the types of its own modules; others come with code of their maker's."""
+SHAPES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Files of the longest text, in the order in which sentence-transformers looks for them."""
+TRUNCATED = "truncate_dim"
+
+
+def save_anew(folder: Path) -> str | None:
+    """The fix for a folder without ``config.json`` whose modules put the model below; None for any other folder."""
+    if not is_file(folder / MODULES):
+        return None
+    return f"save its modules anew: SentenceTransformer('{folder}').save_pretrained('<new folder>')"
 
 
 @dataclass(frozen=True)
@@ -41,18 +57,23 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
     Raises:
         BadInputError: a file is damaged, or text_embedding has no such module or pooling.
     """
-    if not is_file(folder / "modules.json"):
+    place = folder / MODULES
+    if not is_file(place):
         return None
-    place = folder / "modules.json"
     try:
-        paths = {str(entry["type"]).rpartition(".")[2]: str(entry["path"]) for entry in _json(place)}
-        place = folder / Path(paths["Pooling"]).name / "config.json"
-        settings = _json(place)
+        types = {str(entry["type"]): str(entry["path"]) for entry in _json(place)}
+        paths = {kind.rpartition(".")[2]: path for kind, path in types.items()}
+        strange = [kind for kind in types if not kind.startswith(LIBRARY)] or sorted(paths.keys() - set(KNOWN))
+        settings: dict[str, Any] = {}
+        if "Pooling" in paths:
+            place = folder / Path(paths["Pooling"]).name / "config.json"
+            settings = _json(place)
         pooling = _pooling(settings)
         place = folder / "config_sentence_transformers.json"
         texts = _json(place) if is_file(place) else {}
         prompts, default = dict(texts.get("prompts") or {}), texts.get("default_prompt_name")
-        place = folder / "sentence_bert_config.json"
+        width = texts.get(TRUNCATED)
+        place = next((folder / name for name in SHAPES if is_file(folder / name)), folder / SHAPES[0])
         shape = _json(place) if is_file(place) else {}
         longest, lower_case = shape.get("max_seq_length"), bool(shape.get("do_lower_case"))
         max_tokens = None if longest is None else int(longest)
@@ -60,12 +81,16 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
         raise BadInputError(
             f"{place}: does not describe pooling or prompts; write it by sentence-transformers"
         ) from error
-    strange = sorted(paths.keys() - set(KNOWN)) or [pooling] * (pooling not in POOLING.values())
+    strange = strange or ["folder without Pooling"] * ("Pooling" not in paths)
+    strange = strange or [pooling] * (pooling not in POOLING.values())
     if any(prompts.values()) and settings.get("include_prompt") is False:
         strange.append("pooling without the prompt")
     if strange:
         fix = "measure it with sentence-transformers"
         raise BadInputError(f"{folder}: objective=text_embedding has no {strange[0]}; {fix}")
+    if width is not None:
+        fix = f"remove it from config_sentence_transformers.json, and encode by --size {width}"
+        raise BadInputError(f"{folder}: {TRUNCATED}={width} is not read; {fix}")
     return SentenceModules(
         pooling,
         "Normalize" in paths,
@@ -81,8 +106,9 @@ def _json(file: Path) -> Any:
 
 
 def _pooling(settings: dict[str, Any]) -> str:
-    """The name of the pooling; several of them are joined by a plus sign."""
+    """The name of the pooling, the mean by default; several of them are joined by a plus sign."""
     start = "pooling_mode_"
     modes = [key.removeprefix(start) for key, value in settings.items() if key.startswith(start) and value is True]
-    named = str(settings.get("pooling_mode") or "+".join(modes))
+    named = settings.get("pooling_mode") or modes or "mean"
+    named = named if isinstance(named, str) else "+".join(map(str, named))
     return POOLING.get(named, named)
