@@ -14,7 +14,7 @@ from mgpu_pipe.config.freeze import load_untrusted
 from mgpu_pipe.config.hub import local_folder
 from mgpu_pipe.config.paths import RunPaths
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.text.tokenizer_folder import check_tokenizer
+from mgpu_pipe.data.text.tokenizer_folder import OLDER, TOKENIZER, check_tokenizer
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.models.fields import check_model_config, resolved_fields
 from mgpu_pipe.models.model_settings import recorded_model, with_recorded_data
@@ -127,7 +127,7 @@ def tokenizer_folder(folder: Path) -> Path | None:
     Raises:
         BadInputError: one of its files cannot be read.
     """
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    names = (TOKENIZER, "tokenizer_config.json", *OLDER)
     if not any(os.path.lexists(folder / name) for name in names):
         return None
     if folder.is_symlink():

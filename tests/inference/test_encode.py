@@ -16,12 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import RobertaConfig, RobertaModel
+from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.data import files
+from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig
 from mgpu_pipe.inference.batch import encode
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.support.command import mgpu, run_folder
@@ -139,6 +141,22 @@ def test_training_says_what_it_does_not_take_from_the_folder(place: Path, tmp_pa
     assert "are made by cls" in said["objective.pooling"] and "the prompt 'find: '" in said["data.query_prompt"]
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "max"}')
     assert "does not train the vectors of this folder" in noticed()["model.path"]
+
+
+def test_the_words_of_an_old_bert_are_its_tokenizer(place: Path, tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers", reason=REASON)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, "##s"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(words), intermediate_size=16, **sizes)).save_pretrained(tmp_path)
+    for name, content in (
+        description("text_embedding").keys().folder_files(EmbeddingPairsConfig(seq_len=24), 16).items()
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    shutil.copyfile(place / "texts.jsonl", tmp_path / "texts.jsonl")
+    found = vectors_of(tmp_path, "", "old.npy")
+    np.testing.assert_allclose(found, library.SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), atol=1e-6)
 
 
 def test_a_folder_without_a_pooler_has_the_same_vectors(place: Path, tmp_path: Path) -> None:

@@ -141,11 +141,14 @@ def test_rows_hold_the_prompt_with_its_answer_and_with_anothers(tmp_path: Path) 
         assert found and any(answers[at][0] != prompt for at in found)
 
 
+ASKED, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "a", "completion": "b"}, "no column 'label'"),
     ({"prompt": "a", "completion": "b", "label": 2}, "not true or false"),
     ({"prompt": "a", "completion": "b", "label": None}, "not true or false"),
     ({"prompt": "a", "label": True}, "no column 'completion'"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "pairs are read by data=preferences_jsonl, for objective=dpo"),
+    ({"messages": [ASKED, SAID, ASKED], "label": True}, "completion must begin with the assistant's message"),
     ({"prompt": "a", "completion": "", "label": True}, "is empty"),
     ({"completion": "b", "label": True}, "has no prompt"),
     ({"prompt": "a", "completion": [{"role": "user", "content": "b"}], "label": True}, "must begin with the assistant"),
@@ -158,12 +161,25 @@ def test_a_row_that_is_no_labelled_answer_is_refused(row: dict[str, Any], fault:
         unpaired_of(row, "rows.jsonl:1", "messages")
 
 
-@pytest.mark.parametrize(("label", "expected"), [(True, True), (0, False), ("TRUE", True), ("false", False)])
+@pytest.mark.parametrize(
+    ("label", "expected"), [(True, True), (0, False), (1.0, True), ("TRUE", True), ("false", False)]
+)
 def test_labels_are_booleans_numbers_or_texts(label: object, expected: bool) -> None:
     row = {"prompt": [{"role": "user", "content": "a"}], "completion": {"role": "assistant", "content": "b"}}
     messages, desirable = unpaired_of({**row, "label": label}, "rows.jsonl:1", "messages")
     assert desirable is expected
     assert [message.get("train") for message in messages] == [False, None]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, SAID], "label": True},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "kto_tag": True},
+    ],
+)
+def test_the_last_message_of_a_conversation_is_the_labelled_answer(row: dict[str, Any]) -> None:
+    assert unpaired_of(row, "rows.jsonl:1", "messages") == ([{**ASKED, "train": False}, SAID], True)
 
 
 def test_answers_of_one_label_are_refused(tmp_path: Path) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.preference_keys import CPOConfig, SimPOConfig
 from mgpu_pipe.objectives.preference_pairs import CPOObjective, SimPOObjective, documents_of_pairs
+from tests.data.support import write_jsonl
 from tests.models.tiny import tiny_model
 from tests.objectives.harness import check_gradients, gradients_of
 from tests.objectives.test_kto import made, measured
@@ -124,3 +129,54 @@ def test_pairs_one_at_a_time(build: Any) -> None:
             pair[f"{side}_attention_mask"] = torch.ones_like(ids)
         losses.append(trainer.get_batch_loss_metrics(objective.model, pair)[0])
     assert_equal(objective.model, torch.stack(losses).sum(), objective.micro_batch_loss(batch))
+
+
+def chat(*said: str) -> list[dict[str, str]]:
+    """Messages of user and assistant in turn, after a system message of the first word."""
+    roles = ("system", *["user", "assistant"] * 3)
+    return [{"role": role, "content": text} for role, text in zip(roles, said, strict=False)]
+
+
+PAIRS = [
+    {"chosen": chat("quick", "the quick?", "brown fox"), "rejected": chat("quick", "the quick?", " lazy  dog \n")},
+    {"chosen": chat("", "a", "b b", "over?", "the"), "rejected": chat("", "a", "b b", "over?", " the fox")},
+]
+FORMS: dict[str, Any] = {
+    "whole": lambda row: row,
+    "prompt": lambda row: {
+        "prompt": row["chosen"][:-1],
+        **{side: row[side][-1:] for side in ("chosen", "rejected")},
+        "score_chosen": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("template", ["llama3", "chatml", "qwen3"])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_conversations_become_the_tokens_of_trl(tmp_path: Path, form: str, template: str) -> None:
+    """TRL also trains the line break that a template writes after an answer's end, which both answers share."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    rows = [FORMS[form](row) for row in PAIRS]
+    words = ("model=llama_tiny", "model.config.vocab_size=400", "objective=dpo", "data=preferences_jsonl")
+    file = write_jsonl(tmp_path / "pairs.jsonl", rows)
+    data = (f"data.paths=[{file}]", f"data.cache_dir={tmp_path / 'cache'}", "data.validation_fraction=0")
+    config = compose([*words, *data, f"data.chat_template={template}", "data.seq_len=512"])[0]
+    prepared: Any = prepare(config)
+    tokenizer = AutoTokenizer.from_pretrained(prepared.tokenizer_folder)
+    settings = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    trainer = bare(DPOTrainer, _tokenizer=tokenizer, _is_vision_dataset=False)
+    theirs = trainer._prepare_dataset(Dataset.from_list(rows), tokenizer, settings, "pairs")
+    every = np.arange(len(rows))
+    batch = prepared.open(config, "train").batch(every, every)
+    for row, documents in documents_of_pairs(batch):
+        expected = theirs[int(row)]
+        for side, document in zip(("chosen", "rejected"), documents, strict=True):
+            ids, labels = batch["input_ids"][row, document], batch["labels"][row, document]
+            whole = [*expected["prompt_ids"], *expected[f"{side}_ids"]]
+            assert ids[: len(whole)].tolist() == whole, "a separator of documents may follow"
+            answer, trained = expected[f"{side}_ids"], labels[labels != IGNORE_INDEX].tolist()
+            assert trained and answer[: len(trained)] == trained
+            assert tokenizer.decode(answer[len(trained) :]) == ("" if template == "llama3" else "\n")

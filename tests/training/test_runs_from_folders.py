@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.text.tokenizer_folder import plain_tokenizer
 from mgpu_pipe.errors import BadInputError, ModelFolderError
 from mgpu_pipe.inference.export_folder import export_folder
 from mgpu_pipe.inference.open import load_run, open_model
@@ -100,8 +101,10 @@ def test_a_tokenizer_in_older_files_alone_is_refused_beforehand(tmp_path: Path) 
     config = composed(tmp_path, f"model.path={folder}", "objective=masked_lm", "strategy=single")
     text = replace(config, data=replace(config.data, source="text_files", paths=[str(tmp_path / "text.txt")]))
     preflight(config)
-    with pytest.raises(BadInputError, match=r"keeps its tokenizer as vocab\.txt, .*; write one with transformers"):
-        preflight(text)
+    named = replace(text, data=replace(text.data, tokenizer=str(folder)))
+    for read in (lambda: preflight(text), lambda: preflight(named), lambda: plain_tokenizer(folder)):
+        with pytest.raises(BadInputError, match=r"keeps its tokenizer as vocab\.txt, .*; write one with transformers"):
+            read()
 
 
 def _step_of(root: Path) -> int:

@@ -2,7 +2,7 @@
 
 The forms are TRL's (``prompt``, ``chosen`` and ``rejected``, each a text or a list of messages), UltraFeedback's, with
 whole conversations as ``chosen`` and ``rejected``, and rows with ``system``, ``question`` or ``instruction``. A
-labelled answer has TRL's form: ``prompt``, ``completion`` and ``label``.
+labelled answer has TRL's form: ``prompt``, ``completion`` and ``label``; or it ends a conversation.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def conversation_of(row: dict[str, Any], side: str, origin: str, column: str) ->
         DataError: the answer or its prompt is missing or broken; names ``origin``.
     """
     if side not in row:
-        raise DataError(f"{origin}: has no column '{side}'; columns: {', '.join(row) or 'none'}")
+        raise _missing(side, row, origin)
     answer = row[side]
     if isinstance(answer, str):
         if not answer:
@@ -128,7 +128,8 @@ def _prompt(row: dict[str, Any], origin: str, column: str) -> list[Any]:
     return prompt
 
 
-COMPLETION, LABEL = "completion", "label"
+COMPLETION, LABEL, TAG = "completion", "label", "kto_tag"
+"""The last is LLaMA-Factory's name of the label."""
 LABELS: dict[object, bool] = {True: True, False: False, "true": True, "false": False}
 """Values of a label; 1 and 0 equal true and false, and CSV holds texts."""
 
@@ -145,11 +146,12 @@ def unpaired_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages
     """
     if column in (COMPLETION, LABEL):
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds something else")
+    row = _with_completion(row, column)
     if LABEL not in row:
-        raise DataError(f"{origin}: has no column '{LABEL}'; columns: {', '.join(row) or 'none'}")
+        raise _missing(LABEL, row, origin)
     written = row[LABEL]
     label = written.lower() if isinstance(written, str) else written
-    if not isinstance(label, (bool, int, str)) or label not in LABELS:
+    if not isinstance(label, (bool, int, float, str)) or label not in LABELS:
         raise DataError(f"{origin}: column '{LABEL}' holds {written!r}, not true or false; {FIX}")
     answer = row.get(COMPLETION)
     last = answer if isinstance(answer, list) else [answer]
@@ -162,6 +164,32 @@ def unpaired_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages
     return [*before, *messages[prompt:]], LABELS[label]
 
 
+def _with_completion(row: dict[str, Any], column: str) -> dict[str, Any]:
+    """``row`` with its label, and with the last message of a conversation as completion where it has none."""
+    if TAG in row and LABEL not in row:
+        row = {**row, LABEL: row[TAG]}
+    name = first_there(row, (column, "messages", "conversations"))
+    messages = None if name is None else row[name]
+    if COMPLETION in row or not isinstance(messages, list) or len(messages) < 2:
+        return row
+    return {**row, str(name): messages[:-1], COMPLETION: messages[-1:]}
+
+
+FIXES = {
+    **dict.fromkeys(SIDES, "name the two answers 'chosen' and 'rejected'"),
+    COMPLETION: "name the answer 'completion'",
+    LABEL: "say by 'label' whether the answer is desirable",
+}
+"""What to do about a missing column."""
+
+
+def _missing(column: str, row: dict[str, Any], origin: str) -> DataError:
+    fix = FIXES[column]
+    if column not in SIDES and all(side in row for side in SIDES):
+        fix = "pairs are read by data=preferences_jsonl, for objective=dpo"
+    return DataError(f"{origin}: has no column '{column}'; columns: {', '.join(row) or 'none'}; {fix}")
+
+
 def unpaired_columns(column: str) -> list[str]:
     """Columns that become a conversation and its label."""
-    return [*BESIDE, COMPLETION, LABEL, column, *PROMPTS, INPUT, HISTORY]
+    return [*BESIDE, COMPLETION, LABEL, TAG, column, *PROMPTS, INPUT, HISTORY]

@@ -16,6 +16,7 @@ from mgpu_pipe.system.local_files import (
     MAX_CONFIG_BYTES,
     MAX_JSON_BYTES,
     check_folder,
+    exists,
     is_file,
     is_folder,
     parse_json,
@@ -64,8 +65,8 @@ def existing_file(model: ModelConfig, data: DataConfig) -> Path | None:
         path = local_folder(chosen, "data.tokenizer")
         file = path / TOKENIZER if is_folder(path) else path
         if not is_file(file):
-            reason = f"the folder has no {TOKENIZER}" if is_folder(path) else "no such file or folder"
-            raise ConfigError("data.tokenizer", chosen, f"give a folder with a {TOKENIZER}, or auto", reason)
+            reason, fix = without_file(path) if is_folder(path) else ("no such file or folder", None)
+            raise ConfigError("data.tokenizer", chosen, fix or f"give a folder with a {TOKENIZER}, or auto", reason)
         return file
     if not model.path:
         return None
@@ -74,13 +75,18 @@ def existing_file(model: ModelConfig, data: DataConfig) -> Path | None:
         return file
     if makes_tokens(data.source):
         return None
-    older = next((name for name in OLDER if file.with_name(name).is_file()), None)
-    problem = f"the folder has no {TOKENIZER}"
-    fix = "set data.tokenizer to the model's tokenizer"
-    if older is not None:
-        problem = f"the folder keeps its tokenizer as {older}, without a {TOKENIZER}"
-        fix = "write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    problem, fix = without_file(file.parent)
+    fix = fix or "set data.tokenizer to the model's tokenizer"
     raise ModelFolderError(f"model.path={model.path}: {problem}; {fix}")
+
+
+def without_file(folder: Path) -> tuple[str, str | None]:
+    """Problem of a folder without ``tokenizer.json``, and its fix where it has a tokenizer of an older format."""
+    older = next((name for name in OLDER if is_file(folder / name)), None)
+    if older is None:
+        return f"the folder has no {TOKENIZER}", None
+    fix = "write one with transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    return f"the folder keeps its tokenizer as {older}, without a {TOKENIZER}", fix
 
 
 def chat_template(folder: Path) -> str | None:
@@ -237,6 +243,9 @@ def load_tokenizer_file(file: Path) -> Tokenizer:
     """
     from tokenizers import Tokenizer
 
+    if not exists(file):
+        problem, fix = without_file(file.parent)
+        raise ModelFolderError(f"{file.parent}: {problem}; {fix or 'copy it from the model'}")
     json_file(file, TOKENIZER)
     with refuse_library_errors(f"{file}: is not a tokenizer"):
         return Tokenizer.from_file(str(file))
