@@ -158,7 +158,7 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
         if container is None:
             channels, before = _read_with_libsndfile(raw, max_seconds)
         else:
-            raw = whole_file(raw) if raw.startswith(b"OggS") else raw
+            raw = whole_file(raw) if raw.startswith((b"OggS", b"RIFF", b"FORM", b"caff")) else raw
             channels, before = decode_container(raw, container, max_seconds)
             _check_rate(before)
     if len(channels) > max_seconds * before:

@@ -22,8 +22,11 @@ NAMES = "M4A, AAC, AMR, WebM, WMA, or Ogg of FLAC or Speex"
 _OGG = "Ogg"
 _DEMUXERS = {
     **{"M4A": "mov,mp4,m4a,3gp,3g2,mj2", "WebM": "matroska,webm", "WMA": "asf"},
-    **{"AAC": "aac", "AMR": "amr", _OGG: "ogg"},
+    **{"AAC": "aac", "AMR": "amr", _OGG: "ogg", "WAV": "wav", "CAF": "caf", "8SVX": "iff"},
 }
+_WAV_CODECS = (0x01, 0x02, 0x03, 0x06, 0x07, 0x11, 0x31, 0x38, 0x40, 0x50, 0x55, 0xFFFE)
+_CAF_CODECS = (b"lpcm", b"ulaw", b"alaw")
+"""Codecs in WAV (RFC 2361) and CAF that libsndfile decodes, and MP3."""
 _OGG_CODECS = (b"\x7fFLAC", b"Speex   ")
 """First bytes of Ogg's first packet. libsndfile knows no Speex, and only some programs' FLAC in Ogg."""
 _AMR, _AMR_WIDE = b"#!AMR\n", b"#!AMR-WB\n"
@@ -48,7 +51,7 @@ def pyav() -> Any:
 
 
 def container_of(raw: bytes) -> str | None:
-    """Name of the kind of container, out of :data:`NAMES`; None for another one."""
+    """Name of the kind of container, a key of :data:`_DEMUXERS`; None for one that libsndfile decodes."""
     if brands_of(raw[:12]):
         return "M4A"
     if raw[:4] == b"\x1a\x45\xdf\xa3":
@@ -59,6 +62,13 @@ def container_of(raw: bytes) -> str | None:
         return "AMR"
     if raw[:4] == b"OggS" and raw[28:36].startswith(_OGG_CODECS):
         return _OGG
+    if raw[:4] == b"RIFF" and raw[8:12] == b"WAVE":
+        start = raw.find(b"fmt ", 12) + 8
+        return None if start < 8 or int.from_bytes(raw[start : start + 2], "little") in _WAV_CODECS else "WAV"
+    if raw[:4] == b"FORM" and raw[8:12] == b"8SVX":  # libsndfile mixes up its channels
+        return "8SVX"
+    if raw[:4] == b"caff":
+        return None if raw[28:32] in _CAF_CODECS else "CAF"
     return "AAC" if _starts_adts(raw[id3_bytes(raw) :][:2]) else None
 
 

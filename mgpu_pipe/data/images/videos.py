@@ -151,7 +151,7 @@ def sample_frames(
     return (np.arange(number) * total / number).astype(np.int64), together * total / (number * rate)
 
 
-FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf"
+FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,gif"
 """Formats that are decoded. ffmpeg's others may name further files, or are not videos."""
 ONE = "has a single frame; give it as a picture"
 CLIPS, CLIPS_FOLDER = "clips.json", "clips-3"

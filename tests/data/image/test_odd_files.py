@@ -34,6 +34,7 @@ CODECS = {
     "d.mov": ("libx264", "yuv420p"),
     "e.ts": ("libx264", "yuv420p"),
     "f.webm": ("libvpx", "yuv420p"),
+    "g.gif": ("gif", "rgb8"),
 }
 
 
