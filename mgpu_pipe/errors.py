@@ -150,8 +150,8 @@ class CheckpointSaveError(MgpuError):
 
 
 class NonFiniteError(MgpuError):
-    """Something became NaN or infinite: the loss or the gradient norm, reported before the update, or, by the update, a
-    weight or the optimizer's state, reported before it is saved. Raised by all ranks.
+    """Something became NaN or infinite. All ranks raise it: before an update, for the loss or the gradient norm; before
+    a save, for a weight or the optimizer's state.
 
     Args:
         last_good: the newest checkpoint that a finite step followed.

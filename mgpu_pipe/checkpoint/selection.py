@@ -209,9 +209,9 @@ def prune(
     """Delete the checkpoints that no rule keeps.
 
     It keeps the newest ``keep_last`` (0 keeps all), the multiples of ``keep_every``, the ``best_steps``, the newest,
-    and the newest that a finite step followed (see :func:`steps_to_keep`). It only counts and deletes complete steps
-    not known to be ruined, so that the others neither replace a good one nor vanish before a user has seen them.
-    Deletion first renames a step to a name that is never read.
+    and the newest that a finite step followed (see :func:`steps_to_keep`). Incomplete
+    and ruined steps do not count and stay: they replace no good step, and a user can look at them. Deletion first
+    renames a step to a name that is never read.
 
     Args:
         newest: the step that was just saved. The run did not resume from later steps, because their content is damaged

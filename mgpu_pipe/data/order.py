@@ -1,8 +1,8 @@
 """The run's order of samples: a pure function of (seed, index), with one permutation an epoch.
 
-A permutation of ``n`` samples is a keyed Feistel network over the smallest even power of two that holds ``n``,
-followed until it lands below ``n`` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-So any index is computed alone, in constant memory, and every process computes the same one.
+A permutation of ``n`` samples is a keyed Feistel network over the smallest even power of two that holds ``n``.
+It runs again until the result is below ``n`` (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite
+domains", 2002). So every process computes any index alone, in constant memory, with the same result.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class ClassSums:
         self.num_sums = _FIRST + classes * (classes if self._has_confusion else 3) + 3 * BINS
 
     def sums(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The summed loss, then the right answers, the labels among the :data:`TOP_K` likeliest classes, the counts of
-        the classes and those of the bins of confidence, float64, (num_sums,).
+        """Sums, float64, (num_sums,): of the losses, of right answers, of labels among the :data:`TOP_K` likeliest
+        classes, then the counts of the classes and of the bins of confidence.
 
         Args:
             logits: (rows, classes).

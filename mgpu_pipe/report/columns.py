@@ -148,9 +148,9 @@ def print_columns(
 ) -> None:
     """Print a table without its empty columns; prints nothing for a table without rows.
 
-    Columns are as wide as their longest cell. In a narrow terminal the last columns move below their row, then texts
-    lose their first letters, and then columns are dropped and named below the table. A pipe has no width unless
-    ``COLUMNS`` or ``width`` sets one.
+    Columns are as wide as their longest cell. In a narrow terminal the last columns first move below their row;
+    then texts lose their first letters; then columns go, and a line below the table names them. A pipe has no width
+    unless ``COLUMNS`` or ``width`` sets one.
 
     Args:
         cells: rows.

@@ -274,9 +274,9 @@ class MeshStrategy(EngineStrategy):
     def memory_parts(self) -> dict[str, int]:
         """Bytes this rank keeps on its device: of weights, gradients and optimizer state, and of activations.
 
-        Activations are what the run's first forward pass left for its backward pass (in a pipeline, for as many
-        micro-batches as a stage holds at once; not known where blocks are compiled); gradients are those after the
-        first step batch.
+        Activations are those that the run's first forward pass kept for its backward pass; in a pipeline, for the
+        micro-batches that a stage holds at once. They are unknown where blocks are compiled. Gradients are those after
+        the first step batch.
         """
         self.split.settle()
         kind = self._device.type

@@ -1,7 +1,7 @@
 """The callback that closes every optimizer step: its row of metrics, loggers, progress, checkpoint, and stop.
 
-A step is closed after its evaluation, where it has one, so that its row is whole and is in the file before its
-checkpoint starts. The save itself brings the file to the disk before the manifest.
+It closes a step after its evaluation, if there is one, so that the file has the whole row before the step's
+checkpoint starts. The save flushes the file to the disk before the manifest.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def worst_of(measurements: Iterable[Measurement]) -> list[Worst]:
     """Worst comparison of every quantity, in the order of ``QUANTITIES``.
 
     fp32: every comparison has its bound. bf16: the error may be ``BF16_FACTOR`` times that of one bf16 process plus the
-    fp32 bound. There the steps of a quantity (of one parameter) are pooled as root mean square, since rounding errors
-    of a step may cancel by chance on either side.
+    fp32 bound. In bf16 the root mean square over all steps of a quantity (of a parameter) counts, because rounding
+    errors of a step may cancel by chance on either side.
     """
     by_quantity: dict[str, Worst] = {}
     for judged in _judged(list(measurements)):

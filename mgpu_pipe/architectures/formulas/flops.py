@@ -1,9 +1,10 @@
 """FLOPs of a model's passes and peak FLOP/s of GPUs, for MFU.
 
 Convention (Kaplan et al. 2020, arXiv:2001.08361, section 2.1; Chowdhery et al. 2022, appendix B): a parameter that
-multiplies a token costs 2 FLOPs forward and 4 backward, 2 if it is frozen, without lookups into input embeddings, and
-of a router's experts only the chosen ones. Attention scores and values are two products of the heads' whole width over,
-on average, half of the document, because they are causal, or a window. Recomputation, norms and softmax do not count.
+multiplies a token costs 2 FLOPs forward and 4 backward, or 2 backward if it is frozen. Lookups into input embeddings
+cost nothing; of a router's experts only the chosen ones count. Attention scores and values are two products of the
+heads' whole width, over half of the document on average if they are causal, or over a window. Recomputation, norms and
+softmax do not count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads a class from its source: its definition, its bases and its constructor's parameters.
 
-Nothing is imported and nothing is called, so that a `_target_` such as ``torch.optim.AdamW`` is checked in
-milliseconds, and one such as ``os.system`` without a chance to run. Names are followed through the imports of the
-modules they stand in; what source cannot tell (compiled modules, names made at run time) is :class:`Unknown`.
+It imports and calls nothing. So a `_target_` such as ``torch.optim.AdamW`` takes milliseconds to check, and one such
+as ``os.system`` has no chance to run. It follows names through the imports of their modules; what source cannot show
+(compiled modules, names made at run time) is :class:`Unknown`.
 """
 
 from __future__ import annotations

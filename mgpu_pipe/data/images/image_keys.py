@@ -111,8 +111,8 @@ class ImageConfig(DataConfig):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """Further changes of training pictures, drawn by seed and sample alone."""
     cache_features: bool = False
-    """Run a frozen vision tower once over every picture, before the first step, and keep in the run's folder what it
-    makes of them (model.freeze=[vision]); four bytes a value."""
+    """Run a frozen vision tower (model.freeze=[vision]) once over every picture, before the first step, and keep its
+    output in the run's folder, four bytes a value."""
 
     def sample_text(self) -> str:
         size = (

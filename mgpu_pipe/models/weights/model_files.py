@@ -52,8 +52,8 @@ OLDER_ROTARY = {
     **dict.fromkeys(("gpt_neox", "gpt_neox_japanese"), ("rotary_emb_base", "rotary_pct", "")),
     **dict.fromkeys(("modernbert", "modernbert-decoder"), ("global_rope_theta", PARTIAL, "local_rope_theta")),
 }
-"""Names in transformers 4 of the base of rotations, their share of a head, and the base of sliding windows, of families
-where they are not the usual ones."""
+"""Names of transformers 4 for the base of rotations, their share of a head, and the base of sliding windows, in
+families with unusual names."""
 COUNTED_EXPERTS = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe")
 """Families that called ``num_local_experts`` ``num_experts``."""
 OLDER_LAYERS = {"linear_attention": "mamba", FULL: "attention"}

@@ -1,7 +1,7 @@
 """torch's pipeline schedules over the stages of a cut model.
 
-What is added to torch's stage: the loss is computed inside the last stage (its output is the micro-batch's sum of
-losses), and shapes are known beforehand, so that nothing is sent to find them out (torch would send pickled objects).
+Two things differ from torch's stage. The last stage computes the loss: its output is the micro-batch's sum of losses.
+And shapes are known beforehand, so no rank sends pickled objects to find them out, as torch's would.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sequence parallelism: what lies between the tensor-parallel regions works on a part of the sequence.
+"""Sequence parallelism: modules between the tensor-parallel regions work on a part of the sequence.
 
-The embeddings give the whole length, for transformers reads masks and positions off their shape. Before the first
-block the sequence is split, after the last norm (or, without one, the last block) it is whole again
+The embeddings keep the whole length, because transformers reads masks and positions off their shape. The sequence is
+split before the first block and whole again after the last norm, or after the last block without a norm
 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 """
 

@@ -1,8 +1,8 @@
 """``python -m mgpu_pipe.training.deepspeed.build_extension``: compiles DeepSpeed's file access.
 
-Run by the launcher, in its own process, before workers start (:mod:`mgpu_pipe.launch.deepspeed_build`). Workers
-load what was compiled. Left to DeepSpeed, each of them would ask the build tool, which compiles again where the virtual
-environment is another, and would wait without end for one that was killed meanwhile.
+The launcher runs it in its own process before workers start (:mod:`mgpu_pipe.launch.deepspeed_build`), and workers
+load the result. DeepSpeed alone would let each worker ask the build tool. That compiles again in another virtual
+environment, and waits without end for a worker that was killed meanwhile.
 """
 
 from __future__ import annotations

@@ -163,10 +163,10 @@ def _partition(
 
 
 def _give_shapes(model: nn.Module) -> None:
-    """Give weights their shapes for a module that looks at them before it calls the parts that they belong to.
+    """Give weights their shapes for a module that reads them before it calls the parts that hold them.
 
-    The values come when the part is called. DeepSpeed may be fetching them already, into memory that the weight may
-    be given at once or at the end, so they are not gathered here, and a weight that has its shape is left alone.
+    The values come with the call of the part. DeepSpeed may already fetch them, into memory that becomes the weight's
+    at once or at the end. So this gathers nothing, and changes no weight that has its shape.
     """
     names = family_of(str(cast("PreTrainedModel", model).config.model_type)).reads_inside
 

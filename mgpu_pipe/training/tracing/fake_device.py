@@ -269,8 +269,8 @@ def process_group(ranks: int, rank: int) -> Iterator[dict[str, int]]:
 
 @contextmanager
 def without_others() -> Iterator[None]:
-    """Let what is received be zero, which the fake group leaves as it was, and whole numbers 1, which torch's stages
-    tell one another where they know their shapes. And nobody is asked, by the clock, whether to stop."""
+    """Receive zeros, where the fake group would leave memory unchanged, and whole numbers 1, as torch's stages send
+    them between known shapes. No rank asks the others by the clock whether to stop."""
     receive: Any = dist.ProcessGroup.recv
 
     def received(group: Any, tensors: list[torch.Tensor], *args: Any) -> Any:
