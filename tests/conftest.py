@@ -45,17 +45,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 LONGEST = (
-    *("slurm/test_disturbed", "objectives/test_contract", "objectives/test_vision_language", "serving/test_serve"),
-    *("strategies/test_any_to_any", "slurm/test_array", "test_readme", "parallel/test_compile", "test_docs"),
-    *(
-        "objectives/test_ctc",
-        "launch/test_runs",
-        "strategies/test_matrix",
-        "slurm/test_submit",
-        "strategies/test_deepspeed",
-    ),
-    *("objectives/test_videos", "sweep/test_sweeps", "checkpoint/test_crash_points", "serving/test_engines"),
-    *("serving/test_serve_file", "strategies/test_cuda_audit", "runs/test_going_on", "hub/test_names"),
+    *("slurm/test_disturbed", "objectives/test_contract", "slurm/test_batch_jobs", "parallel/test_compile"),
+    *("objectives/test_vision_language", "planner/test_largest_micro_batch", "slurm/test_array", "serving/test_serve"),
+    *("runs/test_saving", "launch/test_supervisor", "objectives/test_ctc", "test_docs", "test_readme"),
+    *("objectives/test_sound_classification", "inference/test_export_onnx", "objectives/test_recordings"),
+    *("strategies/test_any_to_any", "strategies/test_axes", "checkpoint/test_crash_points", "runs/test_going_on"),
+    *("strategies/test_matrix", "sweep/test_sweeps", "strategies/test_deepspeed", "hub/test_names"),
+    *("slurm/test_submit", "slurm/test_jobs", "strategies/test_cuda_audit"),
 )
 """The files that take longest, by the minute that they took on two cores, the longest first."""
 

@@ -16,6 +16,7 @@ SLOW = ["+callbacks.slow._target_=tests.support.slow.Slow", "+callbacks.slow.sec
 SLOW_LINK = ["+callbacks.link._target_=tests.support.slow.SlowLink", "+callbacks.link.ranks=[0,2]"]
 
 
+@pytest.mark.slow
 def test_a_rank_and_a_link_slowed_on_purpose_are_named(cache: Path, tmp_path: Path) -> None:
     said = mgpu(
         cache,

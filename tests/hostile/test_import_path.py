@@ -65,6 +65,7 @@ def times_used(folder: Path) -> int:
     return used.read_text().count("used") if used.exists() else 0
 
 
+@pytest.mark.slow
 def test_a_class_that_the_check_has_to_import_comes_from_the_working_folder(folder: Path, tmp_path: Path) -> None:
     (folder / "made.py").write_text("from mine import Mark as Base\nMark = type('Mark', (Base,), {})\n")
     for name in {*sys.stdlib_module_names} - {*sys.modules}:

@@ -299,6 +299,7 @@ def test_a_folder_that_cannot_beput_in_place_leaves_the_one_before(
     assert (out / "config.json").read_text() == "out" and not (tmp_path / "out.old").exists()
 
 
+@pytest.mark.slow
 def test_a_context_shorter_than_the_probe_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "subprocess", subprocess)  # an interpreter of its own, as a user's export has
     run = run_of(tmp_path / "run", "gpt2", n_positions=16)

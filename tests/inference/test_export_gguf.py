@@ -32,7 +32,7 @@ from mgpu_pipe.models.build import build_meta, materialise
 from tests.inference.support import VOCABULARY, write_run, write_texts, write_tokenizer
 from tests.models.tiny import tiny_model
 from tests.support.libllama import libllama
-from tests.support.program import forked_check
+from tests.support.program import forked_module
 from tests.support.sampling import one_in
 
 FAMILIES = list(GGUF_FAMILIES)
@@ -53,7 +53,7 @@ LLAMA3 = {
 
 @pytest.fixture(autouse=True)
 def _check_by_all_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=forked_check))
+    monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=forked_module))
     folder = libllama()
     if folder is not None:
         monkeypatch.setenv(LIBRARY_VARIABLE, str(folder))
@@ -264,7 +264,7 @@ def test_a_failed_check_names_the_problem_and_not_the_file_that_is_gone(
     def cut_off(command: Sequence[str], **rest: Any) -> Any:
         file = Path(command[-2])
         file.write_bytes(file.read_bytes()[:-4096])
-        return forked_check(command, **rest)
+        return forked_module(command, **rest)
 
     monkeypatch.setattr(export, "subprocess", types.SimpleNamespace(run=cut_off))
     with pytest.raises(MgpuError) as problem:

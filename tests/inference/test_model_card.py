@@ -56,6 +56,7 @@ def test_texts_of_others_are_data(run: Path) -> None:
     assert 'from_pretrained("a____import_os___b_")' in card
 
 
+@pytest.mark.slow
 def test_every_export_writes_one(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="GGUF files are read by gguf: pip install gguf")
     for format, line in (("hf", 'from_pretrained("out-hf")'), ("gguf", "llama-server --model out-gguf/model.gguf")):

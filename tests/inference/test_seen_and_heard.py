@@ -55,6 +55,7 @@ def answers(file: Path) -> list[str]:
     return [json.loads(line)["answer"] for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_questions_about_pictures_are_answered_as_by_transformers(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +132,7 @@ def _check_bad_rows(place: Path, words: list[str]) -> None:
     assert rows[-1]["answer"] == answers(place / "told.jsonl")[0]
 
 
+@pytest.mark.slow
 def test_recordings_are_transcribed_as_by_transformers(
     tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,6 +42,7 @@ def listening(pid: int) -> set[str]:
     return {link for link in links if link.removeprefix("socket:[").removesuffix("]") in waiting}
 
 
+@pytest.mark.slow
 def test_a_stranger_at_gloos_ports_changes_no_loss() -> None:
     if os.geteuid() != 0:
         pytest.skip("another user's process needs root")

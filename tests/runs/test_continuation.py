@@ -40,7 +40,7 @@ def gone_on(cache: Path, cwd: Path, source: Path, step: int, *more: str) -> Path
 
 
 def test_more_and_fewer_loader_processes_go_on_bit_for_bit(cache: Path, tmp_path: Path, uninterrupted: Path) -> None:
-    more = gone_on(cache, tmp_path, uninterrupted, 4, "data.micro_batch_size=4", "data.num_workers=3")
+    more = gone_on(cache, tmp_path, uninterrupted, 4, "data.micro_batch_size=4", "data.num_workers=2")
     fewer = gone_on(cache, tmp_path, more, 8, "data.micro_batch_size=4", "data.num_workers=1")
     for name in COLUMNS:
         whole = column(uninterrupted, name)

@@ -27,6 +27,7 @@ STEPS = {"clip_vit_b32_ddp": 8}
 """Else three, in which the noise of its key biases' gradients, zero in exact arithmetic, would be a matter of luck."""
 
 
+@pytest.mark.slow
 def test_every_recipe_is_here() -> None:
     """Those with ``strategy=auto`` are in tests/planner/test_recipes.py."""
     configs = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -47,6 +48,7 @@ def whole_sum(samples: int) -> float:
     return float(loss)
 
 
+@pytest.mark.slow
 def test_ranks_with_fewer_samples_or_none_join_the_evaluation() -> None:
     for dims in (ParallelDims(dp_shard=4), ParallelDims(dp_replicate=2, dp_shard=2)):
         for counts in ([2, 1, 0, 2], [0, 0, 0, 1], [1, 1, 1, 1]):

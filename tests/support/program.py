@@ -114,13 +114,18 @@ def forked_engine(argv: Sequence[str], **options: Any) -> Any:
     return engine
 
 
-def forked_check(
-    command: Sequence[str], *, input: bytes = b"", env: Mapping[str, str] = os.environ, **kept: Any
+def forked_module(
+    command: Sequence[str],
+    *,
+    input: str | bytes = b"",
+    env: Mapping[str, str] = os.environ,
+    text: bool = False,
+    **kept: Any,
 ) -> Any:
     """In the place of subprocess.run: a module of the package, such as an export's check, without a new interpreter."""
     module = module_in(command)
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as told:
-        given.write(input)
+        given.write(input.encode() if isinstance(input, str) else input)
         given.seek(0)
         pid = os.fork()
         if pid == 0:
@@ -131,6 +136,7 @@ def forked_check(
                 sys.stdin = os.fdopen(0, closefd=False)
                 sys.argv = list(command[module:])
                 runpy.run_module(command[module], run_name="__main__", alter_sys=True)
+                code = 0
             except SystemExit as end:
                 code = int(end.code or 0)
             except BaseException:
@@ -142,7 +148,8 @@ def forked_check(
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         for stream in (out, told):
             stream.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), told.read())
+        written = [stream.read() for stream in (out, told)]
+        return subprocess.CompletedProcess(command, code, *([each.decode() for each in written] if text else written))
 
 
 def check_from_server(command: Sequence[str], *, input: bytes, env: Mapping[str, str], **kept: Any) -> Any:
@@ -191,6 +198,7 @@ def _entry(
     streams = [os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in (out, error)]
     _take_over(streams[0], streams[1], environment)
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # tells where a program hangs
+    from mgpu_pipe.checks import optimizer
     from mgpu_pipe.inference import export_folder as export
     from mgpu_pipe.inference import export_gguf
     from mgpu_pipe.launch import base_run, fork_server, workers
@@ -201,8 +209,8 @@ def _entry(
     workers.subprocess = fork_server.subprocess = substitute
     hardware.cpu_cores = lambda: 1  # two threads on cores that others use wait more than they compute
     base_run.subprocess = types.SimpleNamespace(run=forked_verb)  # type: ignore[assignment]
-    check: Any = types.SimpleNamespace(run=forked_check)
-    export.subprocess = export_gguf.subprocess = prepare.subprocess = check
+    modules: Any = types.SimpleNamespace(run=forked_module, TimeoutExpired=subprocess.TimeoutExpired)
+    export.subprocess = export_gguf.subprocess = optimizer.subprocess = prepare.subprocess = modules
     engines: Any = types.SimpleNamespace(**{**vars(subprocess), "Popen": forked_engine})
     engine_process.subprocess = engines
     program(arguments)
