@@ -242,6 +242,9 @@ def _sharded(alone: RunConfig, fields: Mapping[str, Any], layouts: Work, shardin
         alone: the configuration under that sharding on one process.
     """
     state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
+    cuts = np.asarray(layouts.tp)
+    rows = {tp: activations_of(alone, fields, ParallelDims(tp=int(tp))).logit_rows for tp in set(cuts.tolist())}
+    keeps = replace(keeps, logit_rows=np.array([rows[tp] for tp in cuts.tolist()], dtype=np.float64))
     if sharding != MESH:
         where = place_of_state(alone.strategy, resolve_precision(alone.precision, alone.trainer))
         casts = layouts.cast_bytes if sharding.zero == 0 else 0.0

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, stages_by_rank
 from mgpu_pipe.planning.activation_bytes import Activations
 from mgpu_pipe.planning.memory_terms import Overheads, Place, State, host_bytes, memory_terms
 from mgpu_pipe.planning.schedule_costs import passes_in_flight, waiting_passes
-from mgpu_pipe.planning.work import Numbers, Work
+from mgpu_pipe.planning.work import Work
 
 CHECKPOINTING = ("none", "selective", "full")
 MOST_ROWS = 64
 """Rows of the largest micro-batch that is tried."""
 Array = NDArray[np.float64]
+Rows = TypeVar("Rows", Work, Activations)
 
 
 @dataclass(frozen=True)
@@ -158,9 +160,7 @@ def data_parallel_layouts(layouts: Work, sharding: Sharding) -> Work:
     alone = (layouts.tp * layouts.pp * layouts.cp * layouts.ep == 1) & sharded
     if sharding.zero:
         alone &= np.asarray(layouts.dp_replicate) == 1
-    arrays = {field.name: getattr(layouts, field.name) for field in fields(layouts)}
-    chosen = {name: value[alone] for name, value in arrays.items() if isinstance(value, np.ndarray)}
-    return replace(layouts, **chosen)
+    return _select(layouts, alone)
 
 
 def layout_at(layouts: Work, index: int, sharding: Sharding = Sharding()) -> Layout:
@@ -211,12 +211,22 @@ def _has(layouts: Work, trait: str) -> NDArray[np.bool_]:
 
 
 def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Overheads) -> Array:
-    """Likely bytes of the first or the last pipeline rank of every layout, the larger of them.
+    """Likely bytes of the pipeline rank of every layout that needs most.
 
     Args:
         state: see :func:`mgpu_pipe.planning.memory.state_of`, of the model on one process.
         keeps: see :func:`mgpu_pipe.planning.memory.activations_of`, of the model on one process.
     """
+    sizes = np.zeros(np.shape(layouts.pp))
+    for same_cut, place in _places(layouts):
+        chosen = _select(layouts, same_cut)
+        size = _rank_bytes(chosen, state, _select(keeps, same_cut), overheads, place)
+        sizes[same_cut] = np.maximum(sizes[same_cut], size)
+    return sizes
+
+
+def _rank_bytes(layouts: Work, state: State, keeps: Activations, overheads: Overheads, place: Place) -> Array:
+    """Likely bytes of a pipeline rank at ``place`` of every layout."""
     pp, shards = np.asarray(layouts.pp), np.asarray(layouts.dp_shard * layouts.cp)
     whole = (pp > 1) | (shards == 1)
     axes = (layouts.tp, pp, layouts.cp, layouts.ep, layouts.dp_shard, layouts.dp_replicate, layouts.world)
@@ -229,46 +239,60 @@ def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Ove
         groups=sum((np.asarray(size) > 1).astype(np.float64) for size in axes),
         head=np.where((pp > 1) & ~v_shaped & (np.asarray(state.head) == 0), table, state.head),
     )
-    stores = _stores(layouts, keeps)
-    sharded = replace(layouts, zero=3.0)
-    alone, both = (pp == 1).astype(np.float64), ((pp == 1) | v_shaped).astype(np.float64)
-    of_first = _place(layouts, 0.0 * pp, 1.0, both)
-    of_last = _place(layouts, pp - 1, alone, np.where(v_shaped, alone, 1.0))
-    first = memory_terms(sharded, placed, stores, of_first, overheads)
-    last = memory_terms(sharded, placed, stores, of_last, overheads)
-    return np.maximum(*(np.asarray(sum(terms.values()), dtype=np.float64) for terms in (first, last)))
+    terms = memory_terms(replace(layouts, zero=3.0), placed, _stores(layouts, keeps), place, overheads)
+    return np.asarray(sum(terms.values()), dtype=np.float64)
 
 
-def _place(layouts: Work, rank: Array, first: Numbers, last: Numbers) -> Place:
-    """A pipeline rank's place in every layout."""
-    passes, waiting = np.ones(np.shape(layouts.pp)), np.zeros(np.shape(layouts.pp))
-    for index, schedule in enumerate(SCHEDULES):
-        is_chosen = np.asarray(layouts.schedule) == index
-        if is_chosen.any():
-            each = passes_in_flight(schedule, rank, layouts.pp, layouts.stages_per_rank, layouts.micro_batches)
-            passes = np.where(is_chosen, each, passes)
-            waiting = np.where(is_chosen, waiting_passes(schedule, rank, layouts.pp), waiting)
-    return Place(_layers(layouts, last), passes, first, last, waiting)
+def _select(layouts: Rows, chosen: NDArray[np.bool_]) -> Rows:
+    """The layouts where ``chosen`` is true."""
+    arrays = {field.name: getattr(layouts, field.name) for field in fields(layouts)}
+    return replace(layouts, **{name: value[chosen] for name, value in arrays.items() if isinstance(value, np.ndarray)})
 
 
-def _layers(layouts: Work, has_head: Numbers) -> Array:
-    """Layers of a pipeline rank of every layout, cut by cost: the first rank, or the last, which has the head.
+def _places(layouts: Work) -> Iterator[tuple[NDArray[np.bool_], Place]]:
+    """Pipeline ranks that may need most, each with the layouts that have it and its place in them."""
+    a_layer = layouts.attention_parameters + (layouts.chosen + layouts.shared) * layouts.expert_parameters
+    a_layer = a_layer + layouts.context * layouts.heads * layouts.head_dim
+    head = float(layouts.vocabulary * layouts.width / a_layer)
+    cuts = np.stack([np.asarray(layouts.schedule), np.asarray(layouts.pp), np.asarray(layouts.stages_per_rank)])
+    for schedule, pp, stages in np.unique(cuts, axis=1).T.astype(int).tolist():
+        same_cut = np.all(cuts == np.array([[schedule], [pp], [stages]]), axis=0)
+        name, micro_batches = tuple(SCHEDULES)[schedule], np.asarray(layouts.micro_batches)[same_cut]
+        layers = _layers_of_stages(int(layouts.layers), pp * stages, head if pp > 1 else 0.0)
+        ranks = []
+        for rank, of_rank in enumerate(stages_by_rank(name, pp, stages)):
+            in_flight = float(passes_in_flight(name, float(rank), pp, stages, 1e9))
+            ends = (float(0 in of_rank), float(pp * stages - 1 in of_rank))
+            waits = float(waiting_passes(name, float(rank), pp)) if pp > 1 else 0.0
+            ranks.append((rank, (float(sum(layers[stage] for stage in of_rank)), in_flight, *ends, waits)))
+        for rank, needs in ranks:
+            if not any(_exceeds(other, needs) or (other == needs and at_rank < rank) for at_rank, other in ranks):
+                passes = passes_in_flight(name, float(rank), pp, stages, micro_batches) if pp > 1 else 1.0
+                yield same_cut, Place(needs[0], passes, needs[2], needs[3], needs[4])
 
-    The head costs as much as some layers, and its stage has at least one. Later stages get the layers that do not
-    divide; of V-shaped schedules a rank has a late one.
+
+def _exceeds(needs: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    """Whether a rank needs as much as another of everything, and more of something."""
+    return needs != others and all(size >= least for size, least in zip(needs, others, strict=True))
+
+
+def _layers_of_stages(layers: int, stages: int, head: float) -> list[int]:
+    """Layers of every stage as :func:`mgpu_pipe.architectures.formulas.layer_split.stage_layers` cuts equal ones.
+
+    Args:
+        head: cost of the output head in layers, on the last stage.
     """
-    v_shaped, pp, stages = _has(layouts, "v_shaped"), np.asarray(layouts.pp), np.asarray(layouts.stages_per_rank)
-    attention = layouts.context * layouts.heads * layouts.head_dim
-    active = layouts.chosen + layouts.shared
-    a_layer = layouts.attention_parameters + active * layouts.expert_parameters + attention
-    head = np.where(pp > 1, layouts.vocabulary * layouts.width / a_layer, 0.0)
-    a_stage = (layouts.layers + head) / (pp * stages)
-    each = np.floor(a_stage)
-    rest = (a_stage - each) * pp * stages
-    without = stages * each + np.where(v_shaped, rest >= 1, rest // pp)
-    late = np.where(v_shaped, 0.0, np.clip((rest - 1) // pp, 0.0, stages - 1))
-    with_head = np.maximum(1.0, a_stage - head) + (stages - 1) * each + late
-    return np.where(np.asarray(has_head) > 0, with_head, without)
+    if stages == 1:
+        return [layers]
+
+    def cost(last: int) -> tuple[float, float, int]:
+        each, more = divmod(layers - last, stages - 1)
+        squares = more * (each + 1) ** 2 + (stages - 1 - more) * each**2 + (last + head) ** 2
+        return max(last + head, each + (more > 0)), squares, -last
+
+    last = min(range(1, layers - stages + 2), key=cost)
+    each, more = divmod(layers - last, stages - 1)
+    return [*[each] * (stages - 1 - more), *[each + 1] * more, last]
 
 
 def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> Iterator[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_layers
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
 from mgpu_pipe.checks.layout_candidates import find_candidates, with_layout
 from mgpu_pipe.checks.plan_layouts import _fits_host, plan_layouts
@@ -25,7 +26,14 @@ from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.planning.hardware_profile import HardwareProfile, load_profile
-from mgpu_pipe.planning.layout_search import AllowedSizes, Layout, Sharding, enumerate_layouts, layout_at
+from mgpu_pipe.planning.layout_search import (
+    AllowedSizes,
+    Layout,
+    Sharding,
+    _layers_of_stages,
+    enumerate_layouts,
+    layout_at,
+)
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.planning.model_work import run_work
 from mgpu_pipe.planning.step_time import step_time
@@ -157,12 +165,18 @@ def test_the_bulk_estimate_of_memory_is_that_of_every_rank(schedule: str) -> Non
     config = composed(*CLUSTER, f"strategy.pipeline.schedule={schedule}")
     found = find_candidates(config, load_profile("h100"), 64)
     order = np.argsort(found.sizes)
-    near = order[
-        np.sort(found.sizes) < 4 * load_profile("h100").memory_bytes
-    ]  # what is far too large need not be exact
-    for index in near[:: len(near) // 12].tolist():
+    near = order[np.sort(found.sizes) < 4 * load_profile("h100").memory_bytes]
+    stages = np.concatenate([np.broadcast_to(kind.layouts.pp, np.shape(kind.sizes)) for kind in found.kinds])
+    deep = near[stages[near] >= 16]
+    for index in (*near[:: len(near) // 8].tolist(), *deep[:: max(1, len(deep) // 6)].tolist()):
         memory = memory_by_rank(with_layout(found.config, found.layout(index)))
-        assert memory is not None and found.sizes[index] == pytest.approx(memory.likely, rel=0.1)
+        assert memory is not None and found.sizes[index] == pytest.approx(memory.likely, rel=0.035)
+
+
+def test_equal_layers_are_cut_as_the_stages_of_a_run() -> None:
+    for layers, stages, head in ((80, 32, 2.3), (80, 16, 1.2), (32, 4, 0.0), (30, 8, 4.7), (9, 9, 3.0), (126, 16, 0.4)):
+        costs = LayerCosts(embedding=1e-9, layers=(1.0,) * layers, head=head)
+        assert _layers_of_stages(layers, stages, head) == [len(part) for part in stage_layers(costs, stages)]
 
 
 def test_offload_is_chosen_where_nothing_else_fits_and_the_host_has_the_memory() -> None:
