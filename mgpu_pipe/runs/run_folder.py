@@ -239,7 +239,9 @@ def _make(folder: Path, *, exist_ok: bool, flush: bool = True) -> None:
             raise
         if is_folder(folder):  # another process created it meanwhile
             return
-        raise RunFolderError(f"{folder}: this is a file; set run.dir or run.root to a folder") from None
+        link = next((path for path in (folder, *folder.parents) if path.is_symlink() and not exists(path)), None)
+        reason = "this is a file" if link is None else f"{link} is a link to nothing"
+        raise RunFolderError(f"{folder}: {reason}; set run.dir or run.root to a folder") from None
     except OSError as error:
         raise _not_writable(folder, error.strerror or str(error)) from error
     if not os.access(folder, os.W_OK | os.X_OK):

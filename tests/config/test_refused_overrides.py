@@ -43,6 +43,8 @@ from tests.support.sampling import one_in
             ("~trainer.max_epochs", "its default is null"),
             ("~strategy.pipeline", "a section cannot be deleted; set its keys, strategy.pipeline.schedule=..."),
             ("~optimizer", "a run has one of these; choose another, optimizer=adamw|"),
+            ("model@teacher=gpt2_tiny", "a group has one place here, without @; write model=gpt2_tiny"),
+            ("+model@model.teacher=gpt2_tiny", "without @; write model=gpt2_tiny"),
             ("~precision=auto", "a run has one of these; choose another, precision="),
         ],
     ),

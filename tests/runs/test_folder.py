@@ -251,6 +251,9 @@ def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path) -> Non
         choose_folder(config_in(tmp_path / "file"))
     with pytest.raises(RunFolderError, match="this is a file"):
         choose_folder(config_in(tmp_path, folder=tmp_path / "file"))
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    with pytest.raises(RunFolderError, match="link is a link to nothing"):
+        choose_folder(config_in(tmp_path, folder=tmp_path / "link" / "run"))
     with pytest.raises(RunFolderError, match=r"/proc/.* cannot be written"):  # not even by root
         choose_folder(config_in(Path("/proc/no_such_folder")))
 

@@ -277,7 +277,11 @@ def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) ->
     group = override.key_or_group.strip("/")
     if "/" in group and group.split("/")[0] not in groups:
         return [ConfigError(group, _value_text(override), choose_from(group, groups), "no such group")]
-    if override.is_delete() and dataclasses.is_dataclass(hints(RunConfig).get(group)):
+    is_section = dataclasses.is_dataclass(hints(RunConfig).get(group))
+    if override.package and is_section:
+        fix, reason = f"write {group}={_value_text(override)}", "a group has one place here, without @"
+        return [ConfigError(f"{group}@{override.package}", _value_text(override), fix, reason)]
+    if override.is_delete() and is_section:
         options, _ = lookup(group)
         reason = "a run has one of these"
         return [ConfigError(f"~{group}", _value_text(override), f"choose another, {group}={'|'.join(options)}", reason)]
@@ -285,7 +289,7 @@ def _check_choice(override: Override, groups: list[str], lookup: GroupLookup) ->
         return []
     options, _ = lookup(group)
     chosen = override.value()
-    if isinstance(chosen, list) and len(chosen) > 1 and dataclasses.is_dataclass(hints(RunConfig).get(group)):
+    if isinstance(chosen, list) and len(chosen) > 1 and is_section:
         names = [str(name) for name in chosen]
         fix = f"choose one, {group}={names[0]}, or run each with -m {group}={','.join(names)}"
         return [ConfigError(group, _value_text(override), fix, "a run has one of these")]

@@ -211,6 +211,8 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
         )
     value = json_value(row[column])
     if isinstance(value, list) and value:
+        if all(isinstance(message, str) for message in value):  # UltraChat's form
+            value = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(value)]
         value = system_before(value, row, origin)
     return _checked(value, column, origin)
 

@@ -66,6 +66,7 @@ SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
         ),
         ({"messages": [{"role": "function", "content": "2"}, SAID]}, [{"role": "function", "content": "2"}, SAID]),
         ({"messages": json.dumps([ASKED, SAID])}, [ASKED, SAID]),
+        ({"messages": ["a?", "b", "a?", "b"], "system": "Be brief."}, [SYSTEM, ASKED, SAID, ASKED, SAID]),
         ({"messages": [{"role": "Human", "content": ["a", "?"]}, {**SAID, "role": "model"}]}, [ASKED, SAID]),
         ({"conversations": [{"from": "prompter", "value": "a?"}, {"from": "bot", "value": "b"}]}, [ASKED, SAID]),
         (
