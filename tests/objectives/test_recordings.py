@@ -20,6 +20,7 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.audio.chat_sounds import chat_window
 from mgpu_pipe.data.audio.decode_audio import decode
+from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.text.cut_texts import TurnEncoder
@@ -113,6 +114,12 @@ def test_a_filled_window_is_that_of_voxtral_s_processor(tmp_path: Path) -> None:
             assert torch.allclose(batch["input_features"][row][: len(names)], made, atol=1e-5)
     texts = ["".join(part.text for part in row) for row in parts_of(prepared, samples, every, every, True)]
     assert [text.count("<audio>") for text in texts] == list(map(len, HEARD)), "as people are shown them"
+
+
+def test_settings_that_came_later_change_no_digest_of_older_data() -> None:
+    older = {"bins": 80, "rate": 16_000, "seconds": 30, "hop": 160, "width": 400, "most_tokens": 448}
+    assert LogMel(80, 16_000, 30).identity() == older
+    assert LogMel(80, 16_000, 30, fixed=False, filled=4).identity() == {**older, "fixed": False, "filled": 4}
 
 
 @pytest.mark.slow

@@ -145,8 +145,9 @@ class LogMel:
         return -(-samples // self.hop)
 
     def identity(self) -> dict[str, Any]:
-        """Settings for the digest of the data; older ones know no :attr:`filled`."""
-        return {name: value for name, value in asdict(self).items() if name != "filled" or value}
+        """Settings for the digest of the data; those of older data have neither :attr:`fixed` nor :attr:`filled`."""
+        usual = {"fixed": True, "filled": 0}
+        return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     def num_tokens(self, frames: Any) -> Any:
         """Tokens of recordings of so many frames in a conversation, a number or an array."""

@@ -231,7 +231,8 @@ def _labels(
         written: name of the alphabet's folder.
         speed: share by which recordings are played faster or slower at most.
     """
-    parts = ("labels", _FORMAT, written, asdict(limits), speed)
+    settings = limits.identity() if isinstance(limits, LogMel) else asdict(limits)
+    parts = ("labels", _FORMAT, written, settings, speed)
     name, content = digest_of(folder.name, *parts), digest_of(_content(folder), *parts)
 
     def build(out: Path) -> dict[str, Any]:
