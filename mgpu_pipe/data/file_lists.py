@@ -202,9 +202,10 @@ def label_of(row: Mapping[str, Any], column: str, origin: str, what: str = "clas
         DataError: it has another type.
     """
     label = row[column]
-    if not isinstance(label, str | int) or isinstance(label, bool) or label == "":
+    blank = isinstance(label, str) and not label.strip()
+    if blank or not isinstance(label, str | int) or isinstance(label, bool):
         kind = "a name or a whole number" if what == "class" else "a text"
-        problem = f"no {what}" if label in (None, "", []) else f"{label!r} as its {what}, not {kind}"
+        problem = f"no {what}" if blank or label in (None, []) else f"{label!r} as its {what}, not {kind}"
         raise DataError(f"{origin}: has {problem}; {files.FIX}")
     files.check_unicode(str(label), origin)
     return str(label)

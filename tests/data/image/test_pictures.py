@@ -121,6 +121,7 @@ def test_folders_csv_and_json_lines_give_the_same_pictures(tmp_path: Path) -> No
         ("image|label\n0.png|a\n", "has no column 'image'; its columns are set apart by '|': write commas"),
         ("image,label\n0.png\n", "list.csv:2: has not as many columns as the first line"),
         ("image,label\n0.png,\n", "list.csv:2: has no class"),
+        ("image,label\n0.png,\u3000 \n", "list.csv:2: has no class"),
     ],
 )
 def test_a_line_that_is_none_is_named(tmp_path: Path, content: str, told: str) -> None:
