@@ -161,6 +161,8 @@ def _plain(image: Any, channels: int, image_module: Any) -> Image:
         image = image_module.fromarray(((values * 255 + most // 2) // most).astype(np.uint8))
     elif image.mode == "F":
         raise BadSampleError("has values of no known range (floating point)")
+    if image.format == "BMP" and image.mode == "RGBA" and image.getextrema()[3] == (0, 0):
+        image = image.convert("RGB")  # many programs leave a bitmap's fourth byte 0, and viewers show the colours
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = image_module.new("RGBA", image.size, "white")

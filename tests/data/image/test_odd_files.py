@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import sys
 import zlib
 from contextlib import suppress
@@ -84,6 +85,17 @@ def test_grey_of_a_scanner_keeps_its_range_and_its_black() -> None:
         twelve = twelve[:at] + value.to_bytes(2, "little") + twelve[at + 2 :]
     for raw in (inverted, twelve):
         assert np.abs(pixels(decode(raw, 1)) - grey).max() <= 1
+
+
+def test_a_bitmap_whose_alpha_is_zero_keeps_its_colours() -> None:
+    """A bitmap with masks of four channels (BITMAPV4HEADER), whose programs fill in three."""
+    picture = noise(1)
+    masks = (0xFF0000, 0xFF00, 0xFF, 0xFF000000)
+    head = struct.pack("<IiiHHIIiiII4I", 108, 12, -12, 1, 32, 3, 576, 0, 0, 0, 0, *masks).ljust(108, b"\0")
+    for alpha in (0, 255):
+        values = np.dstack([pixels(picture)[..., ::-1], np.full((12, 12), alpha)]).astype(np.uint8)
+        raw = b"BM" + struct.pack("<IHHI", 122 + 576, 0, 0, 122) + head + values.tobytes()
+        assert (pixels(decode(raw, 3)) == pixels(picture)).all()
 
 
 def test_a_turned_tiff_is_as_large_as_its_pixels(tmp_path: Path) -> None:
