@@ -199,6 +199,10 @@ def test_frozen_parameters_and_windows_cost_less() -> None:
     assert mean_context(32, {**sliding, "use_sliding_window": False}) == 32
     kinds = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
     assert mean_context(32, {**sliding, "layer_types": kinds}) == (windowed(32, 8) + 3 * 32) / 4
+    hybrid = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]  # as Qwen3.5's
+    assert mean_context(4096, {"layer_types": hybrid}) == 1024
+    chunked = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 8192}  # Llama 4
+    assert mean_context(65536, chunked) == (8192 + 65536) / 2 and mean_context(4096, chunked) == 4096
     mistral = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     fewer = training_flops_per_token(build_meta(tiny_model("qwen3", use_sliding_window=True, **mistral)).config, length)
     full = training_flops_per_token(build_meta(tiny_model("qwen3")).config, length)

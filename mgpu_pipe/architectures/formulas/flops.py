@@ -17,6 +17,9 @@ from typing import Any, Literal
 TERA = 1e12
 SLIDING = "sliding_attention"
 """Layers with a window in transformers' ``layer_types``."""
+CHUNKED = "chunked_attention"
+LINEAR = ("linear_attention", "mamba", "conv")
+"""Layers that attend inside chunks of a document, and those without attention scores."""
 PEAKS: tuple[tuple[str, float | None, float | None], ...] = (
     (r"B200", 2250, 75),
     (r"GH200", 989.4, 67),
@@ -75,10 +78,13 @@ def window_of(fields: Mapping[str, Any]) -> int | None:
 
 
 def mean_context(context: float, fields: Mapping[str, Any]) -> float:
-    """Mean over the layers of :func:`windowed`; of ``layer_types``, only the sliding ones have the window."""
+    """Mean over the layers of the context that attention sees, by ``layer_types``: the sliding ones have the window,
+    chunked ones their chunk, and linear ones have no scores. Without types all layers have the window."""
+    chunk = fields.get("attention_chunk_size")
+    contexts = {SLIDING: windowed(context, window_of(fields)), CHUNKED: min(context, float(chunk or context))}
+    contexts.update(dict.fromkeys(LINEAR, 0.0))
     layers = fields.get("layer_types") or [SLIDING]
-    share = sum(kind == SLIDING for kind in layers) / len(layers)
-    return share * windowed(context, window_of(fields)) + (1 - share) * context
+    return float(sum(contexts.get(kind, context) for kind in layers) / len(layers))
 
 
 def training_flops_per_token(active_parameters: int, shape: Shape, context: float, frozen: int = 0) -> float:
