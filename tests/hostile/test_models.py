@@ -23,7 +23,6 @@ from tests.hostile.support import (
     replaced_by_pipe,
     sparse,
 )
-from tests.inference.support import write_run, write_texts
 
 HUGE = 1 << 42
 GENERATE = ("generate", "MODEL", "--prompt", "the", "--max-new-tokens", "2")
@@ -204,11 +203,10 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("made")
-    write_run(base / "run", "llama", write_texts(base / "texts", 4), base / "cache")
-    assert main(["export", str(base / "run"), "--out", str(base / "model")]) == 0
-    return base / "model"
+def made(made: Path) -> Path:
+    """The run's export."""
+    assert main(["export", str(made), "--out", str(made.with_name("model"))]) == 0
+    return made.with_name("model")
 
 
 @pytest.mark.parametrize(

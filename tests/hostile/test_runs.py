@@ -25,7 +25,7 @@ from tests.hostile.support import (
     replaced_by_pipe,
     sparse,
 )
-from tests.inference.support import write_run, write_texts
+from tests.inference.support import write_texts
 
 STEP = "checkpoints/step-00000003"
 HUGE = 1 << 42
@@ -316,13 +316,6 @@ TRICKS: dict[str, tuple[Trick, tuple[str, ...], int | None]] = {
 
 LATE = ("paths", "paths_below", "validation_paths", "environment_paths", "sequence", "documents")
 """Tricks that wait for ``eval``, which judges the data when it has the model."""
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("made")
-    write_run(base / "run", "llama", write_texts(base / "texts", 4), base / "cache")
-    return base / "run"
 
 
 @pytest.mark.parametrize(
