@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, f1_score
+from transformers import AutoFeatureExtractor
 
 from mgpu_pipe.architectures.find import families_in_role
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
-from mgpu_pipe.data.audio.filter_bank import FilterBank
+from mgpu_pipe.data.audio.filter_bank import FilterBank, window_of
+from mgpu_pipe.data.audio.listen import Sound
+from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors, DataError
 from mgpu_pipe.models.build import build_meta, materialise
@@ -53,6 +56,32 @@ def made(family: str, **fields: Any) -> torch.nn.Module:
     given = {name: value for name, value in {**usual, **fields}.items() if name in known}
     model = build_meta(ModelConfig(type=family, config={**given, **CLASSES}), "AutoModelForAudioClassification")
     return materialise(model, 1, "cpu").train()
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("family", [*SPECTROGRAMS, "wav2vec2"])
+def test_a_recording_is_heard_as_the_extractor_of_the_folder_hears_it(
+    tmp_path: Path, family: str, normalises: bool
+) -> None:
+    """Whisper's extractor does not read ``do_normalize`` of its file."""
+    model: Any = made(family, max_source_positions=RATE // 320)
+    model.save_pretrained(tmp_path)
+    kinds = {"whisper": "WhisperFeatureExtractor", "audio-spectrogram-transformer": "ASTFeatureExtractor"}
+    said: dict[str, Any] = {"feature_extractor_type": kinds.get(family, "Wav2Vec2FeatureExtractor")}
+    if family == "whisper":
+        said |= {"feature_size": 8, "chunk_length": 1}
+    elif family in kinds:
+        said |= {"num_mel_bins": 8, "max_length": 16, "mean": -3.0, "std": 2.0}
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({**said, "do_normalize": normalises, "sampling_rate": RATE}))
+    source = ModelConfig(path=str(tmp_path))
+    sound = Sound.from_config(AudioConfig(), source)
+    window = window_of(source, sound.rate)
+    wave = np.random.default_rng(0).normal(0.1, 0.2, RATE // 8).astype(np.float32)
+    found = sound.fitted(wave)[None] if window is None else window.extract([sound.fitted(wave)])
+    expected = AutoFeatureExtractor.from_pretrained(tmp_path)(wave, sampling_rate=RATE, return_tensors="np")
+    name = "input_values" if window is None else window.input_name
+    np.testing.assert_allclose(found, expected[name], atol=1e-4)
 
 
 @pytest.mark.parametrize("family", SPECTROGRAMS)

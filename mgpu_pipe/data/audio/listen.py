@@ -62,9 +62,10 @@ class Sound:
             raise ConfigError("data.sampling_rate", data.sampling_rate, "leave it out", reason)
         usual = trained_rate if isinstance(trained_rate, int) and trained_rate > 0 else USUAL_RATE
         rate = usual if data.sampling_rate == "auto" else data.sampling_rate
-        if reads_filter_banks(model):  # its do_normalize is of the filter banks
+        # The field is of the filter banks; Whisper's extractor leaves it unread.
+        if reads_filter_banks(model) or reads_spectrograms(model):
             return cls(rate, normalise=False)
-        return cls(rate, bool(said.get("do_normalize", not reads_spectrograms(model))))
+        return cls(rate, bool(said.get("do_normalize", True)))
 
     def changed(self, wave: Wave, data: AudioConfig, random: np.random.Generator) -> Wave:
         """Changes a training recording at random: speed and noise."""
