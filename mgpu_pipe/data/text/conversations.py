@@ -117,6 +117,13 @@ def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
+def standard_role(message: Mapping[str, Any]) -> str:
+    """Role of a message of any form by its standard name; another name unchanged."""
+    name = str(message.get("role", message.get("from")))
+    small = name.strip().lower()
+    return ROLES.get(small, small if small in KNOWN_ROLES else name)
+
+
 def unused_columns(row: dict[str, Any], read: Iterable[str]) -> list[str]:
     """Columns of a row that nothing reads (``meta.chat`` reads the column ``meta``)."""
     known = {part for name in read for part in (name, name.partition(".")[0])}
@@ -338,9 +345,7 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
     if name := next((name for name in MARKS if message.get(name) not in (True, False, None)), None):
         raise DataError(f"{origin}: {name} of message {number} is {message[name]!r}; use true or false")
     marks = {name: bool(message[name]) for name in MARKS if message.get(name) is not None}
-    small = message["role"].strip().lower()
-    role = ROLES.get(small, small if small in KNOWN_ROLES else message["role"])
-    return {**_without_nulls(message), **marks, "role": role, "content": content}
+    return {**_without_nulls(message), **marks, "role": standard_role(message), "content": content}
 
 
 _TEXTS = ("text", "input_text", "output_text")

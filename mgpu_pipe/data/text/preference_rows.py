@@ -1,13 +1,15 @@
 """Converts rows of answers: a chosen and a rejected answer to two conversations, a labelled answer to a conversation.
 
 The forms are TRL's (``prompt``, ``chosen`` and ``rejected``, each a text or a list of messages), UltraFeedback's, with
-whole conversations as ``chosen`` and ``rejected``, and rows with ``system``, ``question`` or ``instruction``. A
-labelled answer has TRL's form: ``prompt``, ``completion`` and ``label``; or it ends a conversation.
+whole conversations as ``chosen`` and ``rejected``, HH-RLHF's, with whole transcripts, OpenAI's, and rows with
+``system``, ``question`` or ``instruction``. A labelled answer has TRL's form: ``prompt``, ``completion`` and ``label``;
+or it ends a conversation.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from mgpu_pipe.data.files import FIX
@@ -20,16 +22,28 @@ from mgpu_pipe.data.text.conversations import (
     is_trained,
     messages_of,
     question_of,
+    standard_role,
     system_before,
 )
 from mgpu_pipe.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
 SIDES = ("chosen", "rejected")
+OF_OPENAI = ("preferred_output", "non_preferred_output")
+"""Columns of OpenAI's pairs; their ``input`` holds messages and tools."""
 SHOWN = 40
 """Characters of a prompt in an error message."""
 PROMPTS = ("prompt", "messages", "conversations", "instruction", "question")
 """Columns of the prompt in rows without ``data.messages_column``."""
+
+
+def pair_of_openai(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of OpenAI's form under the usual names; any other row unchanged."""
+    prompt = row.get(INPUT)
+    if not isinstance(prompt, dict) or not all(name in row for name in OF_OPENAI):
+        return row
+    rest = {name: value for name, value in row.items() if name not in (INPUT, *OF_OPENAI)}
+    return {**rest, **prompt, **dict(zip(SIDES, (row[name] for name in OF_OPENAI), strict=True))}
 
 
 def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages, Messages]:
@@ -44,6 +58,7 @@ def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messag
     """
     if column in SIDES:
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds an answer")
+    row = pair_of_openai(row)
     whole = [conversation_of(row, side, origin, column) for side in SIDES]
     shared = 0
     while shared < min(map(len, whole)) - 1 and whole[0][shared] == whole[1][shared]:
@@ -75,21 +90,40 @@ def conversation_of(row: dict[str, Any], side: str, origin: str, column: str) ->
     if isinstance(answer, str):
         if not answer:
             raise DataError(f"{origin}: column '{side}' is empty; {FIX}")
-        answer = [{"role": "assistant", "content": answer}]
+        transcript = _transcript(answer) if _prompt_column(row, column) is None else []
+        answer = transcript or [{"role": "assistant", "content": answer}]
     elif isinstance(answer, dict):
         answer = [answer]
     if not isinstance(answer, list) or not answer or not isinstance(answer[0], dict):
         raise DataError(f"{origin}: column '{side}' must be a text or a list of messages; {FIX}")
-    if answer[0].get("role", answer[0].get("from")) in ("assistant", "gpt"):
+    if standard_role(answer[0]) == "assistant":
         answer = [*_prompt(row, origin, column), *answer]
     else:
         _check_prompt(row, answer, side, origin, column)
     return messages_of({side: system_before(answer, row, origin)}, origin, side, "messages")
 
 
+def _transcript(text: str) -> list[Any]:
+    """Messages of a transcript of HH-RLHF's form; empty for another text."""
+    before, *turns = re.split(r"(?:^|\n\n)(Human|Assistant):", text)
+    if before.strip() or not turns:
+        return []
+    return [{"role": role, "content": said.strip()} for role, said in zip(turns[::2], turns[1::2], strict=True)]
+
+
+def _prompt_column(row: dict[str, Any], column: str) -> str | None:
+    """The first column that holds a prompt; a conversation that ends with an answer is none."""
+
+    def is_prompt(value: Any) -> bool:
+        last = value[-1] if isinstance(value, list) and value else None
+        return value is not None and not (isinstance(last, dict) and standard_role(last) == "assistant")
+
+    return next((name for name in (column, *PROMPTS) if is_prompt(row.get(name))), None)
+
+
 def _check_prompt(row: dict[str, Any], conversation: list[Any], side: str, origin: str, column: str) -> None:
     """Refuses a prompt that the whole conversation next to it does not contain."""
-    if (name := first_there(row, (column, *PROMPTS))) is None:
+    if (name := _prompt_column(row, column)) is None:
         return
     said = _users_texts(conversation)
     if missing := next((text for text in _users_texts(_prompt(row, origin, column)) if text not in said), None):
@@ -99,22 +133,20 @@ def _check_prompt(row: dict[str, Any], conversation: list[Any], side: str, origi
 
 def _users_texts(messages: list[Any]) -> list[str]:
     """Joins the user's texts in messages of any form."""
-    users = (
-        message
-        for message in messages
-        if isinstance(message, dict) and message.get("role", message.get("from")) in ("user", "human")
-    )
+    users = (message for message in messages if isinstance(message, dict) and standard_role(message) == "user")
     texts = (message.get("content", message.get("value")) for message in users)
     return [text.strip() for text in texts if isinstance(text, str)]
 
 
 def preference_columns(column: str) -> list[str]:
     """Columns that become pairs."""
-    return [*BESIDE, *SIDES, column, *PROMPTS, INPUT, HISTORY]
+    return [*BESIDE, *SIDES, *OF_OPENAI, column, *PROMPTS, INPUT, HISTORY]
 
 
 def _prompt(row: dict[str, Any], origin: str, column: str) -> list[Any]:
-    name = first_there(row, (column, *PROMPTS))
+    name = _prompt_column(row, column)
+    if name is None and (answered := next((name for name in (column, *PROMPTS) if row.get(name) is not None), None)):
+        raise DataError(f"{origin}: the prompt in column '{answered}' ends with an answer; leave the answer out of it")
     if name is None:
         others = [name for name in row if name not in (*SIDES, *BESIDE)]
         fix = f"set data.messages_column to its column: {', '.join(others)}" if others else "add a column 'prompt'"
@@ -156,7 +188,7 @@ def unpaired_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages
     answer = row.get(COMPLETION)
     last = answer if isinstance(answer, list) else [answer]
     first = last[0] if last else None
-    if isinstance(first, dict) and first.get("role", first.get("from")) not in ("assistant", "gpt"):
+    if isinstance(first, dict) and standard_role(first) != "assistant":
         raise DataError(f"{origin}: {COMPLETION} must begin with the assistant's message; {FIX}")
     messages = conversation_of(row, COMPLETION, origin, column)
     prompt = len(messages) - len(last)

@@ -39,7 +39,13 @@ from mgpu_pipe.data.text.conversations import (
     unused_columns,
 )
 from mgpu_pipe.data.text.notes import Notes
-from mgpu_pipe.data.text.preference_rows import preference_columns, preference_of, unpaired_columns, unpaired_of
+from mgpu_pipe.data.text.preference_rows import (
+    pair_of_openai,
+    preference_columns,
+    preference_of,
+    unpaired_columns,
+    unpaired_of,
+)
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
 from mgpu_pipe.errors import BadInputError, DataError
 
@@ -223,7 +229,7 @@ class ChatTemplate:
             column: see :func:`preference_of`.
         """
         row = json_row(line, origin, column)
-        both, tools = preference_of(row, origin, column), tools_of(row, origin)
+        both, tools = preference_of(row, origin, column), tools_of(pair_of_openai(row), origin)
         self.notes.add_unused(origin, unused_columns(row, preference_columns(column)))
         return [self._rendered_within_limits(messages, tools, origin, len(line), rendered_before) for messages in both]
 

@@ -243,6 +243,43 @@ def test_a_prompt_next_to_whole_conversations_is_one_of_their_messages() -> None
             preference_of({**row, "prompt": prompt}, "row 1", "messages")
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {side: f"\n\nHuman: a?\n\nAssistant: {side}" for side in ("chosen", "rejected")},
+        {
+            "input": {"messages": [ASKED], "tools": TOOLS, "parallel_tool_calls": True},
+            "preferred_output": [{**SAID, "content": "chosen"}],
+            "non_preferred_output": [{**SAID, "content": "rejected"}],
+        },
+        {
+            "prompt": "a?",
+            "messages": [ASKED, {**SAID, "content": "chosen"}],
+            "chosen": "chosen",
+            "rejected": "rejected",
+        },
+        {
+            "prompt": [{"role": "human", "content": "a?"}],
+            **{side: [{"role": "model", "content": side}] for side in ("chosen", "rejected")},
+        },
+    ],
+    ids=["HH-RLHF", "OpenAI", "UltraFeedback", "roles"],
+)
+def test_pairs_of_other_forms_are_read(row: dict[str, Any]) -> None:
+    template = template_of("qwen3")
+    both = template.preference(json.dumps(row), "x:1", "messages")
+    for side, rendered in zip(("chosen", "rejected"), both, strict=True):
+        [(begin, end)] = rendered.spans
+        assert rendered.text[begin:end].removeprefix("<think>\n\n</think>\n\n") == f"{side}<|im_end|>"
+        assert rendered.text.count("a?<|im_end|>") == 1 and rendered.text.count("chosen") == (side == "chosen")
+        assert ("# Tools" in rendered.text) == ("input" in row)
+
+
+def test_a_conversation_with_its_answer_is_no_prompt() -> None:
+    with pytest.raises(DataError, match="the prompt in column 'messages' ends with an answer; leave the answer out"):
+        preference_of({"messages": [ASKED, SAID], "chosen": "a", "rejected": "b"}, "row 1", "messages")
+
+
 def test_the_columns_of_a_missing_prompt_are_named_once() -> None:
     with pytest.raises(DataError, match=r"has no prompt \(no column messages, prompt, conversations, ") as error:
         preference_of({"chosen": "a", "rejected": "b"}, "row 1", "messages")
