@@ -11,6 +11,7 @@ from mgpu_pipe.architectures.text_families import TEXT_FAMILIES
 WAVES: tuple[Role, ...] = ("waveform_encoder", "sound_classifier")
 """Roles of every tested encoder of waveforms: a recording's result does not depend on the lengths of the
 others in its micro-batch."""
+_HEARD: Mapping[str, tuple[str, ...]] = {"audio": ("last_hidden_state",)}
 _OWN: Mapping[str, Family] = {
     # AltCLIP: a tower like CLIP's for pictures, one like RoBERTa for texts.
     "altclip": Family(
@@ -102,6 +103,7 @@ _OWN: Mapping[str, Family] = {
     "qwen2_audio": Family(
         modules={"Qwen2AudioAttention": OUT_PROJ, "Qwen2AudioEncoderLayer": FC},
         reads_weights={"Qwen2AudioEncoder": "embed_positions"},
+        tower_outputs=_HEARD,
         recordings="window",
     ),
     # Qwen 2.5 VL.
@@ -161,6 +163,7 @@ _OWN: Mapping[str, Family] = {
             "VoxtralMultiModalProjector": {"linear_1": "column", "linear_2": "row"},
         },
         reads_weights={"VoxtralEncoder": "embed_positions"},
+        tower_outputs=_HEARD,
         recordings="silence",
     ),
     "wav2vec2": Family(

@@ -106,7 +106,7 @@ def _to_tensorboard(logger: TensorBoardLogger, step: int, samples: Sequence[Mapp
     texts = "\n\n".join(f"    {_line(sample)}" for sample in samples)  # indented: Markdown that shows it as it is
     logger.experiment.add_text("samples", texts, step)
     for index, sample in enumerate(samples):
-        if "image" in sample:
+        if sample.get("image"):
             pixels = numpy.asarray(_picture(sample).convert("RGB"))
             logger.experiment.add_image(f"samples/{index}", pixels, step, dataformats="HWC")
 
@@ -115,7 +115,7 @@ def _to_wandb(logger: WandbLogger, step: int, samples: Sequence[Mapping[str, str
     logger.log_text(
         "samples", ["prompt", "text"], [[sample["prompt"], sample["text"]] for sample in samples], step=step
     )
-    pictured = [sample for sample in samples if "image" in sample]
+    pictured = [sample for sample in samples if sample.get("image")]
     if pictured:
         captions = [_line(sample) for sample in pictured]
         logger.log_image("pictures", [_picture(sample) for sample in pictured], step=step, caption=captions)
@@ -125,7 +125,7 @@ def _to_mlflow(logger: MLFlowLogger, step: int, samples: Sequence[Mapping[str, s
     client, run_id, name = logger.experiment, logger.run_id, f"samples/step-{step:08d}"
     client.log_text(run_id, "".join(_line(sample) + "\n" for sample in samples), f"{name}.txt")
     for index, sample in enumerate(samples):
-        if "image" in sample:
+        if sample.get("image"):
             client.log_image(run_id, _picture(sample), f"{name}-{index}.png")
 
 

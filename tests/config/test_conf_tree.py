@@ -85,6 +85,8 @@ NEEDS_MORE = {
     ("data", "labelled_audio_list"),
     ("data", "spoken_single_digits"),
     ("data", "spoken_digit_tags"),
+    ("data", "spoken_questions"),
+    ("experiment", "spoken_questions"),
     ("data", "tagged_audio_list"),
     ("model", "ast_tiny"),
     ("experiment", "sound_digits"),

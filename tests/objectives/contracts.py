@@ -284,8 +284,9 @@ CONTRACTS = {
         2 slow: strategy=fsdp; model=voxtral_tiny strategy=zero3
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=zero2; strategy=pp; strategy=tp;
             strategy=fsdp @adapters; model=voxtral_tiny strategy=fsdp; model=voxtral_tiny strategy=pp;
-            model=voxtral_tiny strategy=tp; model=voxtral_tiny strategy=ddp @adapters
-        4 exhaustive: strategy=fsdp strategy.tp=2
+            model=voxtral_tiny strategy=tp; model=voxtral_tiny strategy=ddp @adapters;
+            model=voxtral_tiny strategy=tp strategy.parts.audio=whole; strategy=tp strategy.parts.audio=whole
+        4 exhaustive: strategy=fsdp strategy.tp=2; strategy=fsdp strategy.tp=2 strategy.parts.audio=whole
         """,
         target="model.audio_tower.layers.1.fc2",
     ),

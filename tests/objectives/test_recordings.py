@@ -18,11 +18,13 @@ from tokenizers.models import BPE
 from mgpu_pipe.architectures.family import sound_tokens
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
+from mgpu_pipe.data.audio import synthesis
 from mgpu_pipe.data.audio.chat_sounds import chat_window
 from mgpu_pipe.data.audio.decode_audio import decode
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
+from mgpu_pipe.data.sources.demo import spoken_digits
 from mgpu_pipe.data.text.cut_texts import TurnEncoder
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.data.text.render_chat import ChatTemplate
@@ -32,7 +34,8 @@ from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.harness import check_trained_on, exported_model
 from tests.support import pictures, small_runs
-from tests.support.command import mgpu
+from tests.support.command import four_steps, mgpu
+from tests.support.needs import need_speech
 from tests.support.pictures import said
 from tests.support.sounds import tones, write_wav
 
@@ -419,3 +422,43 @@ def test_a_published_model_s_own_placeholder_stays_text(tmp_path: Path) -> None:
     tokenizer.add_special_tokens(["<end>", "<|AUDIO|>"])
     ids = TurnEncoder(tokenizer).encode(rendered.text, rendered.starts).ids
     assert ids.count(tokenizer.token_to_id("<|AUDIO|>")) == 1
+
+
+def test_spoken_questions_hold_voices_out_and_are_answered_by_what_is_said(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_speech("espeak-ng")
+    monkeypatch.setattr(spoken_digits, "QUESTIONED", 90)
+    config = compose(["experiment=spoken_questions", f"data.cache_dir={cache}"])[0]
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    assert prepared.too_long_samples == prepared.bad_samples == 0
+    assert prepared.train_samples + prepared.held_out_samples == 120 and prepared.held_out_samples > 0
+    texts, voices, speak = synthesis.drawn_recordings("heard", 90, 16000, (1, 1))
+    heard: dict[str, set[str]] = {}
+    for split in ("train", "validation"):
+        samples, shown = prepared.open(config, split), prepared.visual_index(split)
+        every = np.arange(len(samples))
+        rows = parts_of(prepared, samples, every, every, True)
+        for index, row in enumerate(rows):
+            numbers = [shown.visual(int(number)).frames[0] for number in shown.pictures[samples._pictures_of(index)]]
+            text = "".join(part.text for part in row)
+            assert text.count("<audio>") == len(numbers) in (1, 2)
+            same = len(numbers) == 2 and texts[numbers[0]] == texts[numbers[1]]
+            assert "Yes." in text if same else all(texts[number] in text for number in numbers)
+            heard.setdefault(split, set()).update(voices[number].partition("+")[2] for number in numbers)
+        assert samples.batch(every[:1], every[:1])["recordings"][0, 0] == -(-len(speak[numbers_of(samples)]()) // 160)
+    assert not heard["train"] & heard["validation"] and len(heard["train"] | heard["validation"]) == 30
+
+
+def numbers_of(samples: Any) -> int:
+    """Number of the first recording of a split's first conversation."""
+    return int(samples._sound_places(0)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_four_steps_of_the_spoken_experiment(cache: Path, tmp_path: Path) -> None:
+    need_speech("espeak-ng")
+    few = ("data.global_batch_size=8", "data.micro_batch_size=4", "data.validation_max_samples=16")
+    _, summary, _ = four_steps(cache, tmp_path, "spoken_questions", *few)
+    assert 0 <= summary["metrics"]["val/exact_match"] <= 1

@@ -177,7 +177,10 @@ def picture() -> str:
     return base64.b64encode(content.getvalue()).decode()
 
 
-SAMPLES = [{"prompt": "once", "text": " upon\na time"}, {"prompt": "cat", "text": " → dog", "image": picture()}]
+SAMPLES = [
+    {"prompt": "once", "text": " upon\na time", "image": ""},
+    {"prompt": "cat", "text": " → dog", "image": picture()},
+]
 
 
 class Recorder:

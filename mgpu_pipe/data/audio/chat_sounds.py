@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import families_with, family_of
 from mgpu_pipe.config.schema import Auto, ModelConfig
-from mgpu_pipe.data.audio.listen import FILES, listen_to, read_recording
+from mgpu_pipe.data.audio.decode_audio import Wave
+from mgpu_pipe.data.audio.listen import FILES, WAVES, listen_to, read_recording, stored_wave, transcripts
 from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.file_lists import Entry
@@ -70,19 +72,31 @@ class StoredSounds:
     """Recordings of a cache folder."""
 
     def __init__(self, folder: Path, window: LogMel) -> None:
-        self._window, self._files = window, json.loads((folder / FILES).read_text(encoding="utf-8"))
+        self._window, self._waves, self._files = window, None, dict[str, Any]()
+        if (folder / WAVES).is_file():
+            self._waves = load_array(folder / WAVES)
+            self._borders = np.concatenate([[0], np.cumsum(load_array(folder / "lengths.npy"))])
+        else:
+            self._files = json.loads((folder / FILES).read_text(encoding="utf-8"))
 
     def spectrograms(self, places: Sequence[int]) -> tuple[list[int], list[NDArray[np.float32]]]:
         """Frames of these recordings without the silence after them, and their spectrograms, (bands, frames)."""
         frames, values = list[int](), list[NDArray[np.float32]]()
         for place in places:
-            known = Fingerprint(self._files["sizes"][place], tuple(self._files["blocks"][place]))
-            wave = read_recording(Path(self._files["paths"][place]), known, self._window.rate, LONGEST)
+            wave = self._wave(place)
             frames.append(self._window.num_frames(len(wave)))
             values.append(self._window.spectrogram(wave))
         return frames, values
 
+    def _wave(self, place: int) -> Wave:
+        if self._waves is not None:
+            return stored_wave(self._waves, self._borders, place)
+        known = Fingerprint(self._files["sizes"][place], tuple(self._files["blocks"][place]))
+        return read_recording(Path(self._files["paths"][place]), known, self._window.rate, LONGEST)
+
 
 def _paths(folder: Path) -> list[str]:
+    if not (folder / FILES).is_file():
+        return transcripts(folder)[1]
     paths: list[str] = json.loads((folder / FILES).read_text(encoding="utf-8"))["paths"]
     return paths

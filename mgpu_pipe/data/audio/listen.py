@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.family import Frames
@@ -298,6 +299,12 @@ def _length_or_fault(look: Look, rate: int, max_seconds: float) -> int | str:
         return len(read_recording(path, expected, rate, max_seconds))
     except BadSampleError as error:
         return str(error)
+
+
+def stored_wave(waves: NDArray[np.int16], borders: NDArray[np.int64], number: int) -> Wave:
+    """Recording ``number`` of those in one array, which has them between ``borders``."""
+    stored: Wave = waves[borders[number] : borders[number + 1]].astype(np.float32)
+    return stored / np.float32(32767)
 
 
 def transcripts(folder: Path) -> tuple[list[str], list[str]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
-from mgpu_pipe.data.audio.listen import FILES, WAVES, Sound, read_recording
+from mgpu_pipe.data.audio.listen import FILES, WAVES, Sound, read_recording, stored_wave
 from mgpu_pipe.data.audio.speech_source import AudioConfig
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.samples import Split, random_of
@@ -149,8 +149,7 @@ class SoundSamples(ABC):
         """The unchanged recording at the model's rate."""
         number = int(self._recordings[index])
         if self._waves is not None:
-            stored: Wave = self._waves[self._borders[number] : self._borders[number + 1]].astype(np.float32)
-            return stored / np.float32(32767)
+            return stored_wave(self._waves, self._borders, number)
         known = Fingerprint(self._files["sizes"][number], tuple(self._files["blocks"][number]))
         return read_recording(Path(self._files["paths"][number]), known, self._sound.rate, self._data.max_seconds)
 

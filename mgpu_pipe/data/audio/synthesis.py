@@ -74,6 +74,20 @@ def synthesise(
         ConfigError: its program is not installed.
         DataError: the program failed.
     """
+    texts, voices, speak = drawn_recordings(kind, count, rate, lengths)
+    waves: list[Wave] = []
+    with ThreadPoolExecutor(cpu_cores()) as pool:
+        for wave in pool.map(lambda job: job(), speak):
+            waves.append(wave)
+            progress("speak", len(waves), count)
+    return waves, texts, voices
+
+
+def drawn_recordings(
+    kind: str, count: int, rate: int, lengths: tuple[int, int]
+) -> tuple[list[str], list[str], list[Callable[[], Wave]]]:
+    """Texts and voices of a kind of recordings, and functions that speak them; arguments and ConfigError of
+    :func:`synthesise`."""
     random = np.random.default_rng(SEEDS[kind])
     voices = {"heard": HEARD, "voices": UNHEARD, "synthesiser": FLITE_VOICES}[kind]
     texts, spoken_by, speak = list[str](), list[str](), list[Callable[[], Wave]]()
@@ -88,12 +102,7 @@ def synthesise(
             speak.append(_espeak(text, voice, speed, pitch, rate))
         texts.append(text)
         spoken_by.append(voice)
-    waves: list[Wave] = []
-    with ThreadPoolExecutor(cpu_cores()) as pool:
-        for wave in pool.map(lambda job: job(), speak):
-            waves.append(wave)
-            progress("speak", len(waves), count)
-    return waves, texts, spoken_by
+    return texts, spoken_by, speak
 
 
 def _espeak(text: str, voice: str, rate: int, pitch: int, sampling_rate: int) -> Callable[[], Wave]:

@@ -233,12 +233,15 @@ class ChatSource:
         """Builds or finds the folders, given that of the conversations' tokens."""
         data = self.plain
         rules = chat_rules(data)
-        if rules is not None:
+        if rules is not None and rules.build_pictures is not None:
             pictures = rules.build_pictures(cache, self.source.identity)
         else:
             pictures = prepare_files(data, self.entries, pixels.channels, cache, progress)
         clips = prepare_clips(data, self.clips, cache, progress)
-        sounds = prepare_sounds(self.sounds, window, data.tokenize_workers, cache, progress) if window else None
+        if window is not None and rules is not None and rules.build_sounds is not None:
+            sounds: Path | None = rules.build_sounds(cache, window.rate, progress)
+        else:
+            sounds = prepare_sounds(self.sounds, window, data.tokenize_workers, cache, progress) if window else None
         stored = StoredClips(clips)
         visuals = self._placed(pictures, stored, sounds)
         misplaced = self._misplaced(tokens, standing)

@@ -15,6 +15,7 @@ from mgpu_pipe.data.data_source import DataSource, shipped_source
 from mgpu_pipe.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mgpu_pipe.data.cache import Progress
     from mgpu_pipe.data.images.demo_pictures import Question
     from mgpu_pipe.data.images.visual_inputs import VisualInput
 
@@ -197,11 +198,14 @@ class ChatRules:
 
     Attributes:
         questions: makes the questions and their visual inputs, given the frames of a patch.
-        build_pictures: builds or finds the folder of pictures, given the cache folder and the source's identity.
+        build_pictures: builds or finds the folder of pictures, given the cache folder and the source's identity; None
+            where there are none.
+        build_sounds: the same of recordings, given the cache folder and their samples a second.
     """
 
     questions: Callable[[int], tuple[list[Question], list[VisualInput]]]
-    build_pictures: Callable[[Path, str], Path]
+    build_pictures: Callable[[Path, str], Path] | None = None
+    build_sounds: Callable[[Path, int, Progress], Path] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A tower whole on every tensor-parallel rank, its pictures dealt over the ranks (``strategy.parts``).
+"""A tower whole on every tensor-parallel rank, its pictures or recordings dealt over the ranks (``strategy.parts``).
 
 Every rank of a tensor-parallel group has the same micro-batch. Each encodes a share of its pictures, of about equal
 cost, and gathers the features of the others (as vLLM with ``mm_encoder_tp_mode=data``). All ranks then compute the same
@@ -25,8 +25,8 @@ from mgpu_pipe.parallel.random_streams import RankStreams
 
 GRIDS = "grid_thw"
 """Argument of a tower of pictures in native size: patches in time, down and across, (pictures, 3)."""
-MASK = "patch_attention_mask"
-"""Argument of a tower of fixed-size pictures with a row for each."""
+MASKS = ("patch_attention_mask", "attention_mask")
+"""Arguments of a tower of fixed-size pictures or spectrograms with a row for each."""
 LAYERS = "hidden_states"
 """Output with the hidden states of all layers."""
 
@@ -72,8 +72,8 @@ class _DealtTower:
         share = shares[self._group.rank()]
         encoded = share or [costs.index(min(costs))]
         pictures = pixel_values.split(patches)
-        for name in (GRIDS, MASK):
-            if name in inputs:
+        for name in (GRIDS, *MASKS):
+            if inputs.get(name) is not None:
                 inputs[name] = torch.stack([inputs[name][picture] for picture in encoded])
         output = self._run(torch.cat([pictures[picture] for picture in encoded]), **inputs)
         features = self._features(output)

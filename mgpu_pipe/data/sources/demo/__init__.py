@@ -6,6 +6,6 @@ VARIANTS = {
         *("synthetic", "rule_chat", "rule_facts", "number_words"),
         *("spoken_chat", "spoken_preferences", "spoken_unpaired"),
     ),
-    "spoken_digits": ("spoken_digits", "spoken_single_digits", "spoken_digit_tags"),
+    "spoken_digits": ("spoken_digits", "spoken_single_digits", "spoken_digit_tags", "spoken_questions"),
 }
 """Names of the sources in ``SOURCES`` of a module."""
