@@ -166,6 +166,11 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
         a = "an" if kind.startswith("image") else "a"
         exists = any(model_type in model_types(known_class) for known_class in MODEL_CLASSES)
         fix = f"did you mean {close}?" if close and not exists else f"use {a} {kind}"
+        thinker = given_fields(model).get("thinker_config")
+        name = auto_mapping(MODEL_CLASSES[classes[0]][0]).get(thinker.get("model_type"), "") if thinker else ""
+        if name:  # a published whole folder of Qwen-Omni, whose thinker alone is trained
+            saved = f"transformers.{name}.from_pretrained(folder).save_pretrained(new)"
+            fix = f"write a folder of its thinker: {saved}, and copy the tokenizer and preprocessor files"
         raise ModelClassError(key, value, fix, f"transformers has no {kind} {model_type}")
     known = config_class(model_type)
     if known is not None:

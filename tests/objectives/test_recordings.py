@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,9 @@ from mgpu_pipe.data.text.cut_texts import TurnEncoder
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.data.text.render_chat import ChatTemplate
 from mgpu_pipe.data.text.tokenizer_folder import plain_tokenizer
-from mgpu_pipe.errors import DataError, printable
+from mgpu_pipe.errors import BadInputError, DataError, printable
 from mgpu_pipe.models.build import build_meta
+from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.harness import check_trained_on, exported_model
 from tests.support import pictures, small_runs
@@ -462,3 +464,23 @@ def test_four_steps_of_the_spoken_experiment(cache: Path, tmp_path: Path) -> Non
     few = ("data.global_batch_size=8", "data.micro_batch_size=4", "data.validation_max_samples=16")
     _, summary, _ = four_steps(cache, tmp_path, "spoken_questions", *few)
     assert 0 <= summary["metrics"]["val/exact_match"] <= 1
+
+
+def test_a_whole_omni_folder_names_the_way_to_its_thinker(tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import save_file
+
+    config = compose([*GIVEN, OMNI])[0].model.config
+    made: Any = transformers.Qwen2_5OmniThinkerForConditionalGeneration(transformers.Qwen2_5OmniThinkerConfig(**config))
+    weights = {f"thinker.{name}": value.contiguous() for name, value in made.state_dict().items()}
+    parts = {"thinker_config": made.config.to_dict(), "talker_config": {}}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni", **parts}))
+    save_file(weights, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInputError, match=r"its thinker: transformers.(\w+).from_pretrained") as refused:
+        check_model_config(ModelConfig(path=str(tmp_path / "whole")), "AutoModelForImageTextToText")
+    saved = getattr(transformers, re.findall(r"transformers.(\w+).from_pretrained", str(refused.value))[0])
+    saved.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "new")
+    check_model_config(ModelConfig(path=str(tmp_path / "new")), "AutoModelForImageTextToText")
+    written = saved.from_pretrained(tmp_path / "new").state_dict()
+    assert all(torch.equal(value, written[name]) for name, value in made.state_dict().items())
