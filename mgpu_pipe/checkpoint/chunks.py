@@ -122,11 +122,12 @@ class ChunkHasher:
             space = CHUNK_BYTES - self._size % CHUNK_BYTES
             part, rest = rest[:space], rest[space:]
             self._size += part.nbytes
+            is_full = self._size % CHUNK_BYTES == 0
             if self._pool is None:
                 self._digest.update(part)
-            else:
-                self._current.append(part)
-            if self._size % CHUNK_BYTES == 0:
+            else:  # the end of a tensor is copied, else it would keep the whole one until the next has come
+                self._current.append(part if is_full else bytes(part))
+            if is_full:
                 self._end_chunk()
 
     def record(self) -> FileRecord:

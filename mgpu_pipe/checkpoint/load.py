@@ -190,6 +190,7 @@ def _fill(file: TensorFile, start: int, part: _Part, dtype: str) -> None:
         _read_block(file, start, part.source.shape, source_offsets, block)
         if block is not place:
             place.copy_(block)
+        del block  # before the next is made
 
 
 def _relative(tensor_slice: TensorSlice, origin: TensorSlice) -> tuple[int, ...]:

@@ -119,6 +119,7 @@ def write_tensor_file(
                 hasher.update(part)
                 files.write(descriptor, part)
                 written += part.nbytes
+                del part  # before the next is made
                 if written - flushed >= CHUNK_BYTES:
                     files.begin_flush(descriptor, flushed, written - flushed)
                     flushed = written
@@ -139,6 +140,7 @@ def _parts(data: Iterable[files.Buffer]) -> Iterator[memoryview]:
         while rest.nbytes:
             yield rest[:CHUNK_BYTES]
             rest = rest[CHUNK_BYTES:]
+        del buffer, rest
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def _tensors(
         kind = _saved_dtype(model, group, dtype)
         done = convert_for_saving(model, {name: read(name, kind) for name in group.sources})
         for name in group.outputs:
-            yield name, done[name]
+            yield name, done.pop(name)
 
 
 def _read_bytes(shard: Sequence[Entry], tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[memoryview]:
@@ -238,3 +238,4 @@ def _read_bytes(shard: Sequence[Entry], tensors: Iterator[tuple[str, torch.Tenso
         name, tensor = next(tensors)
         assert name == entry.name and tuple(tensor.shape) == entry.shape
         yield from host_bytes(tensor)
+        del tensor  # before the next is read

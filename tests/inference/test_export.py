@@ -236,6 +236,15 @@ def test_neither_writing_nor_running_ever_holds_the_model(family: str, tmp_path:
     assert running.peak <= sum(parameters) / 2
 
 
+def test_a_large_tensor_is_gone_before_the_next_is_read(tmp_path: Path) -> None:
+    """Embedding and head are the first and the last tensor, and none between them fills a chunk of the file."""
+    stored = open_model(run_of(tmp_path / "run", "llama", vocab_size=40_000))
+    (tmp_path / "out").mkdir()
+    with AllocationWatch() as writing:
+        write_model_folder(stored.model, stored.read, tmp_path / "out", torch.float32)
+    assert writing.peak <= 1.1 * 4 * 40_000 * 64
+
+
 def test_a_merged_tensor_is_converted_on_its_own() -> None:
     model = build_meta(tiny_model("mixtral"))
     groups = {group.sources: group.outputs for group in saved_groups(model)}
