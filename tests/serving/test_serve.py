@@ -104,6 +104,11 @@ def test_a_seed_repeats_a_draw(server: Server) -> None:
         (b"[]", 400, "no JSON object"),
         ({"prompt": "a " * 3 * CONTEXT}, 400, f"the model's context is {CONTEXT}"),
         ({"prompt": "a", "n": 2}, 400, "n=2"),
+        ({"prompt": "a", "top_k": 5}, 400, "top_k=5"),
+        ({"prompt": "a", "tool_choice": "required"}, 400, "tool_choice"),
+        ({"prompt": "a", "stream": "yes"}, 400, "stream='yes'"),
+        ({"prompt": "a", "stream_options": 3}, 400, "stream_options=3"),
+        ({"prompt": "a\ud83d"}, 400, "surrogates"),
         ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens=0"),
         ({"prompt": "a", "temperature": True}, 400, "temperature=True"),
         ({"prompt": [1, 2]}, 400, "prompt"),
@@ -134,7 +139,9 @@ def test_openais_client_is_answered(server: Server, run: LoadedRun) -> None:
     import openai
 
     client = openai.OpenAI(base_url=f"{server.address}/v1", api_key=server.token, max_retries=0)
-    assert [model.id for model in client.models.list()] == ["talk"]
+    assert [model.id for model in client.models.list()] == ["talk"] == [client.models.retrieve("talk").id]
+    with pytest.raises(openai.NotFoundError, match="'talk'"):
+        client.models.retrieve("gpt-4")
     expected = greedy(run, "Is 5 even?", 24, is_chat=True)
     stream = client.chat.completions.create(
         model="talk", messages=[{"role": "user", "content": "Is 5 even?"}], temperature=0, max_tokens=24, stream=True

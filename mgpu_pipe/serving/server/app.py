@@ -48,6 +48,7 @@ def build_app(answerer: Answerer, token: str | None, host: str) -> Starlette:
     return Starlette(
         routes=[
             Route("/v1/models", routes.models),
+            Route("/v1/models/{name:path}", routes.model),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
             *(Route(f"/{file}".removesuffix("page.html"), show_file) for file in ("page.html", "page.js", "page.css")),
@@ -110,10 +111,21 @@ class Routes:
         self._answerer, self._names, self._created = answerer, answerer.names, int(time.time())
 
     async def models(self, request: Request) -> Response:
-        common = {"object": "model", "created": self._created, "owned_by": "mgpu_pipe"}
-        base, *adapters = self._names
-        entries = [{"id": base, **common}, *({"id": name, **common, "parent": base} for name in adapters)]
-        return JSONResponse({"object": "list", "data": entries})
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._names]})
+
+    async def model(self, request: Request) -> Response:
+        self._require(request.path_params["name"])
+        return JSONResponse(self._entry(request.path_params["name"]))
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        base = self._names[0]
+        parent = {} if name == base else {"parent": base}
+        return {"id": name, "object": "model", "created": self._created, "owned_by": "mgpu_pipe", **parent}
+
+    def _require(self, name: str) -> None:
+        if name not in self._names:
+            known = ", ".join(map(repr, self._names))
+            raise RequestError(f"model={name!r}: no such model; use {known}", "model", 404, "model_not_found")
 
     async def completions(self, request: Request) -> Response:
         return await self._answer(request, is_chat=False)
@@ -123,9 +135,8 @@ class Routes:
 
     async def _answer(self, http_request: Request, is_chat: bool) -> Response:
         query = read_request(await _json_body(http_request), is_chat)
-        if query.model not in ("", *self._names):
-            known = ", ".join(map(repr, self._names))
-            raise RequestError(f"model={query.model!r}: no such model; use {known}", "model", 404, "model_not_found")
+        if query.model:
+            self._require(query.model)
         pieces = self._answerer.answer(query)
         first = await _or_disconnect(http_request, anext(pieces))
         if query.stream:
@@ -195,7 +206,9 @@ async def _json_body(request: Request) -> object:
 
     try:
         await asyncio.wait_for(read(), BODY_S)
-        return json.loads(body)
+        content = json.loads(body)
+        json.dumps(content, ensure_ascii=False).encode()  # no tokenizer takes half of a surrogate pair
+        return content
     except asyncio.TimeoutError:
         raise RequestError(f"body: did not come within {BODY_S:g} s; send it faster", status=408) from None
     except (ValueError, RecursionError) as error:

@@ -27,12 +27,22 @@ UNSUPPORTED = {
     "top_logprobs": (None, 0),
     "logit_bias": (None, {}),
     "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "web_search_options": (None,),
     "response_format": (None, {"type": "text"}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
+    **dict.fromkeys(("min_p", "min_tokens"), (None, 0)),
+    "top_k": (None, 0, -1),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), (None, 1)),
+    "ignore_eos": (None, False),
+    "stop_token_ids": (None, []),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), (None,)),
 }
-"""Fields that would change the answer, with the values that leave it as it is."""
+"""Fields of OpenAI and of other engines that would change the answer, with the values that leave it as it is."""
 
 
 class RequestError(ValueError):
@@ -94,6 +104,10 @@ def read_request(body: object, is_chat: bool) -> AnswerRequest:
     if top_p == 0:
         raise RequestError("top_p=0: not above 0; use temperature=0 for the likeliest token", "top_p")
     options = body.get("stream_options") or {}
+    if body.get("stream") not in (None, False, True) or type(body.get("stream")) is int:
+        raise RequestError(f"stream={body['stream']!r}: not true or false; correct it", "stream")
+    if not isinstance(options, Mapping):
+        raise RequestError(f"stream_options={options!r}: no object; send {{...}}", "stream_options")
     return AnswerRequest(
         model=_text(body, "model", ""),
         prompt=_messages(body) if is_chat else _prompt(body),
@@ -103,7 +117,7 @@ def read_request(body: object, is_chat: bool) -> AnswerRequest:
         seed=None if seed is None else int(seed),
         stops=_stops(body),
         stream=body.get("stream") is True,
-        includes_usage=isinstance(options, Mapping) and options.get("include_usage") is True,
+        includes_usage=options.get("include_usage") is True,
     )
 
 
@@ -151,7 +165,9 @@ def _message(message: object, where: str) -> dict[str, str]:
     if isinstance(content, list):
         if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             raise RequestError(f"{where}: has parts that are no text; this server takes texts only", "messages")
-        content = "".join(str(part.get("text", "")) for part in content)
+        if not all(isinstance(part.get("text"), str) for part in content):
+            raise RequestError(f"{where}: has a part without a text; give {{type, text}}", "messages")
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise RequestError(f"{where}: its content is no text; give one", "messages")
     return {"role": "system" if role == "developer" else str(role), "content": content}
