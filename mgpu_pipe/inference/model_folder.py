@@ -101,10 +101,11 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
         "target_modules": targets,
         "fan_in_fan_out": isinstance(layers[0][1], Conv1D),
         "modules_to_save": modules or None,
-        TYING: any(name in trained for name in other_names(model)),
         "bias": "none",
         "inference_mode": True,
     }
+    if any(name in trained for name in other_names(model)):
+        config[TYING] = True  # older versions of peft refuse the field
     (out / ADAPTER_SETTINGS).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     stored_type = dtype_name(torch.empty(0, dtype=dtype))
     entries = [Entry(name_in_peft(name), stored_type, tuple(value.shape)) for name, value in trained.items()]

@@ -254,3 +254,17 @@ def test_a_trained_tied_embedding_is_pefts_head_too(tmp_path: Path, pattern: str
     merged = theirs.merge_and_unload()
     assert merged.lm_head.weight is merged.model.embed_tokens.weight
     begins_as_peft(run_of((tmp_path / "base", tmp_path / "adapter", None), train_also=[pattern]), model, False)
+
+
+def test_a_plain_adapter_has_only_fields_that_peft_0_11_takes(tmp_path: Path) -> None:
+    """Versions of peft refuse fields that are newer than they are."""
+    model: Any = build_meta(tiny_model("llama"))
+    add_adapters(model, KEYS)
+    materialise(model, 5, "cpu")
+    stored = StoredModel(model.eval(), lambda name, dtype: model.state_dict()[name].to(dtype), tmp_path, None, None, 1)
+    write_adapter(stored, tmp_path, torch.float32)
+    names = json.loads((tmp_path / "adapter_config.json").read_text()).keys()
+    common = {"peft_type", "task_type", "base_model_name_or_path", "inference_mode", "r", "lora_alpha", "lora_dropout"}
+    assert names <= {
+        *(*common, "use_rslora", "use_dora", "target_modules", "fan_in_fan_out", "modules_to_save", "bias")
+    }
