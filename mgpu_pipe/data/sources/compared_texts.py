@@ -18,7 +18,7 @@ from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.tables import row_lines
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, check_first_row, table_rows, text_of
-from mgpu_pipe.data.text.pair_columns import check_pair_columns, pair_row
+from mgpu_pipe.data.text.pair_columns import check_pair_columns, is_published, pair_row
 from mgpu_pipe.errors import DataError
 
 
@@ -236,6 +236,7 @@ PAIRS = FileFormat(
     check_file=partial(check_first_row, check_row=check_pair_row, nested=True),
     columns=_pair_columns,
     kind="text_groups",
+    reads_anew=lambda data, line: is_published(line, cast(EmbeddingPairsConfig, data).text_columns()),
 )
 SCORED = FileFormat(
     name="scored_pairs",

@@ -13,7 +13,7 @@ from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
-from mgpu_pipe.data.cache import Progress, digest_of
+from mgpu_pipe.data.cache import Progress, build_once, digest_of
 from mgpu_pipe.data.compressed import codec_of, identity_of
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.file_lists import label_of
@@ -124,6 +124,8 @@ class FileFormat(Generic[Content]):
         check_file: checks a file, or only its beginning.
         columns: names of the columns that are read, also part of the identity.
         kind: kind of the documents.
+        reads_anew: whether earlier versions read a row (a line of JSON) otherwise. Only files with such a row get
+            another identity than they gave.
     """
 
     name: str
@@ -132,6 +134,7 @@ class FileFormat(Generic[Content]):
     check_file: CheckFile
     columns: Callable[[DataConfig], object] = lambda data: None
     kind: DocumentKind = "text"
+    reads_anew: Callable[[DataConfig, str], bool] | None = None
 
     def source(self, **declared: Any) -> DataSource:
         """Declares the data source of this name, which reads such files."""
@@ -171,13 +174,34 @@ class FileFormat(Generic[Content]):
                 forget(paths, cache)
                 raise
 
+        identity: list[Any] = ["files", self.name, self.columns(data), contents_of(paths, unusable, known)]
+        if self.reads_anew is not None and _is_any_row(known, partial(self.reads_anew, data), cache, identity):
+            identity.append("anew")
         return Source(
             name=data.source,
-            identity=digest_of("files", self.name, self.columns(data), contents_of(paths, unusable, known)),
+            identity=digest_of(*identity),
             size=sum(content.size for content in known.values()),
             documents=documents,
             kind=self.kind,
         )
+
+
+def _is_any_row(
+    known: Mapping[Path, Fingerprint], matches: Callable[[str], bool], cache: Path, identity: Sequence[object]
+) -> bool:
+    """Whether a row of these files matches; the cache keeps the answer under ``identity``."""
+
+    def rows(path: Path) -> Rows:
+        return row_lines(path, known[path], nested=True)
+
+    def look(out: Path) -> dict[str, bool]:
+        return {"any": any(answer is True for answer in rows_of_files(known, {}, rows, lambda line, *_: matches(line)))}
+
+    try:
+        return bool(build_once(cache / "tokens" / f"rows-{digest_of(*identity)}", look)["any"])
+    except ChangedFileError:
+        forget(list(known), cache)
+        raise
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,16 @@ def pair_row(line: str, origin: str, columns: Sequence[str]) -> dict[str, Any]:
     return row
 
 
+def is_published(line: str, columns: Sequence[str]) -> bool:
+    """Whether :func:`pair_row` finds other texts in a row than earlier versions, which read ``columns`` alone."""
+    try:
+        before = files.json_row(line, "", *columns)
+    except DataError:
+        return _listed(line) is not None
+    row = pair_row(line, "", columns)
+    return any((row.get(column) or None) != (before.get(column) or None) for column in columns)
+
+
 def _listed(line: str) -> list[Any] | None:
     """Values of a row that is a JSON list of two or more."""
     if line.lstrip()[:1] != "[":

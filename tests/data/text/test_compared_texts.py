@@ -12,10 +12,13 @@ import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.data.cache import digest_of, no_progress
 from mgpu_pipe.data.data_source import check_sources, open_source
+from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig
 from mgpu_pipe.data.sources.demo.stdlib_pairs import _functions, function_document
+from mgpu_pipe.data.text.file_source import contents_of
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.errors import BadInputError, ConfigError, DataError
 from tests.data.support import write_jsonl
@@ -134,6 +137,29 @@ def test_pairs_are_read_as_their_makers_publish_them(tmp_path: Path, maker: str)
     assert texts_of(config, tmp_path) == expected
     (tmp_path / "pairs.json").write_text(json.dumps([row, more], indent=1))
     assert texts_of(of_file(tmp_path, tmp_path / "pairs.json"), tmp_path) == expected
+
+
+def test_negatives_under_published_names_change_the_identity_of_a_file(tmp_path: Path) -> None:
+    """Earlier versions left them out, so their cached tokens lack them; all other files keep their identity."""
+
+    def identity(rows: list[Any], *words: str) -> tuple[str, str]:
+        config = configured(tmp_path, rows, *words)
+        path = Path(config.data.paths[0])
+        source = open_source(config, tmp_path / "opened")
+        columns = (*config.data.text_columns(), None, None)  # type: ignore[attr-defined]
+        known = fingerprints([path], tmp_path / "opened", no_progress)
+        return source.identity, digest_of("files", "embedding_pairs", columns, contents_of([path], {}, known))
+
+    pair = {"query": "how old", "positive": "ten years"}
+    for row in ({"neg": ["blue"]}, {"negative_1": "blue"}, {"hard_neg": "blue"}):
+        now, before = identity([pair, {**pair, **row}])
+        assert now != before
+    unread = {"pos": "red", "neg": [], "negative_1": "", "topic": "ages"}
+    for rows in (ROWS, [{**pair, **unread}], [{**pair, "negative": "green", "neg": "blue"}]):
+        now, before = identity(rows)
+        assert now == before
+    now, before = identity([{**pair, "neg": "blue"}], "data.negative_column=neg")
+    assert now == before
 
 
 def test_a_column_that_is_named_goes_before_published_names(tmp_path: Path) -> None:
