@@ -25,8 +25,17 @@ NETWORKS = "networks"
 GIGA, TERA, GIB = 1e9, 1e12, 1 << 30
 TEXTS = ("name", "description", "source", "network", "accelerator")
 ACCELERATORS = ("cuda", "cpu")
-LARGEST = 1e6
-"""No figure of a profile, in its unit, is above this."""
+LARGEST: dict[str, float] = {
+    "memory_gib": 1 << 14,
+    "bf16_tflops": 1e5,
+    "fp32_tflops": 1e5,
+    "float8_tflops": 2e5,
+    "memory_gb_s": 1e5,
+    "link_gb_s": 2e4,
+    "gpus_per_node": 4096,
+}
+"""Limits of figures in their units, ten times those of any device or more; a larger figure is of another unit."""
+LARGEST_OTHER = 1e6
 
 
 @dataclass(frozen=True)
@@ -259,11 +268,10 @@ def _profile(content: Any, name: str, key: str) -> HardwareProfile:
 
 
 def _positive(word: str, value: Any, refuse: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= LARGEST:  # also not NaN
-        raise refuse(
-            f"{word}={_value_text(value)} is no number above 0 and up to {LARGEST:g}", "write the data sheet's figure"
-        )
+    is_number, largest = isinstance(value, int | float) and not isinstance(value, bool), LARGEST.get(word, LARGEST_OTHER)
+    if not is_number or not 0 < value <= largest:  # also not NaN
+        fix = "write the data sheet's figure, in the unit of the key"
+        raise refuse(f"{word}={_value_text(value)} is no number above 0 and up to {largest:,.0f}", fix)
     return float(value)
 
 

@@ -58,6 +58,8 @@ def test_hardware_without_a_profile_names_the_nearest(name: str, said: str) -> N
     [
         ({"memory_gib": -1}, "memory_gib=-1.0"),
         ({"memory_gib": True}, "memory_gib=True"),
+        ({"memory_gib": 79_600}, "memory_gib=79600 is no number above 0 and up to 16,384; write"),
+        ({"bf16_tflops": 989_400}, "bf16_tflops=989400"),
         ({"bf16_tflops": "fast"}, "bf16_tflops='fast'"),
         ({"memory_gb_s": float("nan")}, "memory_gb_s=nan"),
         ({"link_gb_s": None}, "link_gb_s is missing"),
