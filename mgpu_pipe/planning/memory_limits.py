@@ -193,8 +193,12 @@ def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
         yield [[*shards, *light] for light in lighter]
     dims = ParallelDims.from_config(config.trainer, strategy)
     several = dims.world_size > 1 and not dims.uses_model_axes
+    is_adam = config.optimizer._target_.rpartition(".")[2] in ("Adam", "AdamW")
     if on_gpus and several and strategy.offload == "none" and strategy.engine == "mesh":
         yield [[*(shards or []), "strategy.offload=cpu", *light] for light in lighter]
+    takes_zero = is_adam and config.model.compile is not True and config.precision.name in ("auto", "fp32", "bf16")
+    if on_gpus and dims.world_size == 1 and strategy.offload == "none" and takes_zero:
+        yield [["strategy=zero3", "strategy.offload=cpu", *light] for light in lighter]
     if on_gpus:
         yield [
             [*(shards or []), f"trainer.num_nodes={config.trainer.num_nodes * factor}", *light]
@@ -204,7 +208,7 @@ def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
         devices = dims.world_size // config.trainer.num_nodes
         more = [number for number in (2, 4, 8) if devices < number <= (machine.gpus or 0)]
         yield [["strategy=fsdp", f"trainer.devices={number}", *light] for number in more for light in lighter]
-    if config.optimizer._target_.rpartition(".")[2] in ("Adam", "AdamW") and strategy.engine == "mesh":
+    if is_adam and strategy.engine == "mesh":
         yield [[*chosen, "optimizer=adamw_bf16", *light] for chosen in ([], shards or []) for light in lighter]
     if config.peft.name in ("none", "lora"):
         names = ["lora", "qlora"] if config.peft.name == "none" else ["qlora"]
@@ -245,7 +249,14 @@ def with_overrides(config: RunConfig, words: list[str]) -> RunConfig:
             )
         elif key == "strategy":
             config = replace(
-                config, strategy=replace(strategy, name=value, deepspeed=replace(strategy.deepspeed, stage=3))
+                config,
+                strategy=replace(
+                    strategy,
+                    name=value,
+                    engine="deepspeed",
+                    dp_shard="auto",
+                    deepspeed=replace(strategy.deepspeed, stage=3),
+                ),
             )
         elif key == "optimizer":
             config = replace(config, optimizer=replace(config.optimizer, _target_=ADAMW_BF16))

@@ -90,8 +90,10 @@ def test_changes_fit_when_they_are_made(monkeypatch: pytest.MonkeyPatch, model: 
 @pytest.mark.slow
 def test_the_changes_of_an_error_are_what_the_command_line_makes_of_them() -> None:
     sharded = ["strategy=fsdp", "strategy.offload=cpu"]
-    for base, words in (("ddp", sharded), ("zero1", ["strategy=zero3"]), ("ddp", ["peft=lora"]), ("fsdp", HALF_STATE)):
-        begun = (f"strategy={base}", "trainer.devices=8")
+    zero = ["strategy=zero3", "strategy.offload=cpu"]
+    changes = (("ddp", sharded), ("zero1", zero[:1]), ("ddp", ["peft=lora"]), ("fsdp", HALF_STATE), ("single", zero))
+    for base, words in changes:
+        begun = (f"strategy={base}", f"trainer.devices={1 if base == 'single' else 8}")
         changed, typed = with_overrides(composed(*begun), words), composed(*begun, *words)
         predictions = [memory_by_rank(each) for each in (changed, typed)]
         assert predictions[0] == predictions[1], words
@@ -107,6 +109,15 @@ def test_seventy_billion_parameters_on_eight_gpus() -> None:
     assert "strategy.offload=cpu" in changes[0] and "trainer.num_nodes=" in changes[1] and "peft=" in changes[2]
     for change in changes:
         assert "memory" in dict(mgpu_pipe.check([*words, *change.split()]).rows), change
+
+
+def test_one_gpu_offloads_what_it_cannot_hold() -> None:
+    words = ["model=llama3_70b", "peft=qlora", "strategy=single", "trainer.accelerator=cuda", "plan.hardware=[rtx4090]"]
+    with pytest.raises(BadInputError) as refused:
+        mgpu_pipe.check([*words, "trainer.devices=1"])
+    changes = changes_of(str(refused.value))
+    assert changes[0].startswith("strategy=zero3 strategy.offload=cpu"), changes
+    assert "memory" in dict(mgpu_pipe.check([*words, *changes[0].split()]).rows)
 
 
 def test_a_host_without_memory_for_offloaded_state_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
