@@ -34,6 +34,7 @@ from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.cli.verbs.export import _print_ids_without_rows
 from mgpu_pipe.config.freeze import freeze
+from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.data.text.tokenizer_folder import follows_file
 from mgpu_pipe.errors import BadInputError
@@ -123,6 +124,27 @@ def test_a_configuration_keeps_the_names_by_which_transformers_4_reads_it(
     again = AutoConfig.from_pretrained(tmp_path)
     assert getattr(again, "rope_parameters", None) == config.rope_parameters
     assert getattr(again, "layer_types", None) == getattr(config, "layer_types", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "tower"),
+    [
+        *((name, "vision_tower.vision_model") for name in ("llava_tiny", "gemma3_tiny", "paligemma_tiny")),
+        ("mistral3_tiny", "vision_tower"),
+        ("clip_tiny", "vision_model"),
+    ],
+)
+def test_parts_have_the_names_of_published_folders(name: str, tower: str, tmp_path: Path) -> None:
+    model_class = "AutoModel" if name == "clip_tiny" else "AutoModelForImageTextToText"
+    model = materialise(build_meta(compose([f"model={name}"])[0].model, model_class), 1, "cpu")
+    write_model_folder(model, read_from(model), tmp_path, torch.float32)
+    parts = {part.partition(".embeddings.")[0].partition(".patch_conv.")[0] for part in written(tmp_path)}
+    assert tower in parts and f"{tower}.vision_model" not in parts
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["text_config"].get("tie_word_embeddings") == config.get("tie_word_embeddings")
+    again, read = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(read.values())
+    same(*({name: value.flatten() for name, value in each.named_parameters()} for each in (again, model)))
 
 
 def test_a_tokenizer_keeps_the_names_by_which_transformers_4_reads_it(tmp_path: Path) -> None:

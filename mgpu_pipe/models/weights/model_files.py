@@ -58,6 +58,8 @@ COUNTED_EXPERTS = ("qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe")
 """Families that called ``num_local_experts`` ``num_experts``."""
 OLDER_LAYERS = {"linear_attention": "mamba", FULL: "attention"}
 """Types of layers of Granite 4."""
+TOWER_PREFIXES = ("vision_model", "text_model")
+"""Modules around the layers of CLIP's and SigLIP's towers in folders; transformers 5 has them no more."""
 _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -111,8 +113,31 @@ def convert_for_saving(model: PreTrainedModel, tensors: dict[str, torch.Tensor])
     """The folder's tensors, by name, from the model's ``tensors``."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    if not hasattr(model, "_weight_conversions"):
+        _keep_tower_prefixes(model)
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, as_saved(model, tensors))
     return converted
+
+
+def _keep_tower_prefixes(model: Any) -> None:
+    """Sets transformers' changes from a folder to ``model``, with the prefixes of towers in it.
+
+    Of a model that ``from_pretrained`` did not make, transformers forgets all prefixes. A published folder names a
+    tower's tensors ``vision_tower.vision_model.*``, and older readers know no other name.
+    """
+    from transformers import conversion_mapping, core_model_loading
+
+    prefix_change = getattr(core_model_loading, "PrefixChange", None)
+    if prefix_change is None:  # in earlier versions a tower has that prefix itself
+        return
+
+    def keeps(change: Any) -> bool:
+        part = (change.scope_prefix or "").rpartition(".")[2]
+        is_tower = part not in ("", *TOWER_PREFIXES) and getattr(change, "prefix_to_remove", None) in TOWER_PREFIXES
+        return is_tower or not isinstance(change, prefix_change)
+
+    changes = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
+    model._weight_conversions = list(filter(keeps, changes)) or None
 
 
 def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype, maker: Path | None = None) -> None:
@@ -163,6 +188,8 @@ def _name_as_before(content: dict[str, Any]) -> None:
     kind = content.get("model_type", "")
     if content.get("dtype") is not None:
         content["torch_dtype"] = content["dtype"]
+    if isinstance(content.get("text_config"), dict) and "tie_word_embeddings" in content:
+        content["text_config"]["tie_word_embeddings"] = content["tie_word_embeddings"]  # transformers 4 reads only this
     if kind.startswith(COUNTED_EXPERTS) and "num_local_experts" in content:
         content["num_experts"] = content["num_local_experts"]
     if kind == "granitemoehybrid":

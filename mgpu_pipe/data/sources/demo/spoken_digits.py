@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 QUESTIONED = 1800
 """Recordings of data=spoken_questions."""
 ALONE = (
-    ("What digit is said?", lambda digit, name: f"It is a {name}."),
-    ("Is it even or odd?", lambda digit, name: f"A {name}, which is {'odd' if digit % 2 else 'even'}."),
-    ("Say the digit.", lambda digit, name: f"It is a {name}."),
+    ("What digit is said?", lambda digit, name: f"It is {name}."),
+    ("Is it even or odd?", lambda digit, name: f"It is {name}, which is {'odd' if digit % 2 else 'even'}."),
+    ("Say the digit.", lambda digit, name: f"It is {name}."),
 )
 """Questions about one recording, and functions of their answers."""
 
@@ -97,7 +97,7 @@ def ask_about_speech(together: int) -> tuple[list[Question], list[VisualInput]]:
         text, answer = ALONE[turn % len(ALONE)]
         questions.append(question(f"{AUDIO}{text}", answer(WORDS.index(name), name), (number,), key))
         if turn % 2:
-            same = "Yes." if texts[before] == name else f"No, a {texts[before]} and a {name}."
+            same = "Yes." if texts[before] == name else f"No, {texts[before]} and {name}."
             questions.append(question(f"{AUDIO * 2}Are the two the same?", same, (before, number), key))
     return questions, [VisualInput((number,), clip=SOUND) for number in range(QUESTIONED)]
 
