@@ -131,26 +131,26 @@ def with_typed_schedule(plan: PlanConfig, strategy: StrategyConfig, words: Seque
 
     Args:
         words: overrides as typed.
+
+    Raises:
+        ConfigError: ``plan.schedules`` leaves that schedule out.
     """
     keys = [word.lstrip("+~").partition("=")[0] for word in words]
-    is_typed = "strategy.pipeline.schedule" in keys or "strategy.pipeline" in keys
-    return replace(plan, schedules=[strategy.pipeline.schedule]) if is_typed and not plan.schedules else plan
+    key, chosen = "strategy.pipeline.schedule", strategy.pipeline.schedule
+    if key not in keys and "strategy.pipeline" not in keys:
+        return plan
+    if plan.schedules and chosen not in plan.schedules:
+        raise ConfigError(key, chosen, f"leave out {key} or plan.schedules", "plan.schedules does not try it")
+    return replace(plan, schedules=plan.schedules or [chosen])
 
 
 def _schedules(
     plan: PlanConfig, model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig
 ) -> tuple[tuple[str, int], ...]:
-    """Pipeline schedules to try, each with stages of a rank.
-
-    Raises:
-        ConfigError: ``plan.schedules`` has an unknown name.
-    """
+    """Pipeline schedules to try, each with stages of a rank."""
     chosen = strategy.pipeline.schedule
     names = [chosen] if chosen != PipelineOptions().schedule else [name for name in SCHEDULES if name != UNTRIED]
     names = plan.schedules or names
-    for name in names:
-        if name not in SCHEDULES:
-            raise ConfigError("plan.schedules", name, f"use some of {', '.join(SCHEDULES)}", "no such schedule")
     can_split = model.compile is not True and resolve_precision(precision, trainer) != "fp8"
     return tuple(
         (name, stages)

@@ -137,9 +137,12 @@ class FullyShardConfig:
     """Units whose weights are gathered ahead in the forward pass on CUDA; the backward pass prefetches one."""
 
 
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"]
+
+
 @dataclass
 class PipelineOptions:
-    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    schedule: Schedule = "1f1b"
     """Order of forward and backward passes; those after 1f1b put two stages on a rank."""
     stages_per_rank: int | Auto = field(default="auto", metadata={"at_least": 1})
     """Stages of each rank under interleaved_1f1b and interleaved_zero_bubble; auto is two."""
@@ -277,7 +280,7 @@ class PlanConfig:
     """Dollars a GPU and hour; null is the profile's dollars_per_hour, or unknown."""
     tokens: float | None = field(default=None, metadata={"above": 0, "or": ", or null"})
     """Tokens of the whole training, for its time and cost; null is trainer.max_steps steps."""
-    schedules: list[str] = field(default_factory=list)
+    schedules: list[Schedule] = field(default_factory=list)
     """Pipeline schedules to try; empty: strategy.pipeline.schedule where it is typed or is not 1f1b, else all."""
     rank_by: Literal["speed", "cost", "memory"] = "speed"
     """Order of the plans: tokens a second, dollars a token, or least memory."""

@@ -268,7 +268,8 @@ def _profile(content: Any, name: str, key: str) -> HardwareProfile:
 
 
 def _positive(word: str, value: Any, refuse: Any) -> float:
-    is_number, largest = isinstance(value, int | float) and not isinstance(value, bool), LARGEST.get(word, LARGEST_OTHER)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    largest = LARGEST.get(word, LARGEST_OTHER)
     if not is_number or not 0 < value <= largest:  # also not NaN
         fix = "write the data sheet's figure, in the unit of the key"
         raise refuse(f"{word}={_value_text(value)} is no number above 0 and up to {largest:,.0f}", fix)

@@ -125,8 +125,14 @@ def test_a_typed_schedule_is_the_only_one(capsys: pytest.CaptureFixture[str]) ->
         chosen = [word for plan in plans for word in plan["overrides"]]
         assert any(word.startswith("strategy.pp=") for word in chosen)
         assert not any(word.startswith("strategy.pipeline.schedule=") for word in chosen)
-    said = refusal(*words, "plan.schedules=[1f2b]")
-    assert said.startswith("plan.schedules=1f2b: no such schedule; use some of gpipe, 1f1b, ")
+    capsys.readouterr()
+    typed = "strategy.pipeline.schedule=1f1b"
+    for refused, reason in (
+        (["plan.schedules=[1f2b]"], "plan.schedules[0]=1f2b: did you mean 1f1b?"),
+        ([typed, "plan.schedules=[zbv]"], f"{typed}: plan.schedules does not try it; leave out"),
+    ):
+        assert main(["plan", *words, *refused]) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_a_schedule_that_splits_the_backward_pass_is_tried_where_torch_allows_it() -> None:
