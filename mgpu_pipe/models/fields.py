@@ -18,6 +18,7 @@ from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.pictures import picture_places
 from mgpu_pipe.config.convert import merged
 from mgpu_pipe.config.hub import local_folder
+from mgpu_pipe.config.hydra.interpolation import EnvironmentText
 from mgpu_pipe.config.objective import descriptions
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.config.suggest import MODEL_FIELDS, nearest
@@ -262,7 +263,10 @@ def _check_field(
         return [ConfigError(key, value, fix, "the model's configuration has no such field")]
     annotation = known.annotations.get(known.attribute_map.get(name, name))
     if annotation is not None and not accepts(annotation, value):
-        return [ConfigError(key, value, f"give {describe(annotation)}", "wrong type")]
+        fix = f"give {describe(annotation)}"
+        if isinstance(value, EnvironmentText):
+            fix = f"{fix}: '{key}=\"${{oc.decode:{value.interpolation}}}\"'"
+        return [ConfigError(key, value, fix, "wrong type")]
     if _is_part(name, value):
         inner, items = (
             config_class(kinds[name]),

@@ -15,6 +15,7 @@ from mgpu_pipe.config.freeze import config_hash, freeze, load, load_untrusted, r
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.paths import private_folder
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
+from mgpu_pipe.models.fields import check_model_config
 
 SECRET = "s3cr3t-value"
 
@@ -82,6 +83,18 @@ def test_a_text_of_the_environment_is_what_its_key_takes(
     monkeypatch.setenv("MY_KEY", "nothing of it")
     with pytest.raises(ConfigErrors, match=rf"{key}=\$\{{oc\.env:MY_KEY\}}: use "):
         compose([f"{key}=${{oc.env:MY_KEY}}"])
+
+
+def test_a_model_field_of_the_environment_names_what_reads_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_LAYERS", "2")
+    key = "model.config.num_hidden_layers"
+    config, _ = compose(["model=llama_tiny", f"{key}=${{oc.env:MY_LAYERS}}"])
+    with pytest.raises(ConfigErrors, match="give a whole number: '") as refused:
+        check_model_config(config.model)
+    _, fix, _ = str(refused.value).split("'")
+    config, _ = compose(["model=llama_tiny", fix])
+    check_model_config(config.model)
+    assert config.model.config["num_hidden_layers"] == 2
 
 
 def test_a_secret_survives_copies_unwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
