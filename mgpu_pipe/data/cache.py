@@ -230,6 +230,12 @@ def _hash_of(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def answer_once(cache: Path, identity: object, ask: Callable[[], bool]) -> bool:
+    """Returns the answer to a question about the data of this identity; ``ask`` finds it if the cache has none."""
+    folder = cache / "tokens" / f"answer-{digest_of(identity)}"
+    return bool(build_once(folder, lambda out: {"answer": ask()})["answer"])
+
+
 def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the manifest of ``folder``; ``build`` fills it if it is missing or damaged.
 

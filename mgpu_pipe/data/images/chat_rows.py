@@ -38,6 +38,7 @@ from mgpu_pipe.data.text.conversations import (
     tools_of,
     unused_columns,
 )
+from mgpu_pipe.data.text.earlier_versions import is_read_anew
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.local_files import is_file, is_folder
 
@@ -75,6 +76,7 @@ class ChatRow:
         size: its share of the progress.
         unused: columns that nothing reads.
         rates: frames a second of folders of frames; 0 where the row does not state it, and of other inputs.
+        is_anew: whether earlier versions read it otherwise.
     """
 
     text: str
@@ -86,6 +88,7 @@ class ChatRow:
     size: int
     unused: tuple[str, ...] = ()
     rates: tuple[float, ...] = ()
+    is_anew: bool = False
 
     @property
     def kinds(self) -> list[str]:
@@ -186,6 +189,7 @@ def read_chat_row(
     row = files.json_row(line, origin, data.messages_column, data.image_column, data.video_column)
     if LITERAL in line or "\\ufdd3" in line.lower():
         raise DataError(f"{origin}: a message contains a Unicode noncharacter (U+FDD3); {files.FIX}")
+    is_anew = is_read_anew(row, data.messages_column, "chat") or bool(INSIDE.search(line))
     text, named, rates = conversation_of(row, origin, data, keep, taken)
     pictures = tuple(folder / name for name, _ in named)
     videos, sounds = (tuple(kind == place for _, kind in named) for place in (VIDEO, AUDIO))
@@ -202,7 +206,7 @@ def read_chat_row(
     names = (Path(name).name if is_embedded(Path(name)) else name for name, _ in named)
     key = "\0".join(names) or text
     rated = tuple(rate * there for rate, there in zip(rate_of, folders, strict=True))
-    return ChatRow(text, pictures, videos, sounds, key, origin, size, tuple(unused), rated)
+    return ChatRow(text, pictures, videos, sounds, key, origin, size, tuple(unused), rated, is_anew)
 
 
 def _rates_of(row: dict[str, Any], in_parts: Sequence[object], videos: int, origin: str) -> list[float]:

@@ -131,7 +131,7 @@ class ChatSource:
 
         size = sum(content.size for content in known.values())
         chats = cls(plain, together, writes_times, Source(data.source, "", size, documents_of, "chat"), places=taken)
-        numbers, places = dict[tuple[Path, str, float], int](), dict[Path, int]()
+        numbers, places, is_anew = dict[tuple[Path, str, float], int](), dict[Path, int](), False
         for row in rows(chats.skipped):
             chats.notes.add_unused(row.origin, row.unused)
             visuals = list(zip(row.pictures, row.kinds, row.rates, strict=True))
@@ -143,10 +143,12 @@ class ChatSource:
             chats.pictures.append(tuple(numbers[visual] for visual in visuals))
             chats.origins.append(row.origin)
             chats.keys.append(row.key)
+            is_anew = is_anew or row.is_anew
         columns = (data.messages_column, data.image_column, data.video_column, data.format)
         content: list[Any] = [columns, contents_of(paths, unusable, known)]
         # The model also decides which rows are usable.
         content += [[Path(origin).name for origin, _ in chats.skipped]] if chats.skipped else []
+        content += ["anew"] if is_anew else []
         return replace(chats, source=replace(chats.source, identity=digest_of("picture_chats", *content)))
 
     @classmethod

@@ -145,7 +145,7 @@ class AnswerFinder:
     def until_the_end(self, full: str, span: Span) -> tuple[Span, bool]:
         """Cuts ``span`` after the token that ends the turn; returns also whether there is such a token."""
         start, end = span
-        if (more := self._after_turn()) and full.endswith(more, start, end):
+        if (more := self.after_turn()) and full.endswith(more, start, end):
             end -= len(more)
         last = position = start + len(full[start:end].rstrip())
         usual: int | None = None
@@ -173,7 +173,7 @@ class AnswerFinder:
                 self._end = ""
         return self._end or None
 
-    def _after_turn(self) -> str:
+    def after_turn(self) -> str:
         """Words that the template writes after the last answer's turn even where nothing asks for them, such as the
         header of the next answer (Llama 3's first template)."""
         if self._more is None:

@@ -186,6 +186,8 @@ OBSERVATION = "observation"
 """ShareGPT's role of a tool's answer, which some templates of ``messages`` write as it is."""
 CALL = "function_call"
 """ShareGPT's role of a message with the assistant's tool calls as JSON; OpenAI's field of a call before tool_calls."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields for the reasoning of a message; transformers shows it to templates as the first two."""
 MARKS = ("train", "training", "train_on_turn", "loss")
 """Fields of a message that say by true or false whether the loss counts it (Axolotl, ms-swift)."""
 

@@ -13,7 +13,7 @@ from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
-from mgpu_pipe.data.cache import Progress, build_once, digest_of
+from mgpu_pipe.data.cache import Progress, answer_once, digest_of
 from mgpu_pipe.data.compressed import codec_of, identity_of
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.file_lists import label_of
@@ -175,7 +175,7 @@ class FileFormat(Generic[Content]):
                 raise
 
         identity: list[Any] = ["files", self.name, self.columns(data), contents_of(paths, unusable, known)]
-        if self.reads_anew is not None and _is_any_row(known, partial(self.reads_anew, data), cache, identity):
+        if self.reads_anew is not None and answer_once(cache, identity, partial(self._reads_anew, data, known, cache)):
             identity.append("anew")
         return Source(
             name=data.source,
@@ -185,23 +185,17 @@ class FileFormat(Generic[Content]):
             kind=self.kind,
         )
 
-
-def _is_any_row(
-    known: Mapping[Path, Fingerprint], matches: Callable[[str], bool], cache: Path, identity: Sequence[object]
-) -> bool:
-    """Whether a row of these files matches; the cache keeps the answer under ``identity``."""
-
-    def rows(path: Path) -> Rows:
-        return row_lines(path, known[path], nested=True)
-
-    def look(out: Path) -> dict[str, bool]:
-        return {"any": any(answer is True for answer in rows_of_files(known, {}, rows, lambda line, *_: matches(line)))}
-
-    try:
-        return bool(build_once(cache / "tokens" / f"rows-{digest_of(*identity)}", look)["any"])
-    except ChangedFileError:
-        forget(list(known), cache)
-        raise
+    def _reads_anew(self, data: DataConfig, known: Mapping[Path, Fingerprint], cache: Path) -> bool:
+        """Whether earlier versions read a row of these files otherwise."""
+        assert self.reads_anew is not None
+        is_anew = partial(self.reads_anew, data)
+        lines = partial(row_lines, nested=True)
+        rows = rows_of_files(known, {}, lambda path: lines(path, known[path]), lambda line, *_: is_anew(line))
+        try:
+            return any(answer is True for answer in rows)
+        except ChangedFileError:
+            forget(list(known), cache)
+            raise
 
 
 @dataclass(frozen=True)

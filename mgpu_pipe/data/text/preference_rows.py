@@ -90,7 +90,7 @@ def conversation_of(row: dict[str, Any], side: str, origin: str, column: str) ->
     if isinstance(answer, str):
         if not answer:
             raise DataError(f"{origin}: column '{side}' is empty; {FIX}")
-        transcript = _transcript(answer) if _prompt_column(row, column) is None else []
+        transcript = _transcript(answer) if prompt_column(row, column) is None else []
         answer = transcript or [{"role": "assistant", "content": answer}]
     elif isinstance(answer, dict):
         answer = [answer]
@@ -111,7 +111,7 @@ def _transcript(text: str) -> list[Any]:
     return [{"role": role, "content": said.strip()} for role, said in zip(turns[::2], turns[1::2], strict=True)]
 
 
-def _prompt_column(row: dict[str, Any], column: str) -> str | None:
+def prompt_column(row: dict[str, Any], column: str) -> str | None:
     """The first column that holds a prompt; a conversation that ends with an answer is none."""
 
     def is_prompt(value: Any) -> bool:
@@ -123,7 +123,7 @@ def _prompt_column(row: dict[str, Any], column: str) -> str | None:
 
 def _check_prompt(row: dict[str, Any], conversation: list[Any], side: str, origin: str, column: str) -> None:
     """Refuses a prompt that the whole conversation next to it does not contain."""
-    if (name := _prompt_column(row, column)) is None:
+    if (name := prompt_column(row, column)) is None:
         return
     said = _users_texts(conversation)
     if missing := next((text for text in _users_texts(_prompt(row, origin, column)) if text not in said), None):
@@ -144,7 +144,7 @@ def preference_columns(column: str) -> list[str]:
 
 
 def _prompt(row: dict[str, Any], origin: str, column: str) -> list[Any]:
-    name = _prompt_column(row, column)
+    name = prompt_column(row, column)
     if name is None and (answered := next((name for name in (column, *PROMPTS) if row.get(name) is not None), None)):
         raise DataError(f"{origin}: the prompt in column '{answered}' ends with an answer; leave the answer out of it")
     if name is None:

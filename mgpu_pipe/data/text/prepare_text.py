@@ -24,13 +24,14 @@ from numpy.typing import NDArray
 from mgpu_pipe.config.data_sources import makes_tokens
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long, rule_of
-from mgpu_pipe.data.cache import Progress, build_once, digest_of, no_progress, read_manifest, run_cache
+from mgpu_pipe.data.cache import Progress, answer_once, build_once, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.data_source import held_out_data, open_source
 from mgpu_pipe.data.model_field import resolve_packing
 from mgpu_pipe.data.samples import Prepared, SampleSet, Split, evaluated_samples
 from mgpu_pipe.data.text import packing
-from mgpu_pipe.data.text.document_encoder import token_dtype
+from mgpu_pipe.data.text.document_encoder import EncoderSpec, token_dtype
 from mgpu_pipe.data.text.documents import Source
+from mgpu_pipe.data.text.earlier_versions import is_rendered_anew
 from mgpu_pipe.data.text.encode_source import encode_all
 from mgpu_pipe.data.text.generated import synthetic_batches
 from mgpu_pipe.data.text.heldout_split import held_out
@@ -283,6 +284,8 @@ def tokenise(
     identity = {"source": source.identity, "tokenizer": tokenizer.digest, "format": _FORMAT}
     if spec.chat_template is not None:
         identity["conversations"] = CONVERSATIONS_FORMAT
+        if answer_once(cache, ["rendered anew", identity], lambda: _is_rendered_anew(spec, source)):
+            identity["rendered"] = "anew"
     folder = cache / "tokens" / digest_of(identity)
     configured = data.tokenize_workers
     workers = 1 if source.kind == "tokens" else cpu_cores() if configured == "auto" else configured
@@ -294,6 +297,12 @@ def tokenise(
     )
     report_bad(manifest, data.on_bad_sample, NAMES.get(source.kind, ("a document", "documents")))
     return folder
+
+
+def _is_rendered_anew(spec: EncoderSpec, source: Source) -> bool:
+    template = spec.template()
+    lines = (document.text for document in source.documents() if document.fault is None)
+    return template is not None and is_rendered_anew(template, lines, spec.messages_column)
 
 
 def _draw(seed: int, data: DataConfig, tokenizer: TokenizerInfo, cache: Path, progress: Progress) -> Path:

@@ -28,6 +28,7 @@ from mgpu_pipe.data.text.conversations import (
     LITERAL,
     OPEN,
     PLACE,
+    REASONING,
     SEEN,
     as_parts,
     columns_read,
@@ -55,8 +56,6 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _HAS_OWN_DATE = re.compile(r"strftime_now\s+is\s+(not\s+)?(un)?defined")
 TODAY = date(2026, 1, 1)
 """Date for templates that write today's and have none for programs without a clock (gpt-oss, Granite, Devstral)."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields for the reasoning of a message; transformers shows it to templates as the first two."""
 
 
 class _GenerationTag(Extension):
@@ -79,7 +78,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message with its reasoning in each field that templates read."""
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
@@ -140,6 +139,19 @@ class ChatTemplate:
         self._takes_places = reads_parts and PLACE not in self.stop_tokens and self._writes(as_parts(f"{PLACE}{SEEN}"))
         if "tool_calls" in self.source:
             self.arguments = form_taken(self._rendered_if_taken)
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether contents with places become parts."""
+        return self._takes_parts or self._takes_places
+
+    def writes_after_turn(self) -> bool:
+        """Whether the template writes words after the last answer's turn that nothing asks for."""
+        try:
+            with limited():
+                return bool(self._answers.after_turn())
+        except TemplateError:
+            return False
 
     @property
     def odd(self) -> int:

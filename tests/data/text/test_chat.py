@@ -138,7 +138,7 @@ def test_a_template_may_mark_what_is_generated_itself() -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "the content of message 1 must be a string"),
         ({"messages": TALK[:2]}, r"no message has the role assistant \(roles: system, user\).*; rename the roles to"),
         ({"chat": TALK, "id": 2}, "no column 'messages'; set data.messages_column to one that is there: chat$"),
-        ({"question": "a", "answer": "b"}, r"no column 'messages' \(nor conversations, .*\); rename its columns to"),
+        ({"title": "a", "body": "b"}, r"no column 'messages' \(nor conversations, .*\); rename its columns to"),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half of a surrogate pair"),
     ],
 )

@@ -1,0 +1,112 @@
+"""Conversations that earlier versions read or rendered otherwise.
+
+Their tokens may still be in a cache, so these conversations get another identity; all others keep theirs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mgpu_pipe.data.files import json_row
+from mgpu_pipe.data.text.conversations import (
+    CONTEXT,
+    EVERY_PLACE,
+    FUNCTIONS,
+    INPUT,
+    MARKS,
+    REASONING,
+    SYSTEM,
+    SYSTEM_PROMPT,
+    TOOLS,
+    first_there,
+    has_places,
+    is_trained,
+    standard_role,
+)
+from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, prompt_column
+from mgpu_pipe.errors import DataError
+
+if TYPE_CHECKING:
+    from mgpu_pipe.data.text.render_chat import ChatTemplate
+
+_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+"""Roles that earlier versions translated, of messages with ``from``."""
+
+
+def is_read_anew(row: dict[str, Any], column: str, kind: str) -> bool:
+    """Whether columns, roles or marks of a row say more than in earlier versions.
+
+    Args:
+        column: ``data.messages_column``.
+        kind: of the source, see :class:`mgpu_pipe.data.text.documents.Source`.
+    """
+    messages = list(messages_in(row))
+    has_system = any(standard_role(message) in (SYSTEM, "developer") for message in messages)
+    if row.get(SYSTEM) is None and row.get(SYSTEM_PROMPT) and not has_system:
+        return True
+    if row.get(TOOLS) is None and row.get(FUNCTIONS):
+        return True
+    if row.get(INPUT) is None and row.get(CONTEXT) and any(name in row for name in ("instruction", "question")):
+        return True
+    answers = [] if kind == "chat" else [row.get(name) for name in (*SIDES, COMPLETION)]
+    before = first_there(row, (column, *PROMPTS))
+    if any(map(_continues_prompt, answers)) and prompt_column(row, column) != before:
+        return True
+    return any(map(_has_new_fields, messages))
+
+
+def _row(line: str, column: str) -> dict[str, Any]:
+    """A line as :func:`json_row` parses it; empty for a broken line."""
+    try:
+        return json_row(line, "", column)
+    except DataError:
+        return {}
+
+
+def messages_in(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields the messages in the columns of a row, of any form."""
+    for value in row.values():
+        for message in value if isinstance(value, list) else [value]:
+            if isinstance(message, dict) and ("role" in message or "from" in message):
+                yield message
+
+
+def _continues_prompt(answer: object) -> bool:
+    """Whether an answer stands after a prompt of another column."""
+    first = answer[0] if isinstance(answer, list) and answer else answer
+    return isinstance(first, str) or (isinstance(first, dict) and standard_role(first) == "assistant")
+
+
+def _has_new_fields(message: Mapping[str, Any]) -> bool:
+    role = standard_role(message)
+    before = str(message["role"]) if "role" in message else _SHAREGPT.get(str(message["from"]), str(message["from"]))
+    if role == "assistant" and message.get(MARKS[0]) is not False and message.get("weight") != 0:
+        return role != before or not is_trained(message)
+    return role != before
+
+
+def is_rendered_anew(template: ChatTemplate, conversations: Iterable[str], column: str) -> bool:
+    """Whether the template writes something else than in earlier versions, with any of these rows.
+
+    Args:
+        conversations: lines of JSON.
+        column: ``data.messages_column``.
+    """
+    if template.writes_after_turn():
+        return True
+    reads = [name for name in REASONING[:2] if re.search(rf"[.'\"]{name}\b", template.source)]
+    spells = template.reads_parts and not template.places
+    if not (reads or spells):
+        return False
+    words = [*(REASONING if reads else ()), *(EVERY_PLACE if spells else ())]
+    for line in conversations:
+        if any(word in line for word in words):
+            for message in messages_in(_row(line, column)):
+                if any(not message.get(name) for name in reads) and any(map(message.get, REASONING)):
+                    return True
+                said = {"role": standard_role(message), "content": message.get("content", message.get("value"))}
+                if spells and has_places(said):
+                    return True
+    return False

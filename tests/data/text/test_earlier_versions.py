@@ -1,0 +1,81 @@
+"""Conversations that earlier versions read otherwise: their cached tokens are not used, all others are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_pipe.config.hydra.compose import compose
+from mgpu_pipe.data.cache import digest_of, no_progress, read_manifest
+from mgpu_pipe.data.fingerprint import fingerprints
+from mgpu_pipe.data.prepare_data import prepare
+from mgpu_pipe.data.text.earlier_versions import is_read_anew
+from mgpu_pipe.data.text.file_source import contents_of
+from mgpu_pipe.data.text.prepare_text import PreparedData
+from tests.data.support import write_jsonl
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PARTS = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<|pad|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}",
+)
+REASONING = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+ALWAYS_ASKS = CHATML.partition("{% if")[0].replace("im_end", "endoftext") + "{{ '<|im_start|>assistant\n' }}"
+USER, ANSWER = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Yes."}
+
+
+def talk(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
+    return {"messages": list(messages or (USER, ANSWER)), **columns}
+
+
+NEW: dict[str, tuple[dict[str, Any], str]] = {
+    "a system prompt": (talk(system_prompt="Be short."), CHATML),
+    "functions": (talk(functions=[{"name": "f"}]), CHATML + "{{ tools }}"),
+    "another role": (talk({**USER, "role": "Human"}, ANSWER), CHATML),
+    "another mark": (talk(USER, ANSWER, USER, {**ANSWER, "training": False}), CHATML),
+    "a place of no picture": (talk({**USER, "content": "a <image> b"}, ANSWER), PARTS),
+    "another field of reasoning": (talk(USER, {**ANSWER, "thinking": "why"}), REASONING),
+    "a header after the last turn": (talk(), ALWAYS_ASKS),
+}
+OLD: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": (talk(topic="a", system_prompt="", functions=[]), CHATML),
+    "parts": (talk(), PARTS),
+    "a system message": (talk({"role": "system", "content": "Be."}, USER, ANSWER, system_prompt="Be."), CHATML),
+    "ShareGPT": ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, CHATML),
+    "known marks": (talk(USER, {**ANSWER, "train": False, "loss": False}, USER, {**ANSWER, "training": True}), CHATML),
+    "a mark of a question": (talk({**USER, "loss": False}, ANSWER), CHATML),
+    "a place that the template does not read": (talk({**USER, "content": "a <image> b"}, ANSWER), CHATML),
+    "a place in an answer": (talk(USER, {**ANSWER, "content": "a <image> b"}), PARTS),
+    "reasoning that nothing reads": (talk(USER, {**ANSWER, "thinking": "why"}), CHATML),
+    "reasoning under its name": (talk(USER, {**ANSWER, "reasoning_content": "why"}), REASONING),
+}
+
+
+@pytest.mark.parametrize("name", [*NEW, *OLD])
+def test_only_conversations_that_are_read_otherwise_get_another_identity(tmp_path: Path, name: str) -> None:
+    row, template = {**NEW, **OLD}[name]
+    (tmp_path / "template.jinja").write_text(template)
+    file, cache = write_jsonl(tmp_path / "chats.jsonl", [talk(), row]), tmp_path / "cache"
+    words = (f"data.paths=[{file}]", f"data.cache_dir={cache}", f"data.chat_template={tmp_path / 'template.jinja'}")
+    chosen = ("data=chat_jsonl", "model=llama_tiny", "model.config.vocab_size=300", "data.tokenize_workers=1")
+    prepared = prepare(compose([*chosen, *words, "data.validation_fraction=0", "data.seq_len=64"])[0])
+    assert isinstance(prepared, PreparedData)
+    contents = contents_of([file], {}, fingerprints([file], cache, no_progress))
+    source, known = digest_of("files", "chat_jsonl", "messages", contents), read_manifest(prepared.folder) or {}
+    before = {"source": source, "tokenizer": known["tokenizer"], "format": 1, "conversations": 2}
+    assert (prepared.folder.name == digest_of(before)) == (name in OLD)
+
+
+def test_prompts_of_answers_that_lie_elsewhere_now_are_read_anew() -> None:
+    sides: dict[str, Any] = {"chosen": "Yes.", "rejected": "No."}
+    assert is_read_anew({**talk(), **sides, "prompt": "What?"}, "messages", "preferences")
+    assert not is_read_anew({**talk(USER), **sides, "prompt": "What?"}, "messages", "preferences")
+    whole = {name: [USER, {**ANSWER, "content": text}] for name, text in sides.items()}
+    assert not is_read_anew({**talk(), **whole, "prompt": "What?"}, "messages", "preferences")
+    assert is_read_anew({"instruction": "a", "output": "b", "context": "c"}, "messages", "chat")
