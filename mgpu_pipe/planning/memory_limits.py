@@ -197,7 +197,8 @@ def _kinds(config: RunConfig, machine: Machine) -> Iterator[list[list[str]]]:
     if on_gpus and several and strategy.offload == "none" and strategy.engine == "mesh":
         yield [[*(shards or []), "strategy.offload=cpu", *light] for light in lighter]
     takes_zero = is_adam and config.model.compile is not True and config.precision.name in ("auto", "fp32", "bf16")
-    if on_gpus and dims.world_size == 1 and strategy.offload == "none" and takes_zero:
+    # FSDP of one process gathers all weights at once, offloaded ones too.
+    if on_gpus and dims.world_size == 1 and takes_zero and (strategy.offload == "none" or strategy.engine == "mesh"):
         yield [["strategy=zero3", "strategy.offload=cpu", *light] for light in lighter]
     if on_gpus:
         yield [

@@ -111,8 +111,10 @@ def test_seventy_billion_parameters_on_eight_gpus() -> None:
         assert "memory" in dict(mgpu_pipe.check([*words, *change.split()]).rows), change
 
 
-def test_one_gpu_offloads_what_it_cannot_hold() -> None:
-    words = ["model=llama3_70b", "peft=qlora", "strategy=single", "trainer.accelerator=cuda", "plan.hardware=[rtx4090]"]
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_one_gpu_offloads_what_it_cannot_hold(offload: str) -> None:
+    words = ["model=llama3_70b", "peft=qlora", "trainer.accelerator=cuda", "plan.hardware=[rtx4090]"]
+    words += ["strategy=single", f"strategy.offload={offload}"]
     with pytest.raises(BadInputError) as refused:
         mgpu_pipe.check([*words, "trainer.devices=1"])
     changes = changes_of(str(refused.value))
