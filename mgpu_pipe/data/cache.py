@@ -233,7 +233,12 @@ def _hash_of(value: Mapping[str, Any]) -> str:
 def answer_once(cache: Path, identity: object, ask: Callable[[], bool]) -> bool:
     """Returns the answer to a question about the data of this identity; ``ask`` finds it if the cache has none."""
     folder = cache / "tokens" / f"answer-{digest_of(identity)}"
-    return bool(build_once(folder, lambda out: {"answer": ask()})["answer"])
+    try:
+        return bool(build_once(folder, lambda out: {"answer": ask()})["answer"])
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        return ask()  # a read-only cache may still hold the data
 
 
 def build_once(folder: Path, build: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ A text without such a border within an overlap is encoded in longer pieces, at w
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -228,7 +229,7 @@ class TurnEncoder:
         """Encodes ``text``; its answers begin at the sorted characters ``starts``. No token spans a mark of
         :data:`LITERAL`, which is left out."""
         ids, firsts, crossed, begin = list[int](), list[int](), False, 0
-        for end in [*(number for number, character in enumerate(text) if character == LITERAL), len(text)]:
+        for end in [*(mark.start() for mark in re.finditer(LITERAL, text)), len(text)]:
             part = self._part(text[:end], [start for start in starts if begin <= start <= end], begin)
             ids, firsts, crossed, begin = ids + part.ids, firsts + part.firsts, crossed or part.crossed, end + 1
         return TurnTokens(ids, firsts, crossed)

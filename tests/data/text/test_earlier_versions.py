@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.data.cache import digest_of, no_progress, read_manifest
+from mgpu_pipe.data.cache import answer_once, digest_of, no_progress, read_manifest
 from mgpu_pipe.data.fingerprint import fingerprints
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.text.earlier_versions import is_read_anew
@@ -79,3 +79,8 @@ def test_prompts_of_answers_that_lie_elsewhere_now_are_read_anew() -> None:
     whole = {name: [USER, {**ANSWER, "content": text}] for name, text in sides.items()}
     assert not is_read_anew({**talk(), **whole, "prompt": "What?"}, "messages", "preferences")
     assert is_read_anew({"instruction": "a", "output": "b", "context": "c"}, "messages", "chat")
+
+
+def test_a_cache_that_cannot_be_written_still_answers(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("no folder")  # as unwritable as a read-only disk, also for root
+    assert answer_once(tmp_path, "rows", lambda: True) and not answer_once(tmp_path, "rows", lambda: False)
