@@ -141,6 +141,8 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "convnext-384": {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 384}},
     "deit-base": {"feature_extractor_type": "DeiTFeatureExtractor", **CUT, "size": 256},
     "beit-base": {"feature_extractor_type": "BeitFeatureExtractor", **CUT, "do_center_crop": False, "size": 224},
+    "of lists": {"image_processor_type": "ViTImageProcessor", "size": [224, 224]},
+    "cut by lists": {"image_processor_type": "CLIPImageProcessor", **CUT, "size": [256, 256], "crop_size": [224, 224]},
     "-1 to 1": {"image_processor_type": "ViTImageProcessor", "size": 224, "rescale_factor": 1 / 127.5},
     "0 to 1": {"image_processor_type": "ViTImageProcessor", "size": 224, "do_normalize": False},
     "0 to 255": {"image_processor_type": "BitImageProcessor", "size": 224, "do_rescale": False},

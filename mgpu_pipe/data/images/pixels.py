@@ -57,7 +57,9 @@ class Scaling:
         stated = settings.get("size")
         if not (kind or stated) or settings.get("do_resize", True) is False:
             return "squash", None
-        by_edge = "shortest_edge" in stated if isinstance(stated, dict) else kind in BY_EDGE
+        by_edge = kind in BY_EDGE and not isinstance(stated, list)
+        if isinstance(stated, dict):
+            by_edge = "shortest_edge" in stated
         edge = final = _side(stated, size)
         if kind == "ConvNext":
             by_edge = edge < WARPED_FROM
@@ -72,7 +74,7 @@ class Scaling:
 
 def _side(stated: Any, otherwise: int) -> int:
     """The side in pixels that a ``size`` or ``crop_size`` states."""
-    sides = set(stated.values()) if isinstance(stated, dict) else {stated}
+    sides = set(stated.values() if isinstance(stated, dict) else stated if isinstance(stated, list) else [stated])
     side = sides.pop() if len(sides) == 1 else None
     return side if isinstance(side, int) and side > 0 else otherwise
 
