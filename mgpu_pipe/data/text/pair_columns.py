@@ -20,8 +20,8 @@ IDS = ("query-id", "corpus-id", "_id")
 """Columns of the three files of BEIR, none of which holds a pair."""
 TEACHING = ("label", "gold_label", "is_duplicate")
 """Columns that may say that a pair is wrong."""
-KINDS = ("entailment", "neutral", "contradiction", "-", "true", "false")
-"""Values of such columns that are no numbers; any other text is a topic."""
+WRONG = ("neutral", "contradiction", "-", "false")
+"""Values of such columns, next to numbers, that do not say that a pair is right; any other text is a topic."""
 
 
 def pair_row(line: str, origin: str, columns: Sequence[str]) -> dict[str, Any]:
@@ -104,13 +104,13 @@ def check_pair_columns(row: dict[str, Any], origin: str, columns: Sequence[str],
         return
     for name in TEACHING:
         value = row.get(name)
-        if name not in (*columns, read) and is_verdict(value):
+        if name not in (*columns, read) and is_doubtful(value):
             fix = "keep right pairs alone, without it, or name a teacher's scores by data.scores_column"
             raise DataError(f"{origin}: column '{name}' holds {value!r} and is not read; {fix}")
 
 
-def is_verdict(value: Any) -> bool:
-    """Whether a label is a number, a truth value or a relation of two sentences, not the name of a topic."""
+def is_doubtful(value: Any) -> bool:
+    """Whether a label is a number, false, or a relation of two sentences other than entailment."""
     if isinstance(value, str):
-        return value.strip().lower() in KINDS or value.strip().lstrip("+-").replace(".", "", 1).isdecimal()
-    return isinstance(value, (bool, int, float))
+        return value.strip().lower() in WRONG or value.strip().lstrip("+-").replace(".", "", 1).isdecimal()
+    return value is not True and isinstance(value, (int, float))

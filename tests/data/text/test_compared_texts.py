@@ -111,6 +111,7 @@ PUBLISHED: dict[str, tuple[Any, list[str]]] = {
     ),
     "its lists": (["how old", "ten years", "blue", "green"], ["blue", "green"]),
     "its answers": ({"question": "how old", "answer": "ten years", "label": "ages"}, []),
+    "right pairs": ({"query": "how old", "positive": "ten years", "gold_label": "entailment", "label": True}, []),
     "FlagEmbedding": (
         {"query": "how old", "pos": ["ten years"], "neg": ["blue"], "pos_scores": [1.0], "neg_scores": [0.5]},
         ["blue"],
