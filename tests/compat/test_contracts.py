@@ -32,9 +32,12 @@ def contracts() -> list[tuple[str, str]]:
 
 
 def has(owner: Any, name: str) -> bool:
-    """Whether a module, class or function has an attribute; of a class, also one that its methods set."""
+    """Whether a module, class or function has an attribute; of a class, also one that its methods set; of a function,
+    also one that it reads by name."""
     if hasattr(owner, name):
         return True
+    if inspect.isfunction(owner):
+        return f'"{name}"' in inspect.getsource(owner)
     if not isinstance(owner, type):
         return False
     sources = (inspect.getsource(cls) for cls in owner.__mro__ if cls.__module__ not in ("builtins", "abc", "typing"))

@@ -24,7 +24,7 @@ from mgpu_pipe.models.reached_fields import FULL, LENGTH, SLIDING
 from mgpu_pipe.models.shard_units import as_saved
 from mgpu_pipe.models.weights.folder import GENERATION
 from mgpu_pipe.models.weights.sentence_modules import MODULES, SHAPES
-from mgpu_pipe.system.compat.transformers_private import keys_not_saved
+from mgpu_pipe.system.compat.transformers_private import has_conversions, keys_not_saved, set_conversions
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -113,7 +113,7 @@ def convert_for_saving(model: PreTrainedModel, tensors: dict[str, torch.Tensor])
     """The folder's tensors, by name, from the model's ``tensors``."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    if not hasattr(model, "_weight_conversions"):
+    if not has_conversions(model):
         _keep_tower_prefixes(model)
     converted: dict[str, torch.Tensor] = revert_weight_conversion(model, as_saved(model, tensors))
     return converted
@@ -137,7 +137,7 @@ def _keep_tower_prefixes(model: Any) -> None:
         return is_tower or not isinstance(change, prefix_change)
 
     changes = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
-    model._weight_conversions = list(filter(keeps, changes)) or None
+    set_conversions(model, list(filter(keeps, changes)))
 
 
 def write_configuration(model: PreTrainedModel, out: Path, dtype: torch.dtype, maker: Path | None = None) -> None:

@@ -13,6 +13,7 @@ PRIVATE = (
     "transformers:PreTrainedModel._is_stateful",
     "transformers:PreTrainedModel._keys_to_ignore_on_save",
     "transformers:PreTrainedModel._adjust_missing_and_unexpected_keys",
+    "transformers.core_model_loading:revert_weight_conversion._weight_conversions",
     "transformers.models.wav2vec2.modeling_wav2vec2:Wav2Vec2Model._mask_hidden_states",
     "transformers.models.whisper.modeling_whisper:WhisperModel._mask_input_features",
     "transformers.models.mixtral.modeling_mixtral:MixtralExperts._apply_gate",
@@ -54,6 +55,16 @@ def drop_ignored_keys(model: Any, missing: set[str], unexpected: set[str]) -> tu
     names = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
     model._adjust_missing_and_unexpected_keys(names)
     return names.missing_keys, names.unexpected_keys
+
+
+def has_conversions(model: Any) -> bool:
+    """Whether a model knows its changes of names and tensors from a folder."""
+    return hasattr(model, "_weight_conversions")
+
+
+def set_conversions(model: Any, changes: list[Any]) -> None:
+    """Set the changes of names and tensors from a folder that a save reverts."""
+    model._weight_conversions = changes or None
 
 
 def gated(experts: Any, inner: Any) -> Any:
