@@ -273,7 +273,7 @@ def test_what_is_too_long_is_refused_or_left_out_and_counted(tmp_path: Path, kin
 
 def test_other_bad_recordings_still_stop_the_run(tmp_path: Path) -> None:
     need_speech()
-    with pytest.raises(DataError, match=r"has an empty text.*data\.on_bad_sample=skip"):
+    with pytest.raises(DataError, match=r"csv:\d+: has no text; correct or remove it"):
         prepare(listed(tmp_path, "the frames", "data.on_too_long=drop", others="0.wav,   \n"))
     both = ("data.on_too_long=drop", "data.on_bad_sample=skip")
     found = prepare(listed(tmp_path, "the frames", *both, others="0.wav,   \n"))

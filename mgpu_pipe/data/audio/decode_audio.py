@@ -155,7 +155,7 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
     """
     container = container_of(raw)
     with decoding(NO_SOUND):
-        if container is None:
+        if container is None or (container == "CAF" and _is_libsndfiles(raw)):
             channels, before = _read_with_libsndfile(raw, max_seconds)
         else:
             raw = whole_file(raw) if raw.startswith((b"OggS", b"RIFF", b"FORM", b"caff")) else raw
@@ -170,6 +170,16 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
     elif not np.isfinite(channels).all() or np.abs(channels).max() > LOUDEST:
         raise BadSampleError(f"has values that are no numbers, or above {LOUDEST}")
     return resample(mix_channels(channels), rate / before)
+
+
+def _is_libsndfiles(raw: bytes) -> bool:
+    """Whether libsndfile decodes a file; of its own ALAC in CAF, ffmpeg loses the end."""
+    package = soundfile()
+    try:
+        package.SoundFile(_Bytes(whole_file(raw))).close()
+    except package.LibsndfileError:
+        return False
+    return True
 
 
 def _read_with_libsndfile(raw: bytes, max_seconds: float) -> tuple[NDArray[Any], int]:
