@@ -108,8 +108,8 @@ def main() -> None:
     error = float(np.mean([abs(row[-1]) for row in rows]))
     notes = (
         f"Mean absolute error {error:.1f}% (asked: 15), regret of the chosen layout "
-        f"{', '.join(f'{each:.1f}%' for each in regrets)} on 2 and 4 processes (asked: 5). The machine has two cores "
-        "and was shared with other programs."
+        f"{', '.join(f'{each:.1f}%' for each in regrets)} on 2 and 4 processes (asked: 5). "
+        "The machine has two cores and ran nothing else."
     )
     finish("plan_cpu", "Seconds a step of CPU processes, predicted after calibrate", COLUMNS, rows, notes)
 

@@ -50,7 +50,9 @@ PRODUCTS = {
     ),
 }
 """Rows, columns and inner dimension."""
-MESSAGES = {"cpu": (4, 1 << 16, MIB, 8 * MIB), "cuda": (4, 1 << 16, MIB, 16 * MIB, 64 * MIB)}
+MESSAGES = {"cpu": (1 << 16, MIB // 4, MIB, 8 * MIB), "cuda": (4, 1 << 16, MIB, 16 * MIB, 64 * MIB)}
+BETWEEN = (512, 512, 512)
+"""Rows, columns and inner dimension of the product between two collectives on CPU."""
 COPIED = {"cpu": 64 * MIB, "cuda": 1024 * MIB}
 SHAPES = ("layers", "width", "inner", "heads", "vocabulary", "sequence", "rows", "micro_batches")
 DECODERS = {
@@ -157,9 +159,23 @@ def _reductions(device: torch.device) -> Iterator[tuple[int, int, float]]:
                 message = torch.zeros(size // 4, device=device)
                 send = partial(dist.all_reduce, message, group=group)
                 send()
-                seconds = statistics.median(_seconds(send, TRIPS, device) for _ in range(TRIP_WINDOWS))
+                seconds = statistics.median(_trip(send, device) for _ in range(TRIP_WINDOWS))
             yield size, ranks, statistics.fmean(exchange_json(seconds, None)[:ranks])
         dist.barrier()
+
+
+def _trip(send: Callable[[], object], device: torch.device) -> float:
+    """Mean seconds of a collective. On CPU ranks compute in between, as in a step: sleeping threads take longer."""
+    if device.type == "cuda":
+        return _seconds(send, TRIPS, device)
+    multiply = _product(*BETWEEN, torch.float32, device)
+
+    def multiply_and_send() -> None:
+        multiply()
+        send()
+
+    alone = _seconds(multiply, TRIPS, device)
+    return max(_seconds(multiply_and_send, TRIPS, device) - alone, alone * 1e-3)
 
 
 def _decoder(shape: Mapping[str, int], device: torch.device) -> PreTrainedModel:
