@@ -265,10 +265,11 @@ def test_the_server_of_llama_cpp_python_takes_no_draft(runs: Path) -> None:
 def test_vllms_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if find_spec("vllm") is None:
         pytest.skip("vLLM's parser is its own: pip install vllm")
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     assert main(["export", str(runs / "small"), "--out", str(runs / "draft")]) == 0
+    capsys.readouterr()
     _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "vllm", *GPUS, "--draft", str(runs / "draft"))
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
     assert parsed.max_model_len == 64 and parsed.tensor_parallel_size == 1
@@ -280,6 +281,7 @@ def test_sglangs_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFi
     from sglang.srt.server_args import prepare_server_args
 
     assert main(["export", str(runs / "small"), "--out", str(runs / "sglang_draft")]) == 0
+    capsys.readouterr()
     drafted = ("--draft", str(runs / "sglang_draft"))
     _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", *GPUS, *drafted)
     assert prepare_server_args(words[3:]).context_length == 64
