@@ -159,7 +159,7 @@ def _json(path: Path, expected: Fingerprint | None) -> RowLines:
 
 
 def _is_list(line: str) -> bool:
-    """Whether a line is a whole JSON list: a row of its own where another list follows."""
+    """Whether a line is a whole JSON list, which is a row where another list follows."""
     try:
         return isinstance(json.loads(line), list)
     except (ValueError, RecursionError):

@@ -173,7 +173,7 @@ def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
 
 
 def _is_libsndfiles(raw: bytes) -> bool:
-    """Whether libsndfile decodes a file; of its own ALAC in CAF, ffmpeg loses the end."""
+    """Whether libsndfile decodes a file. ffmpeg loses the end of ALAC that libsndfile wrote into CAF."""
     package = soundfile()
     try:
         package.SoundFile(_Bytes(whole_file(raw))).close()

@@ -112,7 +112,7 @@ def _transcript(text: str) -> list[Any]:
 
 
 def prompt_column(row: dict[str, Any], column: str) -> str | None:
-    """The first column that holds a prompt; a conversation that ends with an answer is none."""
+    """The first column that holds a prompt. A conversation that ends with an answer is no prompt."""
 
     def is_prompt(value: Any) -> bool:
         last = value[-1] if isinstance(value, list) and value else None
@@ -212,7 +212,7 @@ FIXES = {
     COMPLETION: "name the answer 'completion'",
     LABEL: "say by 'label' whether the answer is desirable",
 }
-"""What to do about a missing column."""
+"""Fix for a missing column."""
 
 
 def _missing(column: str, row: dict[str, Any], origin: str) -> DataError:

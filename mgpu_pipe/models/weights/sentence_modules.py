@@ -15,7 +15,7 @@ POOLING = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last_token"}
 MODULES = "modules.json"
 KNOWN = ("Transformer", "Pooling", "Normalize")
 LIBRARY = "sentence_transformers."
-"""Begins the types of its own modules; others come with code of their maker's."""
+"""Prefix of the types of sentence-transformers' modules. Modules of other types bring their maker's code."""
 SHAPES = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
