@@ -17,7 +17,7 @@ from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.planning.goodput import Failures, best_interval, useful_share
 from mgpu_pipe.planning.hardware_profile import GIB
 from mgpu_pipe.planning.memory_limits import predict_fit
-from mgpu_pipe.planning.run_hardware import predicted_seconds
+from mgpu_pipe.planning.run_hardware import CPU, predicted_seconds
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
 MAX = "max"
@@ -42,7 +42,8 @@ def with_planned_strategy(config: RunConfig) -> tuple[RunConfig, list[Notice]]:
         fix = f"{fix}; or choose a strategy, such as strategy=fsdp"
         raise ConfigError("strategy", "auto", fix, error.reason) from None
     best = next((each for each in plans if not each.is_tight), plans[0])
-    predicted = replace(config.plan, predicted_seconds=best.seconds, predicted_gib=best.memory.allocated / GIB)
+    memory = best.memory.likely if best.profile.accelerator == CPU else best.memory.allocated  # as the run measures it
+    predicted = replace(config.plan, predicted_seconds=best.seconds, predicted_gib=memory / GIB)
     planned = replace(config, strategy=best.config.strategy, data=best.config.data, plan=predicted)
     text = (
         f"auto is {shlex.join(best.layout.overrides)}; predicted: {best.seconds:.3g} s a step and "

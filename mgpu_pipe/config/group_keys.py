@@ -287,7 +287,7 @@ class PlanConfig:
     predicted_seconds: float | None = None
     """Seconds a step that strategy=auto predicted; it sets this, and the report compares."""
     predicted_gib: float | None = None
-    """GiB of tensors of a process that strategy=auto predicted."""
+    """GiB of a process, on GPUs of its tensors, that strategy=auto predicted."""
     rows: int = field(default=8, metadata={"at_least": 1, "at_most": 100})
     """Plans that are shown, shared evenly by all hardware and numbers of GPUs, at least one of each."""
     failure_hours: float | None = field(default=None, metadata={"above": 0, "or": ", or null"})

@@ -135,7 +135,7 @@ def figures(view: RunView) -> list[dict[str, str]]:
     cards.append(_card("Steps", f"{view.steps:,}", f"of {total:,}" if total else "done"))
     cards.append(_card("Wall time", numbers.duration(view.wall_s), attempts_text(view) or "in all"))
     memory = numbers.gibibytes(number(view.of_config("plan", "predicted_gib")))
-    note = "of a process" + ("" if memory == numbers.MISSING else f"; {memory} of tensors predicted")
+    note = "of a process" + ("" if memory == numbers.MISSING else f"; {memory} predicted by strategy=auto")
     cards.append(_card("Peak memory", numbers.gibibytes(view.peak_gib), note))
     predicted = number(view.of_config("plan", "predicted_seconds"))
     steps = finite(view.metrics.get("throughput/step_s", []))
