@@ -245,8 +245,8 @@ def fill_from_external(
     Raises:
         BadInputError: tensors are missing, unexpected or of other shapes; the error lists all three.
     """
-    from mgpu_pipe.models.build import build_meta, materialise_empty
-    from mgpu_pipe.models.weights.pretrained import drop_harmless, stored_buffers
+    from mgpu_pipe.models.build import build_meta, materialise_empty, tied_sources
+    from mgpu_pipe.models.weights.pretrained import UNTIED, drop_harmless, stored_buffers
     from mgpu_pipe.models.weights.slices import read_tensors
 
     named, unexpected = _without_prefix(weights, prefix, ignore)
@@ -262,6 +262,9 @@ def fill_from_external(
     readers = {name: partial(_identity, tensor) for name, tensor in named.items()}
     shapes_of_model = {name: tuple(p.shape) for name, p in parameters.items()}
     filled = read_tensors(twin, readers, parameters, shapes_of_model, take, buffers=stored_buffers(model))
+    if untied := min(filled[UNTIED], default=None):
+        tie = f"the model ties {untied} to {tied_sources(twin)[untied]}, and the tensors hold other values for each"
+        raise BadInputError(f"--from={source}: {tie}; import with model.config.tie_word_embeddings=false")
     shapes_of_weights = {name: tuple(tensor.shape) for name, tensor in named.items()}
     missing, not_used = drop_harmless(twin, filled["missing_keys"], filled["unexpected_keys"], shapes_of_weights)
     unexpected |= {prefix + name for name in not_used}

@@ -39,6 +39,8 @@ IGNORED_FIELDS = {
     "custom_pipelines",
     "quantization_config",
     "compression_config",
+    "dtype",
+    "torch_dtype",
     "attn_implementation",
     "_attn_implementation",
     "_attn_implementation_internal",
@@ -49,7 +51,8 @@ IGNORED_FIELDS = {
     "_name_or_path",
     "use_kernels",
 }
-"""Fields of a folder's config.json to ignore: code and kernels to fetch and run, other folders."""
+"""Fields of a folder's config.json to ignore: code and kernels to fetch and run, other folders, the type of numbers
+(``precision`` decides it, and old folders write ``torch.bfloat16``)."""
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

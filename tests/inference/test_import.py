@@ -130,6 +130,9 @@ def test_what_does_not_fit_is_listed_and_nothing_is_written(tmp_path: Path, caps
     )
     assert "1 unexpected: accuracy.total" in said and "6 of another shape" in said
     assert "model.layers.0.mlp.down_proj.weight [64, 96] for [64, 128]" in said
+    tied = [*MODEL, "model.config.tie_word_embeddings=true"]
+    said = imported(capsys, "--from", source, "--out", out, "--prefix", "net.", "--ignore", "acc*", *tied, code=2)
+    assert "ties lm_head.weight to model.embed_tokens.weight, and the tensors hold other values" in said
     assert not out.exists()
 
 

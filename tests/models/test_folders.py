@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -181,6 +183,56 @@ def test_shards_of_an_index(folder: Path) -> None:
     index["weight_map"]["model.layers.9.x"] = shard
     (folder / INDEX).write_text(json.dumps(index))
     assert "model.layers.9.x" in error_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("mlp.up_proj.weight", torch.float8_e4m3fn),
+        ("mlp.up_proj.weight", torch.int8),
+        ("mlp.up_proj.qweight", torch.int32),
+        ("mlp.experts.gate_up_proj_blocks", torch.uint8),
+    ],
+)
+def test_quantised_weights_are_refused(folder: Path, name: str, dtype: torch.dtype) -> None:
+    tensors = {**load_file(folder / WEIGHTS), f"model.layers.0.{name}": torch.ones(64, 32).to(dtype)}
+    save_file(tensors, folder / WEIGHTS)
+    assert f"its weights are quantised (model.layers.0.{name} is " in error_of(folder)
+
+
+def test_whole_numbers_beside_weights_are_read(folder: Path) -> None:
+    more = {"a.position_ids": torch.ones(1, 4).int(), "h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)}
+    save_file({**load_file(folder / WEIGHTS), **more}, folder / WEIGHTS)
+    check_model_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("value", ["torch.bfloat16", "float16", "bfloat", "auto"])
+def test_the_type_of_numbers_in_a_folder_decides_nothing(folder: Path, name: str, value: str) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    del content["dtype"]
+    (folder / "config.json").write_text(json.dumps({**content, name: value}))
+    assert load_pretrained(ModelConfig(path=str(folder)), "cpu").lm_head.weight.dtype == torch.float32
+
+
+def test_tied_weights_with_other_values_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["qwen3"], tmp_path / "tied"))
+    tensors = load_file(folder / WEIGHTS)
+    embedding = tensors["model.embed_tokens.weight"]
+    model = ModelConfig(path=str(folder))
+    apart = replace(model, config={"tie_word_embeddings": False})
+
+    def write_head(head: torch.Tensor) -> None:
+        save_file({**tensors, "lm_head.weight": head}, folder / WEIGHTS, {"format": "pt"})
+
+    write_head(embedding.clone())
+    for loaded in (load_pretrained(model, "cpu"), fill_from_folder(build_meta(model), model, "cpu")):
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    write_head(embedding + torch.eye(*embedding.shape))
+    for load in (load_pretrained, lambda model, device: fill_from_folder(build_meta(model), model, device)):
+        with pytest.raises(ModelFolderError, match=r"ties lm_head.weight to model.embed_tokens.weight.*=false"):
+            load(model, "cpu")
+        assert torch.equal(load(apart, "cpu").lm_head.weight, embedding + torch.eye(*embedding.shape))
 
 
 def test_vocabulary_must_be_the_tokenizers(folder: Path) -> None:

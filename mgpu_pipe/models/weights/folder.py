@@ -98,6 +98,9 @@ DTYPE_BITS = {
     "U8": 8,
     "BOOL": 8,
 }
+SMALL_FLOATS, PACKED = ("F8", "F6", "F4"), ("I8", "U8", "I32", "U32")
+PACKED_NAMES = (".weight", ".qweight", ".weight_packed", "_blocks")
+"""Types and names of quantised weights; positions and masks are whole numbers too."""
 MODULES_A_TENSOR, LEAST_MODULES = 32, 4096
 """Modules allowed per tensor of the weights, and always."""
 SIZES = ("vocab_size", "hidden_size", "intermediate_size")
@@ -131,11 +134,13 @@ def check_model_folder(path: Path | str, tokenizer_vocab_size: int | None = None
     if is_file(folder / GENERATION):
         _read_json(folder / GENERATION)
     if is_file(folder / WEIGHTS):
-        read_header(folder / WEIGHTS)
+        headers = [read_header(folder / WEIGHTS)]
     elif is_file(folder / INDEX):
-        _check_index(folder)
+        headers = _check_index(folder)
     else:
         raise _no_weights(folder)
+    for header in headers:
+        _refuse_quantised(folder, header)
     if tokenizer_vocab_size is not None:
         check_vocabulary(folder, config, tokenizer_vocab_size, made_for)
 
@@ -273,12 +278,28 @@ def _data_bytes(entries: dict[str, dict[str, Any]]) -> int:
     return end
 
 
-def _check_index(folder: Path) -> None:
+def _refuse_quantised(folder: Path, header: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuses weights of few bits (GPTQ, AWQ, bitsandbytes, FP8, MXFP4), whose numbers mean nothing without scales."""
+    for name, entry in header.items():
+        dtype = entry["dtype"]
+        if dtype.startswith(SMALL_FLOATS) or (dtype in PACKED and name.endswith(PACKED_NAMES)):
+            raise ModelFolderError(
+                f"model.path={folder}: its weights are quantised ({name} is {dtype}); give the folder of the original "
+                "weights, which peft=qlora quantises as it reads them"
+            )
+
+
+def _check_index(folder: Path) -> list[dict[str, dict[str, Any]]]:
+    """Headers of the shards of an index that are complete.
+
+    Raises:
+        ModelFolderError: a shard or a tensor is missing.
+    """
     index = _read_json(folder / INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
         raise _damaged(folder / INDEX, "it has no weight_map")
-    names_by_file: dict[str, set[str]] = {}
+    headers: dict[str, dict[str, dict[str, Any]]] = {}
     for shard in sorted(set(weight_map.values())):
         file = folder / Path(str(shard)).name
         if shard != file.name:
@@ -287,13 +308,14 @@ def _check_index(folder: Path) -> None:
             raise ModelFolderError(
                 f"model.path={folder}: {shard} is missing, which {INDEX} names; copy the whole folder again"
             )
-        names_by_file[shard] = set(read_header(file))
+        headers[shard] = read_header(file)
     for name, shard in weight_map.items():
-        if name not in names_by_file[shard]:
+        if name not in headers[shard]:
             raise ModelFolderError(
                 f"model.path={folder}: {INDEX} puts {name} into {shard}, which does not hold it; "
                 "copy the whole folder again"
             )
+    return list(headers.values())
 
 
 def _no_weights(folder: Path) -> ModelFolderError:

@@ -188,6 +188,8 @@ def add_rows(model: PreTrainedModel, twin: PreTrainedModel, seed: int) -> None:
 
 
 LEAST_ELEMENTS = 1 << 20
+UNTIED = "untied"
+"""Entry of the result of a loading: tied names whose folder holds other values than their source's."""
 TRAINED_ONLY = ("masked_spec_embed",)
 """Parameters used only in training, which published folders may lack (wav2vec 2.0)."""
 
@@ -208,7 +210,7 @@ def load_pretrained(
 
     Raises:
         ModelFolderError: no or damaged weights, or tensors missing, unexpected or of other shapes (tied ones
-            excepted), e.g. because ``model.config`` changes the architecture.
+            excepted), e.g. because ``model.config`` changes the architecture; or tied ones that differ.
     """
     if model.path is None:
         raise ConfigError("model.path", None, "give a Hugging Face model folder")
@@ -223,6 +225,8 @@ def load_pretrained(
     if rows is not None:
         stored.vocab_size = rows
     loaded, info = _load(meta, folder, stored)
+    tensors = loaded.state_dict(keep_vars=True)
+    info[UNTIED] = {name for name, tied in tied_sources(meta).items() if tensors.get(name) is not tensors.get(tied)}
     scalars_to_vectors(loaded)
     if rows is not None and seed is not None:
         add_rows(loaded, meta, seed)
@@ -295,13 +299,19 @@ def check_loading(
     and the head of a classifier may have another number of classes.
 
     Args:
-        info: transformers' result of a loading: ``missing_keys``, ``unexpected_keys``, ``mismatched_keys``.
+        info: transformers' result of a loading (``missing_keys``, ``unexpected_keys``, ``mismatched_keys``), and
+            :data:`UNTIED`.
         twin: the model on the meta device, unsharded.
 
     Returns:
         Keyed initial values of new tensors, by name.
     """
     folder = local_folder(str(model.path))
+    if untied := min(info.get(UNTIED) or (), default=None):
+        raise ModelFolderError(
+            f"model.path={folder}: config.json ties {untied} to {tied_sources(twin)[untied]}, and the folder "
+            "holds other values for each; train them apart by model.config.tie_word_embeddings=false"
+        )
     mismatched = {entry[0] if isinstance(entry, tuple) else str(entry) for entry in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - set(tied_sources(twin)) - mismatched
     adapters = {name for name in missing if is_adapter(name)}

@@ -24,17 +24,19 @@ from mgpu_pipe.models.adapters.lora import add_adapters
 from mgpu_pipe.models.adapters.low_rank import MAGNITUDE
 from mgpu_pipe.models.adapters.peft_folder import first_adapters, lengths, magnitude_layer, other_names
 from mgpu_pipe.models.adapters.qlora import pack, packed_parameters, unquantised_shapes
-from mgpu_pipe.models.build import build_meta, materialise_empty
+from mgpu_pipe.models.build import build_meta, materialise_empty, tied_sources
 from mgpu_pipe.models.fields import class_of
 from mgpu_pipe.models.local_shards import Layout, layouts_of, local_parts, local_tensor, unsharded_shape
 from mgpu_pipe.models.weights.folder import check_model_folder, weight_files, whole_folder
-from mgpu_pipe.models.weights.pretrained import adds_rows, check_loading, stored_buffers, with_new_rows
+from mgpu_pipe.models.weights.pretrained import UNTIED, adds_rows, check_loading, stored_buffers, with_new_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 NO_ADAPTERS = PeftConfig()
+ROWS = 4096
+"""Rows of two tensors that are compared at once."""
 TakeTensor = Callable[[str, Any], None]
 """Function that copies its part of a named parameter, from a whole tensor or a lazy slice of a file."""
 
@@ -254,7 +256,24 @@ def read_tensors(
     done = {id(parameters[name]) for name in taken | mismatched}
     first_names = {id(parameter): name for name, parameter in list(parameters.items())[::-1]}
     missing = {name for key, name in first_names.items() if key not in done} | buffers.keys() - sources.keys()
-    return {"missing_keys": missing, "unexpected_keys": unexpected, "mismatched_keys": mismatched}
+    return {
+        "missing_keys": missing,
+        "unexpected_keys": unexpected,
+        "mismatched_keys": mismatched,
+        UNTIED: {
+            name for name, tied in tied_sources(twin).items() if _differ(readers, sources.get(name), sources.get(tied))
+        },
+    }
+
+
+def _differ(readers: Mapping[str, Callable[[], Any]], first: _Source | None, second: _Source | None) -> bool:
+    """Whether both tensors of a tie are stored, with other values; it holds a few rows of each in memory."""
+    if first is None or second is None or first.converted or second.converted:
+        return False
+    tensor, tied = readers[first.keys[0]](), readers[second.keys[0]]()
+    shape = _shape_of(tensor)
+    rows = range(0, shape[0], ROWS) if shape and shape == _shape_of(tied) else ()
+    return any(not torch.equal(tensor[row : row + ROWS], tied[row : row + ROWS]) for row in rows)
 
 
 def _new_rows(
