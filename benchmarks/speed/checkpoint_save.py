@@ -147,7 +147,7 @@ def write(folder: str, nbytes: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from mgpu_pipe.checkpoint import file_operations as files
-    from mgpu_pipe.checkpoint.host_bytes import byte_view
+    from mgpu_pipe.checkpoint.live_tensors import byte_view
     from mgpu_pipe.checkpoint.save import save
 
     root, rank = Path(folder), dist.get_rank()

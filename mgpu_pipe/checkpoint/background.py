@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.host_bytes import exchange_json, rank_and_size, run_on_all_ranks
 from mgpu_pipe.checkpoint.layout import KINDS
+from mgpu_pipe.checkpoint.live_tensors import exchange_json, rank_and_size, run_on_all_ranks
 from mgpu_pipe.checkpoint.save import Plan, shards_to_write
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from mgpu_pipe.checkpoint.host_bytes import blocks
 from mgpu_pipe.checkpoint.layout import KINDS
+from mgpu_pipe.checkpoint.live_tensors import blocks
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.checkpoint.host_bytes import DTYPES, SLICE_BYTES, blocks, byte_view, select
 from mgpu_pipe.checkpoint.layout import CONFIG
 from mgpu_pipe.checkpoint.left_out import LeftOut
+from mgpu_pipe.checkpoint.live_tensors import DTYPES, SLICE_BYTES, blocks, byte_view, select
 from mgpu_pipe.checkpoint.manifest import (
     Manifest,
     StoredTensor,

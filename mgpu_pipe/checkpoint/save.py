@@ -19,7 +19,7 @@ from mgpu_pipe.checkpoint import file_operations as files
 from mgpu_pipe.checkpoint import layout
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES, FileRecord, canonical, record_of
 from mgpu_pipe.checkpoint.file_operations import Buffer
-from mgpu_pipe.checkpoint.host_bytes import dtype_name, exchange_json, host_bytes, rank_and_size, run_on_all_ranks
+from mgpu_pipe.checkpoint.live_tensors import dtype_name, exchange_json, host_bytes, rank_and_size, run_on_all_ranks
 from mgpu_pipe.checkpoint.manifest import Manifest, StoredTensor
 from mgpu_pipe.checkpoint.save_plan import ShardRecord, plan_files
 from mgpu_pipe.checkpoint.tensor_file import Entry, file_order, write_tensor_file

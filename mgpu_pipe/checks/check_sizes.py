@@ -1,25 +1,44 @@
-"""Checks that the sizes of strategy, world, batch and model fit."""
+"""Checks that the sizes of strategy, world, batch and model fit, and that this machine can offload; without torch."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from operator import ge, gt, le, lt
+from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.architectures.family import CONFIGS
 from mgpu_pipe.architectures.find import families_with, family_of
+from mgpu_pipe.architectures.formulas.kept_memory import FP32, optimizer_bytes, state_bytes
+from mgpu_pipe.architectures.formulas.parameters import count_parameters
+from mgpu_pipe.checks.devices import compiler, missing_compiler, missing_headers
 from mgpu_pipe.checks.model_axes import model_axis_errors, router_loss_errors
-from mgpu_pipe.checks.offload import offload_errors
 from mgpu_pipe.checks.optimizer import optimizer_errors
 from mgpu_pipe.config.group_keys import StrategyConfig
+from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.plugins import ENGINES, STRATEGY_GROUP, registered
-from mgpu_pipe.config.resolve import resolve_precision, world_size
-from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig, TrainerConfig
+from mgpu_pipe.config.resolve import device_type, devices_per_node, resolve_precision, world_size
+from mgpu_pipe.config.schema import (
+    DataConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from mgpu_pipe.config.suggest import VALUES
 from mgpu_pipe.errors import BadInputError, ConfigError
-from mgpu_pipe.models.fields import model_fields
+from mgpu_pipe.models.fields import model_fields, resolved_fields
 from mgpu_pipe.planning.memory_limits import memory_errors
+from mgpu_pipe.system.child_process import bound
+from mgpu_pipe.system.local_files import exists, expand_home, is_folder
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import ENGINE, deepspeed_errors
 
@@ -46,12 +65,12 @@ def _range_errors(node: object, path: str) -> Iterator[ConfigError]:
     for field in fields(node):
         value, key = getattr(node, field.name), f"{path}.{field.name}" if path else field.name
         yield from _range_errors(value, key)
-        for limit, bound in field.metadata.items():
+        for limit, edge in field.metadata.items():
             if limit in LIMITS and isinstance(value, int | float) and not isinstance(value, bool):
                 within, words = LIMITS[limit]
-                if not within(value, bound):
+                if not within(value, edge):
                     meant = VALUES.get(key, {}).get(str(value))
-                    fix = f"use {meant}" if meant else f"use a number {words} {bound}{field.metadata.get('or', '')}"
+                    fix = f"use {meant}" if meant else f"use a number {words} {edge}{field.metadata.get('or', '')}"
                     yield ConfigError(key, value, fix, "no such number" if meant else "")
 
 
@@ -172,3 +191,101 @@ def _reasons_to_cut(data: DataConfig, dims: ParallelDims, part: str, model_type:
         ("data.cache_features=true runs the tower before the first step", part == "vision" and cached),
     ]
     return [reason for reason, applies in candidates if applies]
+
+
+COMPILE_TIMEOUT_S = 60
+COMPILES = "DeepSpeed compiles an extension"
+AIO_PROGRAM = "#include <libaio.h>\nint main() { return io_destroy(0) == 1; }\n"
+
+
+def offload_errors(config: RunConfig) -> list[BadInputError]:
+    """Errors of everything that the deepspeed engine and this configuration's offload lack."""
+    errors: list[BadInputError] = []
+    if importlib.util.find_spec("deepspeed") is None:
+        reason = "DeepSpeed is not installed"
+        errors.append(ConfigError("strategy.engine", "deepspeed", "install it: pip install deepspeed", reason))
+    if config.strategy.offload == "nvme":
+        nodes = max(1, config.trainer.num_nodes)
+        needed = offloaded_bytes(config.model, config.objective, config.optimizer, nodes)
+        errors += [*_path_errors(config.strategy, config.trainer, needed), *compiler_errors()]
+        if device_type(config.trainer) == "cuda" and not _has_cuda_headers():
+            reason = "DeepSpeed compiles its file access against CUDA's headers"
+            errors.append(ConfigError("strategy.offload", "nvme", "install the CUDA toolkit, or set CUDA_HOME", reason))
+    return errors
+
+
+def _has_cuda_headers() -> bool:
+    """Whether the CUDA toolkit is where torch's extension builder looks for it."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return bool(named or shutil.which("nvcc") or is_folder(Path("/usr/local/cuda")))
+
+
+def offloaded_bytes(
+    model: ModelConfig, objective: ObjectiveConfig, optimizer: OptimizerConfig, nodes: int
+) -> int | None:
+    """Bytes on disk of all ranks of one node; None if the model's size is unknown without torch.
+
+    Each parameter has an fp32 master weight, an fp32 gradient and the optimizer's state.
+    """
+    fields = {**resolved_fields(model), **objective.model_fields()}
+    count = count_parameters(fields, description(objective.name).model_class)
+    if count is None:
+        return None
+    return state_bytes(FP32 * count.total, count.total, nodes, optimizer=optimizer_bytes(optimizer)).total
+
+
+def _path_errors(strategy: StrategyConfig, trainer: TrainerConfig, needed: int | None) -> Iterator[BadInputError]:
+    """Errors of the folder for offloaded state, of ``needed`` bytes a node; None where they are not known."""
+    key, folder = "strategy.offload_path", strategy.offload_path
+    if folder is None:
+        yield ConfigError(key, None, "give a folder on the NVMe disk", "strategy.offload=nvme writes to one")
+        return
+    path = expand_home(folder)
+    if not is_folder(path):
+        reason = "it is not a folder" if exists(path) else "no such folder"
+        yield ConfigError(key, folder, "make the folder, or give another", reason)
+        return
+    if not _writable(path):
+        yield ConfigError(key, folder, "give a folder that can be written", "it cannot be written")
+        return
+    free = shutil.disk_usage(path).free
+    if needed is not None and needed > free:
+        reason = (
+            f"the optimizer state of {devices_per_node(trainer, strategy)} processes takes "
+            f"{needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+        )
+        yield ConfigError(key, folder, "give a larger disk, or use strategy.offload=cpu", reason)
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a file can be written there, by writing one: permissions do not show a read-only mount, nor bind root."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+            file.flush()
+    except OSError:
+        return False
+    return True
+
+
+def compiler_errors() -> Iterator[BadInputError]:
+    """Errors of missing tools for DeepSpeed's compiled file access: a compiler, Python's headers, ninja, libaio."""
+    key, value = "strategy.offload", "nvme"
+    cxx = compiler()
+    if cxx is None:
+        yield from missing_compiler(key, value, COMPILES)
+    yield from missing_headers(key, value, COMPILES)
+    if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is None:
+        yield ConfigError(key, value, "install it: pip install ninja", f"{COMPILES}, and ninja is not installed")
+    if cxx is not None and not _has_libaio(cxx):
+        fix = "install libaio (Debian and Ubuntu: apt-get install libaio-dev; Fedora: libaio-devel)"
+        yield ConfigError(key, value, fix, "DeepSpeed reads and writes through libaio, which is not here")
+
+
+def _has_libaio(cxx: str) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        program = [cxx, "-x", "c++", "-", "-laio", "-o", str(Path(folder) / "program")]
+        done = subprocess.run(
+            bound(program), input=AIO_PROGRAM, text=True, capture_output=True, timeout=COMPILE_TIMEOUT_S
+        )
+    return done.returncode == 0

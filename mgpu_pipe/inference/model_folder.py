@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from mgpu_pipe.checkpoint.host_bytes import dtype_name, host_bytes
+from mgpu_pipe.checkpoint.live_tensors import dtype_name, host_bytes
 from mgpu_pipe.checkpoint.tensor_file import Entry, write_tensor_file
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.open import ReadTensor

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mgpu_pipe.architectures.find import family_of, sight_of
-from mgpu_pipe.architectures.patch_grids import PooledGrid
+from mgpu_pipe.architectures.pictures import PooledGrid
 from mgpu_pipe.data.audio.alphabet import wave_extractor
 from mgpu_pipe.data.audio.chat_sounds import chat_window
 from mgpu_pipe.data.audio.filter_bank import window_of

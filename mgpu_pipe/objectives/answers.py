@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from mgpu_pipe.checkpoint.host_bytes import exchange_json
+from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.errors import BadInputError

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
-from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.checkpoint.live_state import model_shards
+from mgpu_pipe.checkpoint.live_tensors import exchange_json, model_shards
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.config.group_keys import PipelineOptions

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.architectures.find import family_of, sight_of
-from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
+from mgpu_pipe.architectures.pictures import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.data.step_batch import Field
 from mgpu_pipe.objectives.chat_recordings import ChatRecordings, FilledRecordings, PicturesAndRecordings
 from mgpu_pipe.objectives.picture_inputs import (

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClass
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.pictures import picture_places
-from mgpu_pipe.checkpoint.host_bytes import exchange_json
+from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.image_keys import ImageConfig
 from mgpu_pipe.data.samples import SampleSet, Split

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, stages_by_rank
 from mgpu_pipe.planning.activation_bytes import Activations
+from mgpu_pipe.planning.layout_costs import passes_in_flight, waiting_passes
 from mgpu_pipe.planning.memory_terms import Overheads, Place, State, host_bytes, memory_terms
-from mgpu_pipe.planning.schedule_costs import passes_in_flight, waiting_passes
 from mgpu_pipe.planning.work import Work
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -326,7 +326,7 @@ def _layouts(model: Work, world: int, samples: int, allowed: AllowedSizes) -> It
 
 
 def _takes(schedule: str, pp: int, micro_batches: int) -> bool:
-    """Whether a schedule takes so many micro-batches without longer waits than :func:`schedule_costs.bubble` says."""
+    """Whether a schedule takes so many micro-batches without longer waits than :func:`layout_costs.bubble` says."""
     traits = SCHEDULES[schedule]
     if traits.v_shaped:
         return micro_batches >= 2 * pp

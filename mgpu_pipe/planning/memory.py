@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_pipe.architectures.family import PARTS
-from mgpu_pipe.architectures.formulas.adapters import adapter_parameters
 from mgpu_pipe.architectures.formulas.kept_memory import FP32, HALF, chunk_rows, optimizer_bytes, sharded_stage
 from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import (
@@ -28,10 +27,17 @@ from mgpu_pipe.config.resolve import device_type, resolve_precision
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, PrecisionConfig, RunConfig, TrainerConfig
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.planning.activation_bytes import Activations
+from mgpu_pipe.planning.layout_costs import passes_in_flight, waiting_passes
 from mgpu_pipe.planning.memory_terms import MOVING, OUTSIDE, Overheads, Place, State, host_bytes, memory_terms
 from mgpu_pipe.planning.model_work import NEEDED, compiles_blocks, run_work, stages_per_rank
-from mgpu_pipe.planning.other_models import four_bits, other_bytes, tower_parameters, trained_apart, uncut_parameters
-from mgpu_pipe.planning.schedule_costs import passes_in_flight, waiting_passes
+from mgpu_pipe.planning.other_models import (
+    adapter_parameters,
+    four_bits,
+    other_bytes,
+    tower_parameters,
+    trained_apart,
+    uncut_parameters,
+)
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 
 MIB = 1 << 20

@@ -113,10 +113,10 @@ class Place:
 
     Attributes:
         layers: layers of all its stages.
-        passes: micro-batches in flight, each of all its layers; see :mod:`mgpu_pipe.planning.schedule_costs`.
+        passes: micro-batches in flight, each of all its layers; see :mod:`mgpu_pipe.planning.layout_costs`.
         first: 1 if it has the embedding.
         last: 1 if it has norm, head and loss.
-        waiting: see :func:`mgpu_pipe.planning.schedule_costs.waiting_passes`.
+        waiting: see :func:`mgpu_pipe.planning.layout_costs.waiting_passes`.
     """
 
     layers: Numbers

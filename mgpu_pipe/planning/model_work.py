@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mgpu_pipe.architectures.formulas.adapters import adapted_share
 from mgpu_pipe.architectures.formulas.flops import Shape, mean_context
 from mgpu_pipe.architectures.formulas.kept_memory import sharded_stage
 from mgpu_pipe.architectures.formulas.parameters import (
@@ -26,7 +25,7 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, prefers_compiled, resolve_precision
 from mgpu_pipe.config.schema import ModelConfig, ObjectiveConfig, PrecisionConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.planning.other_models import four_bits, other_passes
+from mgpu_pipe.planning.other_models import adapted_share, four_bits, other_passes
 from mgpu_pipe.planning.work import Work
 from mgpu_pipe.topology import AXES, BatchPlan, ParallelDims
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
-from mgpu_pipe.planning.matrix_products import Product, layer_product_seconds
-from mgpu_pipe.planning.offload_time import (
+from mgpu_pipe.planning.layout_costs import (
+    bubble,
     gradient_copy_seconds,
     host_update_seconds,
     offload_seconds,
     weight_copy_seconds,
 )
-from mgpu_pipe.planning.schedule_costs import bubble
+from mgpu_pipe.planning.matrix_products import Product, layer_product_seconds
 from mgpu_pipe.planning.work import Constants, Hardware, Numbers, Work, maximum
 
 BUCKET_COPIES = 4

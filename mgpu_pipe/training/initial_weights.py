@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from mgpu_pipe.checkpoint.host_bytes import exchange_json, rank_and_size
 from mgpu_pipe.checkpoint.left_out import LeftOut, weights_digest
+from mgpu_pipe.checkpoint.live_tensors import exchange_json, rank_and_size
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.selection import resolve_source
 from mgpu_pipe.config.group_keys import PeftConfig, StrategyConfig

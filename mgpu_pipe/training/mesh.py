@@ -13,8 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import Unpack
 
 from mgpu_pipe.architectures.formulas.layer_split import layer_costs
-from mgpu_pipe.checkpoint.host_bytes import exchange_json
-from mgpu_pipe.checkpoint.live_state import restore_numbers
+from mgpu_pipe.checkpoint.live_tensors import exchange_json, restore_numbers
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch

@@ -17,7 +17,7 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 from typing_extensions import Self
 
-from mgpu_pipe.checkpoint.live_state import create_optimizer_state, gradient_shards, model_shards, optimizer_shards
+from mgpu_pipe.checkpoint.live_tensors import create_optimizer_state, gradient_shards, model_shards, optimizer_shards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.step_batch import StepBatch

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.checkpoint.live_state import model_shards, optimizer_shards
+from mgpu_pipe.checkpoint.live_tensors import model_shards, optimizer_shards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.schema import DataConfig, RunConfig
 from mgpu_pipe.data.step_batch import BatchSpec, StepBatch

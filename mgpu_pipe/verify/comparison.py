@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.host_bytes import DTYPES, dtype_name, exchange_json, select
+from mgpu_pipe.checkpoint.live_tensors import DTYPES, dtype_name, exchange_json, select
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, tiling_fault
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig

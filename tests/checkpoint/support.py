@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mgpu_pipe.checkpoint.chunks import canonical
-from mgpu_pipe.checkpoint.host_bytes import select
+from mgpu_pipe.checkpoint.live_tensors import select
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 

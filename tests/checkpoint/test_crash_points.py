@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from mgpu_pipe.checkpoint import file_operations as files
-from mgpu_pipe.checkpoint import host_bytes as exchange
 from mgpu_pipe.checkpoint import layout
+from mgpu_pipe.checkpoint import live_tensors as exchange
 from mgpu_pipe.checkpoint import save as save_module
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save

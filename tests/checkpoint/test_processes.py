@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from mgpu_pipe.checkpoint import file_operations as files
-from mgpu_pipe.checkpoint.host_bytes import exchange_json
+from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.selection import newest_valid

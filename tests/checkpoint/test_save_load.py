@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mgpu_pipe.checkpoint.chunks import CHUNK_BYTES
-from mgpu_pipe.checkpoint.host_bytes import DTYPES, SLICE_BYTES, host_bytes, select
+from mgpu_pipe.checkpoint.live_tensors import DTYPES, SLICE_BYTES, host_bytes, select
 from mgpu_pipe.checkpoint.load import CheckpointReader
 from mgpu_pipe.checkpoint.save import save
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_pipe.checks import devices, offload
+from mgpu_pipe.checks import check_sizes, devices
 from mgpu_pipe.checks.devices import age_errors, device_errors, device_notices, numerics_errors
 from mgpu_pipe.checks.notices import OLDEST_TORCH
 from mgpu_pipe.checks.preflight import preflight, preflight_errors
@@ -222,16 +222,16 @@ def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_is_missing_is_named(missing: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, _ = compose(["strategy=zero3_nvme", f"strategy.offload_path={tmp_path}", "model=llama_tiny"])
     places = (
-        (offload, "_has_libaio"),
-        (offload, "_has_cuda_headers"),
-        (offload, "compiler"),
+        (check_sizes, "_has_libaio"),
+        (check_sizes, "_has_cuda_headers"),
+        (check_sizes, "compiler"),
         (devices, "has_python_headers"),
     )
     for place, name in places:
         found = "there" if name != missing else None
         monkeypatch.setattr(place, name, lambda *_, found=found: found)
-    monkeypatch.setattr(offload, "device_type", lambda _: "cuda")
-    (error,) = offload.offload_errors(config)
+    monkeypatch.setattr(check_sizes, "device_type", lambda _: "cuda")
+    (error,) = check_sizes.offload_errors(config)
     assert str(error).startswith("strategy.offload=nvme: ") and said in str(error)
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mgpu_pipe.architectures.patch_grids import PooledGrid, RowGrid
-from mgpu_pipe.architectures.pictures import Tiles
+from mgpu_pipe.architectures.pictures import PooledGrid, RowGrid, Tiles
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.images.grids import chat_pixels

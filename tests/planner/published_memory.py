@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from mgpu_pipe.planning.activation_bytes import Activations
+from mgpu_pipe.planning.layout_costs import passes_in_flight
 from mgpu_pipe.planning.memory_terms import Overheads, Place, State, memory_terms
-from mgpu_pipe.planning.schedule_costs import passes_in_flight
 from mgpu_pipe.planning.work import Work
 
 FOLDER = Path(__file__).parents[1] / "data_published"

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from mgpu_pipe.architectures.formulas.adapters import adapted_share, adapter_parameters
 from mgpu_pipe.architectures.formulas.flops import Shape
 from mgpu_pipe.architectures.formulas.parameters import layer_parameters
 from mgpu_pipe.config.hydra.compose import compose
@@ -18,6 +17,7 @@ from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.fields import model_fields, resolved_fields
 from mgpu_pipe.planning.memory import memory_by_rank
 from mgpu_pipe.planning.model_work import run_work
+from mgpu_pipe.planning.other_models import adapted_share, adapter_parameters
 from mgpu_pipe.planning.run_hardware import predicted_seconds
 from mgpu_pipe.planning.step_time import step_time
 from tests.models.tiny import tiny_model

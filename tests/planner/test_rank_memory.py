@@ -19,9 +19,9 @@ from benchmarks.new_process import call_in_new_process
 from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, micro_batches_fit, stages_by_rank
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.parallel.pipeline.work_order import Stream, streams
+from mgpu_pipe.planning.layout_costs import passes_in_flight
 from mgpu_pipe.planning.memory import MemoryPlan, memory_by_rank
 from mgpu_pipe.planning.other_models import FOUR_BITS
-from mgpu_pipe.planning.schedule_costs import passes_in_flight
 from tests.planner.published_memory import GIB, predicted, rows
 from tests.support.sampling import one_in
 

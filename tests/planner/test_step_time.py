@@ -19,9 +19,9 @@ from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.models.fields import model_fields
 from mgpu_pipe.parallel.pipeline.work_order import streams, timeline
 from mgpu_pipe.planning.hardware_profile import load_profile
+from mgpu_pipe.planning.layout_costs import bubble
 from mgpu_pipe.planning.model_work import run_work
 from mgpu_pipe.planning.run_hardware import predicted_seconds
-from mgpu_pipe.planning.schedule_costs import bubble
 from mgpu_pipe.planning.step_time import StepTime, step_time
 from mgpu_pipe.planning.work import Constants, Hardware, Work, constant_names
 

@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.host_bytes import select
+from mgpu_pipe.checkpoint.live_tensors import select
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, tiling_fault
 from mgpu_pipe.data.step_batch import ListedStepBatches
 from mgpu_pipe.errors import ConfigError

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from mgpu_pipe.checks.check_sizes import compiler_errors
 from mgpu_pipe.checks.devices import compile_errors
-from mgpu_pipe.checks.offload import compiler_errors
 
 INSTALL = re.compile(r"\b(apt-get|pip) install ([a-z0-9][a-z0-9+.-]*[a-z0-9+])")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.host_bytes import exchange_json
+from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.errors import WorkerError

@@ -14,8 +14,7 @@ from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, ConfigErrors, print_line, print_text
 
 if TYPE_CHECKING:
-    from mgpu_pipe.checks.plan_layouts import Losers, PlannedRun
-    from mgpu_pipe.checks.traced_layout import TracedLayout
+    from mgpu_pipe.checks.plan_layouts import Losers, PlannedRun, TracedLayout
     from mgpu_pipe.config.hydra.compose import Composition
 
 DESCRIPTION = """\
@@ -51,8 +50,7 @@ def plan(words: list[str]) -> int:
         from mgpu_pipe.checks.check_model import check_model
         from mgpu_pipe.checks.check_sizes import range_errors
         from mgpu_pipe.checks.layout_candidates import with_typed_schedule
-        from mgpu_pipe.checks.plan_layouts import plan_layouts
-        from mgpu_pipe.checks.traced_layout import planned_layout, refuse_untraceable, typed_layout
+        from mgpu_pipe.checks.plan_layouts import plan_layouts, planned_layout, refuse_untraceable, typed_layout
 
         errors = composition.errors or range_errors(composition.config)
         if errors:

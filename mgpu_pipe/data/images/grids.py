@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.find import family_of, sight_of
-from mgpu_pipe.architectures.patch_grids import PatchGrid
-from mgpu_pipe.architectures.pictures import LONGEST, Grid, Parts, Tiles
+from mgpu_pipe.architectures.pictures import LONGEST, Grid, Parts, PatchGrid, Tiles
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.cache import build_once
 from mgpu_pipe.data.images.decode_image import size_of

@@ -13,8 +13,16 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from mgpu_pipe.architectures.config_source import config_class
-from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
-from mgpu_pipe.architectures.pictures import ACROSS, MOST_TILES, Parts, Tiles, picture_places
+from mgpu_pipe.architectures.pictures import (
+    ACROSS,
+    MOST_TILES,
+    Parts,
+    PatchGrid,
+    PooledGrid,
+    RowGrid,
+    Tiles,
+    picture_places,
+)
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.images.decode_image import MODES, pillow
 from mgpu_pipe.data.images.image_keys import PictureChatConfig

@@ -20,8 +20,7 @@ from typing_extensions import Self
 
 from mgpu_pipe.architectures.config_source import config_class
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.architectures.patch_grids import PatchGrid, PooledGrid, RowGrid
-from mgpu_pipe.architectures.pictures import Grid, Parts, Tiles
+from mgpu_pipe.architectures.pictures import Grid, Parts, PatchGrid, PooledGrid, RowGrid, Tiles
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.chat_sounds import chat_window, tokens_of_sounds
 from mgpu_pipe.data.audio.log_mel import LogMel

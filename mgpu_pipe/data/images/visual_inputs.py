@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.find import sight_of
-from mgpu_pipe.architectures.patch_grids import PatchGrid
-from mgpu_pipe.architectures.pictures import BEGIN, END, Grid, Parts, Tiles
+from mgpu_pipe.architectures.pictures import BEGIN, END, Grid, Parts, PatchGrid, Tiles
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data.cache import read_manifest
 from mgpu_pipe.data.model_field import model_field, model_field_or_default

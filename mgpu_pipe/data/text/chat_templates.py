@@ -8,8 +8,17 @@ from itertools import islice
 from pathlib import Path
 
 from mgpu_pipe.architectures.find import family_of, sight_of
-from mgpu_pipe.architectures.patch_grids import IMAGE_BREAK, IMAGE_CLOSE, IMAGE_OPEN, IMAGE_STOP
-from mgpu_pipe.architectures.pictures import BEGIN, END, IMAGE_BEGIN, IMAGE_END, PLACED
+from mgpu_pipe.architectures.pictures import (
+    BEGIN,
+    END,
+    IMAGE_BEGIN,
+    IMAGE_BREAK,
+    IMAGE_CLOSE,
+    IMAGE_END,
+    IMAGE_OPEN,
+    IMAGE_STOP,
+    PLACED,
+)
 from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig, ModelConfig

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
-from mgpu_pipe.checkpoint.live_state import restore_numbers
+from mgpu_pipe.checkpoint.live_tensors import restore_numbers
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.checkpoint.live_state import tensor_shards
+from mgpu_pipe.checkpoint.live_tensors import tensor_shards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.models.build import draw_parameter, materialise_buffers, recipe_of
 from mgpu_pipe.models.weights.pretrained import stored_buffers

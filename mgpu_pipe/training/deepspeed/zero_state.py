@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mgpu_pipe.checkpoint.live_state import number_piece
+from mgpu_pipe.checkpoint.live_tensors import number_piece
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice, flat_slices
 from mgpu_pipe.errors import CheckpointError
 from mgpu_pipe.system.compat.torch_private import foreach_multiply

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.checkpoint.host_bytes import exchange_json
+from mgpu_pipe.checkpoint.live_tensors import exchange_json
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.planning.calibration import Measurements
