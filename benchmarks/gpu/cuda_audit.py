@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.new_process import call_in_new_process
 from benchmarks.support import RESULTS
-from mgpu_pipe.training.tracing.fake_cuda import load
+from mgpu_pipe.training.tracing.trace_rank import load_fake_cuda
 
 TABLE = RESULTS / "cuda_audit.json"
 PACKAGES = ("torch", "pytorch-lightning", "transformers", "deepspeed")
@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 def rows_of(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Rows, each of a process of its own; none or all of the names."""
-    load()
+    load_fake_cuda()
     from benchmarks.gpu.cuda_step import CASES, audit
 
     for name in names or CASES:

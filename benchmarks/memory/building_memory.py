@@ -73,7 +73,7 @@ def _strategy(name: str, source: Any) -> Any:
     from mgpu_pipe.topology import BatchPlan, ParallelDims
     from mgpu_pipe.training.deepspeed.deepspeed_config import generate
     from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
-    from mgpu_pipe.training.deepspeed.zero_engine import prepare_deepspeed
+    from mgpu_pipe.training.deepspeed.zero_build import prepare_deepspeed
     from mgpu_pipe.training.parallel_model import ParallelModel
 
     def draw(model: Any, device: torch.device) -> None:

@@ -30,7 +30,7 @@ from mgpu_pipe.optim.optimizers import optimizer_factory
 from mgpu_pipe.runs.metrics_file import read_metrics
 from mgpu_pipe.topology import BatchPlan
 from mgpu_pipe.training.deepspeed.deepspeed_config import deepspeed_config
-from mgpu_pipe.training.deepspeed.zero_engine import LossModule
+from mgpu_pipe.training.deepspeed.zero_build import LossModule
 from mgpu_pipe.training.train import train
 
 WORLD, BLOCKS, STEPS, WARM_UP = 2, 9, 10, 3

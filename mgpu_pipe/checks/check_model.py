@@ -102,8 +102,7 @@ def check_model(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig
     Raises:
         ConfigError, ConfigErrors, ModelFolderError: the keys or the files that are wrong.
     """
-    from mgpu_pipe.models.activations import check_activations
-    from mgpu_pipe.models.field_ranges import check_ranges
+    from mgpu_pipe.models.field_ranges import check_activations, check_ranges
     from mgpu_pipe.models.reached_fields import check_reached
 
     if (model.type is None) == (model.path is None):
@@ -321,7 +320,7 @@ def check_built(config: RunConfig) -> None:
 
     If a tower's features are cached, refuse trained parameters in it.
     """
-    from mgpu_pipe.models.activations import unknown_activations
+    from mgpu_pipe.models.field_ranges import unknown_activations
 
     caches_features = getattr(config.data, "cache_features", False)
     names_parts = config.model.freeze or config.peft.name != "none" or config.optimizer.groups or caches_features

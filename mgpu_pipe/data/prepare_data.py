@@ -12,14 +12,14 @@ from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.images import prepare_captions, prepare_chats, prepare_images
 from mgpu_pipe.data.samples import Prepared
-from mgpu_pipe.data.text import labelled_text, mixed_samples, pairs, preferences, prepare_text, scored_groups, unpaired
+from mgpu_pipe.data.text import labelled_text, mixed_samples, pairs, preferences, prepare_text, scored_groups
 
 Prepare = Callable[[ModelConfig, DataConfig, ObjectiveConfig, Progress | None], Prepared]
 PREPARE: dict[type[Prepared], Prepare] = {
     labelled_text.PreparedLabelled: labelled_text.prepare_labelled,
     pairs.PreparedPairs: pairs.prepare_pairs,
     preferences.PreparedPreferences: preferences.prepare_preferences,
-    unpaired.PreparedUnpaired: unpaired.prepare_unpaired,
+    preferences.PreparedUnpaired: preferences.prepare_unpaired,
     scored_groups.PreparedEmbeddingPairs: scored_groups.prepare_embedding_pairs,
     scored_groups.PreparedScoredPairs: scored_groups.prepare_scored_pairs,
     prepare_images.PreparedImages: prepare_images.prepare_images,

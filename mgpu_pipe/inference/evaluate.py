@@ -13,7 +13,7 @@ import torch
 
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.data.text.file_source import Row
-from mgpu_pipe.data.text.row_encoder import RowEncoder
+from mgpu_pipe.data.text.pair_template import RowEncoder
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo
 from mgpu_pipe.data.text.tokenizer_folder import CONFIG, TOKENIZER, load_tokenizer_file, special_tokens
 from mgpu_pipe.errors import ModelFolderError

@@ -13,9 +13,9 @@ from torch import nn
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import ModelConfig, RunConfig
 from mgpu_pipe.errors import ConfigError
-from mgpu_pipe.models.activations import refused_activation, unknown_activations
 from mgpu_pipe.models.adapters.lora import adapter_of, add_adapters, is_adapter
 from mgpu_pipe.models.adapters.qlora import pack, packed_weight
+from mgpu_pipe.models.field_ranges import refused_activation, unknown_activations
 from mgpu_pipe.models.fields import HEADLESS, builder_of, check_model_config, class_of_folder, given_fields, with_floats
 from mgpu_pipe.models.init.keyed_init import InitRecipe
 from mgpu_pipe.models.local_shards import TensorPart, fill_parameters

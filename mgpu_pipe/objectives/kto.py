@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, BatchSpec, Field, StepBatch
-from mgpu_pipe.data.text.unpaired import UNRELATED
+from mgpu_pipe.data.text.preferences import UNRELATED
 from mgpu_pipe.models.adapters.lora import without_adapters
 from mgpu_pipe.objectives.answers import NOTHING, ReferencedAnswers, plain_answer
 from mgpu_pipe.objectives.base import Batch, Forward, LearningRate, Reference, StepStrategy, step_generator

@@ -166,7 +166,7 @@ def test_conversations_that_the_template_refuses(tmp_path: Path, workers: int, m
 
 
 def test_documents_of_a_plug_in(tmp_path: Path) -> None:
-    from mgpu_pipe.data.text.plug_in import plug_in_source
+    from mgpu_pipe.data.data_source import plug_in_source
 
     def given() -> list[object]:
         return [3, "a text", "half of a pair: \ud800", "another"]

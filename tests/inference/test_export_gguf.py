@@ -18,13 +18,12 @@ from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.inference import export_gguf as export
 from mgpu_pipe.inference.accuracy import relative_difference
 from mgpu_pipe.inference.check_gguf import LIBRARY_VARIABLE, TABLE_TOLERANCE, LlamaLibrary, find_library
-from mgpu_pipe.inference.export_gguf import GgufReport, export_gguf
+from mgpu_pipe.inference.export_gguf import GgufReport, export_gguf, write_modelfile
 from mgpu_pipe.inference.gguf import FILE, layouts, write
 from mgpu_pipe.inference.gguf.file import GgufFile
 from mgpu_pipe.inference.gguf.gguf_tokenizer import describe_tokenizer
 from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES
 from mgpu_pipe.inference.gguf.model_metadata import metadata_of, settings_of
-from mgpu_pipe.inference.gguf.modelfile import write_modelfile
 from mgpu_pipe.inference.import_weights import open_gguf
 from mgpu_pipe.inference.open import StoredModel, read_from, with_buffers
 from mgpu_pipe.inference.streamed_weights import probe
@@ -275,7 +274,7 @@ def test_a_failed_check_names_the_problem_and_not_the_file_that_is_gone(
 
 def test_a_chat_template_is_translated_where_turns_are_joined_as_they_are() -> None:
     from mgpu_pipe.data.text.render_chat import ChatTemplate
-    from mgpu_pipe.inference.gguf.modelfile import go_template
+    from mgpu_pipe.inference.export_gguf import go_template
 
     special = {"eos_token": "<e>", "bos_token": "<b>"}
     assert go_template(ChatTemplate(TURNS, special, ("<e>",)), "<b>") == (

@@ -19,9 +19,8 @@ from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.errors import BadInputError, MgpuError
 from mgpu_pipe.inference import export_onnx as export
-from mgpu_pipe.inference.export_onnx import OnnxReport, export_onnx
+from mgpu_pipe.inference.export_onnx import Case, OnnxReport, export_onnx
 from mgpu_pipe.inference.onnx import FILE, PICTURE_FILE, TEXT_FILE, graphs
-from mgpu_pipe.inference.onnx.cases import Case
 from mgpu_pipe.inference.open import StoredModel, read_from, with_buffers
 from mgpu_pipe.models.build import build_meta, materialise
 from tests.inference.support import write_run, write_texts

@@ -19,7 +19,7 @@ from mgpu_pipe.inference.import_weights import read_weights
 from mgpu_pipe.inference.open import load_run
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.models.weights.folder import check_model_folder
-from mgpu_pipe.training.deepspeed.zero_engine import prepare_deepspeed
+from mgpu_pipe.training.deepspeed.zero_build import prepare_deepspeed
 from tests.inference.support import write_tokenizer
 from tests.models.old_folders import write_old
 from tests.support.processes import run_processes

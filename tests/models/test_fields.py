@@ -19,10 +19,9 @@ from mgpu_pipe.architectures.config_source import NO_DEFAULT, config_class
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.errors import ConfigError, ConfigErrors
-from mgpu_pipe.models import activations
-from mgpu_pipe.models.activations import KNOWN, check_activations, unknown_activations
+from mgpu_pipe.models import field_ranges
 from mgpu_pipe.models.build import build_meta, model_config
-from mgpu_pipe.models.field_ranges import check_ranges
+from mgpu_pipe.models.field_ranges import KNOWN, check_activations, check_ranges, unknown_activations
 from mgpu_pipe.models.field_sizes import EXPERTS, EXPERTS_MAY_BE_ZERO, largest_width
 from mgpu_pipe.models.fields import check_model_config, class_of, config_fields, model_types, resolved_fields
 
@@ -291,8 +290,8 @@ def test_an_unknown_activation_is_refused_by_the_built_model() -> None:
 
 def test_a_name_that_the_family_itself_takes_is_left_to_the_built_model(monkeypatch: pytest.MonkeyPatch) -> None:
     source = 'act = Own() if config.hidden_act == "own" else ACT2FN[config.hidden_act]'
-    monkeypatch.setattr(activations, "modeling_source", lambda model_type: (source, ""))
+    monkeypatch.setattr(field_ranges, "modeling_source", lambda model_type: (source, ""))
     check_activations(ModelConfig(type="llama", config={"hidden_act": "own"}))
-    monkeypatch.setattr(activations, "modeling_source", lambda model_type: (source.partition("else")[2], ""))
+    monkeypatch.setattr(field_ranges, "modeling_source", lambda model_type: (source.partition("else")[2], ""))
     with pytest.raises(ConfigError, match="no such activation function"):
         check_activations(ModelConfig(type="llama", config={"hidden_act": "own"}))

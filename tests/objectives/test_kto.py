@@ -14,7 +14,7 @@ from mgpu_pipe.config.schema import RunConfig
 from mgpu_pipe.data.prepare_data import prepare
 from mgpu_pipe.data.step_batch import IGNORE_INDEX, StepBatch
 from mgpu_pipe.data.text.preference_rows import unpaired_of
-from mgpu_pipe.data.text.unpaired import PreparedUnpaired, unrelated_samples
+from mgpu_pipe.data.text.preferences import PreparedUnpaired, unrelated_samples
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.models.build import build_meta, materialise
 from mgpu_pipe.objectives.kto import KTOObjective

@@ -19,8 +19,7 @@ from mgpu_pipe.parallel.parallelize import ParallelOptions
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.deepspeed_config import generate
 from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
-from mgpu_pipe.training.deepspeed.zero_build import equal_part
-from mgpu_pipe.training.deepspeed.zero_engine import prepare_deepspeed
+from mgpu_pipe.training.deepspeed.zero_build import equal_part, prepare_deepspeed
 from mgpu_pipe.training.parallel_model import ParallelModel
 from mgpu_pipe.training.strategy import Materialise
 from tests.models.tiny import write_folder

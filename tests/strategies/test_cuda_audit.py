@@ -21,9 +21,9 @@ RECORDED = json.loads(TABLE.read_text())
 SAMPLED = ("pp2 x tp2 x cp2, last",)
 WATCHED = """
 import json
-from mgpu_pipe.training.tracing.fake_cuda import load
+from mgpu_pipe.training.tracing.trace_rank import load_fake_cuda
 
-load()
+load_fake_cuda()
 import torch
 from benchmarks.gpu.device_watch import Events, watching
 

@@ -24,8 +24,7 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from mgpu_pipe.training.deepspeed.deepspeed_config import generate
 from mgpu_pipe.training.deepspeed.deepspeed_strategy import DeepSpeedStrategy
-from mgpu_pipe.training.deepspeed.zero_build import partition_model
-from mgpu_pipe.training.deepspeed.zero_engine import prepare_deepspeed
+from mgpu_pipe.training.deepspeed.zero_build import partition_model, prepare_deepspeed
 from mgpu_pipe.training.step import NonFiniteStep
 from tests.strategies.test_mesh import STEPS, adamw, oracle, relative, whole
 from tests.strategies.test_mesh import trained as trained_alone

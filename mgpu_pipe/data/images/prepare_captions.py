@@ -28,7 +28,7 @@ from mgpu_pipe.data.prepared_splits import stored_names
 from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import Row
-from mgpu_pipe.data.text.row_encoder import RowEncoder
+from mgpu_pipe.data.text.pair_template import RowEncoder
 from mgpu_pipe.data.text.token_store import load_array, save_array
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
 

@@ -34,8 +34,8 @@ from mgpu_pipe.data.text.document_encoder import EncodedBatch
 from mgpu_pipe.data.text.documents import Document, Source
 from mgpu_pipe.data.text.file_source import Row, contents_of, row_of, unusable_or_raise
 from mgpu_pipe.data.text.notes import Notes, notes_of, report_bad
+from mgpu_pipe.data.text.pair_template import RowEncoder
 from mgpu_pipe.data.text.prepared_rows import PreparedRows, RowSamples
-from mgpu_pipe.data.text.row_encoder import RowEncoder
 from mgpu_pipe.data.text.token_store import TokenStore, load_array, save_array, write_tokens
 from mgpu_pipe.data.text.tokenizer import TokenizerInfo, resolve_tokenizer
 from mgpu_pipe.errors import DataError

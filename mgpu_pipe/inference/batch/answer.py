@@ -13,6 +13,7 @@ from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.data.images.chat_rows import ChatRow
 from mgpu_pipe.data.text.chat_templates import places_taken
 from mgpu_pipe.errors import BadInputError, print_line
+from mgpu_pipe.inference.audio_samples import TranscriptEngine, answer_record, is_transcriber
 from mgpu_pipe.inference.batch.continuous import Row, RowBatch, answer_rows, takes_rows
 from mgpu_pipe.inference.batch.job_folder import Share, compute_batches
 from mgpu_pipe.inference.batch.prompts import (
@@ -27,7 +28,6 @@ from mgpu_pipe.inference.batch.prompts import (
     visual_prompt_of,
 )
 from mgpu_pipe.inference.batch.settings import AnswerSettings
-from mgpu_pipe.inference.batch.transcribe import TranscriptEngine, answer_record, is_transcriber
 from mgpu_pipe.inference.generation import (
     Answer,
     continue_batch,

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.errors import print_line
-from mgpu_pipe.inference.batch.job_folder import Share, compute_batches
+from mgpu_pipe.inference.batch.job_folder import Share, VectorFolder, compute_batches
 from mgpu_pipe.inference.batch.settings import EncodeSettings
 from mgpu_pipe.inference.batch.texts import TextRow, no_tokens, read_texts, vectors_of
-from mgpu_pipe.inference.batch.vector_folder import VectorFolder
 from mgpu_pipe.inference.open import LoadedRun
 from mgpu_pipe.models.field_sizes import usable_positions
 from mgpu_pipe.objectives.text_vectors import pool

@@ -132,7 +132,7 @@ class EncodeSettings(JobSettings):
     rows: int
 
     def folder(self) -> JobFolder:
-        from mgpu_pipe.inference.batch.vector_folder import VectorFolder
+        from mgpu_pipe.inference.batch.job_folder import VectorFolder
 
         return VectorFolder(self.output, self.size)
 

@@ -20,7 +20,7 @@ PRIVATE = (
     f"{_THREE}._reassign_or_swap_out_partitioned_parameters",
     "deepspeed.runtime.zero.partition_parameters:Init._convert_to_deepspeed_param",
     "deepspeed.ops.op_builder.builder:OpBuilder._loaded_ops",
-    "deepspeed.runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check",  # replaced in strategies/zero_engine.py
+    "deepspeed.runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check",  # replaced in zero_build.py
 )
 
 

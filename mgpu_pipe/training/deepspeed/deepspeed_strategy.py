@@ -37,8 +37,17 @@ from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.deepspeed.build_extension import load_extensions
 from mgpu_pipe.training.deepspeed.deepspeed_config import deepspeed_config
 from mgpu_pipe.training.deepspeed.swap_folder import claim
-from mgpu_pipe.training.deepspeed.zero_build import FrozenWeights, Shards, partition_model, values_of, whole_values
-from mgpu_pipe.training.deepspeed.zero_engine import LossModule, check_settings, prepare_deepspeed, zero_engine
+from mgpu_pipe.training.deepspeed.zero_build import (
+    FrozenWeights,
+    LossModule,
+    Shards,
+    check_settings,
+    partition_model,
+    prepare_deepspeed,
+    values_of,
+    whole_values,
+    zero_engine,
+)
 from mgpu_pipe.training.deepspeed.zero_stages import SwappedState, ZeroThreeState, ZeroTwoState
 from mgpu_pipe.training.deepspeed.zero_state import ZeroState
 from mgpu_pipe.training.step_gradients import VOTES, StepVotes

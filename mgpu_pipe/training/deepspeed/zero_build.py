@@ -1,7 +1,12 @@
-"""Building a model for ZeRO: whole for stages 1 and 2; for stage 3 one partitioned parameter after another."""
+"""Building for ZeRO: the model, whole or one partitioned parameter after another (stage 3), and DeepSpeed's engine.
+
+This is the only module that imports DeepSpeed's engine.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, cast
@@ -13,13 +18,16 @@ from torch import nn
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.checkpoint.live_tensors import tensor_shards
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
+from mgpu_pipe.errors import ConfigError
 from mgpu_pipe.models.build import draw_parameter, materialise_buffers, recipe_of
 from mgpu_pipe.models.weights.pretrained import stored_buffers
 from mgpu_pipe.models.weights.slices import FolderWeights, read_folder
+from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.system.compat.deepspeed_private import make_partitioned
 from mgpu_pipe.training.deepspeed.zero_state import fragment_shards
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
     from transformers import PreTrainedModel
 
 
@@ -266,3 +274,66 @@ def values_of(shards: Shards, name: str, start: int, numel: int) -> torch.Tensor
     """Elements of a flattened parameter from the part on this rank."""
     first, values = shards[name]
     return values.narrow(0, start - first, numel)
+
+
+class LossModule(nn.Module):
+    """The module that DeepSpeed's engine runs: maps a micro-batch to its loss sum, or to its evaluation sums."""
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.model = objective.model
+        self._loss, self._evaluation = objective.micro_batch_loss, lambda batch: objective.evaluation_sums(batch)
+
+    def forward(self, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return self._loss(micro_batch) if torch.is_grad_enabled() else self._evaluation(micro_batch)
+
+
+def prepare_deepspeed(device: torch.device) -> None:
+    """Import DeepSpeed for this device, keep its log to warnings, and let it use the process group there is."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        # As DeepSpeed's launcher does. Without it ZeRO-3 starts a program for every bucket that it reduces, to count
+        # the processor's memory nodes.
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE") or str(dist.get_world_size()))
+    else:  # DeepSpeed takes its device from there, and srun may show this process one GPU alone
+        os.environ["LOCAL_RANK"] = str(device.index)
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.WARNING)
+    # DeepSpeed compiles an all-reduce for inference on the CPU when it meets a process group; training never calls it.
+    deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_init_required=False)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Let DeepSpeed judge the values of the raw settings, whose names were checked before launch.
+
+    Raises:
+        ConfigError: it refuses one.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedConfig(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        key = f"strategy.deepspeed_config.zero_optimization.{name}"
+        raise ConfigError(key, first["input"], "correct it", f"DeepSpeed reports: {first['msg']}") from None
+
+
+def zero_engine(module: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> DeepSpeedEngine:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+    class ZeroEngine(DeepSpeedEngine):
+        """ZeRO under every precision: DeepSpeed has another optimizer for bf16 at stage 1."""
+
+        def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+            return str(ZERO_OPTIMIZATION)
+
+    config = DeepSpeedConfig(settings)
+    return ZeroEngine(args=None, model=module, optimizer=optimizer, config=settings, config_class=config)

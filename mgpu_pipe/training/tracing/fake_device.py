@@ -1,6 +1,6 @@
 """Fakes of a device and of a world, on which one process runs the code of a rank.
 
-Tensors of the device have shapes and no values. On ``cuda:0`` (faked by :mod:`.fake_cuda`) tensors of the host are
+Tensors of the device have shapes and no values. On ``cuda:0`` (:func:`.load_fake_cuda`) tensors of the host are
 real and those of the device fake, and torch refuses operators of both. On the CPU a tensor is fake if it is made of
 fake ones or is new, large and no whole numbers. A number that the host reads of a fake tensor is 0 unless it is known
 otherwise. The world's collectives send nothing; its tensors attend as on a GPU.

@@ -7,20 +7,26 @@ Micro-batches beyond those that change memory are left out, see :func:`micro_bat
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import json
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.hydra.command_line import compose_one, parse
 from mgpu_pipe.config.resolve import device_type
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
-from mgpu_pipe.errors import MgpuError, print_error, print_text
+from mgpu_pipe.errors import BadInputError, MgpuError, print_error, print_text
 from mgpu_pipe.models.fields import resolved_fields
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 
@@ -32,6 +38,35 @@ if TYPE_CHECKING:
     from mgpu_pipe.training.strategy import EngineStrategy
     from mgpu_pipe.training.tracing.fake_device import FakeDevice
     from mgpu_pipe.training.tracing.phase_memory import PhaseWatch
+
+
+FAKE_CUDA = Path(__file__).with_name("fake_cuda.cpp")
+"""A device guard for torch, compiled by g++. Tensors on its device have shapes and no values."""
+
+
+def load_fake_cuda() -> None:
+    """Gives torch a CUDA device that does nothing. Call it before torch is imported, which asks once for devices.
+
+    Raises:
+        BadInputError: no compiler, or a torch with its own CUDA.
+    """
+    assert "torch" not in sys.modules, "torch has asked for its devices"
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    torch = Path(spec.origin).parent
+    if (torch / "lib/libtorch_cuda.so").exists():
+        raise BadInputError("this torch has its own CUDA; trace on a machine with a GPU, or install torch for CPUs")
+    if shutil.which("g++") is None:
+        raise BadInputError("g++ is missing, which compiles the fake GPU; install it: apt-get install g++")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "fake_cuda.so"
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{torch / 'include'}", str(FAKE_CUDA)]
+        subprocess.run([*command, f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(library)], check=True)
+        for name in (torch / "lib/libc10.so", torch / "lib/libtorch_cpu.so", library):
+            ctypes.CDLL(str(name), mode=ctypes.RTLD_GLOBAL)
+    from mgpu_pipe.training.tracing.fake_device import stand_in
+
+    stand_in()
 
 
 def micro_batches(strategy: StrategyConfig, plan: BatchPlan, pp: int) -> int:
@@ -212,9 +247,7 @@ def main() -> int:
     rank, ranks, *words = sys.argv[1:]
     composition = compose_one(parse(words))
     if device_type(composition.config.trainer) == "cuda":
-        from mgpu_pipe.training.tracing.fake_cuda import load
-
-        load()
+        load_fake_cuda()
     print_text(json.dumps(trace(composition.config, int(rank), int(ranks))))
     return 0
 
