@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.models.kernels import packed_attention, softmax
+from mgpu_pipe.models.kernels import packed_attention
+from mgpu_pipe.objectives.losses import chunked_head
 from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead
 from mgpu_pipe.objectives.losses.cross_entropy import linear_cross_entropy
 from mgpu_pipe.parallel.context.kernels import Gradients, Partial
@@ -131,7 +132,7 @@ def test_starts_of_documents() -> None:
 def test_the_loss_over_chunks_of_logits_is_the_whole_one(
     device: torch.device, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(softmax, "FUSED_FROM", 1 if fused else 1 << 60)
+    monkeypatch.setattr(chunked_head, "FUSED_FROM", 1 if fused else 1 << 60)
     torch.manual_seed(0)
     tokens, width, vocabulary = 300, 64, 1000
     whole: Any = [

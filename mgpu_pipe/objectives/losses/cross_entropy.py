@@ -13,8 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
-from mgpu_pipe.models.kernels.softmax import fuses, gradient_, normaliser_and_target
-from mgpu_pipe.objectives.losses.chunked_head import ChunkedHead, apply_to_chunks
+from mgpu_pipe.objectives.losses.chunked_head import (
+    ChunkedHead,
+    apply_to_chunks,
+    fuses,
+    gradient_,
+    normaliser_and_target,
+)
 from mgpu_pipe.parallel.tensor.collectives import all_gather_parts
 from mgpu_pipe.parallel.tensor.heads import VocabularyShard
 
