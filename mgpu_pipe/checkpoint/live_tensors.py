@@ -89,10 +89,7 @@ def restore_numbers(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _state_pieces(name: str, value: torch.Tensor, parameter: torch.Tensor, layout: Layout | None) -> list[LocalShard]:
-    """The shards of a state tensor: with the parameter's local shape it is sharded like the parameter.
-
-    Any other (a step counter, a factor) is whole on every rank.
-    """
+    """Shards of a state tensor: cut like the parameter where it has its local shape, else whole on every rank."""
     local = local_tensor(value).detach()
     if local.shape != local_tensor(parameter).shape:
         return tensor_shards(name, local)

@@ -280,11 +280,7 @@ def file_metadata(kind: str, step: int) -> dict[str, str]:
 
 
 def _finite_bytes(kind: str, shards: Iterable[tuple[str, LocalShard]]) -> Iterator[memoryview]:
-    """The local shards' bytes in parts of at most a chunk, each checked just before it is hashed and written.
-
-    Raises:
-        NotFinite: a local shard contains infinity or NaN.
-    """
+    """Bytes of the local shards, a chunk at most at once; raises NotFinite at infinity or NaN."""
     what = "weight" if kind == layout.KINDS[0] else "optimizer state"
     for dtype, shard in shards:
         for data in host_bytes(shard.tensor):

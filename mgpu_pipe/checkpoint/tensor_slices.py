@@ -100,11 +100,7 @@ MOST_VISITS = 64
 
 
 def _first_overlap(tensor_slices: list[TensorSlice], dims: Sequence[int]) -> tuple[TensorSlice, TensorSlice] | None:
-    """Two tensor slices that overlap; None if none do. Straight cuts separate the slices into small groups.
-
-    Raises:
-        _TooEntangled: a group is too large to compare in pairs, or separating takes too many cuts.
-    """
+    """Two slices that overlap, or None. Straight cuts make small groups; :class:`_TooEntangled` where they do not."""
     pending = [tensor_slices]
     visits = MOST_VISITS * len(tensor_slices) + MOST_ENTANGLED
     while pending:

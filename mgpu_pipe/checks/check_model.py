@@ -199,10 +199,7 @@ def _reads_text(data: DataConfig, objective: ObjectiveConfig) -> bool:
 
 
 def _tokenizer_ids(model: ModelConfig, data: DataConfig) -> tuple[int | None, int | None]:
-    """Number of ids (largest + 1) of a fine-tuning run's tokenizer, and the vocabulary size that it was made for.
-
-    Each is None if unknown: without a tokenizer.json, or without the vocabulary size in its settings.
-    """
+    """Ids (largest + 1) of a fine-tuning run's tokenizer, and the vocabulary size of its model; None if unknown."""
     chosen = model.path if data.tokenizer == "auto" else data.tokenizer
     path = local_folder(str(chosen), "model.path" if data.tokenizer == "auto" else "data.tokenizer")
     file = path / "tokenizer.json" if is_folder(path) else path

@@ -155,12 +155,7 @@ def _reduction_errors(
 def _part_errors(
     strategy: StrategyConfig, data: DataConfig, dims: ParallelDims, fields: Mapping[str, Any]
 ) -> list[ConfigError]:
-    """Errors of ``strategy.parts``, one for each key: towers that stay whole under tensor parallelism, or keep what it
-    recomputes.
-
-    Args:
-        fields: of the model's configuration (:func:`mgpu_pipe.models.fields.resolved_fields`); empty if unknown.
-    """
+    """Errors of ``strategy.parts``: towers whole under tensor parallelism, or that keep what it recomputes."""
     errors = []
     for part in strategy.parts.whole if fields else ():
         reasons = _reasons_to_cut(data, dims, part, str(fields.get("model_type")), fields.get(CONFIGS[part]))

@@ -236,11 +236,7 @@ def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> C
 
 
 def _sharded(alone: RunConfig, fields: Mapping[str, Any], layouts: Work, sharding: Sharding) -> Sharded:
-    """The layouts under a sharding, with their bytes.
-
-    Args:
-        alone: the configuration under that sharding on one process.
-    """
+    """Layouts under a sharding with their bytes; ``alone`` is the configuration on one process."""
     state, keeps = state_of(alone, fields, ParallelDims()), activations_of(alone, fields, ParallelDims())
     cuts = np.asarray(layouts.tp)
     rows = {tp: activations_of(alone, fields, ParallelDims(tp=int(tp))).logit_rows for tp in set(cuts.tolist())}

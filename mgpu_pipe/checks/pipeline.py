@@ -85,10 +85,7 @@ def _split_backward_errors(schedule: str, compile_model: bool, checkpointing: st
 
 
 def _picture_errors(fields: Mapping[str, Any], stages: int, by_hand: Sequence[int] | None) -> list[ConfigError]:
-    """An error if the first stage lacks layers to which the vision tower's features are added.
-
-    They belong to DeepStack (arXiv:2406.04334), which adds features after several layers.
-    """
+    """An error if the first stage lacks layers that add the tower's features (DeepStack, arXiv:2406.04334)."""
     num_deepstack = len(
         part_fields(str(fields["model_type"]), VISION, fields[VISION]).get("deepstack_visual_indexes") or ()
     )

@@ -159,11 +159,7 @@ def first_processes(trainer: TrainerConfig, launch: LaunchConfig, plan: PlanConf
 
 
 def _plans_on(candidates: Candidates, profile: HardwareProfile, losers: Losers) -> list[PlannedRun]:
-    """The best layouts among the candidates, at most one of the same axes.
-
-    Raises:
-        ConfigError: no layout fits.
-    """
+    """The best layouts among the candidates, at most one of the same axes; ConfigError if none fits."""
     hardware = computing_hardware(
         candidates.config.precision, candidates.config.trainer, candidates.config.strategy, profile
     )

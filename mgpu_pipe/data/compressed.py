@@ -115,11 +115,7 @@ def _named(archive: zipfile.ZipFile) -> list[str]:
 
 
 def _tried(work: Callable[[], Any]) -> Any:
-    """Calls ``work``.
-
-    Raises:
-        OSError: instead of the six kinds of errors that unpackers raise.
-    """
+    """Calls ``work``; raises OSError for the six kinds of errors of unpackers."""
     try:
         return work()
     except (OSError, MgpuError):

@@ -78,11 +78,7 @@ def plug_in_source(data: DataConfig, load: Callable[[], Iterable[Any]], fingerpr
 
 
 def _require_identity(documents: Iterator[Document], identity: str, name: str) -> Iterator[Document]:
-    """Yields the documents.
-
-    Raises:
-        DataError: after the last document, where their digest is not ``identity``.
-    """
+    """Yields the documents, then raises DataError if their digest is not ``identity``."""
     digest = hashlib.sha256()
     for document in documents:
         _add(digest, document)
@@ -169,11 +165,7 @@ def all_names() -> list[str]:
 
 
 def _plug_in(name: str) -> Load:
-    """Loads the function that a package registers under ``name``.
-
-    Raises:
-        ConfigError: no such name, its package cannot be imported, or what it names is no function.
-    """
+    """Loads the function that a package registers under ``name``; ConfigError if it is none."""
     if name not in registered(DATA_GROUP):
         raise _unknown(name)
     loaded = load("data.source", name, DATA_GROUP)

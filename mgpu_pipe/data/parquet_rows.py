@@ -100,12 +100,7 @@ def check_column(path: Path, column: str) -> None:
 
 
 class _Columns:
-    """Record batches of a Parquet or Arrow file.
-
-    Attributes:
-        schema_arrow: its columns.
-        num_rows: rows of the whole file.
-    """
+    """Record batches of a Parquet or Arrow file, its ``schema_arrow`` and the ``num_rows`` of the whole file."""
 
     def __init__(self, content: Any) -> None:
         import pyarrow.ipc

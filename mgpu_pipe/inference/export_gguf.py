@@ -99,11 +99,7 @@ def export_gguf(
 
 
 def _require_library() -> Path:
-    """The folder of llama.cpp's library.
-
-    Raises:
-        BadInputError: the library is not installed.
-    """
+    """The folder of llama.cpp's library, or BadInputError."""
     folder = find_library()
     if folder is None:
         fix = f"pip install llama-cpp-python, or name its folder by {LIBRARY_VARIABLE}; or run llama-quantize on fp16"
@@ -137,11 +133,7 @@ def _write(
 
 
 def _check(stored: StoredModel, read: ReadTensor, dtype: str, file: Path, tokenizer: Path) -> dict[str, float]:
-    """Read the file in a fresh process, compare logits and token ids with the run's; the differences by reader.
-
-    Args:
-        read: reads the weights as the file rounds them.
-    """
+    """Compare a fresh process's logits and token ids of the file with the run's: differences by reader."""
     inputs = probe(stored.model)
     rounded = streamed_logits(stored.model, read, inputs, torch.float32)
     sample = torch.tensor(load_tokenizer_file(tokenizer / TOKENIZER).encode(SAMPLE).ids)

@@ -107,11 +107,7 @@ def existing_folder(path: Path | str) -> Path:
 
 
 def _check_size(model: ModelConfig, tensors: int, numbers: int | None) -> None:
-    """Refuse an impossible model, or one larger than its weights.
-
-    Args:
-        numbers: elements in the weights; None where the step leaves some out.
-    """
+    """Refuse an impossible model, or one larger than the ``numbers`` in its weights, if known."""
     check_model_config(model)
     fields = resolved_fields(model)
     layers = fields.get("num_hidden_layers")

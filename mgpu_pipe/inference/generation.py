@@ -300,11 +300,7 @@ def continue_batch(
 def _generation_config(
     model: PreTrainedModel, sampling: Sampling, longest: int, end_ids: list[int], filler: int, use_cache: bool
 ) -> GenerationConfig:
-    """Settings of a batch whose longest prompt has ``longest`` tokens.
-
-    Raises:
-        BadInputError: the prompt fills the model's context.
-    """
+    """Settings of a batch whose prompts have up to ``longest`` tokens; BadInputError if they fill the context."""
     from transformers import GenerationConfig
 
     is_encoder_decoder, room = bool(model.config.is_encoder_decoder), sampling.max_new_tokens

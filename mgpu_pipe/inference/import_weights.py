@@ -351,11 +351,7 @@ def open_gguf(source: Path, scratch: Path) -> StoredModel:
 
 
 def _reader(file: GgufFile, model: PreTrainedModel, model_type: str) -> ReadTensor:
-    """The function that reads a weight of ``model``, after every tensor's place and shape has been checked.
-
-    Raises:
-        BadInputError: a tensor is missing, of another shape, or has no place in the model.
-    """
+    """The function that reads a weight of ``model``; BadInputError where tensors and model do not match."""
     import torch
 
     from mgpu_pipe.inference.gguf.layouts import GGUF_FAMILIES, find_place, from_file, to_file

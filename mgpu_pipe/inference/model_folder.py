@@ -114,14 +114,7 @@ def write_adapter(stored: StoredModel, out: Path, dtype: torch.dtype) -> None:
 
 
 def _modules_to_save(every: Collection[str], trained: Collection[str]) -> list[str]:
-    """Modules that are trained next to the adapters.
-
-    Args:
-        every, trained: names of all and of the trained parameters.
-
-    Raises:
-        BadInputError: peft cannot save one: a part of it is not trained, or it is inside another one.
-    """
+    """Modules trained next to the adapters, by names of parameters; BadInputError if peft cannot save one."""
     modules = sorted({name.rpartition(".")[0] for name in trained if not is_adapter(name)})
     whole = {name for name in every if name.startswith(tuple(f"{module}." for module in modules))}
     if not whole <= set(trained):

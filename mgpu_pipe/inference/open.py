@@ -293,11 +293,7 @@ def _read_from_checkpoint(
 def _frozen_weights(
     reader: CheckpointReader, config: RunConfig, is_trusted: bool, folder: Path | None
 ) -> dict[str, torch.Tensor]:
-    """The weights that a step leaves out, read from the model folder; empty for a complete step.
-
-    Raises:
-        BadInputError: the folder has other weights, or only another user's step names it.
-    """
+    """Weights of the model folder that the step leaves out; BadInputError for other or untrusted ones."""
     from mgpu_pipe.models.adapters.qlora import is_scales
     from mgpu_pipe.models.weights.pretrained import load_pretrained
 

@@ -109,11 +109,7 @@ def _outputs(
     chosen: NDArray[np.int64],
     compute: Callable[[dict[str, torch.Tensor]], Any],
 ) -> Iterator[tuple[NDArray[np.int64], dict[str, torch.Tensor], Any]]:
-    """Yields indices, batch and output of held-out samples, :data:`BATCH_SIZE` at a time.
-
-    Args:
-        compute: the model's forward pass of a batch's fields.
-    """
+    """Yields indices, batch and ``compute``'s output of held-out samples, :data:`BATCH_SIZE` at a time."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     try:
@@ -183,12 +179,7 @@ def answer_samples(
 
 
 def _answer_texts(labels: torch.Tensor, predicted: torch.Tensor, text: Callable[[Any], str]) -> tuple[str, str]:
-    """The right and the predicted answer of a row, turn by turn.
-
-    Args:
-        labels, predicted: token ids, shape ``(seq_len,)``.
-        text: decodes token ids.
-    """
+    """The right and the predicted answer of a row of token ids, (seq_len,), turn by turn."""
     answered = labels != IGNORE_INDEX
     turns = np.flatnonzero(np.diff(np.flatnonzero(answered)) > 1) + 1
     right, answer = (

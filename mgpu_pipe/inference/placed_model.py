@@ -67,11 +67,7 @@ def open_placed_run(source: ModelSource, settings: MapSettings, average: bool) -
 
 
 def _open(source: ModelSource, average: bool) -> tuple[LoadedRun, Callable[[TakeTensor], None]]:
-    """The run with its model on the meta device, buffers real, and a function that passes on each weight in turn.
-
-    Raises:
-        BadInputError: the step leaves out frozen weights, or there is no average.
-    """
+    """The run with its model on the meta device, and a function that passes on each weight; or BadInputError."""
     if source.config is not None:
         if CheckpointReader(source.folder).left_out is not None:
             raise BadInputError(
@@ -152,11 +148,7 @@ def model_parts(model: PreTrainedModel) -> list[Part]:
 
 @contextmanager
 def _offload_folder(settings: MapSettings, nbytes: int) -> Iterator[Path | None]:
-    """Context with the folder for ``nbytes`` of weights, which is removed with them; None where there are none.
-
-    Raises:
-        BadInputError: it is needed and not named, is in use, or its disk has too little room.
-    """
+    """Context with the folder for ``nbytes`` of weights, removed with them; BadInputError if it cannot be used."""
     folder = settings.offload_folder
     if not nbytes:
         yield None

@@ -136,15 +136,7 @@ def _run_task(folder: Path) -> int:
 
 
 def _check_progress(folder: Path, rows: int, most: int) -> None:
-    """Refuse a job that SLURM queued again and again without a further row.
-
-    Args:
-        rows: computed so far.
-        most: restarts without a further row that are allowed.
-
-    Raises:
-        BadInputError: there were more.
-    """
+    """Raise BadInputError for a job that SLURM queued more than ``most`` times without a row beyond ``rows``."""
     file = folder / "progress.json"
     before = json.loads(file.read_text(encoding="utf-8")) if exists(file) else {}
     restarts = before["restarts"] + 1 if before.get("rows") == rows else 0

@@ -233,11 +233,7 @@ def notices_of(composition: Composition, *, joins: bool = False, elsewhere: bool
 
 
 def _plan_auto(composition: Composition, elsewhere: bool) -> list[Notice]:
-    """Replace ``auto`` and ``max`` by planned values; the notices name them.
-
-    Args:
-        elsewhere: see :func:`mgpu_pipe.checks.preflight.preflight`.
-    """
+    """Replace ``auto`` and ``max`` by planned values; the notices name them."""
     config = composition.config
     keys = unplanned_keys(config.strategy, config.data, config.checkpoint)
     if not keys:

@@ -140,11 +140,7 @@ def _is_whole(ends: list[_Ends]) -> bool:
 
 @contextmanager
 def _devices(*, guarded: bool) -> Iterator[tuple[list[Any], list[int]]]:
-    """gloo's devices, one per configured interface, and their listening ports.
-
-    Args:
-        guarded: whether connections are filtered until they are known to be this user's.
-    """
+    """gloo's devices, one per configured interface, and their ports; ``guarded`` ones filter connections."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name] or [""]
     pairs = [_device(name, guarded=guarded) for name in names]
     devices, ports = [device for device, _ in pairs], [port for _, listening in pairs for port in listening]

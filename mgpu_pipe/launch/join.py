@@ -211,12 +211,7 @@ def _train(
     started: float,
     command_line: CommandLine,
 ) -> str:
-    """Train; an error is reported and ends this process, because the other ranks may be gone.
-
-    Args:
-        resources: resources that rank 0 releases (the lock).
-        started: start of the command on the monotonic clock.
-    """
+    """Train; an error is reported and ends this process, because the other ranks may be gone."""
     usual = sys.stderr
     config = load(paths.config)
     peers: dict[int, str] = {}

@@ -94,10 +94,7 @@ def _launch_here(
 def _run(
     config: RunConfig, paths: RunPaths, lock: RunLock, inbox: SignalInbox, command_line: CommandLine, live: int
 ) -> Outcome:
-    """Start the workers, which import while the data is prepared, then let them train and supervise them.
-
-    Workers of a sweep are forked later, from a server with the imports.
-    """
+    """Start the workers (of a sweep: fork them), which import while the data is prepared, and supervise them."""
     launched, options = time.time(), config.launch
     step, first = resume_step(config.checkpoint, paths), record.next_attempt(paths)
     world = World.on_this_machine(devices_per_node(config.trainer, config.strategy))

@@ -111,12 +111,7 @@ def largest_micro_batch(config: RunConfig) -> RunConfig:
 
 
 def _problem(config: RunConfig) -> str:
-    """The error of a run that is out of memory; empty if it fits.
-
-    Raises:
-        MicroBatchTryError: it failed for another reason.
-        MicroBatchStoppedError: a stop signal arrived.
-    """
+    """The error of a run that is out of memory, empty if it fits; raises if the run failed otherwise or stopped."""
     with (
         SignalInbox() as inbox,
         tempfile.TemporaryDirectory(prefix="micro_batch_", ignore_cleanup_errors=True) as folder,

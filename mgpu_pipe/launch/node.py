@@ -169,12 +169,7 @@ def _watch(
     lock: RunLock | None,
     inbox: SignalInbox,
 ) -> Outcome:
-    """Start this node's workers, supervise them and publish their outcome to the other tasks.
-
-    Args:
-        stop_timeout: ``launch.stop_timeout``.
-        environment: variables of the workers on top of the launcher's.
-    """
+    """Start this node's workers, supervise them and publish their outcome to the other tasks."""
     node, paths = world.node, RunPaths(Path(shared.folder))
     if node:
         wait_for(store, [PORT])

@@ -116,11 +116,7 @@ def check_resume(config: RunConfig, prepared: Prepared, step: Path, is_own_step:
 def _data_errors(
     content: list[str], validation_paths: list[str], prepared: Prepared, step: Path, state: Mapping[str, Any]
 ) -> list[BadInputError]:
-    """Errors of data that is not the data of the run that saved ``step``; at most one.
-
-    Args:
-        content: keys of the data that differ.
-    """
+    """The error of data that is not that of the run that saved ``step``; ``content`` are the keys that differ."""
     if state.get("data_digest") != prepared.digest:
         tokens = token_differences(RunPaths(step.parents[1]).tokenizer, prepared.tokenizer_folder)
         changed = [*content, *([f"the tokenizer: {_listed(tokens)}"] if tokens else [])]

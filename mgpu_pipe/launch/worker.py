@@ -218,10 +218,7 @@ def prepared_here(config: RunConfig, paths: RunPaths) -> Prepared:
 
 
 def _make_samples(config: RunConfig, result: TrainResult, prepared: Prepared, device: torch.device) -> list[Sample]:
-    """Continuations of the configured prompts at the end of a finished run.
-
-    A whole model is that of the last checkpoint, without which there are none. A sharded one is a collective call.
-    """
+    """Continuations of the prompts at the end of a run; of a sharded model a collective call."""
     from mgpu_pipe.inference.during_training import make_samples, shows_samples
     from mgpu_pipe.inference.open import load_run
 

@@ -248,11 +248,7 @@ def _is_part(name: str, value: object) -> bool:
 def _check_field(
     known: ConfigClass, name: str, value: Any, kinds: Mapping[str, str], within: str = "model.config"
 ) -> list[BadInputError]:
-    """Errors of a field.
-
-    Args:
-        kinds: ``model_type`` of the model, under an empty name, and of its parts by field.
-    """
+    """Errors of a field; ``kinds`` has the ``model_type`` of each part by field, and the model's under ""."""
     key = f"{within}.{name}"
     if name in SET_ELSEWHERE:
         return [ConfigError(key, value, SET_ELSEWHERE[name])]

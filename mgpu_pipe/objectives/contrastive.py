@@ -260,10 +260,7 @@ def _nearest_keys(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _sigmoid_pairing(logits: torch.Tensor, right_column: torch.Tensor) -> torch.Tensor:
-    """Binary cross-entropies of each row, summed over columns; in place: ``logits`` become the gradients.
-
-    Zhai et al. 2023, "Sigmoid Loss for Language Image Pre-Training".
-    """
+    """Binary cross-entropies of rows summed over columns (Zhai et al. 2023); ``logits`` become the gradients."""
     logits.scatter_(1, right_column, -logits.gather(1, right_column))
     losses = F.softplus(logits).sum(1)
     logits.sigmoid_().scatter_(1, right_column, -logits.gather(1, right_column))

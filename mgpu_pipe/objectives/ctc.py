@@ -62,11 +62,8 @@ class CTCObjective(SoundObjective):
         return torch.cat([self._loss(batch, log_probabilities).double().reshape(1), sums])
 
     def _log_probabilities(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Log-probabilities of each frame, float64, (rows, frames, characters).
-
-        The gradient subtracts logarithms as large as a recording's loss, some thousands. In float32 they are off by
-        1e-4 (measured in one process with other micro-batches).
-        """
+        """Log-probabilities of each frame, (rows, frames, characters); float64, as the gradient subtracts large
+        logarithms."""
         return cast(torch.Tensor, self.model(**self.model_inputs(batch)).logits.double().log_softmax(-1))
 
     def _loss(self, batch: Mapping[str, torch.Tensor], log_probabilities: torch.Tensor) -> torch.Tensor:

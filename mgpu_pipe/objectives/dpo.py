@@ -52,10 +52,7 @@ class DPOObjective(ReferencedAnswers, PairObjective):
         return self.contribute_once(torch.cat(sums).double())
 
     def _pair_losses(self, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Loss of each pair, (rows,); rewards, probabilities and reference probabilities of its answers, (rows, 2).
-
-        All are 0 where a pair counts nothing.
-        """
+        """Loss of pairs, (rows,); rewards and both probabilities of their answers, (rows, 2); 0 where none counts."""
         if self.keys.reference == "live":
             with torch.no_grad(), without_adapters(self.model):
                 reference, _ = self.answers(batch)

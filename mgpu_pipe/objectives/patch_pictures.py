@@ -46,12 +46,7 @@ class PatchPictures(PictureInputs):
 
     @abstractmethod
     def _model_pixels(self, pictures: Sequence[torch.Tensor], grids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Model arguments of pictures.
-
-        Args:
-            pictures: patches of each, (patches, values).
-            grids: of each, (pictures, 3).
-        """
+        """Model arguments of pictures, each (patches, values), whose grids are (pictures, 3)."""
 
     def _token_inputs(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Model arguments that say which tokens are pictures."""

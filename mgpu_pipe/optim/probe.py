@@ -122,11 +122,7 @@ def _run(
     state: Sequence[Mapping[str, Any]] | None = None,
     seed: int = 0,
 ) -> _Run:
-    """Take ``steps`` with the ``tensors`` of the indices ``only``, of each the part that ``cut`` gives.
-
-    Args:
-        state: of every parameter, to resume from.
-    """
+    """Take ``steps`` with ``cut`` of the ``tensors`` in ``only``, resuming from the ``state`` of every parameter."""
     torch.manual_seed(seed)
     indices = range(len(tensors)) if only is None else only
     parameters: list[torch.Tensor] = [torch.nn.Parameter(cut(tensors[index]).clone()) for index in indices]

@@ -186,12 +186,7 @@ def fit(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Least squares of the errors' logarithms, with a Gaussian prior.
-
-    Attributes:
-        residuals: errors of all rows at a point.
-        centre, prior: mean and standard deviation of the point's coordinates.
-    """
+    """Least squares of the ``residuals`` at a point, logarithms with a Gaussian prior around ``centre``."""
 
     residuals: Callable[[Array], Array]
     centre: Array

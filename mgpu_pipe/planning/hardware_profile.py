@@ -226,11 +226,7 @@ def _value_text(value: object) -> str:
 
 
 def _profile(content: Any, name: str, key: str) -> HardwareProfile:
-    """The profile of a file's content.
-
-    Raises:
-        ConfigError: unknown or missing keys, no positive number, or figures that contradict each other.
-    """
+    """The profile of a file's content; ConfigError for wrong keys or figures."""
 
     def refuse(reason: str, fix: str) -> ConfigError:
         return ConfigError(key, name, fix, reason)

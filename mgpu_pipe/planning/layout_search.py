@@ -277,11 +277,7 @@ def _exceeds(needs: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def _layers_of_stages(layers: int, stages: int, head: float) -> list[int]:
-    """Layers of every stage as :func:`mgpu_pipe.architectures.formulas.layer_split.stage_layers` cuts equal ones.
-
-    Args:
-        head: cost of the output head in layers, on the last stage.
-    """
+    """Layers of every stage as ``layer_split.stage_layers`` cuts equal ones; ``head`` costs that many layers."""
     if stages == 1:
         return [layers]
 

@@ -242,12 +242,7 @@ def _mesh_storage(
     dims: ParallelDims,
     copy: float,
 ) -> dict[str, float]:
-    """Fields of :class:`State` that say how DDP and FSDP2 keep weights, gradients and optimizer state.
-
-    Args:
-        computes: the resolved name of ``precision``.
-        copy: bytes of a weight in the compute type next to the weight.
-    """
+    """Fields of :class:`State` of DDP and FSDP2; ``copy`` is the bytes of a weight's copy in the compute type."""
     is_half = computes == "bf16_true"
     whole = dims.pp > 1 or dims.dp_shard * dims.cp == 1
     # Whole gradients are summed up in the type of their reduction.
@@ -265,12 +260,7 @@ def _mesh_storage(
 
 
 def _zero_storage(optimizer: OptimizerConfig, strategy: StrategyConfig, computes: str, item: float) -> dict[str, float]:
-    """Fields of :class:`State` that say how DeepSpeed keeps weights, gradients and optimizer state.
-
-    Args:
-        computes: the resolved precision.
-        item: bytes of a number in the compute type.
-    """
+    """Fields of :class:`State` of DeepSpeed; ``item`` is the bytes of a number in the compute type."""
     stage = sharded_stage(strategy)
     weight, master = (FP32, 0) if computes == "fp32" else (HALF, FP32)
     return {

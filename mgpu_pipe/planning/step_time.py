@@ -162,10 +162,7 @@ def all_reduce_seconds(size: Numbers, ranks: Numbers, hardware: Hardware, consta
 
 
 def _cast_seconds(work: Work, hardware: Hardware, constants: Constants) -> Numbers:
-    """Seconds in which a rank that has whole weights makes their compute copy; a pipeline's ranks keep theirs.
-
-    Four-bit weights have none.
-    """
+    """Seconds in which whole weights get their compute copy, which a pipeline's ranks and four-bit weights keep."""
     is_whole = (np.asarray(work.pp) == 1) & (np.asarray(work.dp_shard * work.cp) == 1)
     layers = np.where(np.asarray(work.dequantised_bytes) > 0, 0, work.layers)
     moved = np.where(is_whole, work.cast_bytes, 0) * rank_parameters(replace(work, layers=layers))
@@ -233,10 +230,7 @@ def _collective(size: Numbers, ranks: Numbers, stride: Numbers, hardware: Hardwa
 
 
 def _all_to_all(size: Numbers, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
-    """Seconds in which each rank sends equal parts of ``size`` bytes to all of its group, inside and between nodes.
-
-    Unlike in a ring, all GPUs of a node send over its network at once.
-    """
+    """Seconds of an all-to-all of ``size`` bytes, inside and between nodes; all GPUs of a node send at once."""
     near = np.clip(hardware.gpus_per_node / stride, 1, ranks)
     inside = (near - 1) / ranks / (hardware.link * constants.link)
     between = (ranks - near) / ranks * hardware.gpus_per_node / (hardware.network * constants.network)
@@ -253,10 +247,7 @@ def _tensor_seconds(work: Work, hardware: Hardware, constants: Constants) -> Num
 def _context_seconds(
     work: Work, attention: Numbers, hardware: Hardware, constants: Constants, backward: bool = False
 ) -> Numbers:
-    """Seconds that passing keys and values round, or exchanging heads for tokens, adds to a layer's attention.
-
-    The backward pass passes keys and values round again, and their gradients in fp32.
-    """
+    """Seconds that the ring, or exchanging heads for tokens, adds to a layer's attention; backward also gradients."""
     bandwidth = _bandwidth(work.cp, work.tp, hardware, constants)
     entries = 2 * work.tokens * work.head_dim * work.key_value_heads / work.tp
     messages, size = (2, work.activation_bytes + 4) if backward else (1, work.activation_bytes)

@@ -46,11 +46,8 @@ def smoothed(series: Points) -> Points:
 
 
 def _centred_mean(values: Sequence[float], reach: int) -> list[float]:
-    """Means over ``reach`` values on each side.
-
-    At the start both sides shrink alike, because a loss is steep there. At the end only the right side shrinks, so that
-    the last value alone does not make the curve jump.
-    """
+    """Means over ``reach`` values on each side: at the start both shrink (a loss is steep), at the end the right
+    one."""
     sums = [0.0, *accumulate(values)]
     means = []
     for center in range(len(values)):

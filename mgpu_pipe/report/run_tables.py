@@ -138,10 +138,7 @@ def _headline(view: RunView, metric: Metric) -> str:
 
 
 def _best(views: Sequence[RunView]) -> tuple[RunView | None, str]:
-    """The run with the lowest held-out loss, or training loss without held-out data, and the loss's name.
-
-    It compares finished runs, or all if no run finished. The run is None for a single run or if no run has a loss.
-    """
+    """The finished run (or any, if none) with the lowest loss, and the loss's name; None for a single run."""
     finished = [view for view in views if view.status == "finished"] or list(views)
     for column, name in (("val/loss", "held-out loss"), ("train/loss", "training loss")):
         losses = [(view.final(column), view) for view in finished if math.isfinite(view.final(column))]

@@ -206,10 +206,7 @@ def _hopeless(entries: list[Entry], step: int, most: int) -> str:
 
 
 def _end_of_killed(paths: RunPaths, entry: Mapping[str, object], step: Path | None) -> Entry:
-    """End of a killed attempt: its last step, and the time of that step.
-
-    The ranks' logs do not show the time, because the present attempt's workers may write there, too.
-    """
+    """End of a killed attempt, the time of its last step: the present attempt may write to its logs, too."""
     there = paths.metrics.exists()
     ended = max(_number(entry.get("started")), last_sign(paths))
     steps = read_metrics(paths.metrics).get("step", []) if there else []

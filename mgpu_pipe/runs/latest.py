@@ -206,11 +206,7 @@ def _has_values(run: Path, swept: Iterable[str]) -> bool:
 
 
 def _why_new(changes: Sequence[Difference], newest: Path, swept: Sequence[str]) -> str:
-    """Note that a new run starts, and why.
-
-    Args:
-        changes: differences between the configuration and ``newest``, the latest run of its name.
-    """
+    """Note that a new run starts, and the ``changes`` from ``newest``, the latest of its name."""
     reasons = [f"{key}={_setting(then)} there, {_setting(now)} here" for key, now, then in changes[:LISTED]]
     if not changes:
         reasons = [f"it was not launched with {' '.join(swept)}"]

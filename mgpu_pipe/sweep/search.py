@@ -143,11 +143,7 @@ def _study(kind: Kind, minimize: Sequence[bool], seed: int) -> optuna.Study:
 
 
 def _frozen_trial(tried: Tried, space: Sequence[Parameter], generation: int) -> optuna.trial.FrozenTrial:
-    """Optuna's form of a trial; a failed trial counts as pruned at once, the worst result.
-
-    Args:
-        generation: NSGA-II generation; it draws at random while no trial has one.
-    """
+    """Optuna's form of a trial of an NSGA-II generation; a failed one counts as pruned at once, the worst."""
     from optuna.trial import TrialState, create_trial
 
     known = [parameter for parameter in space if parameter.key in tried.chosen]

@@ -125,11 +125,7 @@ def _errors(launch: LaunchConfig, sweep: SweepConfig) -> Iterator[BadInputError]
 
 
 def _composed(spec: Mapping[str, object], points: Mapping[int, list[str]]) -> dict[int, Composition]:
-    """Checked compositions of the points by number, as the nodes use them.
-
-    Raises:
-        BadInputError: points cannot run; each is printed.
-    """
+    """Checked compositions of the points by number; prints errors of points, then raises BadInputError."""
     parsed = parsed_again(list(map(str, _listed(spec["flags"]))), list(map(str, _listed(spec["fixed"]))))
     compositions: dict[int, Composition] = {}
     bad, first = 0, ""

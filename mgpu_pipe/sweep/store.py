@@ -302,11 +302,7 @@ def _parsed(text: object) -> Any:
 
 
 def _is_points(database: sqlite3.Connection) -> bool:
-    """Whether the table of points exists; False in an empty file.
-
-    Raises:
-        sqlite3.DatabaseError: another object exists; views, triggers and computed columns are programs.
-    """
+    """Whether the table of points exists; DatabaseError for any other object, since views and triggers are programs."""
     objects = database.execute("SELECT sql FROM sqlite_master LIMIT 2").fetchall()
     if objects not in ([], [(TABLE,)]):
         raise sqlite3.DatabaseError("holds another object than the table of points")

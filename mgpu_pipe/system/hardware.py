@@ -195,11 +195,7 @@ GROUPS, MEMBERSHIPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def _control_groups(controller: str, groups: Path, own_groups: Path) -> list[Path]:
-    """Folders of the control groups of this process and their ancestors, versions 1 and 2.
-
-    Args:
-        controller: ``cpu`` or ``memory``, for the hierarchy of version 1.
-    """
+    """Folders of this process's control groups and ancestors; version 1 has a hierarchy for each ``controller``."""
     try:
         memberships = [line.split(":", 2) for line in own_groups.read_text().splitlines()]
     except OSError:
@@ -220,10 +216,7 @@ def _control_groups(controller: str, groups: Path, own_groups: Path) -> list[Pat
 
 @functools.lru_cache(maxsize=None)
 def _cpu_quota(groups: Path = GROUPS, own_groups: Path = MEMBERSHIPS) -> float | None:
-    """CPU time limit of this process's control groups, in cores; None without a limit.
-
-    Containers and batch systems limit time this way; the affinity mask does not show it.
-    """
+    """CPU limit of the control groups in cores (containers, batch systems), which affinity does not show; or None."""
     quotas = [_quota_of(group) for group in _control_groups("cpu", groups, own_groups)]
     return min((quota for quota in quotas if quota is not None), default=None)
 

@@ -316,10 +316,7 @@ def _metrics_writer(attempt: Attempt, objective: Objective) -> MetricsWriter:
 
 
 def _utilisation(attempt: Attempt, model: PreTrainedModel) -> Callable[[float], float] | None:
-    """From tokens/s of the whole run to model FLOPs utilisation, where the device's peak is known.
-
-    Attention is counted inside documents.
-    """
+    """Model FLOPs utilisation from tokens/s of the run, if the peak is known; attention inside documents counts."""
     config = attempt.config
     # A token of an encoder-decoder passes half of the model.
     if attempt.device.type != "cuda" or model.config.is_encoder_decoder or not config.data.tokens():

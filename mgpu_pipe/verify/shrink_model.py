@@ -178,11 +178,7 @@ def _fit_pictures(changed: dict[str, Any], known: ConfigClass, model_type: str, 
 
 
 def _native_size_tower(model: Mapping[str, Any], first: int) -> dict[str, Any]:
-    """Small tower of pictures in native size: windows of two by two places, the language model's width.
-
-    Args:
-        first: number of layers of the first pipeline stage, after each of which the tower's output may be added.
-    """
+    """Small tower of pictures in native size; the tower's output may be added after the ``first`` layers."""
     vision = dict(model["vision_config"])
     merge, layers = int(vision.get("spatial_merge_size", 2)), int(vision["depth"])
     vision["patch_size"] = min(int(vision.get("patch_size", PATCH)), PATCH)

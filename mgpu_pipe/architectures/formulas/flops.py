@@ -126,11 +126,7 @@ class Shape:
 
 
 def _latent_head_dim(read: Callable[[str], Any]) -> int:
-    """Mean width of a head's queries and values in latent attention; 0 for another attention.
-
-    Args:
-        read: returns a field of the configuration.
-    """
+    """Mean width of a head's queries and values in latent attention, else 0; ``read`` returns a field."""
     if not isinstance(read("kv_lora_rank"), int):
         return 0
     return int(read("qk_nope_head_dim") + read("qk_rope_head_dim") + read("v_head_dim")) // 2

@@ -50,11 +50,7 @@ def calibrate(words: list[str]) -> int:
 
 
 def _split_file(words: list[str]) -> tuple[Path, list[str]]:
-    """The profile's file, and the other words.
-
-    Raises:
-        ConfigError: no YAML file, or a folder that is not there or cannot be written.
-    """
+    """The profile's file, which can be written, and the other words; or ConfigError."""
     rest, name = list(words), USUAL
     for index, word in enumerate(words):
         if word == OUT or word.startswith(f"{OUT}="):
@@ -71,11 +67,7 @@ def _split_file(words: list[str]) -> tuple[Path, list[str]]:
 
 
 def _refuse_other_file(file: Path) -> None:
-    """Refuse to replace a file that no earlier ``calibrate`` wrote.
-
-    Raises:
-        ConfigError: there is such a file.
-    """
+    """Raise ConfigError for a file that no earlier ``calibrate`` wrote."""
     from mgpu_pipe.planning.calibration import SOURCE
     from mgpu_pipe.planning.hardware_profile import yaml_of
 

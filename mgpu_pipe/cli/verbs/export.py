@@ -56,11 +56,7 @@ def export(argv: Sequence[str]) -> int:
 
 
 def _choose_format(arguments: argparse.Namespace) -> None:
-    """Set ``arguments.format`` from its synonyms.
-
-    Raises:
-        BadInputError: options contradict each other.
-    """
+    """Set ``arguments.format`` from its synonyms; BadInputError where options contradict each other."""
     if arguments.adapter and arguments.format not in (None, "peft"):
         raise BadInputError(f"--adapter: means --format peft, and not {arguments.format}; leave one out")
     arguments.format = arguments.format or ("peft" if arguments.adapter else "hf")

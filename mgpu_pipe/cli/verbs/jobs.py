@@ -167,11 +167,7 @@ def _cells(job: Job) -> tuple[str, ...]:
 
 
 def _job(name: str) -> tuple[str, Path | None]:
-    """Job of a folder or a number, and its log; the log is None for a sweep's array.
-
-    Raises:
-        RunFolderError: the folder was never submitted.
-    """
+    """Job of a folder or a number, and its log (None for an array); RunFolderError if never submitted."""
     folder = expand_home(name).absolute()
     job = job_of(folder)
     if job:

@@ -81,11 +81,7 @@ def plan(words: list[str]) -> int:
 
 
 def _without_file(words: list[str]) -> tuple[list[str], str | None]:
-    """The words without ``--html FILE``, and the file.
-
-    Raises:
-        BadInputError: no file is named, or an override.
-    """
+    """The words without ``--html FILE``, and the file; BadInputError where FILE is none."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == HTML:

@@ -148,11 +148,7 @@ def _check(arguments: argparse.Namespace, root: Path | None) -> None:
 
 
 def _extra_columns(runs: Sequence[Listed], words: Sequence[str]) -> dict[str, tuple[str, dict[Path, Any]]]:
-    """Full key of each word, and its value in each run that has it.
-
-    Raises:
-        BadInputError: no run has such a key, or a shortened one stands for several.
-    """
+    """Full key of each word and its value in each run; BadInputError for an unknown or ambiguous word."""
     values = {run.folder: config_and_metrics(run.folder) for run in runs if words}
     known = {key for row in values.values() for key in row}
     columns = {}

@@ -65,11 +65,7 @@ def _model_and_options(arguments: argparse.Namespace, token: str | None) -> tupl
 def _read_models(
     file: Path, arguments: argparse.Namespace, token: str | None
 ) -> list[tuple[ServedModel, ServeOptions]]:
-    """The models of a ``serve.yaml``, each with its share of the GPUs.
-
-    Raises:
-        BadInputError: the file is wrong, or the models do not fit.
-    """
+    """The models of a ``serve.yaml``, each with its share of the GPUs; BadInputError if they do not fit."""
     flags = [f"--{name}" for name in ("print", "check", "verbose") if getattr(arguments, name)]
     flags += ["--no-token"] if arguments.no_token else []
     entries = [parse_arguments(_parser(), [*words, *flags]) for words in read_serve_file(file)]

@@ -45,11 +45,7 @@ def submit(words: list[str]) -> int:
 
 
 def _launcher(name: str) -> Any:
-    """The launcher ``name``: a module, or an object of an installed package.
-
-    Its ``settled(config)`` returns the configuration for the nodes; ``hand_over(config, command_line, dry_run)``
-    submits the run and prints the job.
-    """
+    """A launcher: ``settled(config)`` is for the nodes, ``hand_over(config, command_line, dry_run)`` submits."""
     if name == "local":
         others = [other for other in plugins.LAUNCHERS if other != "local"]
         fix = f"use launch={' or launch='.join(others)}"

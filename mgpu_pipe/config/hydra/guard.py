@@ -49,11 +49,7 @@ def install_guard() -> None:
 
 
 def _check_cycle(chain: Sequence[str]) -> None:
-    """Refuse a configuration that includes itself; Hydra would loop forever.
-
-    Args:
-        chain: configurations, each in the defaults of the previous one.
-    """
+    """Refuse a configuration that includes itself; each in ``chain`` is in the defaults of the one before."""
     if chain[-1] in chain[:-1]:
         cycle = chain[chain.index(chain[-1]) :]
         reason = f"includes itself ({' -> '.join(cycle)})" if len(cycle) > 2 else "includes itself"

@@ -216,10 +216,7 @@ def _sweep_fault(override: Override, multirun: bool) -> tuple[str, str] | None:
 
 
 def _length_of_range(override: Override) -> int:
-    """Number of values of ``range(...)``; 0 for any other override, or a range without a step.
-
-    It is above :data:`MOST_VALUES` where the range has no end.
-    """
+    """Number of values of ``range(...)``, above :data:`MOST_VALUES` without an end; 0 for other overrides."""
     value = override.value()
     if not isinstance(value, RangeSweep) or value.start is None or value.stop is None or not value.step:
         return 0

@@ -139,11 +139,7 @@ def prepare_speech(
 
 
 def _add_counts(known: PreparedSpeech, data: AudioConfig, sound: Sound, bad: list[tuple[str, str]]) -> PreparedSpeech:
-    """Adds sample counts, left-out recordings and digests to ``known``; reports the bad recordings.
-
-    Raises:
-        DataError: a bad recording that the rules do not leave out; no recording to train on.
-    """
+    """Adds counts and digests to ``known``, and reports bad recordings or raises DataError for them."""
     long, bad = _among_rules(bad, data)
     report_bad_samples(bad, data.on_bad_sample, ("the recording or its text", "recordings"))
     is_apart = known.is_apart or bool(data.validation_paths)
@@ -165,11 +161,7 @@ def _add_counts(known: PreparedSpeech, data: AudioConfig, sound: Sound, bad: lis
 
 
 def _among_rules(bad: list[tuple[str, str]], data: AudioConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Splits bad recordings: those that ``data.on_too_long`` rules (the too long ones, unless auto), and the others.
-
-    Raises:
-        DataError: one is too long, and the rule is refuse.
-    """
+    """Bad recordings that ``data.on_too_long`` rules, and the others; DataError where it refuses one."""
     if data.on_too_long == "auto":
         return [], bad
     long = [(name, reason) for name, reason in bad if reason.startswith(TOO_LONG)]
@@ -225,12 +217,7 @@ def _training_texts(data: DataConfig, folder: Path, held_folder: Path) -> list[s
 def _labels(
     folder: Path, alphabet: Alphabet | Words, limits: Frames | LogMel, written: str, speed: float, cache: Path
 ) -> Path:
-    """Builds the folder with the transcripts' numbers, of the usable recordings.
-
-    Args:
-        written: name of the alphabet's folder.
-        speed: share by which recordings are played faster or slower at most.
-    """
+    """Builds the folder ``written`` of the usable transcripts' numbers; ``speed`` is the largest change of pace."""
     settings = limits.identity() if isinstance(limits, LogMel) else asdict(limits)
     parts = ("labels", _FORMAT, written, settings, speed)
     name, content = digest_of(folder.name, *parts), digest_of(_content(folder), *parts)

@@ -205,11 +205,8 @@ def _add_counts(
 
 
 def _limits(model: ModelConfig, data: LabelledAudioConfig, rate: int) -> tuple[int, int | None, int | None]:
-    """Fewest and most samples of a recording that the model takes, whatever ``data.speed`` draws, and of a segment.
-
-    Raises:
-        ConfigError: the segment is shorter or longer.
-    """
+    """Fewest and most samples that the model takes at any ``data.speed``, and a segment's; ConfigError if it is
+    outside."""
     window = window_of(model, rate)
     fewest = frames_of(model).min_samples(1) if window is None else window.fewest_samples
     most = None if window is None else window.most_samples
@@ -231,11 +228,7 @@ def _names(folder: Path, names_in: Callable[[str], Iterable[str]]) -> set[str]:
 
 
 def _classes(model: ModelConfig, data: DataConfig, trained: set[str], evaluated: set[str]) -> list[str]:
-    """Class names of the run.
-
-    Raises:
-        ConfigError: as :func:`class_names`; or held-out files have a class that no training file has.
-    """
+    """Class names of the run; ConfigError where held-out files have a class that no training file has."""
     unknown = sorted(evaluated - trained)
     if unknown and not data.classes and speech_source(data).speak is None:
         reason = f"no training recording has the class {shortened(unknown[0])!r}"

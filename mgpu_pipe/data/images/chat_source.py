@@ -323,11 +323,7 @@ class ChatSource:
         return leaders
 
     def _misplaced(self, tokens: Path, standing: list[int]) -> dict[int, tuple[str, str]]:
-        """Finds conversations whose picture places the chat template drops: origin and reason by number.
-
-        Raises:
-            DataError: there are some, with ``data.on_bad_sample=stop``; or every conversation with pictures is one.
-        """
+        """Conversations whose picture places the template drops, as origin and reason by number; or DataError."""
         store = TokenStore.open(tokens)
         counts = np.array([len(numbers) for numbers in self.pictures], np.int64)
         starts = np.concatenate([[0], np.cumsum(np.isin(store.tokens, standing))])

@@ -230,11 +230,7 @@ def _described(file: IO[bytes], error: BadTarError) -> str:
 def _sample(
     name: str, parts: list[Member], file: IO[bytes], column: str, label_rule: tuple[str, str]
 ) -> tuple[list[tuple[str, str]], Member]:
-    """Labels of a sample's picture (see :func:`labels_of`), and its member.
-
-    Raises:
-        DataError: why the sample cannot be used.
-    """
+    """Labels of a sample's picture (:func:`labels_of`), and its member; DataError says why it cannot be used."""
     pictures = [part for part in parts if part.is_picture]
     if len(pictures) != 1:
         raise DataError(f"{name}: holds {len(pictures)} pictures, not one")

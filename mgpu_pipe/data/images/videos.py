@@ -277,12 +277,7 @@ def look(path: Path, fingerprint: Fingerprint | None = None) -> ClipFacts | str:
 
 @contextmanager
 def _decoded(path: Path, fingerprint: Fingerprint | None) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """Opens a file: its first video stream and its frames.
-
-    Raises:
-        BadSampleError: it cannot be used.
-        ChangedFileError: it changed since its scan.
-    """
+    """First video stream of a file, and its frames; BadSampleError, or ChangedFileError after a change."""
     av = pyav()
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
     with decoding("is no video that can be read"), open_data(path, fingerprint) as file:

@@ -87,14 +87,7 @@ def placeholder_texts(model: ModelConfig, tokenizer: TokenizerInfo) -> tuple[str
 
 
 def _token(model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo, place: str, *fields: str) -> int:
-    """Id of the placeholder token of pictures or of videos.
-
-    Args:
-        fields: of the model's configuration, where it says it.
-
-    Raises:
-        ConfigError: the tokenizer has none, or the model knows another one.
-    """
+    """Id of a placeholder token, which ``fields`` of the model may name; ConfigError without or with another id."""
     from tokenizers import Tokenizer
 
     tokens = (model_field(model, name) for name in fields)

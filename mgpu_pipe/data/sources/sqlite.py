@@ -35,11 +35,7 @@ class SqliteConfig(DataConfig):
 
 @contextmanager
 def _database(path: Path) -> Iterator[sqlite3.Connection]:
-    """Opens a file that nothing writes to.
-
-    Raises:
-        DataError: it is no SQLite file, or a log or journal next to it holds changes.
-    """
+    """Opens an SQLite file that nothing writes to; DataError if a log or journal next to it holds changes."""
     import sqlite3
 
     real = path.resolve()  # SQLite opens log and journal next to the file that a link names
@@ -67,11 +63,7 @@ def _quoted(name: str) -> str:
 
 
 def _table_of(data: DataConfig, path: Path, database: sqlite3.Connection) -> str:
-    """The table that is read, which has the column.
-
-    Raises:
-        DataError: there is no such table or column.
-    """
+    """The table to read, which has the column; DataError without it."""
     assert isinstance(data, SqliteConfig)
     names = [name.decode(errors="replace") for (name,) in database.execute(TABLES) if not name.startswith(b"sqlite_")]
     table = names[0] if data.table is None and len(names) == 1 else data.table

@@ -202,12 +202,8 @@ class AnswerFinder:
         return self.render(other, tools)
 
     def _header_end(self, head: str, plain: str | None, prompt: str | None) -> int:
-        """Start of an answer in ``head``, the text before its content.
-
-        Args:
-            plain: the conversation before the answer; None where it is unknown.
-            prompt: the generation prompt after it; None for the template's usual one.
-        """
+        """Start of an answer in ``head``, after ``plain``, the conversation before it, and ``prompt``, the
+        template's."""
         begin = len(plain) if plain is not None and head.startswith(plain) else 0
         prompt = self.generation_prompt() if prompt is None else prompt
         for header in filter(None, (prompt, prompt.lstrip(), prompt.strip())):  # other spaces where it only asks

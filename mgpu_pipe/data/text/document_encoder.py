@@ -266,11 +266,7 @@ class Encoder:
         return [*ids, eos], np.append(mask, np.uint8(ends))
 
     def _token_ids(self, document: Document) -> tuple[list[int], NDArray[np.uint8] | None]:
-        """Returns a document's token ids.
-
-        Raises:
-            DataError: a token id is not in the tokenizer.
-        """
+        """Token ids and mask of a document; DataError for an id that the tokenizer lacks."""
         tokens, size = document.tokens, self._spec.vocab_size
         assert tokens is not None
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < size:

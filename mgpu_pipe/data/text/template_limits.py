@@ -112,11 +112,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _weighed(value: Any) -> Any:
-    """Returns the value if one operation may read it.
-
-    Raises:
-        TemplateLimit: a text, container or number is too large; a repeated element counts each time.
-    """
+    """``value``, if an operation may read it; TemplateLimit if it is too large, repeated elements included."""
     waiting: list[Any] = [value]
     weight = 0
     while waiting:

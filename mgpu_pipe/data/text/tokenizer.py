@@ -182,11 +182,7 @@ def _check_fits(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig
 
 
 def _end_of_sequence(model: ModelConfig, data: DataConfig, folder: Path, tokenizer: Tokenizer) -> tuple[str, int]:
-    """Finds the token that ends a document: the folder's, else the tokenizer's or the model's.
-
-    Raises:
-        ConfigError: none of them has one, or it is ambiguous.
-    """
+    """The token that ends a document: the folder's, else the tokenizer's or the model's; or ConfigError."""
     special = special_tokens(folder)
     chosen, file = data.tokenizer, f"set eos_token in its {CONFIG}"
     named = special.get("eos_token")
@@ -235,10 +231,7 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
 def _imported(
     model: ModelConfig, data: DataConfig, file: Path, template: ChosenTemplate | None, cache: Path
 ) -> TokenizerInfo:
-    """Copies the tokenizer in ``file``'s folder, completed to load alone and to have the template's tokens.
-
-    A missing token gets the next free id.
-    """
+    """Copies the tokenizer of ``file``, completed to load alone; a template's missing tokens get the next free ids."""
     paths = {name: file.parent / name for name in FILES if (file.parent / name).is_file()}
     paths[TOKENIZER] = file
     # Read once: the stored content is what was hashed, even if the files change meanwhile.

@@ -112,12 +112,7 @@ class RowBatch:
         return self._leave()
 
     def _forward(self, ids: torch.Tensor, lengths: Sequence[int], cache: DynamicCache, rows: Sequence[Row]) -> None:
-        """One forward pass.
-
-        Args:
-            ids: new tokens, (rows, most tokens).
-            lengths: tokens of each row with the new ones.
-        """
+        """One forward pass of ``ids``, (rows, most tokens); ``lengths`` are the rows' with them."""
         total = cache.get_seq_length() + ids.shape[1]
         padding = total - torch.tensor(lengths, device=self._device)[:, None]
         places = torch.arange(total, device=self._device)

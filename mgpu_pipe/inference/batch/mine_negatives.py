@@ -182,11 +182,7 @@ def _texts(value: object) -> list[str]:
 
 
 def _encode(encoder: TextEncoder, texts: Mapping[str, int], batch: int) -> torch.Tensor:
-    """Vectors of the texts in their order, (texts, size).
-
-    Args:
-        texts: with the numbers of their rows, for errors.
-    """
+    """Vectors of the texts in their order, (texts, size)."""
     numbers, vectors = {text: number for number, text in enumerate(texts)}, None
     for some in batches_of((TextRow(line, text) for text, line in texts.items()), batch):
         part = encoder.encode(some)

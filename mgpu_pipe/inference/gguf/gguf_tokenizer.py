@@ -277,11 +277,7 @@ def _ends(folder: Path, ids: Mapping[str, int]) -> tuple[bool, bool]:
 
 
 def _byte_pairs(content: Mapping[str, Any], folder: Path, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """Model, pre-tokenizer and merges of a byte-level BPE.
-
-    Raises:
-        BadInputError: the tokenizer is of another kind.
-    """
+    """Model, pre-tokenizer and merges of a byte-level BPE; BadInputError for another kind."""
     model, before = content["model"], content.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
     name = next((name for name, known in PRE_TOKENIZERS.items() if same_steps(known.steps(), steps)), None)
@@ -314,11 +310,7 @@ def _pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _sentence_pieces(content: Mapping[str, Any], folder: Path, tokens: Sequence[str]) -> dict[str, Any]:
-    """Model and scores of a tokenizer of the SentencePiece kind.
-
-    Raises:
-        BadInputError: it marks spaces in another way.
-    """
+    """Model and scores of a SentencePiece tokenizer; BadInputError if it marks spaces otherwise."""
     prefix = begins_with_space(content)
     if prefix is None:
         raise BadInputError("--format=gguf: the tokenizer marks spaces as llama.cpp cannot; use --format hf")

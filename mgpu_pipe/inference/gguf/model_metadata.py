@@ -248,11 +248,7 @@ def _linear_factor(source: _Metadata) -> int | float:
 
 
 def _llama3_scaling(file: GgufFile, base: float, size: int) -> dict[str, Any]:
-    """Llama 3's scaling, whose divisors of frequencies the file lists; its other constants are those of Llama 3.
-
-    Raises:
-        BadInputError: the divisors follow from other constants.
-    """
+    """Llama 3's scaling by the file's divisors; BadInputError if they follow from other constants than Llama 3's."""
     import torch
 
     if file.tensors[FREQUENCIES].shape != (size // 2,):

@@ -83,11 +83,7 @@ def kind_of(name: str, shape: tuple[int, ...], dtype: GgufDtype) -> GGMLQuantiza
 
 
 def _quantised(name: str, tensor: torch.Tensor, kind: GGMLQuantizationType) -> ndarray[Any, Any]:
-    """The tensor as the file's bytes, (rows, bytes of a row), made some rows at a time.
-
-    Raises:
-        MgpuError: a value is not finite, or beyond what the type holds.
-    """
+    """The tensor as the file's bytes, (rows, bytes of a row); MgpuError for a value that the type cannot hold."""
     import gguf
 
     values = tensor.contiguous().numpy()

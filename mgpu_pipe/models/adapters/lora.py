@@ -127,11 +127,7 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def _targets(model: nn.Module, keys: PeftConfig, frozen: AbstractSet[str]) -> list[tuple[str, nn.Module]]:
-    """Layers that get adapters, by name.
-
-    Args:
-        frozen: frozen or unused parameters.
-    """
+    """Layers that get adapters, by name; none whose parameters are ``frozen`` or unused."""
     frozen_layers = {name.rpartition(".")[0] for name in frozen if name.rpartition(".")[2] in ("weight", *WEIGHTS)}
     modules = dict(model.named_modules())
     in_blocks = _block_linears(model)

@@ -153,10 +153,7 @@ ENDING = "_scales"
 
 
 class _Product(torch.autograd.Function):
-    """x @ weight.T without a gradient of the weight.
-
-    ``counts`` are the rows of x for each of several matrices; None: there is one matrix.
-    """
+    """x @ weight.T without a gradient of the weight; ``counts`` are the rows of x for each of several matrices."""
 
     @staticmethod
     def forward(

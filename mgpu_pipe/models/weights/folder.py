@@ -261,11 +261,7 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _data_bytes(entries: dict[str, dict[str, Any]]) -> int:
-    """Bytes of all tensors, which must be consecutive without overlap.
-
-    Raises:
-        ValueError, TypeError, KeyError: an entry is impossible.
-    """
+    """Bytes of all tensors; raises ValueError, TypeError or KeyError unless they follow each other."""
     end = 0
     for entry in sorted(entries.values(), key=lambda entry: list(entry["data_offsets"])):
         begin, stop = entry["data_offsets"]

@@ -220,10 +220,7 @@ def _rotations(content: object) -> object:
 
 
 def _drop_invalid_first_tokens(config: PretrainedConfig) -> None:
-    """Drops a first token outside of the vocabulary; transformers warns of it with every load.
-
-    CLIP's class has such a default, 49406.
-    """
+    """Drops a first token outside of the vocabulary (CLIP's default, 49406), of which every load warns."""
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         size, begin = getattr(part, "vocab_size", None), getattr(part, "bos_token_id", None)
         if isinstance(size, int) and isinstance(begin, int) and begin >= size:

@@ -180,10 +180,8 @@ def build_schedule(
 
 
 def _separate_pairs(schedule: PipelineScheduleMulti) -> None:
-    """Split every overlapped forward and backward pass (DualPipeV) into single actions.
-
-    torch runs the two one after the other and sends the first result only after the second, so the next rank waits.
-    """
+    """Split overlapped passes (DualPipeV): torch sends the first result only after the second, so the next rank
+    waits."""
     if not any(action and action.sub_actions for actions in schedule.pipeline_order.values() for action in actions):
         return
     schedule.pipeline_order = {
@@ -194,10 +192,7 @@ def _separate_pairs(schedule: PipelineScheduleMulti) -> None:
 
 
 def _free_weights_last(schedule: PipelineScheduleMulti, rank: int) -> None:
-    """Gather sharded weights once, and free them after all stages of the rank: they are in one module.
-
-    With more than three stages on a rank torch frees some in between, and gathers them again.
-    """
+    """Gather sharded weights once and free them after all the rank's stages; torch frees some in between."""
     order, rest = actions_of(schedule), list[Any]()
     gathered, frees = set[int](), dict[int, Any]()
     for action in order[rank]:

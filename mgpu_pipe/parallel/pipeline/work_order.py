@@ -71,11 +71,8 @@ def _in_rounds(stages: Sequence[int], micro_batches: int, a_round: int) -> list[
 def _alternating(
     stages: tuple[int, ...], micro_batches: int, a_round: int, warmup: int, weights_behind: int | None = None
 ) -> Stream:
-    """``warmup`` forward passes, then one forward and one backward in turn, then the backward passes that are left.
-
-    Args:
-        weights_behind: how many ``I`` go before the first ``W``; None keeps backward passes whole.
-    """
+    """``warmup`` forward passes, then forward and backward in turn; ``weights_behind`` ``I`` go before the first
+    ``W``."""
     forwards = _in_rounds(stages, micro_batches, a_round)
     backwards = _in_rounds(stages[::-1], micro_batches, a_round)
     warmup = min(warmup, len(forwards))

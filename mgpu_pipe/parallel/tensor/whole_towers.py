@@ -52,12 +52,7 @@ def keep_towers_whole(
 
 
 class _DealtTower:
-    """Forward pass of a whole tower over this rank's share of the pictures.
-
-    Args:
-        outputs: fields of the tower's output to exchange.
-        layers: layers of ``hidden_states`` to exchange.
-    """
+    """Forward pass of a tower over this rank's pictures; exchanges ``outputs``, and ``layers`` of the hidden states."""
 
     def __init__(
         self, tower: nn.Module, group: dist.ProcessGroup, outputs: Sequence[str], layers: Sequence[int]

@@ -323,10 +323,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return total
 
     def _padded(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Pad every rank to equally many micro-batches, without targets: under ZeRO-3 all ranks run each layer.
-
-        A collective call under ZeRO-3, and where the objective's losses meet or gather.
-        """
+        """Pad all ranks to equally many micro-batches, without targets; ZeRO-3 and gathering losses need it."""
         together = self.stage == 3 or isinstance(self.objective, FeatureGatherer) or self.objective.gathers
         if not together or self.dims.data_parallel_size == 1:
             return micro_batches
