@@ -64,21 +64,13 @@ class Plan:
 
 
 def check(overrides: Sequence[str] = ()) -> Plan:
-    """Compose and check a configuration without starting a process or importing torch.
-
-    Raises:
-        BadInputError: all errors; see the module.
-    """
+    """Compose and check a configuration, without processes and torch; BadInputError has all errors."""
     with as_exceptions():
         return plan(_composed(overrides))
 
 
 def plan(composition: Composition) -> Plan:
-    """Plan of the run of ``composition``.
-
-    Raises:
-        ConfigErrors: all errors of the configuration.
-    """
+    """Plan of the run of ``composition``; ConfigErrors has all errors of the configuration."""
     from mgpu_pipe.launch.compositions import notices_of
     from mgpu_pipe.report.overview import overview
 
@@ -117,11 +109,7 @@ def train(overrides: Sequence[str] = ()) -> Run:
 
 
 def open_run(folder: PathLike | None = None) -> Run:
-    """Open a run by its folder; without one, the latest run below ``outputs``.
-
-    Raises:
-        RunFolderError: no such folder, or it is not a run's.
-    """
+    """Open a run by its folder, or the latest run below ``outputs``; RunFolderError if it is none."""
     from mgpu_pipe.runs.latest import named_or_newest
 
     with as_exceptions():

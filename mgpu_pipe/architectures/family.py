@@ -244,10 +244,8 @@ FEWEST_FRAMES = 7
 
 
 def sound_tokens(frames: Any) -> Any:
-    """Tokens of a recording of these spectrogram frames in a conversation, a number or an array (Qwen2-Audio).
-
-    The encoder's second convolution halves the frames, then so does the mean of two vectors (arXiv:2407.10759).
-    """
+    """Tokens of a recording's spectrogram frames, a number or an array; Qwen2-Audio halves them twice
+    (arXiv:2407.10759)."""
     return ((frames - 1) // 2 - 1) // 2 + 1
 
 
@@ -269,10 +267,8 @@ class Frames:
         return samples
 
     def fault(self, numbers: Sequence[int], samples: int) -> str | None:
-        """Reason why CTC cannot learn a transcript of these characters from a recording of ``samples``, or None.
-
-        CTC needs a blank between equal characters (Graves et al. 2006).
-        """
+        """Reason why CTC cannot learn a transcript, which needs a blank between equal characters (Graves et al. 2006),
+        or None."""
         needed = len(numbers) + sum(first == second for first, second in pairwise(numbers))
         there = self.num_frames(samples)
         return None if needed <= there else f"has a text that needs {needed} frames; the recording has {there}"

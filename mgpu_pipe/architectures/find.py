@@ -58,11 +58,7 @@ def has_tensor_plan(model_type: str) -> bool:
 
 
 def tensor_if_errors(fields: Mapping[str, Any], model_type: str, tp: int) -> list[ConfigError]:
-    """Error of fields with which tensor parallelism cannot cut the family.
-
-    Args:
-        fields: the model's configuration.
-    """
+    """Error of the model's fields with which tensor parallelism cannot cut the family."""
     ways = family_of(model_type).tensor_if
     if not ways or any(all(_value(fields, name) == value for name, value in way.items()) for way in ways):
         return []
@@ -82,11 +78,7 @@ def _value(fields: Mapping[str, Any], name: str) -> object:
 
 
 def document_isolation(model_type: str, fields: Mapping[str, Any]) -> Packing:
-    """Separation of documents in one row of the model; ``none``: not supported.
-
-    Args:
-        fields: the model's configuration.
-    """
+    """Separation of documents in one row of the model with these fields; ``none``: not supported."""
     family = family_of(model_type)
     return "none" if fields.get(family.unpacked_with) else family.packing
 

@@ -19,21 +19,13 @@ MAX_INTEGER = 2**63 - 1
 
 
 def canonical(value: object) -> bytes:
-    """UTF-8 JSON with sorted keys and no spaces; equal values give equal bytes.
-
-    Raises:
-        ValueError: NaN or infinity, which JSON does not have.
-        TypeError: a value that JSON does not have.
-    """
+    """UTF-8 JSON with sorted keys, no spaces; equal values give equal bytes. ValueError or TypeError for what JSON
+    lacks."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def parse(data: bytes, where: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        CheckpointError: not UTF-8, not JSON, NaN or infinity, nested too deeply, or with a repeated name.
-    """
+    """The value of a JSON text; CheckpointError for invalid, deeply nested or repeated names, NaN and infinity."""
     try:
         return json.loads(
             data.decode("utf-8"), object_pairs_hook=_refuse_repeated_names, parse_constant=_refuse_constant
@@ -263,11 +255,7 @@ class ChunkedFile:
 
 
 def check_bytes(data: files.Buffer, expected: FileRecord, path: Path) -> None:
-    """Check a small file that was read whole.
-
-    Raises:
-        CheckpointError: its size or a chunk's hash differs; the error names file and chunk.
-    """
+    """Check a small file that was read whole; CheckpointError names the file and the chunk that differs."""
     actual = record_of(data)
     if actual.size != expected.size:
         raise CheckpointError(size_fault(path, actual.size, expected))

@@ -42,10 +42,7 @@ def write(descriptor: int, data: Buffer) -> None:
 
 
 def begin_flush(descriptor: int, offset: int, size: int) -> None:
-    """Start to flush a newly written range, so that :func:`sync` at the end has little left.
-
-    On Linux this advice starts to write dirty pages; nothing depends on it.
-    """
+    """Start to flush a new range, so that :func:`sync` has little left; nothing depends on this advice."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_DONTNEED)
 

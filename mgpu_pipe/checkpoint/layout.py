@@ -97,11 +97,7 @@ def committed(root: Path) -> dict[int, Path]:
 
 
 def refuse_links(run: Path) -> None:
-    """Refuse a run whose ``checkpoints`` is a symbolic link.
-
-    Raises:
-        CheckpointError: the folder is a link; the error names it.
-    """
+    """Raise CheckpointError for a run whose ``checkpoints`` is a symbolic link."""
     if (run / "checkpoints").is_symlink():
         raise CheckpointError(is_a_link(run / "checkpoints"))
 

@@ -46,11 +46,7 @@ class LeftOut:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], where: Path) -> LeftOut | None:
-        """The weights that the ``state.json`` of a step lists as left out; None if the step has all weights.
-
-        Raises:
-            CheckpointError: the entry is malformed.
-        """
+        """Weights that ``state.json`` lists as left out, or None; CheckpointError for a malformed entry."""
         if state.get(KEY) is None:
             return None
         location = f"{where}: state.json: {KEY}"

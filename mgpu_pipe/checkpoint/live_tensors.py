@@ -224,11 +224,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The safetensors name of a tensor's dtype.
-
-    Raises:
-        ValueError: a dtype that a checkpoint does not hold (complex, quantised).
-    """
+    """The safetensors name of a tensor's dtype; ValueError for one without (complex, quantised)."""
     if tensor.dtype not in _NAMES:
         raise ValueError(f"a checkpoint cannot hold {tensor.dtype}; it holds {', '.join(sorted(DTYPES))}")
     return _NAMES[tensor.dtype]

@@ -104,11 +104,7 @@ def _root_hash(body: Mapping[str, object]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a step's folder.
-
-    Raises:
-        CheckpointError: the manifest is missing, changed after writing, or contradictory.
-    """
+    """The manifest of a step's folder; CheckpointError if it is missing, changed or contradictory."""
     path = folder / MANIFEST
     if not path.is_symlink() and not path.exists():
         raise CheckpointError(f"{folder}: is not a checkpoint: it has no {MANIFEST}")
@@ -241,11 +237,7 @@ def _check_file(path: Path, record: FileRecord) -> None:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that every file of the manifest is a plain file of the recorded size.
-
-    Raises:
-        CheckpointError: the first file that is not.
-    """
+    """Raise CheckpointError for the first file of the manifest that is no plain file of the recorded size."""
     for name, record in sorted(manifest.files.items()):
         descriptor, size = files.open_regular(folder / name)
         os.close(descriptor)
@@ -262,11 +254,7 @@ def read_small_file(folder: Path, name: str, manifest: Manifest, verify: Verify)
 
 
 def read_state(folder: Path, manifest: Manifest, verify: Verify) -> dict[str, Any]:
-    """The content of state.json.
-
-    Raises:
-        CheckpointError: the file is damaged, of another format version, or of another step than the manifest.
-    """
+    """The content of state.json; CheckpointError if it is damaged, or of another format version or step."""
     where = str(folder / STATE)
     state = as_object(parse(read_small_file(folder, STATE, manifest, verify), where), where)
     for key, expected in (("format_version", FORMAT_VERSION), ("step", manifest.step)):

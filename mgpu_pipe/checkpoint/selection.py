@@ -26,11 +26,7 @@ def ruined_steps(root: Path) -> set[int]:
 
 
 def mark_ruined(root: Path, steps: Iterable[int]) -> None:
-    """Record that the step after each of ``steps`` was not finite. Only for the process that owns the run.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Record that the step after each of ``steps`` was not finite; only for the process that owns the run."""
     marked = _read_marked(root)
     for step in steps:
         with suppress(CheckpointError):  # an unreadable step is never used
@@ -189,10 +185,8 @@ def followed(steps: Sequence[int], before: int | None = None) -> Sequence[int]:
 
 
 def best(metrics: Mapping[int, float | None], count: int, highest: bool = False) -> list[int]:
-    """The ``count`` steps with the lowest (or highest) metric, best first, and the earlier of equals first.
-
-    Steps without the metric are skipped.
-    """
+    """The ``count`` steps with the lowest (or highest) metric, best first, the earlier of equals first; skips steps
+    without it."""
     sign = -1 if highest else 1
     ranked = sorted((sign * value, step) for step, value in metrics.items() if value is not None)
     return [step for _, step in ranked[:count]]

@@ -39,11 +39,7 @@ class VerbParser(argparse.ArgumentParser):
 
 
 def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace | None:
-    """Parsed arguments; None after ``--help``.
-
-    Raises:
-        BadInputError: a wrong argument.
-    """
+    """Parsed arguments, None after ``--help``; BadInputError for a wrong argument."""
     try:
         return parser.parse_args(words)
     except SystemExit as ended:

@@ -76,20 +76,13 @@ REFUSED = _Refused()
 
 
 def convert(cls: type[T], mapping: Mapping[str, Any]) -> tuple[T, list[BadInputError]]:
-    """Convert ``mapping`` to the dataclass ``cls``; returns it with every unknown key and wrong type.
-
-    Missing and refused keys keep their defaults.
-    """
+    """Convert ``mapping`` to ``cls``; returns it with all errors. Missing and refused keys keep their defaults."""
     errors: Errors = []
     return _dataclass(cls, with_present_classes(mapping), "", errors), list(errors)
 
 
 def to_plain(config: Any, leaf: Callable[[Any], Any] = written) -> dict[str, Any]:
-    """Nested dictionary of a dataclass, safe to write: texts of the environment as interpolations.
-
-    Args:
-        leaf: converts values that are not sections.
-    """
+    """Nested dictionary safe to write: texts of the environment as interpolations, values through ``leaf``."""
     return {field.name: _plain(getattr(config, field.name), leaf) for field in dataclasses.fields(config)}
 
 

@@ -25,10 +25,7 @@ HASH_LENGTH = 16
 
 
 def freeze(config: RunConfig, path: Path, *, flush: bool = True) -> None:
-    """Write ``config`` as YAML, atomically; with ``flush`` it is on disk on return.
-
-    Texts from the environment are written as ``${oc.env:...}``, never as their value.
-    """
+    """Write ``config`` as YAML, atomically, on disk with ``flush``; texts of the environment as ``${oc.env:...}``."""
     sections = escaped(to_plain(config, leaf=lambda value: value))
     text = "".join(_written(name, repr(value), value) for name, value in sections.items())
     replace_file(path, HEADER + text, flush=flush)
@@ -130,9 +127,6 @@ def _literal(value: Any) -> Any:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Hexadecimal hash of a configuration: the start of the SHA-256 of its sorted JSON.
-
-    It hashes the written values, never those of the environment.
-    """
+    """Start of the SHA-256 of a configuration's sorted JSON, with values as written, never those of the environment."""
     text = json.dumps(with_first_classes(to_plain(config)), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]

@@ -82,11 +82,7 @@ def hub_name(text: str) -> HubName | None:
 
 
 def data_name(text: str, key: str = "data.paths") -> HubName | None:
-    """Name of a data set's files; None for a path.
-
-    Raises:
-        ConfigError: ``text`` starts with ``hf://`` but is no valid name.
-    """
+    """Name of a data set's files, None for a path; ConfigError for an invalid name after ``hf://``."""
     if not text.startswith(DATA):
         return None
     match = _DATASET.fullmatch(text)
@@ -146,11 +142,7 @@ def without_revisions(model: ModelConfig, data: DataConfig) -> dict[str, Any]:
 
 
 def commit_of(name: HubName, key: str) -> str:
-    """Commit that a name resolves to now; offline, the cached commit.
-
-    Raises:
-        ConfigError: no such name, or the Hub cannot be reached.
-    """
+    """Commit that a name resolves to now, offline the cached one; ConfigError if there is none."""
     with asking(name, key):
         from huggingface_hub import HfApi
 
@@ -158,11 +150,8 @@ def commit_of(name: HubName, key: str) -> str:
 
 
 def local_folder(text: str | Path, key: str = "model.path") -> Path:
-    """Folder of a model or tokenizer: a path unchanged; for a name at a commit, the cache with its :data:`SMALL` files.
-
-    Raises:
-        ConfigError: the files cannot be fetched.
-    """
+    """Folder of a model or tokenizer: a path unchanged, or the cache with a name's :data:`SMALL` files; or
+    ConfigError."""
     name = _at_commit(text)
     return expand_home(text) if name is None else fetch(name, SMALL, key)
 
@@ -179,11 +168,8 @@ def _at_commit(text: str | Path) -> HubName | None:
 
 
 def data_files(text: str, key: str) -> list[Path]:
-    """Fetch the files of a data set's name at a commit into this machine's cache; returns their sorted paths.
-
-    Raises:
-        ConfigError: no file of the repository matches, or the files cannot be fetched.
-    """
+    """Fetch the files of a data set's name at a commit into the cache; returns sorted paths, or ConfigError without
+    any."""
     name = data_name(text, key)
     assert name is not None and name.commit, text
     names = matching(name, key)

@@ -149,11 +149,7 @@ def private_folder(folder: Path) -> None:
 
 
 def working_directory() -> str:
-    """Working directory of this program.
-
-    Raises:
-        BadInputError: the folder was deleted.
-    """
+    """Working directory of this program; BadInputError if it was deleted."""
     try:
         return os.getcwd()
     except OSError as error:

@@ -40,11 +40,8 @@ def _stated(keys: type, prefix: str = "") -> Iterator[tuple[str, Identity]]:
 
 @functools.lru_cache(maxsize=None)
 def identities(*sections: type) -> dict[str, Identity]:
-    """Stated identities by key or section; the longest prefix of a key decides.
-
-    Args:
-        sections: dataclasses of sections, whose further keys are among them.
-    """
+    """Identities that ``sections`` (and sections below) state, by key or section; the longest prefix of a key
+    decides."""
     table = {**dict.fromkeys(FREE_OBJECTIVE_KEYS, Identity.FREE), **dict(_stated(RunConfig))}
     for keys in sections:
         name = next(section.name for base, section in SECTIONS.items() if issubclass(keys, base))

@@ -237,12 +237,8 @@ class ObjectiveConfig:
         return self
 
     def untrained(self, sizes: Mapping[str, int]) -> list[str]:
-        """Parameters on which the loss does not depend, which stay as they are: their gradient would be only rounding,
-        which Adam makes as large as any other.
-
-        Args:
-            sizes: numbers of each parameter, by name.
-        """
+        """Parameters (of ``sizes`` by name) on which the loss does not depend; Adam would make rounding a large
+        gradient."""
         return []
 
     def reserved_ids(self) -> int:

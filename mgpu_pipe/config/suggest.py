@@ -25,12 +25,7 @@ def nearest(word: str, options: Iterable[str], cutoff: float = CUTOFF) -> str | 
 
 
 def choose_from(word: str, options: Iterable[str]) -> str:
-    """A fix for a wrong choice: ``did you mean ddp? (one of ddp, single)``.
-
-    Args:
-        word: the user's word.
-        options: valid words; at most ``LISTED`` are listed.
-    """
+    """A fix for a wrong choice: ``did you mean ddp? (one of ddp, single)``; lists at most ``LISTED`` options."""
     names = sorted(set(options))
     listed = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
     close = nearest(word, names)

@@ -88,14 +88,7 @@ RESOLVER = re.compile(r"\$\{\s*([^{}:,'\"]*?)\s*(?=[:$])")
 
 
 def check_environment_use(file: Path, values: object) -> None:
-    """Refuse resolvers that may read the environment, in another user's file.
-
-    Args:
-        values: content of the file, uninterpolated.
-
-    Raises:
-        ConfigError: naming the first key with such a resolver.
-    """
+    """Refuse resolvers that may read the environment in another user's file; ConfigError names the first key."""
     if _is_trusted(file):
         return
     for key, text in _texts(values, ""):

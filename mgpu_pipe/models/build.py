@@ -93,12 +93,8 @@ def run_model(config: RunConfig) -> PreTrainedModel:
 
 
 def build_meta(model: ModelConfig, model_class: str | None = None) -> PreTrainedModel:
-    """Model on the meta device: fp32 parameters, ties kept, ``model.freeze`` applied, in training mode.
-
-    Args:
-        model_class: transformers' ``AutoModelFor...``; None: that of the folder's ``architectures``, else that of
-            causal language models.
-    """
+    """Model on the meta device: fp32, ties kept, ``model.freeze`` applied, in training mode; by the folder's class
+    without ``model_class``."""
     built = build_from(model_config(model), model, model_class)
     freeze_parameters(built, model.freeze)
     return built

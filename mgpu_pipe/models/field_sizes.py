@@ -41,12 +41,7 @@ PartType = Callable[[str, str, Mapping[str, Any]], str]
 
 
 def usable_positions(positions: int, padding: int | None, *model_types: str | None) -> int:
-    """Tokens of the longest input of a model with ``positions`` learned positions.
-
-    Args:
-        padding: ``pad_token_id``, up to which RoBERTa's kin use no position.
-        model_types: of the model and of its text tower.
-    """
+    """Tokens of the longest input of ``positions`` learned ones; RoBERTa's kin use none up to ``pad_token_id``."""
     return positions - first_position(padding, *model_types)
 
 
@@ -119,13 +114,8 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def largest_width(fields: Mapping[str, Any]) -> int:
-    """Largest size in a model's fields and those of its parts, its vocabulary left out; 0 where none is known.
-
-    No linear layer of its blocks has both more inputs and more outputs.
-
-    Args:
-        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
-    """
+    """Largest size in resolved fields of a model and its parts without the vocabulary, 0 if unknown; bounds its linear
+    layers."""
     widths = [0]
     for name, value in fields.items():
         if isinstance(value, Mapping):

@@ -86,13 +86,7 @@ ABOVE_ZERO = (*BASES, "factor", "original_max_position_embeddings")
 
 
 def check_rotary(overrides: Mapping[str, Any], known: set[str], within: str) -> Iterator[ConfigError]:
-    """Errors of the rotary fields of a model, or of a part of one.
-
-    Args:
-        overrides: fields that the user sets.
-        known: names in ``rope_parameters``; empty where they are unknown.
-        within: key of ``overrides``.
-    """
+    """Errors of rotary fields below the key ``within``; ``known`` names of ``rope_parameters`` are empty if unknown."""
     yield from _check_entries(within, {name: overrides[name] for name in BASES if name in overrides}, set())
     for name in (PARAMETERS, SCALING):
         if isinstance(overrides.get(name), Mapping):

@@ -111,11 +111,8 @@ def class_of(architectures: Iterable[str] | None) -> str:
 
 
 def class_of_folder(model_type: str, architectures: Iterable[str] | None, is_tied: bool) -> str:
-    """:func:`class_of` for a folder's weights. A causal language model may be stored without its head, tied to them.
-
-    Args:
-        is_tied: whether a head is the embedding, so that one without its own weights can be built.
-    """
+    """:func:`class_of` for a folder's weights; a causal language model may be stored without its head if that is
+    tied."""
     named = class_of(architectures)
     has_head = is_tied and named == HEADLESS and model_type in model_types() and model_type not in _headless_types()
     return "AutoModelForCausalLM" if has_head else named
@@ -300,10 +297,7 @@ def part_fields(model_type: str, name: str, fields: Mapping[str, Any]) -> dict[s
 
 
 def with_floats(fields: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """Fields of a model or a part of it, whole numbers as floats where its class takes no others.
-
-    transformers refuses the 1 of ``initializer_range: 1``.
-    """
+    """Fields of a model or part, whole numbers as floats where its class takes no others (``initializer_range: 1``)."""
     known = config_class(model_type)
     exact = floats_of(fields, known) if known is not None else dict(fields)
     parts = {name: part for name, part in exact.items() if _is_part(name, part)}

@@ -83,13 +83,7 @@ def _dropped_beside_parameters(model: ModelConfig) -> Iterator[ConfigError]:
 def _dropped_in_parts(
     overrides: Mapping[str, Any], fields: Mapping[str, Any], folder: Mapping[str, Any], built: Any, within: str
 ) -> Iterator[ConfigError]:
-    """Errors of a model and its parts.
-
-    Args:
-        fields: the folder's with ``overrides`` merged in.
-        built: configuration that transformers built from them.
-        within: key of ``overrides``.
-    """
+    """Errors of a model, whose ``fields`` have the ``overrides`` of key ``within``, and of its parts."""
     yield from _dropped_rotary(overrides, fields, folder, built, within)
     if overrides.get(WINDOW) and getattr(built, WINDOW, 0) is None and getattr(built, USES_WINDOW, None) is False:
         fix = f"set {within}.{USES_WINDOW}=true too"
@@ -137,12 +131,7 @@ def _dropped_rotary(
 
 
 def _fix(name: str, value: Any, holder: str, homes: list[str], built: Any) -> str:
-    """Overrides that reach the model in place of one that does not.
-
-    Args:
-        holder: key of the parameters that transformers reads.
-        homes: types of layers that they are given for; an empty text where these are the same for all.
-    """
+    """Overrides that reach the model instead; ``homes`` are the types of layers, "" where they are the same for all."""
     settings = [setting for setting in _of_field(name, value, built) if name in PLACES or not setting[1]]
     if not settings or (value and holder.endswith(f".{name}") and "" in homes):
         return "leave it out"

@@ -88,11 +88,8 @@ def mean_context(context: float, fields: Mapping[str, Any]) -> float:
 
 
 def training_flops_per_token(active_parameters: int, shape: Shape, context: float, frozen: int = 0) -> float:
-    """FLOPs of forward and backward pass of one token among ``context`` of its document; backward costs twice forward.
-
-    Args:
-        frozen: active parameters without a gradient.
-    """
+    """FLOPs of forward and backward pass (twice forward) of one token among ``context``; ``frozen`` parameters have no
+    gradient."""
     both = forward_flops(active_parameters) + shape.layers * attention_forward_flops(shape, context)
     return 3.0 * both - forward_flops(frozen)
 

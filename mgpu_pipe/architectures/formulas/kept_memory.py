@@ -73,11 +73,8 @@ def activation_bytes(tokens: int, width: int, layers: int) -> int:
 
 
 def chunk_rows(setting: int | str, vocabulary: int, rows: int, gpu_item: int | None = None) -> int:
-    """Rows of logits that exist at once; 0 means all, ``auto`` as many as fit in 64 MiB of float32 logits.
-
-    Args:
-        gpu_item: bytes of a logit on a GPU, where ``auto`` means 256 MiB; None on the CPU.
-    """
+    """Rows of logits at once; 0 means all, ``auto`` 64 MiB of float32 logits, or 256 MiB of ``gpu_item`` bytes each on
+    a GPU."""
     if setting != "auto":
         return min(int(setting), rows) if setting else rows
     if gpu_item is None:

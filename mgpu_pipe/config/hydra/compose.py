@@ -71,11 +71,7 @@ def compose(overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
 
 
 def compose_checked(overrides: list[str], conf: Path | None = None) -> Composition:
-    """Like :func:`compose`, but returns the errors, so that callers can add theirs.
-
-    Args:
-        conf: Hydra tree (``--config-path``); default: the shipped one.
-    """
+    """Like :func:`compose`, but returns the errors, so that callers can add theirs; ``conf`` is Hydra's tree."""
     with hydra_session(conf=conf) as hydra:
         return compose_in(hydra, overrides)
 

@@ -82,12 +82,7 @@ class EnvironmentText(str):
 
 
 def plain_values(config: DictConfig) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Resolve every interpolation.
-
-    Returns:
-        The plain nested values without Hydra's node, and an error for each interpolation that cannot be resolved.
-        Strings that depend on ``oc.env`` are :class:`EnvironmentText`; missing values stay ``???``.
-    """
+    """Nested values without Hydra's node, ``oc.env`` as :class:`EnvironmentText`, missing ones ``???``; and errors."""
     errors: list[ConfigError] = []
     values = _plain(config, "", errors)
     if "oc.env" in str(OmegaConf.to_container(config, resolve=False)):

@@ -100,11 +100,7 @@ class Alphabet:
         return "".join(sorted(set(text) - (set(self.numbers) - {self.space} | {" "})))
 
     def encode(self, text: str) -> list[int]:
-        """Encodes a fitted text as numbers.
-
-        Raises:
-            KeyError: it has a strange character, and there is no number for it.
-        """
+        """Encodes a fitted text as numbers; KeyError for a strange character without a number."""
         strange = self.strange(text) if self.unknown is not None else ""
         return [self.unknown if name in strange else self.numbers[self.space if name == " " else name] for name in text]  # type: ignore[misc]
 

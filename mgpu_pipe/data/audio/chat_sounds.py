@@ -27,11 +27,8 @@ LONGEST = 3600.0
 
 
 def chat_window(model: ModelConfig) -> LogMel | None:
-    """Window of the spectrograms that ``model`` hears in conversations; None where it hears none.
-
-    Raises:
-        ConfigError, ModelFolderError: see :meth:`LogMel.from_tower`.
-    """
+    """Window of the spectrograms that ``model`` hears in conversations, or None; errors: see
+    :meth:`LogMel.from_tower`."""
     kind = str(model.type or model_field(model, "model_type"))
     return LogMel.from_tower(model) if family_of(kind).recordings else None
 

@@ -139,11 +139,7 @@ class _Bytes(io.BytesIO):
 
 
 def soundfile() -> Any:
-    """Imports the package soundfile.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Imports the package soundfile; ConfigError if it is not installed."""
     return import_package("soundfile", "soundfile", "audio", "data.source", "recordings")
 
 

@@ -42,11 +42,7 @@ _LACKING_SECONDS = 0.25
 
 
 def pyav() -> Any:
-    """Imports PyAV.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Imports PyAV; ConfigError if it is not installed."""
     return import_package("av", "PyAV", "audio", "data.source", f"recordings in {NAMES}")
 
 

@@ -155,9 +155,6 @@ class FilterBank:
 
 
 def window_of(model: ModelConfig, rate: int) -> LogMel | FilterBank | None:
-    """The window that ``model`` reads at ``rate`` samples a second; None where it reads waveforms.
-
-    Raises:
-        ConfigError, ModelFolderError: the window does not fit the model.
-    """
+    """Window that ``model`` reads at ``rate``, None for waveforms; ConfigError or ModelFolderError if it does not
+    fit."""
     return LogMel.from_model(model, rate) or FilterBank.from_model(model, rate)

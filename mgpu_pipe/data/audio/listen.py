@@ -96,12 +96,7 @@ def frames_of(model: ModelConfig) -> Frames:
 
 
 def read_recording(path: Path, expected: Fingerprint, rate: int, max_seconds: float) -> Wave:
-    """Decodes a recording whose content has not changed since its scan.
-
-    Raises:
-        BadSampleError: it cannot be used.
-        DataError: it is gone or changed.
-    """
+    """Decodes a recording; BadSampleError if it cannot be used, DataError if it is gone or changed since its scan."""
     try:
         return decode(read_part(path, expected), rate, max_seconds)
     except ChangedFileError as error:
@@ -124,14 +119,8 @@ Look = tuple[Path, Fingerprint | str]
 
 
 def list_recordings(data: AudioConfig, patterns: Sequence[str], key: str, keep: Keep | None = None) -> list[Entry]:
-    """Lists recordings, named or embedded, with their transcripts or classes.
-
-    Args:
-        keep: see :func:`mgpu_pipe.data.file_lists.entries_of`.
-
-    Raises:
-        ConfigError, DataError: as :func:`mgpu_pipe.data.file_lists.entries_of` and :class:`ClassFolders`.
-    """
+    """Lists recordings, named or embedded, with transcripts or classes; like
+    :func:`~mgpu_pipe.data.file_lists.entries_of`."""
     says = speech_source(data).says
     if says == "folder":
         return [entry for pattern in patterns for entry in CLASS_FOLDERS.entries(pattern, key)]
@@ -191,11 +180,7 @@ def _built(cache: Path, name: str, build: Callable[[Path], dict[str, Any]]) -> P
 def keep_spoken(
     kind: str, count: int, rate: int, cache: Path, progress: Progress, digits: tuple[int, int] = synthesis.DIGITS
 ) -> Path:
-    """Builds or finds the cache folder of synthesised recordings of a kind, one of :data:`synthesis.SEEDS`.
-
-    Args:
-        digits: fewest and most of a recording.
-    """
+    """Builds or finds the cache folder of synthesised recordings, of a kind in :data:`synthesis.SEEDS`."""
     length = () if digits == synthesis.DIGITS else digits
     name = digest_of("spoken digits", _FORMAT, kind, count, rate, synthesis.version(kind), *length)
     return _built(cache, name, partial(_build_spoken, kind, count, rate, digits, name, progress))

@@ -68,12 +68,8 @@ class LogMel:
 
     @classmethod
     def from_model(cls, model: ModelConfig, rate: int) -> LogMel | None:
-        """Reads the settings of ``model``; None where it reads waveforms.
-
-        Raises:
-            ConfigError: the window is not a whole number of seconds.
-            ModelFolderError: the feature extractor's window does not fit the model.
-        """
+        """Settings of ``model`` at ``rate``, None for waveforms; ConfigError or ModelFolderError for a window that does
+        not fit."""
         if not reads_spectrograms(model):
             return None
         usual = _usual(model)

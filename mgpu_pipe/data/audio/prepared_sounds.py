@@ -79,12 +79,8 @@ class SoundScan:
 
 
 def scan_recordings(model: ModelConfig, data: AudioConfig, progress: Progress | None) -> SoundScan:
-    """Scans the recordings of ``data``, or finds the scan in the cache.
-
-    Raises:
-        ConfigError: a path or a rate that cannot work; a package or program that is missing.
-        DataError: a list that is broken.
-    """
+    """Scans the recordings of ``data``, or finds the scan; ConfigError for paths, rate or packages, DataError for
+    lists."""
     sound = Sound.from_config(data, model)
     with run_cache(data) as cache:
         folder, held_folder = prepare_recordings(data, sound, cache, progress or no_progress)

@@ -43,11 +43,7 @@ _SECONDS = 60.0
 
 
 def program(name: str) -> str:
-    """Finds a synthesiser on the path.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Finds a synthesiser on the path; ConfigError if it is not installed."""
     path = shutil.which(name)
     if path is None:
         fix = f"install it: apt-get install {name}"

@@ -51,11 +51,7 @@ def check_pictures(model: ModelConfig, data: DataConfig) -> None:
 
 
 def check_augmentation(data: ImageConfig) -> None:
-    """Checks the ranges of ``data.augment``.
-
-    Raises:
-        ConfigErrors: the errors found.
-    """
+    """Checks the ranges of ``data.augment``; ConfigErrors has all errors."""
     errors = list(data.augment.errors(data.random_crop < 1, not isinstance(data, PictureChatConfig)))
     if errors:
         raise ConfigErrors(errors)

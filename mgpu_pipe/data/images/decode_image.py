@@ -52,11 +52,7 @@ MODES = {1: "L", 3: "RGB"}
 
 
 def pillow() -> Any:
-    """Imports Pillow's module of images.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Imports Pillow's module of images; ConfigError if it is not installed."""
     images = import_package("PIL.Image", "Pillow", "image", "data.source", "pictures")
     # Pillow also raises what it logs, and that error names the sample.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)

@@ -175,13 +175,8 @@ def places_of_shapes(grid: Grid | Parts | Tiles | PatchGrid, shapes: NDArray[np.
 def seen_apart(
     grid: Grid, places: NDArray[np.int64], seconds: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Places in time, down and across, and the steps from each time to the next, for :func:`row_positions`.
-
-    Where the times of a video are separate in a row, each time counts as a picture.
-
-    Args:
-        seconds: from each time to the next; nan of a picture.
-    """
+    """Places in time, down and across, and the steps between times, for :func:`row_positions`; separate times are
+    pictures."""
     if grid.pace is not None:
         return places, (grid.pace * np.nan_to_num(seconds)).astype(np.float32)
     apart = np.repeat(places, places[:, 0], axis=0)

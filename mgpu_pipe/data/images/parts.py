@@ -40,11 +40,8 @@ class CutPixels(Pixels):
 
     @classmethod
     def whole_picture(cls, data: PictureChatConfig, model: ModelConfig, what: str) -> tuple[Pixels, dict[str, Any]]:
-        """Conversion of the whole picture, and the settings of the model's preprocessor.
-
-        Raises:
-            ConfigError: see :meth:`Pixels.from_config`; a picture that is cropped.
-        """
+        """Conversion of the whole picture, and the preprocessor's settings; ConfigError for a picture that is
+        cropped."""
         if data.fit == "crop":
             raise ConfigError("data.fit", data.fit, "leave it out", f"the model sees pictures in {what}")
         return Pixels.from_config(data, model), preprocessor(model)
@@ -264,11 +261,8 @@ class PatchPixels(Pixels):
 
 
 def native_channels(data: PictureChatConfig, channels: Any, field: str = "num_channels") -> int:
-    """Channels of a model's pictures in native size, which its vision configuration names ``field``.
-
-    Raises:
-        ConfigError: neither 1 nor 3; or one size for all pictures.
-    """
+    """Channels of pictures in native size, by the vision ``field``; ConfigError for neither 1 nor 3, or one size for
+    all."""
     if channels not in MODES:
         raise ConfigError(f"model.config.vision_config.{field}", channels, "use 1 or 3", "pictures are grey or RGB")
     for key, value in (("image_size", data.image_size), ("fit", data.fit)):

@@ -73,11 +73,7 @@ def with_splits(data: ImageConfig) -> tuple[list[str], list[str]]:
 
 
 def digits_file() -> Path:
-    """Finds scikit-learn's file of handwritten digits without importing the package, which takes a second.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Finds scikit-learn's file of digits without the import, which takes a second; ConfigError if not installed."""
     package = find_spec("sklearn")
     for folder in (package.submodule_search_locations or []) if package else []:
         if (Path(folder) / DIGITS_FILE).is_file():

@@ -173,11 +173,7 @@ _POOL_FROM = 8
 
 
 def pyav() -> Any:
-    """Imports PyAV.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Imports PyAV; ConfigError if it is not installed."""
     return import_package("av", "PyAV", "video", "data.paths", "video files", ", or give folders of frames")
 
 

@@ -36,21 +36,13 @@ if TYPE_CHECKING:
 def placeholder_tokens(
     model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo, has_videos: bool
 ) -> tuple[int, int | None]:
-    """Ids of the placeholder tokens of pictures and of videos; None where no conversation shows a video.
-
-    Raises:
-        ConfigError: the tokenizer has none, or the model knows another one.
-    """
+    """Placeholder tokens of pictures and of videos (None without any); ConfigError if tokenizer and model differ."""
     image = _token(model, data, tokenizer, PLACE, "image_token_index", "image_token_id")
     return image, _token(model, data, tokenizer, VIDEO, "video_token_id") if has_videos else None
 
 
 def audio_token(model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo) -> int:
-    """Id of the placeholder token of recordings.
-
-    Raises:
-        ConfigError: as :func:`placeholder_tokens`.
-    """
+    """Id of the placeholder token of recordings; ConfigError as :func:`placeholder_tokens`."""
     return _token(model, data, tokenizer, AUDIO, "audio_token_index", "audio_token_id")
 
 

@@ -113,10 +113,7 @@ SCORE = "score"
 
 
 def pair_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
-    """Reads the rows of a file; a row with a list of positives gives a row for each.
-
-    Rows that cannot be parsed pass unchanged; :func:`pair_document` refuses them.
-    """
+    """Reads a file's rows, one for each of several positives; :func:`pair_document` refuses what cannot be parsed."""
     keys = cast(EmbeddingPairsConfig, data)
     for line, origin, size in row_lines(path, expected, nested=True):
         for number, positive in enumerate(_each_positive(line, origin, keys)):

@@ -10,11 +10,7 @@ from mgpu_pipe.data.audio.speech_source import AudioConfig, LabelledAudioConfig,
 
 
 def check_recordings(model: ModelConfig, data: DataConfig) -> None:
-    """Checks that packages and programs exist, lists name files, and the model takes such recordings.
-
-    Raises:
-        ConfigErrors: the errors found.
-    """
+    """Checks packages, programs, lists, and that the model takes such recordings; ConfigErrors has all errors."""
     from mgpu_pipe.data.audio import listen
 
     listen.check_recordings(model, data)

@@ -15,22 +15,14 @@ from mgpu_pipe.system.local_files import expand_home
 
 
 def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
-    """Checks that conversations have as many places as pictures, and that the chat template takes them.
-
-    Raises:
-        ConfigErrors: the errors found.
-    """
+    """Checks that conversations have as many places as pictures, which the template takes; ConfigErrors has all."""
     from mgpu_pipe.data.images import check_images
 
     check_images.check_picture_chats(model, data)
 
 
 def check_pictures(model: ModelConfig, data: DataConfig) -> None:
-    """Checks that packages exist, folders hold pictures, lists name files, and the model takes such pictures.
-
-    Raises:
-        ConfigErrors: the errors found.
-    """
+    """Checks packages, folders and lists, and that the model takes such pictures; ConfigErrors has all errors."""
     from mgpu_pipe.data.images import check_images
 
     check_images.check_pictures(model, data)

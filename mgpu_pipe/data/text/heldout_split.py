@@ -57,14 +57,7 @@ def held_out(hashes: NDArray[np.uint64], fraction: float) -> NDArray[np.bool_]:
 
 
 def held_out_groups(hashes: NDArray[np.uint64], fraction: float, leaders: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Chooses like :func:`held_out`, with each document on the side of its group's leader.
-
-    Documents without a group keep their side. If one side would be empty, the fraction counts groups; a single group is
-    divided.
-
-    Args:
-        leaders: the document that leads each one's group, shape ``(documents,)``.
-    """
+    """Chooses like :func:`held_out`, (documents,), each on the side of its group's leader; divides a single group."""
     alone = held_out(hashes, fraction)
     chosen = alone[leaders]
     if alone.any() and (chosen.all() or not chosen.any()):

@@ -97,10 +97,6 @@ def notes_of(manifests: Iterable[Mapping[str, Any] | None]) -> Notes:
 
 
 def report_bad(manifest: Mapping[str, Any], on_bad_sample: str, kind: tuple[str, str]) -> None:
-    """Reports left out documents by :func:`~mgpu_pipe.data.bad_samples.report_bad_samples`.
-
-    Raises:
-        DataError: there are some, and ``on_bad_sample`` is ``stop``.
-    """
+    """Reports left out documents; DataError if there are some and ``on_bad_sample`` is ``stop``."""
     notes = notes_of([manifest])
     report_bad_samples(notes.first_bad, on_bad_sample, kind, notes.bad)

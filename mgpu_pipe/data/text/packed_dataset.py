@@ -36,11 +36,7 @@ class PackedDataset:
 
     @classmethod
     def open(cls, prepared: PreparedData, split: Split) -> PackedDataset:
-        """Maps a split's files into memory, in constant time.
-
-        Raises:
-            ValueError: the held-out split is requested, and nothing is held out.
-        """
+        """Maps a split's files into memory in constant time; ValueError for a held-out split of nothing."""
         files = prepared.train if split == "train" else prepared.validation
         if files is None:
             raise ValueError("this data holds nothing out")

@@ -232,12 +232,7 @@ class _OpenBins:
 
 
 def valid_tokens(packs: Packs, loss_mask: NDArray[np.uint8] | None) -> Ints:
-    """Labels that count, of each sample; shape ``(samples,)``.
-
-    Args:
-        packs: the samples.
-        loss_mask: for the token file, 1 where a token counts as a label; None where all do.
-    """
+    """Labels that count, (samples,); ``loss_mask`` is 1 in the token file where a token does, None where all do."""
     if not packs.num_samples:
         return np.zeros(0, np.int64)
     pieces = packs.pieces

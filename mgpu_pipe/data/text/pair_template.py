@@ -119,11 +119,7 @@ def _separate_pairs(tokenizer: Tokenizer, end: int) -> None:
 def join_pair(
     template: PairTemplate, query: NDArray[np.int64], document: NDArray[np.int64], seq_len: int
 ) -> tuple[NDArray[np.int64], int]:
-    """The row of two texts, at most ``seq_len`` tokens, and where its tokens of type 1 begin: at its end without any.
-
-    Args:
-        query, document: tokens without special ones.
-    """
+    """The row of two texts without special tokens, at most ``seq_len``, and where its tokens of type 1 begin."""
     first, second = kept_tokens(len(query), len(document), seq_len - template.specials)
     parts = (template.before, query[:first], template.between, document[:second], template.after)
     ids = np.concatenate(parts).astype(np.int64)

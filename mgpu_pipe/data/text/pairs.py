@@ -106,12 +106,8 @@ def pair_tokens(store: TokenStore) -> tuple[NDArray[np.int64], NDArray[np.int64]
 def prepare_pairs(
     model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
 ) -> PreparedPairs:
-    """Prepares the pairs of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
-
-    Raises:
-        ConfigError: see there; or a pair does not fit and ``data.on_too_long=refuse``.
-        DataError: see there; or no pair is left.
-    """
+    """Prepares the pairs of ``data``, or finds them cached; errors: see
+    :func:`~mgpu_pipe.data.text.prepare_text.prepare`."""
     known = prepare_rows(PreparedPairs, model, data, objective, progress, target_len=data.target_tokens())
     pairs, tokens = known.count()
     rule = [known.on_too_long] if known.count_long() else []

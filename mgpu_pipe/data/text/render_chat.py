@@ -162,12 +162,7 @@ class ChatTemplate:
         return self.notes.first_odd
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
-        """Renders ``messages``; with ``prompt``, followed by the beginning of an assistant's turn.
-
-        Raises:
-            TemplateError: the template refuses these messages.
-            Exception: any other failure; see ``template_limits.limited``.
-        """
+        """Renders ``messages``; with ``prompt`` begins the assistant's turn. TemplateError if the template refuses."""
         return self._marked(messages, tools, prompt).replace(OPEN, "").replace(CLOSE, "")
 
     def _marked(self, messages: Sequence[Mapping[str, Any]], tools: object = None, prompt: bool = False) -> str:
@@ -235,23 +230,14 @@ class ChatTemplate:
         return self._rendered_within_limits(messages, tools_of(row, origin), origin, len(line), rendered_before)
 
     def preference(self, line: str, origin: str, column: str, rendered_before: bool = False) -> list[Rendered]:
-        """Renders the two conversations of a preference pair, the chosen one first; spans cover only the answers.
-
-        Args:
-            column: see :func:`preference_of`.
-        """
+        """Renders the two conversations of a preference pair, the chosen one first; spans cover only the answers."""
         row = json_row(line, origin, column)
         both, tools = preference_of(row, origin, column), tools_of(pair_of_openai(row), origin)
         self.notes.add_unused(origin, unused_columns(row, preference_columns(column)))
         return [self._rendered_within_limits(messages, tools, origin, len(line), rendered_before) for messages in both]
 
     def unpaired(self, line: str, origin: str, column: str, rendered_before: bool = False) -> tuple[Rendered, bool]:
-        """Renders a conversation with a label; the spans cover only the completion. Returns also whether it is
-        desirable.
-
-        Args:
-            column: see :func:`unpaired_of`.
-        """
+        """Renders a conversation with a label, spans cover only the completion; and whether it is desirable."""
         row = json_row(line, origin, column)
         messages, desirable = unpaired_of(row, origin, column)
         self.notes.add_unused(origin, unused_columns(row, unpaired_columns(column)))

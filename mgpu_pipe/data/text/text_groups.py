@@ -59,11 +59,7 @@ class Texts:
         return int(np.diff(self.first).max())
 
     def longest_rows(self, more_tokens: int | None) -> NDArray[np.int64]:
-        """Tokens of each document's longest row, (documents,).
-
-        Args:
-            more_tokens: see :class:`PreparedTextGroups`.
-        """
+        """Tokens of each document's longest row, (documents,); ``more_tokens``: see :class:`PreparedTextGroups`."""
         queries, lengths = self.first[:-1], self.length
         if more_tokens is not None:
             lengths = lengths + np.repeat(lengths[queries], np.diff(self.first)) + more_tokens

@@ -261,13 +261,8 @@ def plain_tokenizer(folder: Path) -> Tokenizer:
 
 @contextmanager
 def refuse_library_errors(what: str) -> Iterator[None]:
-    """Turns any error of the tokenizers library into one line that begins with ``what``.
-
-    The library raises bare Exception, and BaseException where its code panics.
-
-    Raises:
-        ModelFolderError: for such an error.
-    """
+    """Turns any error of the tokenizers library, also its BaseException, into a ModelFolderError that begins with
+    ``what``."""
     try:
         yield
     except BaseException as error:
@@ -300,12 +295,7 @@ def follows_file(tokenizer: Any, folder: Path) -> bool:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuses a folder with links, pipes or unreadable JSON.
-
-    Raises:
-        NotPlainError: an entry is not a plain file.
-        ModelFolderError: one of :data:`FILES` cannot be read.
-    """
+    """Refuses a folder with entries that are no plain files (NotPlainError) or unreadable JSON (ModelFolderError)."""
     check_folder(folder)
     for name in FILES:
         if name.endswith(".json") and is_file(folder / name):

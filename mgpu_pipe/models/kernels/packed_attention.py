@@ -105,11 +105,8 @@ def dynamic_starts(starts: torch.Tensor) -> torch.Tensor:
 
 
 def flash_lengths(starts: torch.Tensor, longest: int) -> dict[str, Any]:
-    """Arguments of transformers' flash attention from :func:`document_starts`, which it else computes in every layer.
-
-    Args:
-        longest: upper bound of document lengths; another number causes a recompile.
-    """
+    """Arguments of flash attention from :func:`document_starts`; ``longest`` bounds documents, and a new one
+    recompiles."""
     edges = starts[0, 0, 0]
     mark_sizes(edges, 0)
     return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}

@@ -165,11 +165,7 @@ def stored_tensors(folder: Path) -> int:
 
 
 def refuse_many_modules(modules: int, tensors: int) -> None:
-    """Refuses a model with far more modules than its weights have ``tensors``, which would take forever to build.
-
-    Raises:
-        ModelFolderError: it is such a model.
-    """
+    """Raise ModelFolderError for a model with far more modules than its weights have ``tensors``."""
     most = LEAST_MODULES + MODULES_A_TENSOR * tensors
     if modules > most:
         raise ModelFolderError(
@@ -179,11 +175,7 @@ def refuse_many_modules(modules: int, tensors: int) -> None:
 
 
 def refuse_wide_matrices(fields: Mapping[str, Any], numbers: int) -> None:
-    """Refuses a model with a matrix that has more rows or columns than its weights have ``numbers``.
-
-    Raises:
-        ModelFolderError: it is such a model.
-    """
+    """Raise ModelFolderError for a model with a matrix wider than its weights have ``numbers``."""
     for name in SIZES:
         if isinstance(fields.get(name), int) and fields[name] > max(numbers, LEAST_WIDTH):
             raise ModelFolderError(

@@ -49,12 +49,8 @@ SCALARS = ("masked_bias", "scale_attn")
 def drop_harmless(
     twin: PreTrainedModel, missing: set[str], unexpected: set[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[set[str], set[str]]:
-    """Names of missing and unexpected tensors without those that every reader of a folder ignores.
-
-    Args:
-        twin: the model on the meta device, unsharded.
-        shapes: shapes of the folder's tensors by name.
-    """
+    """Missing and unexpected tensors of the meta model ``twin``, without those that every reader of a folder
+    ignores."""
     missing, unexpected = drop_ignored_keys(twin, missing, unexpected)
     return missing, unexpected - _leftovers(twin, unexpected, shapes)
 
@@ -148,22 +144,13 @@ def restore_buffers(model: torch.nn.Module, state: Mapping[str, Any], folder: Pa
 
 
 def adds_rows(model: ModelConfig, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a stored tensor only lacks rows of the vocabulary.
-
-    Args:
-        stored, wanted: shapes.
-    """
+    """Whether a tensor of shape ``stored`` only lacks rows of the vocabulary."""
     size = model.config.get("vocab_size")
     return bool(wanted) and wanted[0] == size and 0 < stored[0] < wanted[0] and stored[1:] == wanted[1:]
 
 
 def with_new_rows(twin: PreTrainedModel, name: str, stored: Any, seed: int) -> torch.Tensor:
-    """The whole parameter ``name``: the ``stored`` rows, then keyed initial values.
-
-    Args:
-        twin: the model on the meta device, unsharded.
-        stored: a tensor, or a slice of a file.
-    """
+    """The whole parameter ``name`` of the meta model ``twin``: the ``stored`` rows, then keyed initial values."""
     whole = draw_parameter(twin, recipe_of(twin), name, seed)
     rows: torch.Tensor = stored[...]
     whole[: len(rows)] = rows
