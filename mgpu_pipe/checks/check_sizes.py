@@ -218,10 +218,7 @@ def _has_cuda_headers() -> bool:
 def offloaded_bytes(
     model: ModelConfig, objective: ObjectiveConfig, optimizer: OptimizerConfig, nodes: int
 ) -> int | None:
-    """Bytes on disk of all ranks of one node; None if the model's size is unknown without torch.
-
-    Each parameter has an fp32 master weight, an fp32 gradient and the optimizer's state.
-    """
+    """Disk bytes of a node's ranks, fp32 weights and gradients included; None if the size is unknown without torch."""
     fields = {**resolved_fields(model), **objective.model_fields()}
     count = count_parameters(fields, description(objective.name).model_class)
     if count is None:

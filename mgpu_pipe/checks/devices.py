@@ -40,11 +40,7 @@ def has_python_headers() -> bool:
 
 
 def missing_compiler(key: str, value: object, who: str) -> Iterator[ConfigError]:
-    """The error of a missing compiler.
-
-    Args:
-        who: who compiles what, as a clause.
-    """
+    """The error of a missing compiler; ``who`` is a clause that says who compiles what."""
     wanted = os.environ.get("CXX")
     there = f"CXX={wanted} does not exist" if wanted else "this machine has no C++ compiler"
     fix = "install one (Debian and Ubuntu: apt-get install g++), or set CXX"

@@ -127,14 +127,7 @@ def on_processes(trainer: TrainerConfig, profile: HardwareProfile, gpus: int) ->
 
 
 def with_typed_schedule(plan: PlanConfig, strategy: StrategyConfig, words: Sequence[str]) -> PlanConfig:
-    """The keys of a plan that tries the pipeline schedule of ``strategy`` alone if one of ``words`` chooses it.
-
-    Args:
-        words: overrides as typed.
-
-    Raises:
-        ConfigError: ``plan.schedules`` leaves that schedule out.
-    """
+    """A plan's keys with the schedule of ``strategy`` alone if a typed word chooses it; ConfigError if left out."""
     keys = [word.lstrip("+~").partition("=")[0] for word in words]
     key, chosen = "strategy.pipeline.schedule", strategy.pipeline.schedule
     if key not in keys and "strategy.pipeline" not in keys:

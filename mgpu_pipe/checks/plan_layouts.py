@@ -149,11 +149,8 @@ def _worlds(trainer: TrainerConfig, plan: PlanConfig, profile: HardwareProfile) 
 
 
 def first_processes(trainer: TrainerConfig, launch: LaunchConfig, plan: PlanConfig) -> tuple[TrainerConfig, list[str]]:
-    """The keys of the processes of the plan's first hardware and number of GPUs, and the overrides for them.
-
-    Raises:
-        ConfigError: no such hardware, or the GPUs fill no whole number of nodes.
-    """
+    """Keys of the plan's first hardware and GPUs, and overrides; ConfigError if unknown, or no whole number of
+    nodes."""
     profile = _profiles(trainer, launch, plan)[0]
     return on_processes(trainer, profile, _worlds(trainer, plan, profile)[0])
 

@@ -47,12 +47,7 @@ def compose_processes(verb: str, overrides: Sequence[str], device: str, *, strat
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, purpose: str, batch: str) -> None:
-    """Add the arguments of a job on processes that each have the whole model.
-
-    Args:
-        purpose: what it does, a verb.
-        batch: help of ``--batch-size``.
-    """
+    """Add the arguments of a job (``purpose`` is a verb, ``batch`` the help of ``--batch-size``) on whole models."""
     parser.add_argument("--batch-size", type=positive_int, default=BATCH_SIZE, metavar="N", help=batch)
     parser.add_argument("--processes", type=positive_int, metavar="N", help="another word for trainer.devices=N")
     add_device_argument(parser)
@@ -116,11 +111,7 @@ def add_harness_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def uses_harness(arguments: argparse.Namespace) -> bool:
-    """Whether to measure lm-eval's tasks.
-
-    Raises:
-        BadInputError: an option of the harness without ``--harness``.
-    """
+    """Whether to measure lm-eval's tasks; BadInputError for an option of the harness without ``--harness``."""
     extra = [name for name in OPTIONS if getattr(arguments, name)]
     if arguments.harness is None and extra:
         raise BadInputError(f"--{extra[0].replace('_', '-')}: only works with --harness TASKS; add it, or leave it out")

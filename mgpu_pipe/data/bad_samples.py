@@ -44,11 +44,7 @@ def rule_of(data: DataConfig, has_answers: bool = True) -> str:
 
 
 def check_rule(data: DataConfig) -> None:
-    """Refuses a rule that the source cannot follow.
-
-    Raises:
-        ConfigError: names the rules that it can follow.
-    """
+    """Refuses a rule that the source cannot follow; ConfigError names those that it can."""
     unable, reason = UNABLE.get(samples_of(data.source), ((), ""))
     if data.on_too_long in unable:
         able = ", ".join(rule for rule in ALL_RULES if rule not in unable)
@@ -69,14 +65,8 @@ class LengthLimit:
 
 
 def refuse_too_long(limit: LengthLimit, lengths: NDArray[np.number]) -> None:
-    """Raises where a sample is too long.
-
-    Args:
-        lengths: of all samples, (samples,), in the limit's unit.
-
-    Raises:
-        ConfigError: names their number and the longest one.
-    """
+    """Raises ConfigError where one of the ``lengths``, (samples,), is beyond ``limit``; names their number and the
+    longest."""
     number, total = int((lengths > limit.value).sum()), len(lengths)
     if number:
         most, position = lengths.max(), int(lengths.argmax()) + 1
@@ -89,12 +79,8 @@ def refuse_too_long(limit: LengthLimit, lengths: NDArray[np.number]) -> None:
 
 
 def describe_too_long(number: int, what: str, rule: str, limit: str) -> str:
-    """Describes how many samples do not fit and what happens to them; empty where all fit.
-
-    Args:
-        what: name of the samples, in the plural.
-        limit: key and value of what they exceed.
-    """
+    """Describes the ``number`` of ``what`` beyond ``limit`` (key and value), and what happens to them; empty if all
+    fit."""
     return f"{number:,} {what} are longer than {limit}: {DONE[rule]} (data.on_too_long={rule})" if number else ""
 
 
@@ -115,14 +101,8 @@ class BadSampleError(Exception):
 
 @contextmanager
 def decoding(problem: str) -> Iterator[None]:
-    """Turns any exception of a decoder in the block into one :class:`BadSampleError`.
-
-    This program's own errors pass through: a file that changed since it was hashed is not a bad sample.
-
-    Args:
-        problem: what the error says of the sample, such as ``cannot be read``; the decoder's message follows in
-            brackets.
-    """
+    """Turns a decoder's exception in the block into a :class:`BadSampleError` of ``problem``; our own errors pass
+    through."""
     try:
         yield
     except (BadSampleError, MgpuError):

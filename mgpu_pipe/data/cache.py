@@ -212,12 +212,7 @@ def write_hashed(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_hashed(path: Path) -> dict[str, Any]:
-    """Reads a file of :func:`write_hashed` and checks its hash.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not what was written.
-    """
+    """Reads a file of :func:`write_hashed`; OSError if it cannot be read, ValueError if its hash is another."""
     value = json.loads(path.read_bytes())
     if isinstance(value, dict) and _HASH not in value:
         raise EarlierVersion(f"{path}: has no hash")

@@ -94,11 +94,7 @@ def open_text(path: Path, expected: Fingerprint | None = None, member: str | Non
 
 
 def zip_members(path: Path, expected: Fingerprint | None = None) -> list[str]:
-    """Names of the files in a zip file, in order.
-
-    Raises:
-        OSError: it is not a zip file.
-    """
+    """Names of the files in a zip file, in order; OSError if it is none."""
     with open_data(path, expected) as stored:
         return _tried(lambda: _named(zipfile.ZipFile(stored)))
 

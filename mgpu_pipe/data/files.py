@@ -251,11 +251,8 @@ def other_format(head: bytes, where: str) -> DataError | None:
 
 
 def decode_row(raw: bytes, where: str, offset: int, head: bytes) -> str:
-    """Decodes like :func:`decode`; returns :class:`BrokenRow` for a text file with bytes that are not UTF-8.
-
-    Raises:
-        DataError: the file is not text.
-    """
+    """Decodes like :func:`decode`; :class:`BrokenRow` for bytes that are not UTF-8, DataError for a file that is no
+    text."""
     try:
         return decode(raw, where, offset, head)
     except DataError as error:
@@ -265,11 +262,7 @@ def decode_row(raw: bytes, where: str, offset: int, head: bytes) -> str:
 
 
 def check_unicode(text: str, origin: str) -> None:
-    """Refuses a string that no file can hold: JSON can write half of a surrogate pair.
-
-    Raises:
-        DataError: names ``origin``.
-    """
+    """Refuses a string with half of a surrogate pair, which JSON can write; DataError names ``origin``."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -321,11 +314,7 @@ class BrokenRow(str):
 
 
 def whole_row(content: Content, origin: str) -> Content:
-    """Returns the content of a row.
-
-    Raises:
-        DataError: the row is a :class:`BrokenRow`.
-    """
+    """Returns the content of a row; DataError for a :class:`BrokenRow`."""
     if isinstance(content, BrokenRow):
         raise DataError(f"{origin}: {content}")
     return content
@@ -371,11 +360,7 @@ def refuse_constant(name: str) -> NoReturn:
 
 
 def require_columns(row: Mapping[str, Any], origin: str, columns: Mapping[str, str]) -> None:
-    """Checks that a row has its columns, which are listed by the keys that name them.
-
-    Raises:
-        DataError: a column is missing.
-    """
+    """Raises DataError where a row lacks one of the columns, which are listed by their keys."""
     for key, column in columns.items():
         if column not in row:
             raise missing_column(origin, key, column, list(row))

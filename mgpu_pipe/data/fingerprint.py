@@ -113,12 +113,8 @@ def _index_file(paths: Sequence[Path], cache: Path) -> Path:
 
 
 def open_data(path: Path, expected: Fingerprint | None = None) -> IO[bytes]:
-    """Opens a data file; with ``expected``, verifies every byte that is read.
-
-    Raises:
-        DataError: the file is missing, empty or unreadable.
-        ChangedFileError: it differs from ``expected``; reading may raise it, too.
-    """
+    """Opens a data file, or raises DataError; checks each byte read against ``expected`` (ChangedFileError, also
+    later)."""
     check_readable(path)
     try:
         return open(path, "rb") if expected is None else io.BufferedReader(_CheckedFile(path, expected), 1 << 20)

@@ -79,11 +79,8 @@ def trained_vocab_size(
 
 
 def transcripts_vocab_size(model: ModelConfig) -> int:
-    """Vocabulary size of the tokenizer that ``data.tokenizer=auto`` trains on transcripts for a new model.
-
-    Raises:
-        ConfigError: the model has no vocabulary size, or one too small for bytes and special tokens.
-    """
+    """Vocabulary of the tokenizer that is trained on transcripts for a new model; ConfigError without a size, or if too
+    small."""
     size = _model_size(model)
     if size <= BYTE_LEVEL_MINIMUM:
         reason = "a byte-level tokenizer needs 256 bytes and the tokens that begin and end a transcript"
@@ -105,11 +102,7 @@ NESTED = ("image_processor", "video_processor", "feature_extractor")
 
 
 def preprocessor_of(path: Path | str | None, part: Literal["image_processor", "feature_extractor"]) -> dict[str, Any]:
-    """Settings of a processor's part in a model's folder; empty without such a file.
-
-    Raises:
-        DataError: a file that cannot be read.
-    """
+    """Settings of a processor's part in a model's folder, empty without; DataError for a file that cannot be read."""
     if path is None:
         return {}
     folder = local_folder(path)
@@ -118,11 +111,7 @@ def preprocessor_of(path: Path | str | None, part: Literal["image_processor", "f
 
 
 def check_extractor(model: ModelConfig, settings: Mapping[str, Any], expected: Mapping[str, int]) -> None:
-    """Checks that the settings of a feature extractor, as far as they are there, are those of its model.
-
-    Raises:
-        ModelFolderError: they are others.
-    """
+    """Raises ModelFolderError where settings of a feature extractor that are there are not ``expected``."""
     known = {name: settings[name] for name in expected if name in settings}
     apart = [f"{name}={value}, not {expected[name]}" for name, value in known.items() if value != expected[name]]
     if apart:

@@ -24,11 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_columnar(path: Path) -> bool:
-    """Whether a file begins like a Parquet or an Arrow file.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Whether a file begins like a Parquet or an Arrow file; DataError if it cannot be read."""
     check_readable(path)
     with open(path, "rb") as file:
         return file.read(len(ARROW)).startswith((PARQUET, ARROW, ARROW_STREAM))
@@ -90,11 +86,7 @@ def parquet_lines(
 
 
 def check_column(path: Path, column: str) -> None:
-    """Check that a file can be opened, and that its column holds texts; reads no row.
-
-    Raises:
-        DataError: see :func:`parquet_rows`.
-    """
+    """Checks that a file opens and its column holds texts, without a row; errors: see :func:`parquet_rows`."""
     with _opened(path, None) as (file, _):
         _text_column(path, file.schema_arrow, column)
 

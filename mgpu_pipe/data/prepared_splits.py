@@ -80,26 +80,15 @@ class PreparedSplits(Prepared):
     def in_split(
         self, split: Split, hashes: NDArray[np.uint64], leaders: NDArray[np.int64] | None = None
     ) -> NDArray[np.bool_]:
-        """Which items of a split's folder belong to the split, (items,).
-
-        Args:
-            hashes: of the items of the folder, (items,).
-            leaders: see :func:`held_out_groups`; None without groups.
-        """
+        """Which items of a split's folder belong to it, (items,), by their hashes and groups
+        (:func:`held_out_groups`)."""
         if self.is_apart or self.fraction == 1:
             return np.ones(len(hashes), np.bool_)
         chosen = held_out(hashes, self.fraction) if leaders is None else held_out_groups(hashes, self.fraction, leaders)
         return chosen if split == "validation" else ~chosen
 
     def with_counts(self, data: DataConfig, train: int, held_out: int, reason: str = "", **facts: Any) -> Self:
-        """Adds the numbers of training and held-out samples, and other fields.
-
-        Args:
-            reason: why there may be nothing to train on.
-
-        Raises:
-            DataError: there is no training sample.
-        """
+        """Adds the numbers of samples and other fields; DataError, with ``reason``, if there is none to train on."""
         if not train:
             why = f": {reason}" if reason else ""
             raise DataError(f"data.source={data.source}: there is nothing to train on{why}")
@@ -147,12 +136,8 @@ def store_labels(out: Path, labels: Sequence[str]) -> list[str]:
 
 
 def majority_accuracy(train: NDArray[np.int64], held_labels: NDArray[np.int64], data: DataConfig) -> float | None:
-    """Accuracy of always predicting the most frequent training class on the evaluated samples; None without any.
-
-    Args:
-        train: class of each training sample, (samples,).
-        held_labels: class of each held-out sample, (held-out samples,).
-    """
+    """Accuracy on the evaluated ``held_labels``, (samples,), of always predicting the most frequent in ``train``, or
+    None."""
     available = len(held_labels)
     evaluated = min(available, data.validation_max_samples or available)
     if not evaluated:

@@ -60,11 +60,7 @@ class SampleCosts(Protocol):
 
 
 def require_costs(dataset: SampleSet) -> SampleCosts:
-    """Returns the data set as :class:`SampleCosts`.
-
-    Raises:
-        ConfigError: its samples' costs are not known.
-    """
+    """Returns the data set as :class:`SampleCosts`; ConfigError if its samples' costs are not known."""
     if not isinstance(dataset, SampleCosts):
         reason = f"the cost of a sample of {type(dataset).__name__} is unknown before reading"
         raise ConfigError("data.balance", "cost", "use none", reason)

@@ -60,11 +60,7 @@ class BatchSpec:
         return 0
 
     def documents_of(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the field :attr:`documents`, of shape (rows, length).
-
-        Raises:
-            ValueError: there is no such field.
-        """
+        """Returns the field :attr:`documents`, (rows, length); ValueError without it."""
         if self.documents is None:
             raise ValueError("these micro-batches have no field that tells documents apart")
         return batch[self.documents]

@@ -197,14 +197,8 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def quantise(folder: Path, source: Path, out: Path) -> None:
-    """Write a file in fp32 as Q4_K_M, as ``llama-quantize`` does; rows that are no whole blocks get another type.
-
-    Args:
-        folder: of llama.cpp's library.
-
-    Raises:
-        MgpuError: the library refuses the file.
-    """
+    """Write a file in fp32 as Q4_K_M by llama.cpp's library in ``folder``, other types for incomplete blocks; or
+    MgpuError."""
     library = load_library(folder)
     parameters = library.llama_model_quantize_default_params()
     struct.pack_into("<i", parameters.raw, 4, _Q4_K_M)  # ftype, the second field

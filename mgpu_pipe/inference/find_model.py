@@ -74,11 +74,7 @@ def find_model(path: Path | str) -> ModelSource:
 
 
 def model_of_folder(folder: Path, strategy: str) -> ModelConfig:
-    """The model of a Hugging Face folder, which ``strategy`` cuts: a causal language model.
-
-    Raises:
-        BadInputError: the folder's model is of another kind.
-    """
+    """The causal language model of a Hugging Face folder, which ``strategy`` cuts; BadInputError for another kind."""
     model = ModelConfig(name=folder.name, path=str(folder))
     fields = resolved_fields(model)
     if fields.get("is_encoder_decoder") or "text_config" in fields or fields.get("quantization_config"):

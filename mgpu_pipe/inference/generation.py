@@ -320,11 +320,7 @@ def _generation_config(
 
 
 def require_rows(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
-    """Refuses a prompt of text with a token that the model has no row for, as published tokenizers have some.
-
-    Raises:
-        BadInputError: it holds such a token.
-    """
+    """Refuses a prompt with a token that the model has no row for (BadInputError), as published tokenizers have."""
     rows = getattr(model.config.get_text_config(), "vocab_size", None)
     beyond = next((number for number in ids if isinstance(rows, int) and number >= rows), None)
     if beyond is not None:

@@ -95,11 +95,7 @@ def folder_of(arguments: argparse.Namespace) -> Path:
 
 
 def find_inputs(arguments: argparse.Namespace) -> Path:
-    """The folder of :func:`folder_of`, after a check that the pictures, videos and recordings exist.
-
-    Raises:
-        BadInputError: the folder, a picture, a video or a recording does not exist.
-    """
+    """The folder of :func:`folder_of`; BadInputError if it, a picture, a video or a recording is not there."""
     folder = folder_of(arguments)
     for option, what in (("image", "picture"), ("video", "video"), ("audio", "recording")):
         for file in getattr(arguments, option, ()):

@@ -51,11 +51,7 @@ class LoadedRun:
     """Whether this user's launches wrote the configuration, so that its file names may be opened."""
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer.
-
-        Raises:
-            BadInputError: the folder has no tokenizer.
-        """
+        """The model's tokenizer; BadInputError if the folder has none."""
         from mgpu_pipe.inference.generation import load_tokenizer
 
         if self.tokenizer_folder is None:
@@ -63,11 +59,7 @@ class LoadedRun:
         return load_tokenizer(self.tokenizer_folder)
 
     def chat(self) -> ChatTemplate | None:
-        """The tokenizer's chat template; None for a run that did not train on conversations.
-
-        Raises:
-            ModelFolderError: the template cannot be used.
-        """
+        """The chat template, None for a run without conversations; ModelFolderError if it cannot be used."""
         if self.tokenizer_folder is None or not (self.config is None or self.config.data.holds_conversations()):
             return None
         takes = takes_media(self.model.config)
@@ -159,11 +151,7 @@ def _load_checkpoint(source: ModelSource, device: torch.device | str, frozen: Pa
 
 
 def average_names(reader: CheckpointReader) -> dict[str, str]:
-    """The stored names of the averages by weight, without the weights that training never updated.
-
-    Raises:
-        BadInputError: the checkpoint has no average.
-    """
+    """Stored names of the averages by weight, but those never updated; BadInputError without an average."""
     from mgpu_pipe.optim.moving_average import EMA
 
     names = {name.removesuffix(f"/{EMA}"): name for name in reader.names("optimizer") if name.endswith(f"/{EMA}")}

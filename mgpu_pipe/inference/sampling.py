@@ -60,12 +60,8 @@ class RowDraws:
         return torch.rand(self._sampling.max_new_tokens, dtype=torch.float64, generator=stream)
 
     def choose(self, scores: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The next tokens, int64, (rows,).
-
-        Args:
-            scores: logits, float32, (rows, vocabulary).
-            numbers: of each row; the first of them decides.
-        """
+        """The next tokens, int64 (rows,), by logits (rows, vocabulary) and each row's ``numbers``, of which the first
+        decides."""
         if self._sampling.temperature == 0:
             return scores.argmax(-1)
         warped: torch.Tensor = self._warpers(scores, scores)  # type: ignore[arg-type]  # they read no tokens

@@ -30,11 +30,7 @@ ROOT_DIGITS = 12
 
 
 def base_words(run: RunOptions, trainer: TrainerConfig, cache_dir: str | None) -> list[str]:
-    """Command line of the run that a run starts from, on the same machine and in the same root folder.
-
-    Args:
-        cache_dir: ``data.cache_dir``.
-    """
+    """Command line of the run that a run starts from, on the same machine, cache and root folder."""
     words = [f"experiment={run.starts_from}", f"run.root={run.root}", "checkpoint.resume=auto"]
     words += [f"trainer.accelerator={trainer.accelerator}", f"trainer.devices={trainer.devices}"]
     words += [f"trainer.progress={trainer.progress}"]

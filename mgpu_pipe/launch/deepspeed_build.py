@@ -67,10 +67,7 @@ def prepare_extensions(strategy: StrategyConfig, trainer: TrainerConfig, cache_d
 
 
 def extension_folder(cache_dir: str | None, device: str) -> Path:
-    """Folder of extensions for this Python, torch, DeepSpeed and processor type.
-
-    The compiler uses every instruction of the processor, and nodes of a cluster share a home folder.
-    """
+    """Folder of extensions for this Python, torch, DeepSpeed and processor, whose every instruction they use."""
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
     name = f"{python}-torch{version('torch')}-deepspeed{version('deepspeed')}-{device}-{processor()}"
     return cache_folder(cache_dir) / "extensions" / name

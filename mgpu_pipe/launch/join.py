@@ -138,12 +138,7 @@ def agree(
 
 
 def refuse_alone(devices: int, timeout: float, exit_code: int) -> None:
-    """On rank 0: broadcast an error that only rank 0 looks for, so that the others exit with its code.
-
-    Args:
-        devices: processes of a node.
-        timeout: ``launch.collective_timeout``.
-    """
+    """On rank 0: broadcast an error that only it looks for, so that the others exit with its code."""
     joined = existing_world(os.environ)
     os.environ.update(joined)
     world = World.from_environment(joined)

@@ -50,11 +50,7 @@ def make_key(folder: Path) -> None:
 
 
 def wait_for_key(folder: Path, until: float) -> bytes:
-    """The job's key, which the first task writes if the job was submitted without one.
-
-    Raises:
-        WorkerError: the key is missing at ``until``.
-    """
+    """The job's key, which the first task may write; WorkerError if it is missing at ``until``."""
     while (key := _read_key(folder)) is None:
         if time.monotonic() > until:
             raise WorkerError(f"{folder / KEY}: is not there, or not a file of this user; remove it")
@@ -98,11 +94,7 @@ class Channel:
         self._sent += 1
 
     def receive(self, until: float) -> object:
-        """Receive the value of the next line.
-
-        Raises:
-            OSError: the line is not whole at ``until``, or not from the other end.
-        """
+        """Receive the value of the next line; OSError if it is incomplete at ``until``, or not the other end's."""
         text = _check(self._key, self._other + b" %d " % self._received, read_line(self.connection, until))
         self._received += 1
         value: object = json.loads(text)

@@ -47,12 +47,8 @@ class MeasurementError(MgpuError):
 
 
 def measure_hardware(config: RunConfig) -> Measurements:
-    """Measure this machine by ``trainer.devices`` processes, all at once.
-
-    Raises:
-        ConfigError: several nodes.
-        MeasurementError: see there.
-    """
+    """Measure this machine by ``trainer.devices`` processes at once; ConfigError for several nodes, or
+    MeasurementError."""
     if config.trainer.num_nodes > 1 or existing_world(os.environ):
         fix = "calibrate on one of them; write network_gb_s, what a node sends, into the profile"
         raise ConfigError("trainer.num_nodes", config.trainer.num_nodes, fix, "one node's processes are measured")

@@ -108,11 +108,7 @@ def prepare_data(config: RunConfig) -> Prepared:
 
 
 def fetch_model(model: ModelConfig) -> None:
-    """Fetch the whole model from the Hub to this machine.
-
-    Raises:
-        BadInputError: the weights cannot be fetched or are incomplete.
-    """
+    """Fetch the whole model from the Hub to this machine; BadInputError if weights are missing."""
     path = model.path
     if path is not None and is_at_commit(path):
         from mgpu_pipe.models.weights.folder import check_model_folder, whole_folder

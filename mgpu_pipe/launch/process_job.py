@@ -44,11 +44,7 @@ STOP_TIMEOUT_S = 5.0
 
 
 def refuse_other_machines(trainer: TrainerConfig, launch: LaunchConfig) -> None:
-    """Refuse several nodes, and a scheduler, where no world was joined.
-
-    Raises:
-        ConfigError: the configuration asks for either.
-    """
+    """Raise ConfigError for several nodes or a scheduler where no world was joined."""
     wanted = {"trainer.num_nodes": (trainer.num_nodes, 1), "launch.type": (launch.type, "local")}
     for key, (value, here) in wanted.items():
         if value != here:

@@ -35,10 +35,7 @@ _before_leaving: Callable[[str], None] | None = None
 
 
 def taken_over(handler: Callable[[int, FrameType | None], None]) -> dict[int, object]:
-    """Let ``handler`` handle the stop signals of this process; returns the previous handlers.
-
-    A SIGHUP that was ignored from the start stays ignored, as nohup(1) requires.
-    """
+    """Let ``handler`` handle the stop signals; returns the previous ones. An ignored SIGHUP stays so (nohup(1))."""
     numbers = [n for n in STOP_SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in numbers}
 
@@ -70,11 +67,7 @@ def run_begins() -> None:
 
 
 def run_ended(*, asked_to_stop: bool) -> None:
-    """Mark the end of the run: a later stop signal counts for the next run of a sweep.
-
-    Args:
-        asked_to_stop: whether a stop signal arrived during the run; it counts for the next run, too.
-    """
+    """Mark the end of the run, so that a later stop signal, and one that arrived, counts for the next of a sweep."""
     global _run_ended, _requested
     _run_ended = True
     _requested = _requested or asked_to_stop

@@ -15,11 +15,7 @@ PORT = 29500
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """``config`` with ``trainer.devices`` as a number.
-
-    Raises:
-        ConfigError: ``auto``, because this machine does not know the nodes.
-    """
+    """``config`` with ``trainer.devices`` as a number; ConfigError for ``auto``, since the nodes are unknown here."""
     if config.trainer.devices != "auto":
         return config
     if config.strategy.name == "single":

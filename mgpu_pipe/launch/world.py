@@ -158,11 +158,7 @@ def is_node_task(joined: Mapping[str, str], devices: int) -> bool:
 
 
 def joined_store(timeout: float) -> Store:
-    """Store of the joined world, whose variables this process has.
-
-    Args:
-        timeout: seconds that its ranks have to meet.
-    """
+    """Store of the world that this process's variables name; its ranks meet within ``timeout`` seconds."""
     from torch.distributed import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
@@ -200,11 +196,7 @@ def launcher_store(world: World, timeout: float) -> Store:
 
 
 def wait_for(store: Store, keys: Sequence[str], timeout: float = math.inf) -> bool:
-    """Wait until all ``keys`` are in the store, without the store's timeout and open to signals.
-
-    Returns:
-        False after ``timeout`` seconds.
-    """
+    """Wait for ``keys`` in the store, open to signals; False after ``timeout`` seconds."""
     until = time.monotonic() + timeout
     while not store.check(list(keys)):
         if time.monotonic() > until:
@@ -236,14 +228,8 @@ def gpu_environment(trainer: TrainerConfig) -> dict[str, str]:
 
 
 def run_environment(trainer: TrainerConfig, cache_dir: str | None) -> dict[str, str]:
-    """:func:`gpu_environment` and the variables of the caches of compiled code.
-
-    Args:
-        cache_dir: ``data.cache_dir``.
-
-    Raises:
-        ConfigError: other users can write into a cache, or it cannot be written.
-    """
+    """:func:`gpu_environment` and variables of the caches of compiled code; ConfigError if a cache is not safe or
+    writable."""
     with writing_to_cache(cache_folder(cache_dir)):
         return {**gpu_environment(trainer), **compile_caches(cache_dir, os.environ)}
 

@@ -156,11 +156,8 @@ class ReferenceTable:
         return table
 
     def record(self, samples: torch.Tensor, log_probabilities: torch.Tensor, column: int = 0) -> None:
-        """Stores log-probabilities of the samples by number while :meth:`measure` runs.
-
-        Args:
-            log_probabilities: one or two columns, which begin at ``column`` of the table; (rows, columns).
-        """
+        """Stores columns of samples' log-probabilities, (rows, columns), from ``column`` on, while :meth:`measure`
+        runs."""
         if self._recording is not None:
             known = samples >= 0
             columns = slice(column, column + log_probabilities.shape[1])

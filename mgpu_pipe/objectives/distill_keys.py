@@ -100,10 +100,7 @@ def _fields(teacher: str) -> Mapping[str, Any]:
 
 
 def measure_distill(sums: Sequence[float]) -> dict[str, float]:
-    """Metrics from the sums of losses, cross-entropies, divergences, and the number of tokens.
-
-    The labels' loss is what a run without a teacher measures.
-    """
+    """Metrics from losses, cross-entropies (what a run without a teacher measures), divergences, and tokens."""
     return {**perplexity([sums[1], sums[-1]]), "val/divergence": sums[2] / sums[-1]}
 
 

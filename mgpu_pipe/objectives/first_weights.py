@@ -28,11 +28,7 @@ State = Literal["missing", "damaged", "whole"]
 
 
 def array_file(folder: Path, kind: str, *decided: object) -> Path:
-    """Path of an array file.
-
-    Args:
-        decided: JSON values that decide the array; different values give different files.
-    """
+    """Path of an array file, another for each of the JSON values that ``decided`` it."""
     return folder / f"{kind}-{digest_of(*decided)[:_DIGITS]}.npy"
 
 
@@ -113,12 +109,8 @@ class RunStart:
         return self.__dict__.get("weights")
 
     def file(self, kind: str, *decided: object) -> Path:
-        """Path of an array that depends on the weights, the samples and ``decided``. A collective call.
-
-        Args:
-            kind: first part of the file name.
-            decided: other JSON values that decide the array, with the version of its mathematics.
-        """
+        """Path of a ``kind`` of array that depends on weights, samples and the JSON values ``decided``. A collective
+        call."""
         samples = (self.prepared.digest, self.prepared.validation_digest, self.config.data.seq_len)
         return array_file(self.folder, kind, self.weights, self.precision, samples, *decided)
 
@@ -131,10 +123,7 @@ class RunStart:
         return np.unique(GlobalOrder(self.config.seed, available).indices(0, wanted))
 
     def step_batches(self, samples: SampleSet, indices: NDArray[np.int64]) -> EvaluationStepBatches:
-        """This process's share of ``samples`` at ``indices``, each once.
-
-        All processes get equally many, since an engine may have no stand-in for missing samples.
-        """
+        """This process's share of ``samples`` at ``indices``, each once; equally many on all processes."""
         short = -len(indices) % self.plan.data_parallel_size
         every = np.concatenate([indices, np.repeat(indices[-1:], short)])
         return EvaluationStepBatches(samples, every, self.plan, self.data_parallel_rank)

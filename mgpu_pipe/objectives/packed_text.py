@@ -81,10 +81,7 @@ def forward_kwargs(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) ->
 
 
 def wants_starts(model: Any) -> bool:
-    """Whether attention takes the :func:`document_starts` of packed rows, instead of finding them in each layer.
-
-    Ours does, and flash attention of models that pass unknown arguments on.
-    """
+    """Whether attention takes :func:`document_starts` of packed rows: ours, and flash attention of some models."""
     if attention_of(model.config) not in FLASH:
         return takes_document_starts(model)
     return any(
@@ -124,11 +121,7 @@ def block_diagonal_mask(
 
 
 def is_first_document(position_ids: torch.Tensor) -> torch.Tensor:
-    """True for tokens of the first document of each row: all but padding in rows of one document, (rows, seq_len).
-
-    Args:
-        position_ids: shape (rows, seq_len); a document begins where it does not increase by one.
-    """
+    """True for tokens of each row's first document, (rows, seq_len); it ends where positions do not increase by one."""
     return position_ids == torch.arange(position_ids.shape[1], device=position_ids.device)
 
 

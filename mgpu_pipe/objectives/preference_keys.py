@@ -42,11 +42,7 @@ def describe_pairs(name: str, keys: type[SampledTextConfig], figure: Metric) -> 
 
 
 def measure_pairs(sums: Sequence[float], figure: str) -> dict[str, float]:
-    """Metrics from the sums of losses, right pairs, chosen answers' mean losses, figures, and the pairs.
-
-    Args:
-        figure: name of the figure of ``ReferenceFreePairs.pair_values``.
-    """
+    """Metrics from losses, right pairs, chosen answers' mean losses, ``figure`` (``pair_values``), and the pairs."""
     loss, right, chosen, mean = (value / sums[-1] for value in sums[:-1])
     return {"val/loss": loss, "val/preference_accuracy": right, "val/chosen_loss": chosen, figure: mean}
 

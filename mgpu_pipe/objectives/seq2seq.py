@@ -110,11 +110,7 @@ def decoder_inputs(config: Any, labels: torch.Tensor) -> dict[str, Any]:
 
 
 def count_answers(right: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers of the rows whose labels are all predicted, and of those with labels.
-
-    Args:
-        right: mask of the right predictions, (rows, tokens), as that of the labels.
-    """
+    """Numbers of rows whose labels are all ``right``, a mask of (rows, tokens), and of rows with labels."""
     counts = labels != IGNORE_INDEX
     answers = counts.any(1)
     return ((right | ~counts).all(1) & answers).sum(), answers.sum()

@@ -75,11 +75,7 @@ class ReferencedConfig(SampledTextConfig):
 
 
 def untrained_head(peft: PeftConfig, parameters: str) -> list[ConfigError]:
-    """Error of adapters next to a new classifier that nothing trains.
-
-    Args:
-        parameters: examples of the head's parameters.
-    """
+    """Error of adapters next to a new classifier, whose ``parameters`` (examples) nothing trains."""
     if peft.train_also:
         return []
     fix = f"name the head's parameters, such as {parameters}"

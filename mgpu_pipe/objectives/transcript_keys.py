@@ -60,11 +60,7 @@ class TranscriptConfig(ObjectiveConfig):
 
 
 def jiwer(objective: str = "ctc") -> Any:
-    """The package jiwer.
-
-    Raises:
-        ConfigError: it is not installed, and ``objective`` needs it.
-    """
+    """The package jiwer; ConfigError if ``objective`` needs it and it is not installed."""
     return import_package("jiwer", "jiwer, which counts wrong words,", "audio", "objective.name", objective)
 
 

@@ -48,11 +48,8 @@ class Findings:
 
 
 def optimizer_class(target: str, lr: float, options: Mapping[str, Any]) -> tuple[type, dict[str, Any]]:
-    """Class of ``optimizer._target_``, and its constructor's arguments without the parameters.
-
-    Raises:
-        ConfigError: no subclass of ``torch.optim.Optimizer``, an unknown option, or its ``step`` evaluates the loss.
-    """
+    """Class of ``optimizer._target_`` and its other arguments; ConfigError if it is no optimizer that can be used
+    so."""
     cls, arguments = resolve_target({"_target_": target, "lr": lr, **options}, "torch.optim.Optimizer", "optimizer")
     closure = inspect.signature(getattr(cls, "step")).parameters.get("closure")  # noqa: B009
     if closure is not None and closure.default is inspect.Parameter.empty:

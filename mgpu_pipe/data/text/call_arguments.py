@@ -17,11 +17,7 @@ _ARGUMENTS = {"of": SEEN}
 
 
 def form_taken(render: Callable[[Sequence[Mapping[str, Any]]], str]) -> Form | None:
-    """Form of arguments that a template renders right; None if it renders both alike, or neither.
-
-    Args:
-        render: renders messages; empty where the template refuses them.
-    """
+    """Form of arguments that a template renders right ("" if refused); None if it renders both alike, or neither."""
     text = json.dumps(_ARGUMENTS, ensure_ascii=False)
     # Neither Python's form of an object nor a doubly quoted string contains the text.
     of_object, of_string = _written(render, _ARGUMENTS), _written(render, text)

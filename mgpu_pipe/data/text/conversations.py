@@ -131,11 +131,7 @@ def unused_columns(row: dict[str, Any], read: Iterable[str]) -> list[str]:
 
 
 def text_of(row: dict[str, Any], name: str, origin: str) -> str:
-    """Returns the text of a column.
-
-    Raises:
-        DataError: there is no such column, or it holds no text.
-    """
+    """Returns the text of a column; DataError without one."""
     if name not in row:
         raise DataError(f"{origin}: no column '{name}', which data.format needs; columns: {', '.join(row)}")
     if not isinstance(row[name], str):
@@ -301,11 +297,7 @@ def _completion(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
 
 
 def prompt_messages(value: object, column: str, origin: str) -> list[dict[str, Any]]:
-    """Converts the value of ``column`` to messages that need no answer.
-
-    Raises:
-        DataError: no list of messages; names ``origin``.
-    """
+    """Converts the value of ``column`` to messages without an answer; DataError names ``origin`` if it holds none."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content")
     said = [_from_sharegpt(message) for message in value]

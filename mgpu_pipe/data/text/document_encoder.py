@@ -125,12 +125,8 @@ class Encoder:
             self._turns = TurnEncoder(self._tokenizer)
 
     def encode(self, work: list[Document] | Piece) -> EncodedBatch | EncodedPiece:
-        """Encodes whole documents, or a piece of one.
-
-        Raises:
-            DataError: a document is broken.
-            ModelFolderError: the tokenizer fails on a text, for example without a token for unknown words.
-        """
+        """Encodes whole documents or a piece; DataError if one is broken, ModelFolderError if the tokenizer fails on a
+        text."""
         return self.encode_piece(work) if isinstance(work, Piece) else self.encode_documents(work)
 
     def encode_piece(self, piece: Piece) -> EncodedPiece:

@@ -147,11 +147,8 @@ class FileFormat(Generic[Content]):
         check_paths(data, self.check_file)
 
     def open(self, data: DataConfig, cache: Path, progress: Progress, key: str) -> Source:
-        """Opens the documents of the files that ``data.paths`` name; see :meth:`open_files`.
-
-        Raises:
-            ConfigError: a path that matches nothing.
-        """
+        """Opens the documents of the files in ``data.paths``; ConfigError if one matches nothing. See
+        :meth:`open_files`."""
         return self.open_files(data, files.expand_paths(data.paths, key), cache, progress)
 
     def open_files(self, data: DataConfig, paths: list[Path], cache: Path, progress: Progress) -> Source:
@@ -226,14 +223,8 @@ def whole_document(data: DataConfig, content: Text, origin: str, size: int) -> D
 
 
 def text_of(row: dict[str, Any], key: str, column: str, origin: str) -> str:
-    """Returns the text of a row's column.
-
-    Args:
-        key: configuration key that names the column.
-
-    Raises:
-        DataError: there is no such column, or it holds no valid string.
-    """
+    """Returns the text of a row's column, named by the configuration's ``key``; DataError if it holds no valid
+    string."""
     files.require_columns(row, origin, {key: column})
     text = row[column]
     if not isinstance(text, str):
@@ -243,11 +234,7 @@ def text_of(row: dict[str, Any], key: str, column: str, origin: str) -> str:
 
 
 def unusable_or_raise(paths: Sequence[Path], on_bad_sample: str) -> dict[Path, str]:
-    """Reasons for the files that are empty or cannot be opened.
-
-    Raises:
-        DataError: there is one, and ``on_bad_sample`` is ``stop``.
-    """
+    """Reasons for files that are empty or do not open; DataError if ``on_bad_sample`` is ``stop``."""
     unusable = unusable_files(paths)
     if unusable and on_bad_sample == "stop":
         path, why = next(iter(unusable.items()))

@@ -97,11 +97,7 @@ class JobFolder(ABC):
         replace_file(file, json.dumps(identity, indent=1))
 
     def check_output(self) -> None:
-        """Refuse an output that exists.
-
-        Raises:
-            BadInputError: it does.
-        """
+        """Raise BadInputError for an output that exists."""
         if exists(self.output):
             raise BadInputError(f"--output={self.output}: exists already; move it, or give another name")
 

@@ -90,11 +90,7 @@ def mine_file(run: LoadedRun, source: ModelSource, pairs: Path, out: Path, rules
 
 
 def read_pairs(path: Path) -> Iterator[dict[str, object]]:
-    """Yields the rows of a file in the form of ``data=embedding_pairs``.
-
-    Raises:
-        DataError: a row is broken; see :func:`mgpu_pipe.data.sources.compared_texts.pair_document`.
-    """
+    """Yields the rows of a file like ``data=embedding_pairs``; DataError for a broken row."""
     for line, origin, _ in row_lines(path, nested=True):
         check_pair_row(KEYS, line, origin)
         yield pair_row(line, origin, KEYS.text_columns())

@@ -59,11 +59,7 @@ EncodeRow = Callable[[int, dict[str, Any], str], PromptRow]
 
 
 def read_prompts(path: Path, encode: EncodeRow) -> list[PromptRow]:
-    """The rows of the file; blank lines are skipped. A row that ``encode`` refuses becomes a bad one.
-
-    Raises:
-        DataError: the file cannot be read or has no row.
-    """
+    """The file's rows but blank lines, bad ones if ``encode`` refuses them; DataError if there is none."""
     return [_row(line, origin, encode) for line, origin, _ in files.read_lines(path)]
 
 
@@ -158,11 +154,7 @@ def _count(row: Mapping[str, Any], column: str, also: str) -> int:
 
 
 def refuse_bad_rows(rows: list[PromptRow]) -> None:
-    """Raise the first bad row's error.
-
-    Raises:
-        DataError: there is a bad row.
-    """
+    """Raise the DataError of the first bad row."""
     bad = [row.error for row in rows if row.error]
     if bad:
         others = f" ({len(bad) - 1} more rows are bad)" if len(bad) > 1 else ""

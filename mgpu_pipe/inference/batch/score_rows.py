@@ -64,11 +64,7 @@ def read_scored_rows(path: Path) -> Iterator[ScoredRow]:
 
 
 def count_rows(path: Path) -> int:
-    """Number of the rows of a file; reads all of them.
-
-    Raises:
-        DataError: see :func:`read_scored_rows`.
-    """
+    """Number of the rows of a file, which are all read; errors: see :func:`read_scored_rows`."""
     return sum(1 for _ in read_scored_rows(path))
 
 

@@ -85,11 +85,7 @@ class JobSettings(ABC):
 
 
 def require_input(path: Path) -> None:
-    """Refuse an input that is not there.
-
-    Raises:
-        BadInputError: there is no such file.
-    """
+    """Raise BadInputError for an input that is not there."""
     if not is_file(path):
         raise BadInputError(f"--input={path}: no such file; give a file with a row for each text or prompt")
 

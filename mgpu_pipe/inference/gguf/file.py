@@ -33,11 +33,7 @@ MIN_ENTRY_BYTES, MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
 
 def require_package(option: str) -> None:
-    """Refuse ``option`` where the gguf package is missing.
-
-    Raises:
-        BadInputError: with the line that installs it.
-    """
+    """Refuse ``option`` where the gguf package is missing; BadInputError has the line that installs it."""
     if importlib.util.find_spec("gguf") is None:
         raise BadInputError(f"{option}: needs the gguf package; pip install 'mgpu_pipe[gguf]'")
 

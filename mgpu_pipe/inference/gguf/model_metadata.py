@@ -114,11 +114,8 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def gemma3_scalar(layers: int, hidden: int, heads: int, size: int) -> int:
-    """The number by whose root llama.cpp divides gemma 3's queries; source: its ``src/models/gemma3.cpp``.
-
-    Args:
-        size: of a head.
-    """
+    """The number by whose root llama.cpp (``src/models/gemma3.cpp``) divides gemma 3's queries; ``size`` is a
+    head's."""
     return hidden // heads if layers == GEMMA3_27B_LAYERS else size
 
 
@@ -233,12 +230,7 @@ def _rotations(file: GgufFile, source: _Metadata, fields: Mapping[str, Any], mod
 
 
 def _linear_factor(source: _Metadata) -> int | float:
-    """The number that positions are divided by: 1 without scaling. Keys and defaults are those of llama.cpp's
-    ``src/llama-model.cpp``.
-
-    Raises:
-        BadInputError: the rotations are scaled in another way.
-    """
+    """Divisor of positions, with keys of llama.cpp's ``src/llama-model.cpp``; BadInputError for other scaling."""
     kind = source.values.get(f"{source.architecture}.rope.scaling.type", "linear")
     if not isinstance(kind, str) or kind not in ("linear", "none"):
         raise source.refuse(f"scales its rotations by {kind!r}, which is not supported")

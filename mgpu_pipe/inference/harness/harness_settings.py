@@ -52,11 +52,7 @@ class HarnessSettings:
 
 
 def require_harness() -> None:
-    """Refuse without lm-eval.
-
-    Raises:
-        BadInputError: it is not installed.
-    """
+    """Raise BadInputError where lm-eval is not installed."""
     if find_spec("lm_eval") is None:
         raise BadInputError(f"--harness: needs the package lm-eval; install it: {INSTALL}")
 
@@ -71,11 +67,7 @@ CODE = "!function"
 
 
 def check_task_files(folders: list[Path]) -> None:
-    """Refuse folders with a task file that names Python code, or includes a file that does.
-
-    Raises:
-        BadInputError: names file and line.
-    """
+    """Refuse task files that name Python code, or include such a file; BadInputError names file and line."""
     for folder in folders:
         if not folder.is_dir():
             raise BadInputError(f"--harness-path={folder}: no such folder; give a folder of task files (.yaml)")

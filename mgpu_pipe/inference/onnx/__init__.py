@@ -14,11 +14,7 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
 def require_packages() -> None:
-    """Refuse ``--format onnx`` where a package that writes or reads such files is missing.
-
-    Raises:
-        BadInputError: with the line that installs it.
-    """
+    """Refuse ``--format onnx`` without its packages; BadInputError has the line that installs them."""
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise BadInputError(f"--format=onnx: needs {', '.join(missing)}; pip install 'mgpu_pipe[onnx]'")

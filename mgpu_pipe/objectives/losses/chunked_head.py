@@ -67,11 +67,8 @@ class ChunkedHead:
         return self.labels.reshape(-1)
 
     def rows_at_once(self, heads: int = 1, rows: int | None = None) -> int:
-        """:func:`chunk_rows` of this head if tensors of ``heads`` times the logits' size exist together.
-
-        Args:
-            rows: number of rows that count; None for all tokens.
-        """
+        """:func:`chunk_rows` of ``rows`` (all tokens by default) if ``heads`` tensors of the logits' size exist
+        together."""
         # From the widest shard, because ranks must agree on the number of chunks.
         vocabulary = self.weight.shape[0] if self.shard is None else -(-self.shard.whole // self.shard.group.size())
         item = self.weight.element_size() if self.weight.is_cuda else None
@@ -175,12 +172,7 @@ def fuses(rows: int, weight: torch.Tensor) -> bool:
 def normaliser_and_target(
     logits: torch.Tensor, index: torch.Tensor, fused: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log of the sum of exponentials of each row, and its logit at ``index``; fp32, (rows, 1).
-
-    Args:
-        logits: (rows, vocabulary).
-        index: int64 (rows, 1).
-    """
+    """Log-sum-exp of each row of ``logits``, (rows, vocabulary), and its logit at ``index``; fp32, (rows, 1)."""
     return (_compiled(_normaliser_and_target) if fused else _normaliser_and_target)(logits, index)
 
 

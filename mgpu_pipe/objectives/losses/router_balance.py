@@ -130,11 +130,8 @@ class RouterLoss:
         return loss_sum + (auxiliary - auxiliary.detach()).to(loss_sum.dtype)
 
     def attached(self, output: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
-        """``output`` whose backward pass also seeds the balance loss, for a pipeline stage without a loss.
-
-        Args:
-            scale: the loss scale, which multiplies all gradients.
-        """
+        """``output`` whose backward pass also seeds the balance loss times the loss ``scale``, for a stage without a
+        loss."""
         result: torch.Tensor = _Attached.apply(output, self.sequence_sum(labels), scale * self._per_sequence)
         return result
 

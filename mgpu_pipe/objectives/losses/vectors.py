@@ -43,11 +43,8 @@ def pairing_losses(
 
 
 def softmax_pairing(logits: torch.Tensor, right_column: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each row, (rows,), in place: ``logits``, (rows, columns), become its gradients.
-
-    Args:
-        right_column: (rows, 1).
-    """
+    """Cross-entropy of rows, (rows,), to ``right_column``, (rows, 1); ``logits``, (rows, columns), become its
+    gradients."""
     highest = logits.amax(1, keepdim=True)
     right = logits.gather(1, right_column) - highest
     total = logits.sub_(highest).exp_().sum(1, keepdim=True)
@@ -78,10 +75,8 @@ def cosent(similarities: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tens
 
 
 def shares_of_correlation(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The part of each pair of values in Pearson's correlation, which is their sum; float64, (pairs,).
-
-    Not a number where all values of a side are equal.
-    """
+    """Part of each pair of values in Pearson's correlation, their sum; float64 (pairs,), nan where a side is
+    constant."""
     sides = [side.double() - side.double().mean() for side in (first, second)]
     first, second = (side / side.norm() for side in sides)
     return first * second
