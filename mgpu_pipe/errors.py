@@ -34,11 +34,7 @@ JOINERS = "\u200c\u200d"
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """``text`` with U+FFFD for every character that a terminal would follow or hide.
-
-    Args:
-        keep: control characters that stay in the text.
-    """
+    """``text`` with U+FFFD for characters that a terminal would follow or hide, except those of ``keep``."""
     if text.isprintable():
         return text
     return "".join("\ufffd" if _is_hidden(character, keep) else character for character in text)
@@ -211,11 +207,7 @@ def raised_by(check: Callable[[], object]) -> list[BadInputError]:
 
 
 def check_all(checks: Iterable[Callable[[], object]]) -> None:
-    """Runs every check, then raises their errors together.
-
-    Raises:
-        ConfigErrors: checks raised errors.
-    """
+    """Runs every check, then raises their errors together as ConfigErrors."""
     errors = [error for check in checks for error in raised_by(check)]
     if errors:
         raise ConfigErrors(errors)

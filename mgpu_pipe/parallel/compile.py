@@ -28,10 +28,8 @@ def compiles(
 
 
 def compile_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Compile the ``forward`` of every block of ``model`` in place, and return the blocks.
-
-    Call it after activation checkpointing, so that the compiler sees it, and before sharding.
-    """
+    """Compile each block's ``forward`` in place; returns the blocks. After activation checkpointing, before
+    sharding."""
     blocks = decoder_blocks(model)
     for block in blocks:
         block.forward = compiled(block.forward)

@@ -90,10 +90,8 @@ def backward_bytes(work: Work, keeps: Activations, dequantised: Numbers = 0.0) -
 
 
 def output_bytes(work: Work, keeps: Activations) -> Numbers:
-    """Bytes of the outputs of a block's linear layers and norms, for the tokens of a micro-batch on a rank.
-
-    A split backward pass keeps their gradients until it computes those of weights.
-    """
+    """Bytes of the outputs of a block's linears and norms; a split backward pass keeps gradients until those of
+    weights."""
     query, key_value = work.heads * work.head_dim, work.key_value_heads * work.head_dim
     split = query + 2 * key_value + (1 + work.gated) * (work.chosen + work.shared) * work.inner
     return keeps.item * work.tokens * (split / work.tp + _on_rank(work, 4 * work.width))

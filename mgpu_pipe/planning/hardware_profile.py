@@ -177,14 +177,7 @@ def load_profile(name: str, network: str | None = None, key: str = "plan.hardwar
 
 
 def yaml_of(file: Path, name: str, key: str) -> Any:
-    """Content of a YAML file, which may be a stranger's.
-
-    Args:
-        name: the file as ``key`` names it.
-
-    Raises:
-        ConfigError: no such file, or no plain YAML.
-    """
+    """Content of a stranger's YAML file, ``name`` in the value of ``key``; ConfigError if it is none."""
     try:
         return _parsed(read_bytes(file, MAX_CONFIG_BYTES), name, key)
     except FileNotFoundError:
@@ -194,14 +187,7 @@ def yaml_of(file: Path, name: str, key: str) -> Any:
 
 
 def read_profile(text: str, name: str, key: str) -> HardwareProfile:
-    """The profile of a YAML ``text``.
-
-    Args:
-        name: file that has the text or gets it.
-
-    Raises:
-        ConfigError: a profile with nonsense.
-    """
+    """The profile of a YAML ``text`` of the file ``name``; ConfigError for nonsense."""
     return _profile(_parsed(text, name, key), name, key)
 
 

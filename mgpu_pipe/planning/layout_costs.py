@@ -115,11 +115,7 @@ def offload_seconds(work: Work, parameters: Numbers, hardware: Hardware, constan
 
 
 def host_update_seconds(work: Work, parameters: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
-    """Seconds of the optimizer on the host, by the bytes that it reads and writes.
-
-    Args:
-        parameters: see :func:`offload_seconds`.
-    """
+    """Seconds of the optimizer on the host, by the bytes that it reads and writes; see :func:`offload_seconds`."""
     ranks = minimum(work.world, hardware.gpus_per_node)
     moved = work.trained * parameters / work.dp_shard * constants.optimizer_bytes * ranks
     return moved / (hardware.host_bandwidth * constants.memory)

@@ -41,11 +41,7 @@ class Pinned:
     others_wait: bool = False
 
     def require(self) -> RunConfig:
-        """The configuration.
-
-        Raises:
-            ConfigErrors: a name has an error.
-        """
+        """The configuration; ConfigErrors if a name has an error."""
         if self.errors:
             raise ConfigErrors(self.errors)
         return self.config

@@ -29,10 +29,7 @@ from mgpu_pipe.topology import AXES
 
 
 def strategies_of_attempts(paths: RunPaths) -> list[str]:
-    """Strategies of a run's attempts with their sizes, e.g. ``megatron tp=2``, in order and without repeats.
-
-    Unreadable configurations are skipped; equal ones are parsed once.
-    """
+    """Strategies of a run's attempts, e.g. ``megatron tp=2``, in order, each once; skips unreadable ones."""
     configs = [path for _, path in attempts(paths.root)] or [paths.config]
     contents = dict.fromkeys(filter(None, map(_content, configs)))
     return list(dict.fromkeys(filter(None, map(_strategy, contents))))

@@ -275,11 +275,6 @@ def rank_writer(paths: RunPaths, rank: int, world_size: int, start_step: int) ->
 
 
 def read_ranks(paths: RunPaths, most: int) -> dict[int, dict[str, list[float]]]:
-    """Columns of those of the first ``most`` ranks that have a file.
-
-    Raises:
-        NotPlainError: a file is not a plain file, or too large.
-        OSError: it cannot be read.
-    """
+    """Columns of the first ``most`` ranks that have a file; NotPlainError or OSError for a bad file."""
     tables = ((rank, read_metrics(paths.rank_metrics(rank))) for rank in range(most))
     return {rank: columns for rank, columns in tables if columns}

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def append_samples(path: Path, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-    """Append the samples of a step.
-
-    Raises:
-        RunFolderError: the disk is full or gone.
-    """
+    """Append the samples of a step; RunFolderError if the disk is full or gone."""
     try:
         with open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "samples": list(samples)}) + "\n")

@@ -44,12 +44,8 @@ class CommandLine:
 
 
 def line_for(alone: Sequence[str], folder: Path, start: Sequence[str] = ()) -> str:
-    """The command that resumes the run in ``folder``.
-
-    Args:
-        alone: flags and overrides that start this run, without the sweep of a point.
-        start: program and options before the words; default: this program.
-    """
+    """The command that resumes the run in ``folder``, from ``start`` (this program) and the words of that run
+    ``alone``."""
     words = [*without(alone, "run.dir", "checkpoint.resume"), f"run.dir={hydra_quoted(str(folder))}"]
     return shlex.join([*(start or this_program()), *words, "checkpoint.resume=auto"])
 

@@ -169,11 +169,7 @@ class EngineProcess:
                 print_line(line, file=sys.stderr, flush=True)
 
     def wait_until_ready(self, client: EngineClient) -> None:
-        """Wait until ``client`` is answered.
-
-        Raises:
-            MgpuError: the engine ended.
-        """
+        """Wait until ``client`` is answered; MgpuError if the engine ended."""
         while not client.is_ready():
             if self.has_ended():
                 raise self.end_error()
@@ -206,11 +202,7 @@ class EngineProcess:
 
 
 def wait_for_any(processes: Sequence[EngineProcess]) -> NoReturn:
-    """Wait until an engine ends, which is an error.
-
-    Raises:
-        MgpuError: always.
-    """
+    """Wait until an engine ends, then raise MgpuError."""
     while True:
         for process in processes:
             if process.has_ended():

@@ -177,11 +177,7 @@ def need_of(model: ServedModel, options: ServeOptions, gpus: Gpus) -> Need:
 
 
 def with_share(options: ServeOptions, share: GpuShare, numbers: Sequence[int]) -> ServeOptions:
-    """``options`` on the GPUs of a share.
-
-    Args:
-        numbers: the driver's numbers of the GPUs.
-    """
+    """``options`` on the GPUs of a share, by the driver's ``numbers``."""
     visible = ",".join(str(numbers[device]) for device in share.devices)
     return replace(options, memory_share=round(share.share, 3), variables={"CUDA_VISIBLE_DEVICES": visible})
 

@@ -72,11 +72,7 @@ def _words(model: object, where: str) -> list[str]:
 
 
 def check_host(needs: Sequence[Need], memory: int) -> None:
-    """Refuse models on the CPU that the host's memory does not hold.
-
-    Raises:
-        BadInputError: they do not fit.
-    """
+    """Raise BadInputError for models on the CPU that the host's memory does not hold."""
     wanted = sum(need.nbytes for need in needs if not need.gpus)
     if wanted > memory:
         raise BadInputError(

@@ -133,11 +133,7 @@ def _digest(source: ModelSource, frozen: Path | None, average: bool) -> str:
 
 
 def make_cache() -> None:
-    """Make the cache's folder of served models, which only this user can write.
-
-    Raises:
-        ConfigError: it cannot be made, or others can write into it.
-    """
+    """Make the folder of served models; ConfigError if it cannot be made, or others can write into it."""
     cache = cache_folder(None)
     with writing_to_cache(cache):
         private_folder(cache)
@@ -182,14 +178,8 @@ class NamedAdapter:
 
 
 def read_adapters(words: Sequence[str], model: str) -> tuple[NamedAdapter, ...]:
-    """The adapters of ``--adapter name=folder ...``.
-
-    Args:
-        model: name of the model that they adapt.
-
-    Raises:
-        BadInputError: two adapters have the same name, or a folder is no adapter of peft.
-    """
+    """The adapters of ``--adapter name=folder ...`` of ``model``; BadInputError for equal names, or no adapter of
+    peft."""
     adapters = list[NamedAdapter]()
     for word in words:
         adapters.append(_read(word, {model, *(adapter.name for adapter in adapters)}))
@@ -217,11 +207,7 @@ def _read(word: str, taken: Collection[str]) -> NamedAdapter:
 
 
 def refuse_extra(engine: str, adapters: Sequence[NamedAdapter]) -> None:
-    """Refuse adapters that only the embedded server computes with.
-
-    Raises:
-        BadInputError: there is one.
-    """
+    """Raise BadInputError for adapters, which only the embedded server computes with."""
     for adapter in adapters:
         if adapter.extra:
             raise BadInputError(

@@ -43,11 +43,7 @@ LOG_FROM = 20
 
 
 def write_sweep_page(store: Store) -> Path:
-    """Write the page into the sweep's folder; returns its path.
-
-    Raises:
-        RunFolderError: the page cannot be written.
-    """
+    """Write the page into the sweep's folder and return its path; RunFolderError if that fails."""
     out = store.folder / PAGE
     runs = store.points()
     links = [link(RunPaths(Path(point.folder)).report, out) if point.folder else "" for point in runs]

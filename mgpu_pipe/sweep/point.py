@@ -102,11 +102,7 @@ _POINT: dict[str, tuple[Test, str]] = {
 
 
 def check_spec(spec: Mapping[str, Any], where: object) -> None:
-    """Check the entries of a ``sweep.json``.
-
-    Raises:
-        BadInputError: naming the first entry that is missing or has another type.
-    """
+    """Raise BadInputError for the first entry of a ``sweep.json`` that is missing or of another type."""
     _check(spec, {**SPEC_ENTRIES, **_OPTIONAL}, SPEC_ENTRIES, where)
     if len(spec["metrics"]) != len(spec["minimize"]):
         raise _not_ours(where, "minimize", "a list as long as metrics")
@@ -210,11 +206,7 @@ class Point:
 
 
 def with_liveness(point: Point, one_host: bool) -> Point:
-    """``point``, marked interrupted if it was running and its process is gone.
-
-    Args:
-        one_host: whether every process of the sweep runs on this machine.
-    """
+    """``point``, interrupted if it was running and its process is gone; on one host, or perhaps another."""
     if point.status != RUNNING or _may_be_alive(point, one_host):
         return point
     return replace(point, status=INTERRUPTED)

@@ -66,11 +66,7 @@ def own_conf_plugin() -> type:
 
 
 def own_options(runtime: Any) -> list[str]:
-    """Options of a composition from :func:`own_conf`, as typed (``experiment=mine``).
-
-    Args:
-        runtime: node ``hydra.runtime`` of the composition.
-    """
+    """Options of a composition from :func:`own_conf`, as typed (``experiment=mine``); ``runtime`` is Hydra's node."""
     folders = [Path(source.path) for source in runtime.config_sources if source.provider == PROVIDER]
     return sorted(
         f"{group}={option}"

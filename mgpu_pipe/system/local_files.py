@@ -196,11 +196,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read_end(path: Path, most: int) -> bytes:
-    """Last whole lines of a plain file in its folder, at most ``most`` bytes.
-
-    Raises:
-        NotPlainError, OSError: see :func:`read_bytes`.
-    """
+    """Last whole lines of a plain file in its folder, at most ``most`` bytes; errors: see :func:`read_bytes`."""
     with _opened(path, None) as file:
         start = max(0, os.fstat(file.fileno()).st_size - most)
         file.seek(start)
@@ -259,11 +255,7 @@ def check_folder(folder: Path, largest_json: int = MAX_JSON_BYTES, depth: int = 
 
 
 def parse_json(data: bytes | str, where: Path | str) -> Any:
-    """Value of a JSON text.
-
-    Raises:
-        ValueError: the text is not JSON, not UTF-8, or nested too deeply.
-    """
+    """Value of a JSON text; ValueError if it is none, not UTF-8, or nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -325,20 +317,12 @@ def _no_plain_file(path: Path) -> NotPlainError:
 
 
 def fix_of_writing(why: str, otherwise: str) -> str:
-    """Fix for a file that cannot be written.
-
-    Args:
-        why: the error, or a text that holds its ``strerror``.
-        otherwise: for any error but the limit of the size of files, which no other folder and no free space mends.
-    """
+    """Fix for a file that ``why`` keeps from being written; ``otherwise`` helps against all but the limit of sizes."""
     return FIXES[errno.EFBIG] if os.strerror(errno.EFBIG) in why else otherwise
 
 
 def creation_problem(folder: Path) -> str:
-    """Reason why nothing can be made in a folder that is there; empty if something can.
-
-    It makes a folder and removes it: permissions do not tell of ``/proc``, a quota or a full disk.
-    """
+    """Why no folder can be made in a folder that is there, by a try (for ``/proc``, a quota, a full disk), or ""."""
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".", dir=folder))
     except OSError as error:

@@ -29,10 +29,8 @@ _forked_by: tuple[int, bool] = (0, False)
 
 
 def bind_forks(bound: bool = True) -> None:
-    """Set whether processes forked by the main thread (loader and tokeniser pools) die with this one.
-
-    The kernel's signal is bound to the forking thread, so forks of other threads, which may end early, are excluded.
-    """
+    """Set whether forks of the main thread (loader and tokeniser pools) die with this process; a thread may end
+    early."""
     global _forks_bound, _hooks_stand
     _forks_bound = bound
     if bound and not _hooks_stand:

@@ -260,10 +260,8 @@ def starts_from_run(checkpoint: CheckpointConfig) -> bool:
 
 
 def weights_reader(checkpoint: CheckpointConfig) -> CheckpointReader:
-    """A reader of the step that ``checkpoint.init_from`` names, the same on every rank. A collective call.
-
-    The run that it names may be saving, so ranks that resolved it alone could take different steps.
-    """
+    """A reader of the step in ``checkpoint.init_from``, the same on every rank although it may be saving.
+    Collective."""
     keep = checkpoint
     step = resolve_source(str(keep.init_from), keep.on_corruption, "size", key="checkpoint.init_from")
     return CheckpointReader(Path(exchange_json(str(step), None)[0]), keep.verify)

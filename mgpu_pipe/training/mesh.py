@@ -291,11 +291,8 @@ class MeshStrategy(EngineStrategy):
 def pipeline_forward(
     pipeline: Pipeline, objective: Objective, *args: Any, logits_to_keep: int = 1, **inputs: Any
 ) -> Any:
-    """The forward pass of ``generate()`` over the stages of a pipeline; see :class:`SamplingForward`.
-
-    Args:
-        inputs: with ``past_key_values``, the texts are new tokens alone.
-    """
+    """Forward pass of ``generate()`` over the stages (:class:`SamplingForward`); with ``past_key_values`` of new tokens
+    alone."""
     if not isinstance(objective, TextGenerator):
         raise NotImplementedError(f"{type(objective).__name__} does not generate text; define sampling_batch")
     batch, cache = objective.sampling_batch(*args, **inputs), inputs.get("past_key_values")

@@ -131,11 +131,7 @@ FREE = "inactive"
 
 
 def write_snapshot(file: Path) -> str:
-    """Write the allocator's snapshot to ``file``; returns a line on reserved, used and free memory.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the allocator's snapshot; returns a line on its memory. OSError if it cannot be written."""
     segments = torch.cuda.memory_snapshot()
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, json.dumps(segments, default=str))

@@ -194,11 +194,7 @@ class Checkpointer:
             self._background.before_writing()
 
     def finish(self, step: int) -> None:
-        """Wait for the running save; training has ended after ``step``.
-
-        Raises:
-            CheckpointSaveError: on every rank; see :meth:`save`.
-        """
+        """Wait for the running save after ``step``, the last; CheckpointSaveError as in :meth:`save`."""
         error: Exception | None = self._failed
         if self._background is not None:
             error = self._background.wait() or error

@@ -80,11 +80,7 @@ class MicroBatchStop:
         return bool(stop_requested)
 
     def vote(self, save: bool) -> StepVotes:
-        """This rank's votes at a step's end.
-
-        Args:
-            save: this rank finds that a save is due.
-        """
+        """This rank's votes at a step's end; ``save``: it finds that a save is due."""
         return StepVotes(float(self._requested()), time.monotonic() - self._began, float(save))
 
     def count(self, votes: StepVotes) -> bool:

@@ -195,11 +195,8 @@ class EngineStrategy(StepEngine, ParallelStrategy, ProcessSamples):
         """Split ``model`` over the processes and fill its parameters. A collective call."""
 
     def run_step(self, step_batch: StepBatch) -> StepResult:
-        """Run a step batch up to its update, see :func:`mgpu_pipe.training.step.run_step`.
-
-        Raises:
-            NonFiniteStep: on every rank alike, before the update.
-        """
+        """Run a step batch up to its update (:func:`mgpu_pipe.training.step.run_step`); NonFiniteStep on all ranks
+        alike."""
         return run_step(self, step_batch)
 
     @abstractmethod

@@ -234,11 +234,7 @@ def from_rank_0(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 @torch.no_grad()
 def fill(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> None:
-    """Copies each local shard's part of the whole tensors ``full`` into it, in place.
-
-    Raises:
-        WorkerError: ``full`` lacks the tensor of a shard.
-    """
+    """Copies each local shard's part of the whole tensors ``full`` into it; WorkerError if its tensor is not there."""
     for shard in shards:
         shard.tensor.copy_(_part(full, shard.tensor_slice))
 

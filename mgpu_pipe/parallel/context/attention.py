@@ -91,10 +91,7 @@ def with_documents(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) ->
 
 
 def documents_of(model: nn.Module, micro_batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The documents of the sequences, for :func:`with_documents`.
-
-    Call it before the micro-batch goes to a device: afterwards it needs a host sync.
-    """
+    """Documents of the sequences, for :func:`with_documents`; a host sync if the micro-batch is on a device."""
     axis = context_axis(model)
     return {} if axis is None else {DOCUMENTS: SequenceContext.from_micro_batch(micro_batch, axis).documents}
 

@@ -214,10 +214,7 @@ class Pipeline:
         return output
 
     def activation_bytes(self) -> int | None:
-        """The most that this rank's stages kept for their backward passes in the last step batch; None if unknown.
-
-        What a stage's first forward pass left, for as many micro-batches as it has held at once.
-        """
+        """The most that this rank's stages kept for backward passes in the last step batch; None if unknown."""
         if not self._measure or not self.stages:
             return None
         return sum(self._left[stage.stage_index] * stage.most_in_flight for stage in self.stages)

@@ -142,11 +142,7 @@ class StageView:
                 modules[name] = child
 
     def __call__(self, received: torch.Tensor | None, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Hidden states, or the last stage's logits, of a micro-batch from the previous stage's hidden states.
-
-        Args:
-            inputs: keyword arguments of the model's forward pass.
-        """
+        """Hidden states, or the last stage's logits, from the previous stage's, with keyword arguments of the model."""
         with self.activate(received):
             return cast(torch.Tensor, self.model(**inputs).logits)
 
@@ -248,11 +244,8 @@ def can_cache_stages(config: PreTrainedConfig) -> bool:
 
 
 def caches_of_stages(cache: Any, stages: Sequence[int]) -> Mapping[int, Any]:
-    """The cache of each of a rank's ``stages``; that of the first is ``cache``, whose length ``generate()`` reads.
-
-    Args:
-        cache: the ``DynamicCache`` of this call of ``generate()``, empty in its first forward pass.
-    """
+    """Caches of a rank's ``stages``; the first's is ``cache``, the empty ``DynamicCache`` of ``generate()``, which
+    reads its length."""
     if not hasattr(cache, STAGES):
         caches = [cache, *(copy.deepcopy(cache) for _ in stages[1:])]
         setattr(cache, STAGES, dict(zip(stages, caches, strict=True)))

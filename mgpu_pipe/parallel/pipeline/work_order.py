@@ -30,11 +30,7 @@ Stream = list[Action]
 
 
 def streams(schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto") -> list[Stream]:
-    """Every rank's stream for one step batch.
-
-    Raises:
-        ValueError: a number of micro-batches that the schedule does not take.
-    """
+    """Every rank's stream for one step batch; ValueError for micro-batches that the schedule does not take."""
     if not micro_batches_fit(schedule, ranks, micro_batches):
         raise ValueError(f"{schedule} on {ranks} ranks does not take {micro_batches} micro-batches")
     stages_of_ranks = stages_by_rank(schedule, ranks, stages_per_rank)

@@ -176,10 +176,7 @@ class VocabularyShard:
         return (ids - self.start).clamp(0, self.stop - self.start - 1), inside
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """Whole logits ``(..., whole)`` from the ranks' ``(..., stop - start)``.
-
-        The code that follows must be the same on every rank: each keeps its range of the gradient.
-        """
+        """Whole logits ``(..., whole)`` from the ranks' parts; gradients must be equal, each rank keeps its range."""
         return _GatherVocabulary.apply(logits, self)
 
 

@@ -29,11 +29,7 @@ class SequenceSplit:
         self._embedding_is_partial = False
 
     def begin(self, length: int) -> None:
-        """Decide for a forward pass over ``length`` positions.
-
-        Raises:
-            ValueError: in training, where norms' gradients are summed over the ranks and so have to be partial.
-        """
+        """Decide for ``length`` positions; ValueError in training, where gradients of norms have to be partial."""
         self.active = length % self.group.size() == 0
         if not self.active and torch.is_grad_enabled():
             raise ValueError(

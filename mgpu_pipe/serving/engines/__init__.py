@@ -58,11 +58,7 @@ def model_context(fields: Mapping[str, Any]) -> int | None:
 
 
 def choose_context(fields: Mapping[str, Any], wanted: int | None) -> int:
-    """The context to serve.
-
-    Raises:
-        BadInputError: it is longer than the model's.
-    """
+    """The context to serve; BadInputError if it is longer than the model's."""
     limit = model_context(fields)
     if wanted is not None and limit is not None and wanted > limit:
         raise BadInputError(f"--context={wanted}: the model was made for {limit} tokens; give at most that")

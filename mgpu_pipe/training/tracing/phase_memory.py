@@ -49,11 +49,7 @@ class Collectives:
 
 
 def group_size(groups: Sequence[Any]) -> int:
-    """Size of the first process group of an operator's arguments.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """Size of the first process group of an operator's arguments; RuntimeError without one."""
     for group in groups:
         try:
             return int(dist.ProcessGroup.unbox(group).size())
