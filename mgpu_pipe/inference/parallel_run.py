@@ -98,7 +98,7 @@ def open_parallel(source: ModelSource, config: RunConfig, device: torch.device) 
     strategy = strategy_class(config.strategy.engine).from_config(
         config, dims, device, materialise=fill, dropout_seed=None, stop_requested=lambda: False
     )
-    model = run_model(config)
+    model = run_model(config).requires_grad_(False)
     if reader is not None:
         require_model_settings(reader.state.get("model_config"), model_settings(model.config), source.folder)
         reader.require({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, "model")

@@ -203,8 +203,9 @@ def parallelize(
     if options.compile_model:
         compile_blocks(model)
 
-    # FSDP2 over the data-parallel axes, also for mixed precision and offload.
-    if dims.dp_shard > 1 or dims.uses_model_axes or options.precision != "fp32" or options.sharding.offload:
+    # FSDP2 over the data-parallel axes, also for mixed precision and offload. Frozen parts have nothing to reduce.
+    reduces = dims.uses_model_axes and any(parameter.requires_grad for parameter in model.parameters())
+    if dims.dp_shard > 1 or reduces or options.precision != "fp32" or options.sharding.offload:
         sharding = options.sharding
         if dims.pp > 1 and sharding.reshard_after_forward == "auto":
             # Several micro-batches run at once, and each would gather the weights again.

@@ -187,7 +187,8 @@ def _logits(config: ModelConfig, weights: dict[str, torch.Tensor], length: int) 
     assert group is not None
     apply_tensor_parallel(model, group, sequence_parallel=True)
     fill(model, weights)
-    return _evaluated(model, length)
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("two rounds, where a gathering takes one")):
+        return _evaluated(model, length)
 
 
 @torch.no_grad()
