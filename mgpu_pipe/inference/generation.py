@@ -373,11 +373,17 @@ def end_tokens(tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None) ->
     return list(dict.fromkeys(ids))
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: ChatTemplate | None) -> list[int]:
-    """Token ids of the prompt; an empty one becomes the token that begins a document."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, chat: ChatTemplate | None, tools: list[Any] | None = None
+) -> list[int]:
+    """Token ids of the prompt; an empty one becomes the token that begins a document.
+
+    Args:
+        tools: that the template offers the model, as JSON schemas.
+    """
     if chat is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text, starts = chat.prompt_with_starts(messages)
+        text, starts = chat.prompt_with_starts(messages, tools)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:  # a tokenizer without tokenizer.json; training never uses one
             return list(tokenizer(text.replace(LITERAL, ""), add_special_tokens=False)["input_ids"])

@@ -4,6 +4,7 @@ export, prompt by prompt; of everything else, a job of one process that nothing 
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -11,17 +12,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+import torch
+from pyarrow import parquet
+from torch.distributed.fsdp import FSDPModule
 from transformers import T5Config, T5ForConditionalGeneration
 
 from mgpu_pipe.cli.main import main
+from mgpu_pipe.cli.processes import compose_processes
+from mgpu_pipe.inference.find_model import find_model
 from mgpu_pipe.inference.generation import generate_text
 from mgpu_pipe.inference.open import load_run
-from mgpu_pipe.inference.parallel_run import EncoderDecoderForward
+from mgpu_pipe.inference.parallel_run import EncoderDecoderForward, evaluation_config, open_parallel
 from tests.inference.support import WORDS, write_run, write_texts
 from tests.objectives.test_seq2seq import small_data
 from tests.support import small_runs
 from tests.support.command import launched, mgpu
+from tests.support.processes import run_processes
 from tests.support.sampling import one_in
 
 PROMPTS = [" ".join(WORDS[(at * 3 + k) % len(WORDS)] for k in range(1 + at % 7)) for at in range(20)]
@@ -70,6 +78,34 @@ def test_greedy_answers_are_those_of_transformers_prompt_by_prompt(place: Path) 
         assert (row["tokens"], row["finish_reason"]) == (new, "stop" if ended else "length")
 
 
+@pytest.mark.parametrize("form", ["p.csv", "p.parquet", "p.json", "batch.jsonl"])
+def test_tables_and_batch_files_are_answered_as_rows_of_prompts(
+    place: Path, form: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"id": "same" if at < 2 else f"row {at}", "prompt": prompt} for at, prompt in enumerate(PROMPTS[:6])]
+    file, key = place / form, "id"
+    if form == "p.csv":
+        with file.open("w", newline="", encoding="utf-8-sig") as out:
+            csv.writer(out).writerows([["id", "prompt"], [], *(row.values() for row in rows)])
+    elif form == "p.parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=4)
+    elif form == "p.json":
+        file.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        key, head = "custom_id", {"method": "POST", "url": "/v1/completions"}
+        bodies = [{"model": "m", "prompt": row["prompt"], "max_tokens": 2, "temperature": 1} for row in rows]
+        write_rows(file, [{key: row["id"], **head, "body": body} for row, body in zip(rows, bodies, strict=True)])
+    words = ["--input", str(file), "--output", str(place / f"{form}.out"), *GREEDY]
+    assert main(["generate", str(place / "run"), *words]) == 0
+    whole = place / "greedy.jsonl"
+    expected = whole.read_bytes() if whole.exists() else answer(place, whole.name, *GREEDY, "--batch-size", "6")
+    answers = [json.loads(line) for line in (place / f"{form}.out").read_bytes().splitlines()]
+    assert [row["answer"] for row in answers] == [json.loads(line)["answer"] for line in expected.splitlines()[:6]]
+    assert [row[key] for row in answers] == [row["id"] for row in rows]
+    note = "the max_tokens, temperature of its rows are not read; give options of generate"
+    assert (note in capfd.readouterr().err) == (form == "batch.jsonl")
+
+
 def test_sampled_answers_depend_on_neither_processes_nor_batches(place: Path, cache: Path) -> None:
     one = answer(place, "one.jsonl", *SAMPLED, "--batch-size", "4")
     assert answer(place, "other.jsonl", *SAMPLED, "--batch-size", "7") == one
@@ -100,6 +136,20 @@ def test_processes_that_share_the_model_give_the_same_answers(place: Path, cache
         words = ["run", "--input", "prompts.jsonl", "--output", f"{name}_{kind}.jsonl", *settings, "--batch-size", "6"]
         mgpu(cache, place, "generate", *words, *STRATEGIES[strategy], "trainer.accelerator=cpu")
         assert (place / f"{name}_{kind}.jsonl").read_bytes() == expected, kind
+
+
+def _gathers(run: Path) -> bool:
+    source = find_model(run)
+    config = compose_processes(
+        "generate", [*STRATEGIES["tp twice"], "trainer.accelerator=cpu"], "auto", strategies=True
+    )
+    model = open_parallel(source, evaluation_config(source, config), torch.device("cpu")).model
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_trained_runs_without_the_hooks_of_fsdp(place: Path) -> None:
+    assert run_processes(4, _gathers, place / "run") == [False] * 4
 
 
 @pytest.mark.slow
@@ -259,12 +309,16 @@ def test_a_chat_model_answers_messages_and_prompts_by_its_template(
         assert main(["export", str(place / "run"), "--out", str(place / "exported")]) == 0
     folder = shutil.copytree(place / "exported", tmp_path / "chat")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" + (
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
     tokenizer.save_pretrained(folder)
     talk = [{"role": "system", "content": "the dog"}, {"role": "user", "content": "quick"}]
-    write_rows(tmp_path / "talks.jsonl", [{"prompt": "a fox"}, {"messages": talk}])
+    tool = {"type": "function", "function": {"name": "lazy"}}
+    rows = [{"prompt": "a fox"}, {"messages": talk}, {"messages": talk[1:], "system": "the dog"}, {"prompt": talk}]
+    write_rows(tmp_path / "talks.jsonl", [*rows, {"messages": talk, "tools": [tool]}])
     words = ["--input", str(tmp_path / "talks.jsonl"), "--output", str(tmp_path / "talked.jsonl"), *GREEDY]
     assert main(["generate", str(folder), *words]) == 0
     told = [json.loads(line)["answer"] for line in (tmp_path / "talked.jsonl").read_text().splitlines()]
@@ -273,7 +327,12 @@ def test_a_chat_model_answers_messages_and_prompts_by_its_template(
         generate_text(run.model, run.tokenizer(), [prompt], chat=chat_of(folder), max_new_tokens=9, temperature=0.0)[0]
         for prompt in ("a fox", talk)
     ]
-    assert told == expected and all(expected)
+    offered = run.tokenizer().apply_chat_template(talk, tools=[tool], tokenize=False, add_generation_prompt=True)
+    assert offered.startswith("lazy\n")
+    [answered] = generate_text(run.model, run.tokenizer(), [offered], max_new_tokens=9, temperature=0.0)
+    assert (
+        told == [*expected, *expected[1:] * 2, answered.strip()] and all(expected) and answered.strip() != expected[1]
+    )
 
 
 @pytest.mark.slow

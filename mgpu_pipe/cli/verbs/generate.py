@@ -67,7 +67,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--raw", action="store_true", help="continue the prompt, also where the model has a chat template"
     )
-    parser.add_argument("--input", type=Path, metavar="FILE", help="prompts or recordings, one JSON object a line")
+    parser.add_argument("--input", type=Path, metavar="FILE", help="prompts or recordings: JSON Lines, CSV or Parquet")
     parser.add_argument("--output", type=Path, metavar="FILE", help="answers to --input, one a line in their order")
     parser.add_argument(
         "--batch-size",

@@ -298,7 +298,7 @@ class ChatTemplate:
         """Renders ``messages`` for the assistant to answer; raises like :meth:`prompt_with_starts`."""
         return self.prompt_with_starts(messages)[0]
 
-    def prompt_with_starts(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+    def prompt_with_starts(self, messages: Sequence[Mapping[str, Any]], tools: object = None) -> tuple[str, list[int]]:
         """Renders ``messages`` for the assistant to answer; returns also the starts of earlier answers.
 
         Raises:
@@ -306,9 +306,9 @@ class ChatTemplate:
         """
         try:
             with limited(sum(len(str(message.get("content"))) for message in messages)):
-                text = self.render(messages, prompt=True)
+                text = self.render(messages, tools, prompt=True)
                 said = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-                return text, self._starts(text, messages, None, said)
+                return text, self._starts(text, messages, tools, said)
         except TemplateError as error:
             raise BadInputError(f"the chat template refuses this conversation: {reason(error)}") from error
 

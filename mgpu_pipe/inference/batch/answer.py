@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.data.images.chat_rows import ChatRow
 from mgpu_pipe.data.text.chat_templates import places_taken
+from mgpu_pipe.data.text.conversations import tools_of
 from mgpu_pipe.errors import BadInputError, print_line
 from mgpu_pipe.inference.audio_samples import TranscriptEngine, answer_record, is_transcriber
 from mgpu_pipe.inference.batch.continuous import Row, RowBatch, answer_rows, takes_rows
@@ -99,6 +100,9 @@ def answer_prompts(
         for row in rows:
             if row.error:
                 print_line(f"note: {row.error}; skipped", file=sys.stderr)
+        if unread := dict.fromkeys(name for row in rows for name in row.unread):
+            line = f"note: {settings.input}: the {', '.join(unread)} of its rows are not read; give options of generate"
+            print_line(line, file=sys.stderr)
     with generation_mode(run.model, forward):
         seconds = compute_batches(folder, share, batches, good, engine.answer, "answer")
     if not share.is_first:
@@ -106,9 +110,15 @@ def answer_prompts(
     answers = folder.answered()
     tokens = sum(int(json.loads(row)["tokens"]) for line, row in answers.items() if line not in before)
     bad = {row.line: json.dumps({"line": row.line, "error": row.error}).encode() + b"\n" for row in rows if row.error}
-    folder.finish({**answers, **bad})
+    keys = {row.line: row.keys for row in rows if row.keys}
+    folder.finish({line: _with_keys(row, keys.get(line)) for line, row in {**answers, **bad}.items()})
     speed = f"{tokens:,} tokens in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.0f} tokens/s"
     print_line(f"{good} answers in {settings.output}; {speed}", file=sys.stderr, flush=True)
+
+
+def _with_keys(record: bytes, keys: Mapping[str, Any] | None) -> bytes:
+    """A line of the output with the keys of its row."""
+    return record if keys is None else json.dumps({**json.loads(record), **keys}, ensure_ascii=False).encode() + b"\n"
 
 
 class AnswerEngine:
@@ -161,7 +171,7 @@ class AnswerEngine:
             prompt = prompt_of(row, origin)
         if self.chat is None and not isinstance(prompt, str):
             raise BadInputError("the model has no chat template for messages; give a prompt")
-        ids = encode(self.tokenizer, prompt, self.chat)
+        ids = encode(self.tokenizer, prompt, self.chat, tools_of(row, origin) if self.chat is not None else None)
         if chat_row is None:
             require_rows(self._run.model, self.tokenizer, ids)
         ids = ids if chat_row is None else self._read(chat_row).expand(ids)

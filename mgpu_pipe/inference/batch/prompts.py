@@ -1,4 +1,4 @@
-"""Reads a file of prompts: a JSON object a line, with a text, messages, pictures and videos, or a recording.
+"""Reads a file of prompts: rows of JSON, CSV, TSV or Parquet with a text, messages and files of media.
 
 A row has the form of training data; the answer at the end of a row of training data is not read. Files are named as
 seen from the folder of the prompts.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,20 @@ from mgpu_pipe.config.paths import cache_folder
 from mgpu_pipe.data import files
 from mgpu_pipe.data.images.chat_rows import ALSO, AUDIOS, COLUMN, ChatRow, read_chat_row
 from mgpu_pipe.data.images.image_keys import PictureChatConfig
-from mgpu_pipe.data.tables import keep_in
-from mgpu_pipe.data.text.conversations import PLACES, SHAREGPT, prompt_messages
+from mgpu_pipe.data.tables import keep_in, row_lines
+from mgpu_pipe.data.text.conversations import PLACES, SHAREGPT, prompt_messages, system_before
 from mgpu_pipe.errors import DataError, MgpuError
 from mgpu_pipe.inference.generation import Prompt
 from mgpu_pipe.inference.visual_prompts import with_places
 from mgpu_pipe.system.local_files import sha256_of
 
 PROMPT, MESSAGES = "prompt", "messages"
+BODY = "body"
+"""Holds the request in a row of OpenAI's batch files."""
+KEYS = ("custom_id", "id")
+"""Names of a row that its answer repeats."""
+SETTINGS = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
+"""Settings of one request; a job has one setting for all."""
 ANSWER = {"role": "assistant", "content": "."}
 """Stands for the answer to come, which a row of training data has."""
 
@@ -38,6 +45,8 @@ class PromptRow:
         ids: the prompt's tokens; empty for a recording.
         chat_row: its pictures and videos.
         recording: its file.
+        keys: what its answer repeats, see :data:`KEYS`.
+        unread: settings of the row that the job does not follow.
         error: names file, line and problem of a bad row; empty for a good one.
     """
 
@@ -45,6 +54,8 @@ class PromptRow:
     ids: tuple[int, ...] = ()
     chat_row: ChatRow | None = None
     recording: Path | None = None
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     error: str = ""
 
     @property
@@ -59,21 +70,33 @@ EncodeRow = Callable[[int, dict[str, Any], str], PromptRow]
 
 
 def read_prompts(path: Path, encode: EncodeRow) -> list[PromptRow]:
-    """The file's rows but blank lines, bad ones if ``encode`` refuses them; DataError if there is none."""
-    return [_row(line, origin, encode) for line, origin, _ in files.read_lines(path)]
+    """The rows of a file of JSON, CSV or Parquet, bad ones if ``encode`` refuses them; DataError if there is none."""
+    return [_row(line, origin, encode) for line, origin, _ in row_lines(path, nested=True)]
 
 
 def _row(line: str, origin: str, encode: EncodeRow) -> PromptRow:
-    number = int(origin.rpartition(":")[2])
+    number = int(re.findall(r"\d+", origin)[-1])
+    keys: dict[str, Any] = {}
     try:
         row = files.json_row(line, origin)
-        if SHAREGPT in row:
-            row = {MESSAGES: row[SHAREGPT], **row}
-        return encode(number, row, origin)
+        keys = {name: row[name] for name in KEYS if name in row}
+        row, unread = _request_of(row)
+        return replace(encode(number, row, origin), keys=keys, unread=unread)
     except DataError as error:
-        return PromptRow(number, error=str(error))
+        return PromptRow(number, keys=keys, error=str(error))
     except MgpuError as error:
-        return PromptRow(number, error=f"{origin}: {error}")
+        return PromptRow(number, keys=keys, error=f"{origin}: {error}")
+
+
+def _request_of(row: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The row with its messages in :data:`MESSAGES`, and the settings that it names."""
+    unread: tuple[str, ...] = ()
+    if isinstance(body := row.get(BODY), dict):
+        row, unread = body, tuple(name for name in SETTINGS if body.get(name) is not None)
+    for name in (SHAREGPT, PROMPT):  # TRL's prompts are messages
+        if isinstance(row.get(name), list) and MESSAGES not in row:
+            row = {MESSAGES: row[name], **{other: value for other, value in row.items() if other != name}}
+    return row, unread
 
 
 def prompt_of(row: Mapping[str, Any], origin: str) -> Prompt:
@@ -84,7 +107,10 @@ def prompt_of(row: Mapping[str, Any], origin: str) -> Prompt:
     """
     _check_form(row, origin)
     if MESSAGES in row:
-        messages = prompt_messages(_without_answer(row[MESSAGES]), MESSAGES, origin)
+        messages = _without_answer(row[MESSAGES])
+        if isinstance(messages, list):
+            messages = system_before(messages, dict(row), origin)
+        messages = prompt_messages(messages, MESSAGES, origin)
         for message in messages:
             files.check_unicode(str(message["content"]), origin)
         return messages
