@@ -112,6 +112,11 @@ Role = Literal[
 ``text_tower`` may be of other families; ``chat_tower``: the vision tower of a language model."""
 
 
+Recordings = Literal["", "window", "silence", "chunks", "frames"]
+"""What an encoder reads of a recording: a ``window`` with silence after it, which gets tokens too (``silence``) or not,
+``chunks`` of the recording alone, or all of its ``frames``, if the model's configuration has such an encoder."""
+
+
 @dataclass(frozen=True)
 class Sight:
     """How the text of a vision-language model contains pictures.
@@ -170,8 +175,7 @@ class Family:
             ``vision_feature_layer``.
         roles: roles in which it was tested, of those that need a test.
         sight: how the model's text contains pictures; None: it sees none.
-        recordings: what its encoder reads of a recording: a ``window`` with silence after it, which gets tokens too
-            (``silence``) or not, or ``chunks`` of the recording alone; empty: it hears none.
+        recordings: what its encoder reads of a recording; empty: it hears none.
         has_summary: whether a vision tower's first vector is a summary of the picture and not a patch.
         caption_mask: whether the text tower is bidirectional and needs a mask of each caption.
         causal_if: boolean of the configuration without which tokens see later ones.
@@ -202,7 +206,7 @@ class Family:
     tower_outputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     roles: tuple[Role, ...] = ()
     sight: Sight | None = None
-    recordings: Literal["", "window", "silence", "chunks"] = ""
+    recordings: Recordings = ""
     has_summary: bool = True
     caption_mask: bool = False
     causal_if: str = ""
@@ -247,6 +251,11 @@ def sound_tokens(frames: Any) -> Any:
     """Tokens of a recording's spectrogram frames, a number or an array; Qwen2-Audio halves them twice
     (arXiv:2407.10759)."""
     return ((frames - 1) // 2 - 1) // 2 + 1
+
+
+def frame_tokens(frames: Any) -> Any:
+    """Tokens of a recording of these spectrogram frames, which two convolutions halve (Gemma 4)."""
+    return (frames + 3) // 4
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from mgpu_pipe.architectures.config_source import class_statement
-from mgpu_pipe.architectures.family import COLUMNS, Family, Packing, Role, Sight, Stages, Style
+from mgpu_pipe.architectures.family import COLUMNS, Family, Packing, Recordings, Role, Sight, Stages, Style
 from mgpu_pipe.architectures.media_families import MEDIA_FAMILIES
 from mgpu_pipe.architectures.text_families import TEXT_FAMILIES
 from mgpu_pipe.errors import ConfigError
@@ -36,6 +36,16 @@ def families_in_role(role: Role) -> tuple[str, ...]:
 def takes_media(config: Any) -> bool:
     """Whether pictures or recordings stand in the texts of the model with this transformers configuration."""
     return getattr(config, "image_token_id", None) is not None or bool(family_of(config.model_type).recordings)
+
+
+def recordings_of(model_type: str, encoder: object) -> Recordings:
+    """Parts of a recording that a model reads; empty for a Gemma 4 that has no ``encoder``.
+
+    Args:
+        encoder: the field ``audio_config`` of its configuration.
+    """
+    kind = family_of(model_type).recordings
+    return kind if encoder or kind != "frames" else ""
 
 
 def sight_of(model_type: str) -> Sight:

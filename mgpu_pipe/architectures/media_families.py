@@ -12,6 +12,8 @@ WAVES: tuple[Role, ...] = ("waveform_encoder", "sound_classifier")
 """Roles of every tested encoder of waveforms: a recording's result does not depend on the lengths of the
 others in its micro-batch."""
 _HEARD: Mapping[str, tuple[str, ...]] = {"audio": ("last_hidden_state",)}
+_LAST: Mapping[str, tuple[str, ...]] = {"vision": ("last_hidden_state",)}
+_POOLED: Mapping[str, tuple[str, ...]] = {"vision": ("pooler_output",)}
 _OWN: Mapping[str, Family] = {
     # AltCLIP: a tower like CLIP's for pictures, one like RoBERTa for texts.
     "altclip": Family(
@@ -53,11 +55,11 @@ _OWN: Mapping[str, Family] = {
         roles=("two_towers",),
     ),
     # Gemma 4: its tower's layers lie inside of others that clip, which tensor parallelism does not cut right.
-    "gemma4": Family(stages=None, tensor=False, sight=Sight("pooled", both_ways="pictures")),
+    "gemma4": Family(stages=None, tensor=False, sight=Sight("pooled", both_ways="pictures"), recordings="frames"),
     "idefics3": Family(
         modules={"Idefics3VisionAttention": OUT_PROJ, "Idefics3VisionMLP": FC},
         width_is_heads=True,
-        tower_outputs={"vision": ("last_hidden_state",)},
+        tower_outputs=_LAST,
         sight=Sight("parts"),
     ),
     "internvl": Family(
@@ -67,6 +69,7 @@ _OWN: Mapping[str, Family] = {
             "InternVLVisionMLP": FC,
             "InternVLMultiModalProjector": {"linear_1": "column", "linear_2": "row"},
         },
+        tower_outputs=_LAST,
         sight=Sight("tiles"),
     ),
     "llava": Family(
@@ -97,6 +100,7 @@ _OWN: Mapping[str, Family] = {
         },
         width_is_heads=True,
         projector=("merger",),
+        tower_outputs=_POOLED,
         sight=Sight("grid"),
         recordings="chunks",
     ),
@@ -114,7 +118,7 @@ _OWN: Mapping[str, Family] = {
         },
         width_is_heads=True,
         projector=("merger",),
-        tower_outputs={"vision": ("pooler_output",)},
+        tower_outputs=_POOLED,
         sight=Sight("grid", videos="axis"),
     ),
     **dict.fromkeys(
@@ -126,6 +130,7 @@ _OWN: Mapping[str, Family] = {
                 for module, styles in (("Attention", QKV_PROJ), ("MLP", LINEAR_FC), ("PatchMerger", LINEAR_FC))
             },
             projector=("merger",),
+            tower_outputs=_POOLED,
             sight=Sight("grid", videos="text"),
         ),
     ),
@@ -150,7 +155,7 @@ _OWN: Mapping[str, Family] = {
     "smolvlm": Family(
         modules={"SmolVLMVisionAttention": OUT_PROJ, "SmolVLMVisionMLP": FC},
         width_is_heads=True,
-        tower_outputs={"vision": ("last_hidden_state",)},
+        tower_outputs=_LAST,
         sight=Sight("parts"),
     ),
     "vit": Family(
@@ -179,7 +184,6 @@ _OWN: Mapping[str, Family] = {
     ),
 }
 
-_POOLED: Mapping[str, tuple[str, ...]] = {"vision": ("pooler_output",)}
 _TOWER: tuple[Role, ...] = ("picture_tower", "chat_tower")
 
 MEDIA_FAMILIES: Mapping[str, Family] = {
@@ -190,12 +194,10 @@ MEDIA_FAMILIES: Mapping[str, Family] = {
     "siglip_text_model": replace(_OWN["siglip"], roles=()),
     "siglip_vision_model": replace(_OWN["siglip"], roles=_TOWER, has_summary=False),
     **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), Family(has_summary=False)),
-    "gemma3": Family(modules=_OWN["siglip"].modules, sight=Sight(both_ways="pictures", opener="boi_token_index")),
-    "paligemma": Family(
-        modules=_OWN["siglip"].modules,
-        tower_outputs={"vision": ("last_hidden_state",)},
-        sight=Sight(both_ways="questions"),
+    "gemma3": Family(
+        modules=_OWN["siglip"].modules, tower_outputs=_LAST, sight=Sight(both_ways="pictures", opener="boi_token_index")
     ),
+    "paligemma": Family(modules=_OWN["siglip"].modules, tower_outputs=_LAST, sight=Sight(both_ways="questions")),
     # two towers of any kinds, one for pictures and one for texts (Zhai et al. 2022, "LiT", arXiv:2111.07991)
     "vision-text-dual-encoder": Family(
         modules={**_OWN["vit"].modules, **_OWN["siglip"].modules, **TEXT_FAMILIES["bert"].modules},

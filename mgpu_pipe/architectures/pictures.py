@@ -259,6 +259,8 @@ IMAGE_BREAK, IMAGE_STOP = "[IMG_BREAK]", "[IMG_END]"
 """Tokens after a row of a picture's places, and after the last one (Pixtral)."""
 IMAGE_OPEN, IMAGE_CLOSE = "<|image>", "<image|>"
 """Tokens around a picture (Gemma 4)."""
+SOUND_OPEN, SOUND_PLACE, SOUND_CLOSE = "<|audio>", "<|audio|>", "<audio|>"
+"""Tokens around a recording, and of its places, in the published tokenizer (Gemma 4)."""
 
 
 @dataclass(frozen=True)
@@ -322,4 +324,6 @@ class PooledGrid(PatchGrid):
         return (down, across) if across else (min(height // width, self.most), 1)
 
     def text(self, place: str, down: int, across: int) -> str:
-        return f"{IMAGE_OPEN}{place * (down * across)}{IMAGE_CLOSE}"
+        is_sound = place in ("<audio>", SOUND_PLACE)
+        opened, closed = (SOUND_OPEN, SOUND_CLOSE) if is_sound else (IMAGE_OPEN, IMAGE_CLOSE)
+        return f"{opened}{place * (down * across)}{closed}"

@@ -69,7 +69,7 @@ def _prepare(folder: str, inputs: dict[str, torch.Tensor]) -> str:
         output = processor(image, return_tensors="pt")
     elif WAVE in files:
         extractor: Any = AutoFeatureExtractor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        output = extractor(files[WAVE].numpy(), sampling_rate=int(files[RATE]), return_tensors="pt")
+        output = extractor([files[WAVE].numpy()], sampling_rate=int(files[RATE]), return_tensors="pt")
     for key, of_run in prepared.items():
         name = key.removeprefix(PREPARED)
         of_folder = output[name].reshape(of_run.shape) if output[name].numel() == of_run.numel() else None

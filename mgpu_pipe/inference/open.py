@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.architectures.find import takes_media
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard, TensorSlice
@@ -62,8 +62,9 @@ class LoadedRun:
         """The chat template, None for a run without conversations; ModelFolderError if it cannot be used."""
         if self.tokenizer_folder is None or not (self.config is None or self.config.data.holds_conversations()):
             return None
-        takes = takes_media(self.model.config)
-        return chat_of(self.tokenizer_folder, places_taken(self.model.config.model_type) if takes else ())
+        config: Any = self.model.config
+        taken = places_taken(config.model_type, getattr(config, "audio_config", None)) if takes_media(config) else ()
+        return chat_of(self.tokenizer_folder, taken)
 
 
 @dataclass

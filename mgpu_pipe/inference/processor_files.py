@@ -150,10 +150,11 @@ def _picture_files(stored: StoredModel, data: ImageConfig) -> dict[str, dict[str
         return {PREPROCESSOR: _square_settings(pixels, "CLIPImageProcessor")}
     pixels, model = chat_pixels(data, stored.config.model), stored.model.config
     if (window := chat_window(stored.config.model)) is not None and not window.fixed:
-        assert isinstance(pixels, GridPixels)
+        assert isinstance(pixels, GridPixels | PatchPixels)
+        files = {PREPROCESSOR: _grid_settings(pixels)} if isinstance(pixels, GridPixels) else _patch_files(pixels)
         sounds = {**window.settings(), "return_attention_mask": True}
-        nested = {"image_processor": _grid_settings(pixels), "feature_extractor": sounds}
-        return {PREPROCESSOR: _grid_settings(pixels), PROCESSOR: nested}
+        nested = {"image_processor": files[PREPROCESSOR], "feature_extractor": sounds}
+        return {**files, PROCESSOR: {**files.get(PROCESSOR, {}), **nested}}
     if window is not None and window.filled:  # the whole processor needs mistral_common and its own tokens
         return {PREPROCESSOR: dict(window.settings())}
     if window is not None:

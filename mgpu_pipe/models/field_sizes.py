@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from mgpu_pipe.architectures.config_source import NO_DEFAULT, ConfigClass, config_class
@@ -58,6 +59,8 @@ def size_errors(fields: Mapping[str, Any], model: ModelConfig, part_type: PartTy
     """
     for name, value in _numbers(fields, ""):
         last = name.rpartition(".")[2]
+        if isinstance(value, float) and isfinite(value) and not (SIZES.search(last) or LENGTHS.search(last)):
+            continue  # a rotary base, a bound of gradients
         most = MOST_PARTS if any(word in last for word in COUNTS_PARTS) and "vocab" not in last else MOST
         if not abs(value) <= most:  # NaN is not
             fix, reason = f"use at most {most:,}", "no model is that large" if value == value else "this is no number"

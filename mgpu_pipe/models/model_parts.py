@@ -87,8 +87,8 @@ def _rest(module: nn.Module, prefix: str, inside: tuple[str, ...]) -> Iterator[s
 
 
 def unused_parameters(model: nn.Module) -> list[str]:
-    """Parameters that no forward pass reads: those of LLaVA's tower after its last used layer, and the ears of a model
-    that is given pictures alone, or embeddings that its code leaves out (Qwen2.5-Omni).
+    """Parameters that no forward pass reads: those of LLaVA's tower after its last used layer, and embeddings that the
+    code of Qwen2.5-Omni leaves out.
 
     They get no gradient, which DeepSpeed treats as zero. Frozen they are equal under every engine.
     """
@@ -96,9 +96,6 @@ def unused_parameters(model: nn.Module) -> list[str]:
     taken, tower = getattr(root, "vision_feature_layer", None), part_patterns(model).get("vision")
     if family_of(str(getattr(root, "model_type", ""))).recordings:
         return [name for name, _ in model.named_parameters() if ".audio_bos_eos_token." in name]
-    if tower and hasattr(root, "audio_config"):
-        deaf = tuple(pattern.removesuffix("*") for pattern in part_patterns(model).get("audio", []))
-        return [name for name, _ in model.named_parameters() if name.startswith((*deaf, "model.embed_audio."))]
     if taken is None or not tower:
         return []
     prefix = tower[0].removesuffix("*")

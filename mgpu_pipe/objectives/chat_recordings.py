@@ -1,8 +1,9 @@
-"""Arguments of models that hear recordings in conversations: Qwen2-Audio (arXiv:2407.10759), Qwen2.5-Omni, Voxtral."""
+"""Arguments of models that hear recordings in conversations: Qwen2-Audio (arXiv:2407.10759), Voxtral, Qwen2.5-Omni."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,10 +28,6 @@ class Recording(Picture):
     """
 
     frames: int = 0
-
-    @classmethod
-    def from_spectrogram(cls, values: torch.Tensor, frames: int) -> Recording:
-        return cls(values, (1, sound_tokens(frames), 1), frames=frames)
 
 
 class ChatRecordings(PictureInputs):
@@ -116,29 +113,45 @@ class FilledRecordings(ChatRecordings):
         return {"input_features": features}
 
 
-class PicturesAndRecordings(NativeSizePictures):
-    """Pictures in native size, and ``recordings``, frames of each recording of a row, int64, (rows, most), 0 after the
-    last; ``input_features``, their frames, float32, (rows, most frames, bands), padded with zeros at the end.
+class NextToRecordings(PictureInputs):
+    """Pictures as the class after it gives them, and ``recordings``, frames of each recording of a row, int64,
+    (rows, most), 0 after the last; ``input_features``, their frames, float32, (rows, most frames, bands), padded with
+    zeros at the end."""
 
-    Recordings have positions like text.
-    """
+    bands: int
 
-    def __init__(self, config: Any, packed: bool = False) -> None:
-        super().__init__(config, packed)
-        self.video, self._video, self.audio = None, self.token, int(config.audio_token_id)
-        self._bands = int(config.audio_config.num_mel_bins)
-        self.most_tokens = max(math.prod(MOST_PLACES), int(sound_tokens(MOST_FRAMES)))
+    def _add_recordings(self, config: Any, bands: int) -> None:
+        """Adds the fields of recordings of so many bands."""
+        self.audio, self.bands = int(config.audio_token_id), bands
+        self.most_tokens = max(math.prod(MOST_PLACES), self._tokens(MOST_FRAMES))
         self.fields = {
             **self.fields,
             "recordings": Field(sequence_dim=None, stages="first", shape=(1,)),
-            "input_features": Field(sequence_dim=None, stages="first", dtype="float32", shape=(1, self._bands)),
+            "input_features": Field(sequence_dim=None, stages="first", dtype="float32", shape=(1, bands)),
         }
+
+    def _tokens(self, frames: int) -> int:
+        """Tokens of a recording of ``frames``."""
+        return int(sound_tokens(frames))
+
+    @abstractmethod
+    def _sound(self, recordings: Sequence[torch.Tensor], frames: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Model arguments of recordings, (frames, bands) each."""
+
+    def _with_row(self, inputs: dict[str, Any], row: torch.Tensor) -> dict[str, Any]:
+        """``inputs`` with a row of token ids, (1, tokens), after the others."""
+        return {**inputs, "input_ids": torch.cat([inputs["input_ids"], row])}
+
+    def _recording(self, values: torch.Tensor) -> Recording:
+        """Recording of a spectrogram, (1, bands, frames)."""
+        frames = values.shape[2]
+        return Recording(values, (1, self._tokens(frames), 1), frames=frames)
 
     def placeholder_of(self, picture: Picture) -> int:
         return cast(int, self.audio) if isinstance(picture, Recording) else self.token
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        inputs = super().inputs(batch)
+        inputs = super().inputs(batch)  # type: ignore[safe-super]
         if "input_features" not in batch:
             return inputs
         values, frames = batch["input_features"], batch["recordings"]
@@ -148,30 +161,27 @@ class PicturesAndRecordings(NativeSizePictures):
             blank = self.blank_recording()
             values, frames = blank.values[0].T.to(values), frames.new_tensor([blank.frames])
             row = inputs["input_ids"].new_zeros(1, inputs["input_ids"].shape[1])
-            row[:, : blank.tokens] = self.audio
-            inputs["input_ids"] = torch.cat([inputs["input_ids"], row])
-            text = torch.arange(row.shape[1], device=row.device).expand(len(inputs["position_ids"]), 1, -1)
-            inputs["position_ids"] = torch.cat([inputs["position_ids"], text], 1)
-        return {**inputs, **_chunks(values.split(frames.tolist()), frames)}
+            row[:, : blank.tokens] = cast(int, self.audio)
+            inputs = self._with_row(inputs, row)
+        return {**inputs, **self._sound(values.split(frames.tolist()), frames)}
 
-    def single_row(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
-        batch = {name: value.to(ids.device) for name, value in self.collate(ids[None].cpu(), [pictures]).items()}
-        positions = batch["position_ids"].transpose(0, 1)
-        inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions}
-        if seen := [picture for picture in pictures if not isinstance(picture, Recording)]:
-            inputs |= self.image_and_video_inputs(seen)
-        if recordings := [picture for picture in pictures if isinstance(picture, Recording)]:
-            frames = torch.tensor([recording.frames for recording in recordings], device=ids.device)
-            inputs |= _chunks([recording.values[0].T for recording in recordings], frames)
-        return inputs
+    def _sounds_among(self, pictures: Sequence[Picture], device: torch.device) -> dict[str, torch.Tensor]:
+        """Model arguments of the recordings among ``pictures``."""
+        recordings = [picture for picture in pictures if isinstance(picture, Recording)]
+        if not recordings:
+            return {}
+        frames = torch.tensor([recording.frames for recording in recordings], device=device)
+        return self._sound([recording.values[0].T for recording in recordings], frames)
 
     def random_picture(self, generator: torch.Generator) -> Picture:
         if int(torch.randint(2, (), generator=generator)):
-            _, down, across = super().random_picture(generator).places
-            values = torch.randn(down * across * self.grid.merge**2, self.grid.values, generator=generator)
-            return Picture(values, (1, down, across))
+            return self._random_still(generator)
         frames = int(torch.randint(FEWEST_FRAMES, MOST_FRAMES + 1, (), generator=generator))
-        return Recording.from_spectrogram(torch.randn(1, self._bands, frames, generator=generator), frames)
+        return self._recording(torch.randn(1, self.bands, frames, generator=generator))
+
+    def _random_still(self, generator: torch.Generator) -> Picture:
+        """Random picture that is no video."""
+        return super().random_picture(generator)  # type: ignore[safe-super]
 
     def missing(self, pictures: Sequence[Picture]) -> list[Picture]:
         kinds = {isinstance(picture, Recording) for picture in pictures}
@@ -179,7 +189,7 @@ class PicturesAndRecordings(NativeSizePictures):
 
     def blank_recording(self) -> Recording:
         """Shortest recording, all zeros."""
-        return Recording.from_spectrogram(torch.zeros(1, self._bands, FEWEST_FRAMES), FEWEST_FRAMES)
+        return self._recording(torch.zeros(1, self.bands, FEWEST_FRAMES))
 
     def is_placeholder(self, ids: torch.Tensor) -> torch.Tensor:
         return (ids == self.token) | (ids == self.audio)
@@ -189,7 +199,7 @@ class PicturesAndRecordings(NativeSizePictures):
         recordings = [[picture for picture in row if isinstance(picture, Recording)] for row in rows]
         frames = torch.zeros(len(rows), max(map(len, recordings)), dtype=torch.int64)
         most = max(sum(recording.frames for recording in row) for row in recordings)
-        features = torch.zeros(len(rows), most, self._bands)
+        features = torch.zeros(len(rows), most, self.bands)
         for row, several in enumerate(recordings):
             if several:
                 frames[row, : len(several)] = torch.tensor([recording.frames for recording in several])
@@ -197,22 +207,52 @@ class PicturesAndRecordings(NativeSizePictures):
                 features[row, : len(values)] = values
         # Recordings have a text's positions.
         seen_tokens = ids.masked_fill(ids != self.token, -1)
-        return {**super().collate(seen_tokens, pictures), "recordings": frames, "input_features": features}
+        seen = super().collate(seen_tokens, pictures)  # type: ignore[safe-super]
+        return {**seen, "recordings": frames, "input_features": features}
 
     def row_pictures(self, batch: Batch, row: int) -> list[Picture]:
         ids, frames = batch["input_ids"][row], batch["recordings"][row]
         counts = frames[frames > 0].tolist()
         values = batch["input_features"][row][: sum(counts)].split(counts)
-        recordings = iter([Recording.from_spectrogram(part.T[None], len(part)) for part in values])
-        pictures, ordered = iter(super().row_pictures(batch, row)), list[Picture]()
-        placeholders = ids[self.is_placeholder(ids)].tolist()
+        recordings = iter([self._recording(part.T[None]) for part in values])
+        pictures = iter(super().row_pictures(batch, row))  # type: ignore[safe-super]
+        ordered, placeholders = list[Picture](), ids[self.is_placeholder(ids)].tolist()
         while (position := sum(picture.tokens for picture in ordered)) < len(placeholders):
             ordered.append(next(recordings if placeholders[position] == self.audio else pictures))
         return ordered
 
 
-def _chunks(recordings: Sequence[torch.Tensor], frames: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Model arguments of recordings, (frames, bands) each."""
-    padded = torch.nn.utils.rnn.pad_sequence(list(recordings), batch_first=True).transpose(1, 2)
-    inside = torch.arange(padded.shape[2], device=frames.device) < frames[:, None]
-    return {"input_features": padded, "feature_attention_mask": inside.long()}
+class PicturesAndRecordings(NextToRecordings, NativeSizePictures):
+    """Pictures in native size and recordings, which have positions like text (Qwen2.5-Omni)."""
+
+    def __init__(self, config: Any, packed: bool = False) -> None:
+        super().__init__(config, packed)
+        self.video, self._video = None, self.token
+        self._add_recordings(config, int(config.audio_config.num_mel_bins))
+
+    def _sound(self, recordings: Sequence[torch.Tensor], frames: torch.Tensor) -> dict[str, torch.Tensor]:
+        padded, inside = padded_recordings(recordings, frames)
+        return {"input_features": padded.transpose(1, 2), "feature_attention_mask": inside.long()}
+
+    def _with_row(self, inputs: dict[str, Any], row: torch.Tensor) -> dict[str, Any]:
+        positions = inputs["position_ids"]
+        text = torch.arange(row.shape[1], device=row.device).expand(len(positions), 1, -1)
+        return {**super()._with_row(inputs, row), "position_ids": torch.cat([positions, text], 1)}
+
+    def single_row(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
+        batch = {name: value.to(ids.device) for name, value in self.collate(ids[None].cpu(), [pictures]).items()}
+        inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": batch["position_ids"].transpose(0, 1)}
+        if seen := [picture for picture in pictures if not isinstance(picture, Recording)]:
+            inputs |= self.image_and_video_inputs(seen)
+        return {**inputs, **self._sounds_among(pictures, ids.device)}
+
+    def _random_still(self, generator: torch.Generator) -> Picture:
+        _, down, across = super()._random_still(generator).places
+        values = torch.randn(down * across * self.grid.merge**2, self.grid.values, generator=generator)
+        return Picture(values, (1, down, across))
+
+
+def padded_recordings(recordings: Sequence[torch.Tensor], frames: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Recordings, (frames, bands) each, padded to one length, and which frames are theirs."""
+    padded = torch.nn.utils.rnn.pad_sequence(list(recordings), batch_first=True)
+    return padded, torch.arange(padded.shape[1], device=frames.device) < frames[:, None]

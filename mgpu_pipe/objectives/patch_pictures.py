@@ -10,10 +10,18 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from mgpu_pipe.architectures.find import family_of, sight_of
+from mgpu_pipe.architectures.family import frame_tokens
+from mgpu_pipe.architectures.find import recordings_of, sight_of
 from mgpu_pipe.architectures.pictures import PatchGrid, PooledGrid, RowGrid
 from mgpu_pipe.data.step_batch import Field
-from mgpu_pipe.objectives.chat_recordings import ChatRecordings, FilledRecordings, PicturesAndRecordings
+from mgpu_pipe.objectives.chat_recordings import (
+    ChatRecordings,
+    FilledRecordings,
+    NextToRecordings,
+    PicturesAndRecordings,
+    Recording,
+    padded_recordings,
+)
 from mgpu_pipe.objectives.picture_inputs import (
     MOST_PLACES,
     Batch,
@@ -157,6 +165,28 @@ class PooledPictures(PatchPictures):
         return dict(zip(("pixel_values", "image_position_ids"), padded, strict=True))
 
 
+class PooledAndRecordings(NextToRecordings, PooledPictures):
+    """Gemma 4's pictures, and recordings of any length."""
+
+    def __init__(self, config: Any, packed: bool = False) -> None:
+        super().__init__(config, packed)
+        self._add_recordings(config, int(config.audio_config.subsampling_conv_channels[0]))
+
+    def _tokens(self, frames: int) -> int:
+        return int(frame_tokens(frames))
+
+    def _sound(self, recordings: Sequence[torch.Tensor], frames: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(("input_features", "input_features_mask"), padded_recordings(recordings, frames), strict=True))
+
+    def _with_row(self, inputs: dict[str, Any], row: torch.Tensor) -> dict[str, Any]:
+        inputs = super()._with_row(inputs, row)
+        return {**inputs, **self._token_inputs(inputs["input_ids"])}
+
+    def single_row(self, ids: torch.Tensor, pictures: Sequence[Picture], answer: int) -> dict[str, Any]:
+        seen = [picture for picture in pictures if not isinstance(picture, Recording)]
+        return {**super().single_row(ids, seen, answer), **self._sounds_among(pictures, ids.device)}
+
+
 _KINDS: dict[str, type[PictureInputs]] = {
     "grid": NativeSizePictures,
     "parts": TiledPictures,
@@ -165,6 +195,7 @@ _KINDS: dict[str, type[PictureInputs]] = {
 }
 _HEARING: dict[str, Callable[[Any, bool], PictureInputs]] = {
     "chunks": PicturesAndRecordings,
+    "frames": PooledAndRecordings,
     "silence": FilledRecordings,
     "window": ChatRecordings,
 }
@@ -174,7 +205,7 @@ _ONE_SIZE: dict[str, type[PictureInputs]] = {"pictures": WholePictures, "questio
 
 def build_picture_inputs(config: Any, packed: bool = False) -> PictureInputs:
     """The picture inputs of the model with ``config``, with conversation positions if rows are packed."""
-    if kind_of_sound := family_of(config.model_type).recordings:
+    if kind_of_sound := recordings_of(config.model_type, getattr(config, "audio_config", None)):
         return _HEARING[kind_of_sound](config, packed)
     sight = sight_of(config.model_type)
     kind: Any = _KINDS.get(sight.pictures) or _ONE_SIZE.get(sight.both_ways, FixedSizePictures)

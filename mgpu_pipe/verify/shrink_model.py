@@ -13,7 +13,7 @@ from math import lcm
 from typing import Any
 
 from mgpu_pipe.architectures.config_source import ConfigClass, config_class
-from mgpu_pipe.architectures.find import family_of
+from mgpu_pipe.architectures.find import family_of, recordings_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.fields import CAUSAL as IS_CAUSAL
 from mgpu_pipe.models.fields import TEXT, config_fields, given_fields, is_noise, model_types, part_type, resolved_fields
@@ -145,7 +145,7 @@ def _small_towers(
     """Small configurations of the parts of a model that has several, by their names."""
     towers: dict[str, Any] = {}
     for name in TOWERS:
-        if name == AUDIO and name not in source and not family_of(model_type).recordings:
+        if name == AUDIO and name not in source and not recordings_of(model_type, None):
             continue  # transformers builds no tower for recordings where its configuration is missing
         part = dict(source.get(name) or {})
         tower, tower_type = part_type(model_type, name, part), part.pop("model_type", None)

@@ -33,7 +33,7 @@ def composed(*overrides: str) -> RunConfig:
         ((*TP, WHOLE, "data.cache_features=true", "model.freeze=[vision]"), "runs the tower before the first step"),
         (
             (*TP, WHOLE, "objective=causal_lm", "model=llama_tiny", "data=stdlib_text"),
-            "the llama family has no vision tower; these keep one whole: clip, idefics3, llava, metaclip_2",
+            "the llama family has no vision tower; these keep one whole: clip, gemma3, idefics3, internvl",
         ),
         (
             (*TP, RECOMPUTED, "objective=causal_lm", "model=llama_tiny", "data=stdlib_text"),

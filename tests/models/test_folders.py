@@ -153,6 +153,13 @@ def test_a_size_that_is_no_number_is_refused(folder: Path, number: str) -> None:
         check_model_config(ModelConfig(path=str(folder)))
 
 
+def test_a_large_rotary_base_is_no_size(folder: Path) -> None:
+    fields = json.loads((folder / "config.json").read_text())
+    rotary = {"rope_type": "default", "rope_theta": 3580165449.0}  # of Llama 3 with a million positions
+    (folder / "config.json").write_text(json.dumps({**fields, "rope_parameters": rotary}))
+    check_model_config(ModelConfig(path=str(folder)))
+
+
 def test_damaged_weights_are_told_from_the_header(folder: Path) -> None:
     weights = folder / WEIGHTS
     whole = weights.read_bytes()

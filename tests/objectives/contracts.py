@@ -73,6 +73,9 @@ VARIANTS = {
     "@head_too": "peft=lora peft.train_also=[lm_head.*]",
     "@four_layers": "model.config.text_config.num_hidden_layers=4",
     "@whole": "strategy.parts.vision=whole",
+    "@ears": "model.config.audio_config.hidden_size=32 model.config.audio_config.num_hidden_layers=2 "
+    "model.config.audio_config.num_attention_heads=2 model.config.audio_config.subsampling_conv_channels=[16,8] "
+    "model.config.audio_config.output_proj_dims=48",
     "@live": "peft=lora objective.reference=live",
     "@sharded": "objective.teacher_strategy=fsdp",
 }
@@ -263,7 +266,12 @@ CONTRACTS = {
             model=mistral3_tiny strategy=ddp data.micro_batch_size=2; model=mistral3_tiny strategy=fsdp;
             model=mistral3_tiny strategy=zero3; model=mistral3_tiny strategy=pp; model=mistral3_tiny strategy=tp;
             model=gemma4_tiny strategy=ddp data.micro_batch_size=2; model=gemma4_tiny strategy=fsdp;
-            model=gemma4_tiny strategy=zero3
+            model=gemma4_tiny strategy=zero3; model=gemma4_tiny strategy=ddp @ears data.micro_batch_size=2;
+            model=gemma4_tiny strategy=zero3 @ears
+        2 slow: model=gemma4_tiny strategy=fsdp @ears
+        2 exhaustive: model=gemma3_tiny strategy=tp @whole; model=internvl_tiny strategy=tp @whole;
+            model=internvl_tiny strategy=tp @whole model.config.vision_feature_layer=-2;
+            model=qwen35_tiny strategy=tp @whole
         4 exhaustive: model=gemma3_tiny strategy=fsdp strategy.tp=2; model=internvl_tiny strategy=fsdp strategy.tp=2
         """,
     ),
@@ -273,7 +281,7 @@ CONTRACTS = {
         1: strategy=single data.micro_batch_size=2
         2 slow: strategy=fsdp
         2 exhaustive: strategy=ddp data.micro_batch_size=2; strategy=zero3; strategy=zero2; strategy=pp; strategy=tp;
-            strategy=fsdp @adapters
+            strategy=fsdp @adapters; strategy=tp @whole
         4 exhaustive: strategy=fsdp strategy.tp=2
         """,
     ),
@@ -309,7 +317,8 @@ CONTRACTS = {
             model=qwen3_vl_tiny strategy=ddp precision=bf16; model=qwen3_vl_tiny strategy=fsdp precision=bf16;
             model=qwen3_vl_tiny strategy=tp precision=bf16; model=qwen3_vl_tiny strategy=zero3 precision=bf16
         4 exhaustive: model=qwen25_vl_tiny strategy=fsdp strategy.tp=2;
-            model=qwen25_vl_tiny strategy=fsdp strategy.pp=2; model=qwen3_vl_tiny strategy=fsdp strategy.tp=2 @whole
+            model=qwen25_vl_tiny strategy=fsdp strategy.pp=2; model=qwen3_vl_tiny strategy=fsdp strategy.tp=2 @whole;
+            model=qwen25_vl_tiny strategy=pp strategy.pp=2 strategy.tp=2 @whole
         2 slow: model=qwen3_vl_tiny strategy=tp @adapters;
             model=qwen3_vl_tiny strategy=tp @whole trainer.gradient_clip_val=0.1
         2 exhaustive: model=qwen3_vl_tiny strategy=zero3; model=qwen3_vl_tiny strategy=tp @whole @adapters;

@@ -26,6 +26,7 @@ from mgpu_pipe.data.audio.log_mel import LogMel
 from mgpu_pipe.data.images.pixels import vision_field
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
 from mgpu_pipe.data.sources.demo import spoken_digits
+from mgpu_pipe.data.text.conversations import as_parts
 from mgpu_pipe.data.text.cut_texts import TurnEncoder
 from mgpu_pipe.data.text.preview import parts_of
 from mgpu_pipe.data.text.render_chat import ChatTemplate
@@ -35,11 +36,13 @@ from mgpu_pipe.models.build import build_meta
 from mgpu_pipe.models.fields import check_model_config
 from mgpu_pipe.objectives.patch_pictures import build_picture_inputs
 from tests.objectives.harness import check_trained_on, exported_model
+from tests.objectives.test_vision_language import CLASS
 from tests.support import pictures, small_runs
 from tests.support.command import four_steps, mgpu
 from tests.support.needs import need_speech
 from tests.support.pictures import said
 from tests.support.sounds import tones, write_wav
+from tests.support.vision_folders import model_inputs, prepared_by_maker, write_folder
 
 GIVEN = ("objective=vision_language", "model=qwen2_audio_tiny", "logger=none", "trainer.progress=off")
 WORDS = ("ab", "cabba", "bccab", "a")
@@ -296,6 +299,69 @@ def test_tokens_stand_where_qwen_omni_puts_them() -> None:
     frames = made["recordings"][0]
     expected, _ = model.model.get_rope_index(rows, made["grids"][0], None, torch.ones_like(rows), False, frames)
     assert len(frames) and len(made["grids"][0]) and torch.equal(made["position_ids"][0], expected[:, 0])
+
+
+@pytest.mark.slow
+def test_gemma_4_hears_and_sees_as_its_maker_s_processor_and_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoFeatureExtractor, AutoTokenizer, Gemma4ForConditionalGeneration
+
+    from mgpu_pipe.cli.main import main
+
+    folder = write_folder("gemma4", tmp_path / "model")
+    own = ("data.chat_template=null", "data.seq_len=400", "data.max_pixels=auto")
+    config = mixed_chats(tmp_path, "model=hf", f"model.path={folder}", *own, "data.validation_fraction=0")
+    prepared: Any = read_prepared(json.loads(json.dumps(prepare(config).as_dict())))
+    samples, every = prepared.open(config, "train"), np.arange(len(HEARD))
+    batch, kind = samples.batch(every, every), build_picture_inputs(build_meta(config.model, CLASS).config)
+    model: Any = Gemma4ForConditionalGeneration.from_pretrained(folder).eval()
+    tokenizer, extractor = AutoTokenizer.from_pretrained(folder), AutoFeatureExtractor.from_pretrained(folder)
+
+    def prepared_inputs(messages: list[dict[str, Any]], prompt: bool) -> dict[str, Any]:
+        """The inputs that Gemma4Processor makes; it needs torchvision."""
+        parts = messages[0]["content"]
+        images = [Image.open(tmp_path / each["image"]) for each in parts if "image" in each]
+        shown = [{**each, "content": as_parts(each["content"])} for each in messages]
+        made = prepared_by_maker("gemma4", folder, shown, images, prompt)
+        waves = [decode((tmp_path / each["audio"]).read_bytes(), 16000, 60) for each in parts if "audio" in each]
+        ids = torch.tensor([made.pop("input_ids")])
+        made = model_inputs("gemma4", made, ids == model.config.image_token_id)
+        if waves:
+            heard, (first, *rest) = extractor(waves, return_tensors="pt"), tokenizer.decode(ids[0]).split("<|audio|>")
+            masks = [mask[::2][::2] for mask in heard["input_features_mask"]]
+            filled = [
+                f"<|audio>{'<|audio|>' * int(mask.sum())}<audio|>{text}" for mask, text in zip(masks, rest, strict=True)
+            ]
+            ids = torch.tensor([tokenizer(first + "".join(filled), add_special_tokens=False)["input_ids"]])
+            made |= dict(heard)
+            if images:
+                made["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+        return {"input_ids": ids, **made}
+
+    with torch.no_grad():
+        logits = model(**kind.inputs(batch)).logits
+        for row, line in enumerate((tmp_path / "chats.jsonl").read_text().splitlines()):
+            made = prepared_inputs(json.loads(line)["messages"], False)
+            length = made["input_ids"].shape[1]
+            assert batch["input_ids"][row, :length].tolist() == made["input_ids"][0].tolist()
+            assert torch.allclose(logits[row, :length], model(**made).logits[0], rtol=0, atol=2e-5)
+    tuned = tmp_path / "run"
+    small_runs.run(mixed_chats, tuned, 1, "model=hf", f"model.path={folder}", *own, "strategy=single")
+    asked = ["generate", "--device", "cpu", "--temperature", "0", "--max-new-tokens", "6"]
+    asked += ["--prompt", "<audio>What<image>?"]
+    files = [f"--audio={tmp_path / 'ab.wav'}", f"--image={tmp_path / 'wide.png'}"]
+    assert main([*asked, str(tuned), *files]) == 0
+    answer = capsys.readouterr().out.splitlines()[-1].strip()  # after a line of deepspeed's
+    exported = exported_model(tuned, Gemma4ForConditionalGeneration, capsys)
+    assert main([*asked, str(tmp_path / "out"), *files]) == 0 and capsys.readouterr().out.strip() == answer
+    parts = [part("ab"), {"type": "text", "text": "What"}, image("wide"), {"type": "text", "text": "?"}]
+    made = prepared_inputs([{"role": "user", "content": parts}], True)
+    wrote = exported.generate(**made, max_new_tokens=6, do_sample=False)[0][made["input_ids"].shape[1] :]
+    assert printable(tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
+    again = AutoFeatureExtractor.from_pretrained(tmp_path / "out")
+    wave = decode((tmp_path / "ab.wav").read_bytes(), 16000, 60)
+    assert np.array_equal(*(each([wave])["input_features"] for each in (again, extractor)))
 
 
 @pytest.mark.slow

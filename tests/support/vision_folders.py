@@ -193,13 +193,30 @@ FOLDERS["mistral3"] = VisionFolder(
     placeholder="[IMG]",
     expand=lambda made, index: rows_of_places(*(int(side) // 8 for side in made["image_sizes"][index])),
 )
+HEARING: dict[str, Any] = {
+    **{"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": 16, "sampling_rate": 16000},
+    **{"frame_length": 320, "hop_length": 160, "fft_length": 512, "fft_overdrive": False, "input_scale_factor": 1.0},
+    **{"min_frequency": 0.0, "max_frequency": 8000.0, "mel_floor": 0.001, "preemphasis": 0.0, "dither": 0.0},
+    **{"preemphasis_htk_flavor": True, "per_bin_mean": None, "per_bin_stddev": None},
+    **{"padding_side": "right", "padding_value": 0.0, "return_attention_mask": True},
+}
+"""Settings of Gemma 4's ears as published, of fewer bands."""
 FOLDERS["gemma4"] = VisionFolder(
-    tokens=("<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|channel>", "<channel|>", "<|think|>"),
-    named={"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+    tokens=(
+        *("<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|channel>", "<channel|>", "<|think|>"),
+        *("<|audio>", "<audio|>", "<|audio|>"),
+    ),
+    named={
+        **{"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"},
+        **{"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"},
+    },
     fields=lambda token: {
         **{"boi_token_id": token("<|image>"), "eoi_token_id": token("<image|>")},
-        **{"image_token_id": token("<|image|>"), "video_token_id": None, "audio_token_id": None},
-        "audio_config": None,
+        **{"image_token_id": token("<|image|>"), "video_token_id": None, "audio_token_id": token("<|audio|>")},
+        "audio_config": {
+            **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 48},
+            "subsampling_conv_channels": [16, 8],
+        },
         "text_config": {
             **{**TEXT, "model_type": "gemma4_text", "sliding_window": 16, "hidden_size_per_layer_input": 0},
             **{"layer_types": ["sliding_attention", "full_attention"], "use_bidirectional_attention": "vision"},
@@ -214,7 +231,7 @@ FOLDERS["gemma4"] = VisionFolder(
         **{"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2, "pooling_kernel_size": 2},
         **{"max_soft_tokens": 70, "do_normalize": False, "resample": 3},
     },
-    processor={"processor_class": "Gemma4Processor", "image_seq_length": 70},
+    processor={"processor_class": "Gemma4Processor", "image_seq_length": 70, "feature_extractor": HEARING},
     template="gemma4_v5.jinja",
     placeholder="<|image|>",
     expand=lambda made, index: f"<|image>{'<|image|>' * int(made['num_soft_tokens_per_image'][index])}<image|>",

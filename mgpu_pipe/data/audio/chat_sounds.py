@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mgpu_pipe.architectures.find import families_with, family_of
+from mgpu_pipe.architectures.find import families_with, recordings_of
 from mgpu_pipe.config.schema import Auto, ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
 from mgpu_pipe.data.audio.listen import FILES, WAVES, listen_to, read_recording, stored_wave, transcripts
-from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.audio.log_mel import FrameMel, LogMel
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.file_lists import Entry
 from mgpu_pipe.data.fingerprint import Fingerprint
@@ -29,14 +29,19 @@ LONGEST = 3600.0
 def chat_window(model: ModelConfig) -> LogMel | None:
     """Window of the spectrograms that ``model`` hears in conversations, or None; errors: see
     :meth:`LogMel.from_tower`."""
+    recordings = _recordings_of(model)
+    return (FrameMel if recordings == "frames" else LogMel).from_tower(model) if recordings else None
+
+
+def _recordings_of(model: ModelConfig) -> str:
     kind = str(model.type or model_field(model, "model_type"))
-    return LogMel.from_tower(model) if family_of(kind).recordings else None
+    return recordings_of(kind, model_field(model, "audio_config"))
 
 
 def hears_sounds(model: ModelConfig, origin: str) -> None:
     """Raises ConfigError where the model takes no recordings."""
-    kind = str(model.type or model_field(model, "model_type"))
-    if not family_of(kind).recordings:
+    if not _recordings_of(model):
+        kind = str(model.type or model_field(model, "model_type"))
         hearing = families_with(lambda family: family.recordings)
         reason = f"{origin} has a recording, and models of {kind} take none"
         raise ConfigError("model.type", kind, f"use one of {', '.join(hearing)}", reason)

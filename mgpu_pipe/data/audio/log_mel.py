@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mgpu_pipe.architectures.config_source import config_class
-from mgpu_pipe.architectures.family import FEWEST_FRAMES, FRAMES_A_POSITION, sound_tokens
+from mgpu_pipe.architectures.family import FEWEST_FRAMES, FRAMES_A_POSITION, frame_tokens, sound_tokens
 from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data.audio.decode_audio import Wave
@@ -27,6 +27,13 @@ USUAL_RATE = 16000
 """Samples a second where the model's folder says nothing."""
 _WIDTHS = (("hidden_size", "d_model"), ("intermediate_size", "encoder_ffn_dim"))
 """Fields of an encoder's width and of that of the joined vectors, each by two names."""
+FRAMES_SECONDS = 30
+"""Seconds of the longest recording that Gemma 4's extractor does not cut."""
+_STEPS = (
+    *("min_frequency", "max_frequency", "preemphasis", "preemphasis_htk_flavor", "fft_overdrive", "input_scale_factor"),
+    *("mel_floor", "per_bin_mean", "per_bin_stddev", "padding_value", "padding_side"),
+)
+"""Settings of Gemma 4's extractor that a folder may state; noise (``dither``) is left out."""
 FIELDS = ("num_mel_bins", "max_source_positions", "max_target_positions")
 
 
@@ -142,7 +149,7 @@ class LogMel:
 
     def identity(self) -> dict[str, Any]:
         """Settings for the digest of the data; those of older data have neither :attr:`fixed` nor :attr:`filled`."""
-        usual = {"fixed": True, "filled": 0}
+        usual = {"fixed": True, "filled": 0, "extractor": {}}
         return {name: value for name, value in asdict(self).items() if name not in usual or value != usual[name]}
 
     def num_tokens(self, frames: Any) -> Any:
@@ -211,6 +218,66 @@ class LogMel:
             "padding_value": 0.0,
             "padding_side": "right",
             "return_attention_mask": False,
+        }
+
+
+@dataclass(frozen=True)
+class FrameMel(LogMel):
+    """Spectrograms of Gemma 4: a recording alone, by transformers' ``Gemma4AudioFeatureExtractor``.
+
+    Attributes:
+        extractor: settings of the folder's extractor.
+    """
+
+    fixed: bool = False
+    extractor: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_tower(cls, model: ModelConfig) -> FrameMel:
+        part = model_field(model, "audio_config") or {}
+        kind = str(model.type or model_field(model, "model_type"))
+        known = config_class(str(part.get("model_type") or f"{kind}_audio"))
+        channels = (
+            part.get("subsampling_conv_channels") or (known.defaults if known else {})["subsampling_conv_channels"]
+        )
+        said = preprocessor_of(model.path, "feature_extractor")
+        check_extractor(model, said, {"feature_size": channels[0]})  # the encoder's bands
+        rate = _size(said.get("sampling_rate"), USUAL_RATE)
+        frame, hop = (
+            float(said.get(name) or usual) for name, usual in (("frame_length_ms", 20), ("hop_length_ms", 10))
+        )
+        steps = {name: said[name] for name in _STEPS if said.get(name) is not None}
+        hop_samples, frame_samples = (round(rate * milliseconds / 1000) for milliseconds in (hop, frame))
+        return cls(int(channels[0]), rate, FRAMES_SECONDS, hop_samples, frame_samples, extractor=steps)
+
+    def num_frames(self, samples: Any) -> Any:
+        return (samples + self.width // 2 - self.width - 1) // self.hop + 1
+
+    def num_tokens(self, frames: Any) -> Any:
+        return frame_tokens(frames)
+
+    def extract(self, waves: Sequence[Wave]) -> NDArray[np.float32]:
+        """Spectrograms of recordings of one length as the extractor gives them, shape (recordings, frames, bins)."""
+        features: NDArray[np.float32] = self._extractor(list(waves), return_tensors="np")["input_features"]
+        return features
+
+    def spectrogram(self, wave: Wave) -> NDArray[np.float32]:
+        return np.ascontiguousarray(self.extract([wave])[0][: self.num_frames(len(wave))].T)
+
+    @cached_property
+    def _extractor(self) -> Any:
+        from transformers import Gemma4AudioFeatureExtractor
+
+        return Gemma4AudioFeatureExtractor(**self.settings())
+
+    def settings(self) -> Mapping[str, Any]:
+        return {
+            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+            "feature_size": self.bins,
+            "sampling_rate": self.rate,
+            "frame_length_ms": 1000 * self.width / self.rate,
+            "hop_length_ms": 1000 * self.hop / self.rate,
+            **self.extractor,
         }
 
 

@@ -121,7 +121,7 @@ class ChatSource:
         unusable = unusable_or_raise(paths, data.on_bad_sample)
         known = fingerprints([path for path in paths if path not in unusable], cache, progress)
 
-        taken = places_taken(str(model.type or model_field(model, "model_type")))
+        taken = places_taken(str(model.type or model_field(model, "model_type")), model_field(model, "audio_config"))
 
         def rows(faults: list[tuple[str, str]] | None = None) -> Iterator[ChatRow]:
             return rows_of(data, paths, known, keep_in(cache), partial(check_row, model), faults, taken=taken)

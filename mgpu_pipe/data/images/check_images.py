@@ -66,7 +66,7 @@ def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
     assert isinstance(data, PictureChatConfig)
 
     def rows(patterns: list[str], key: str) -> None:
-        taken = places_taken(str(model.type or model_field(model, "model_type")))
+        taken = places_taken(str(model.type or model_field(model, "model_type")), model_field(model, "audio_config"))
         looked = first_rows(data, patterns, key, partial(check_row, model), taken)
         # Rows have normalised messages.
         plain = replace(data, messages_column=COLUMN, format="messages")

@@ -23,7 +23,7 @@ from mgpu_pipe.architectures.find import family_of
 from mgpu_pipe.architectures.pictures import Grid, Parts, PatchGrid, PooledGrid, RowGrid, Tiles
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.audio.chat_sounds import chat_window, tokens_of_sounds
-from mgpu_pipe.data.audio.log_mel import LogMel
+from mgpu_pipe.data.audio.log_mel import FrameMel, LogMel
 from mgpu_pipe.data.bad_samples import LengthLimit, describe_too_long, refuse_too_long
 from mgpu_pipe.data.cache import Progress, digest_of, no_progress, read_manifest, run_cache
 from mgpu_pipe.data.data_source import held_out_data
@@ -220,7 +220,8 @@ class PreparedPictureChats(PreparedRows):
             audio = {} if self.audio_token_id is None else {"audio_token_index": self.audio_token_id}
             return {"image_token_id": self.image_token_id, "image_token_index": self.image_token_id, **audio, **video}
         if self.named_parts is not None:
-            return {"image_token_id": self.image_token_id}
+            audio = {} if self.audio_token_id is None else {"audio_token_id": self.audio_token_id}
+            return {"image_token_id": self.image_token_id, **audio}
         return {"image_token_index": self.image_token_id, "image_seq_length": self.tokens_a_picture}
 
     def complete_model(self, model: ModelConfig, objective: ObjectiveConfig) -> ModelConfig:
@@ -234,7 +235,8 @@ class PreparedPictureChats(PreparedRows):
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         kinds: dict[str, type[Any]] = {"grid": Grid, "parts": Parts, "tiles": Tiles, "rows": RowGrid}
-        kinds |= {"pooled": PooledGrid, "window": LogMel}
+        window = FrameMel if "extractor" in (value.get("window") or {}) else LogMel
+        kinds |= {"pooled": PooledGrid, "window": window}
         cut = {name: kind(**value[name]) for name, kind in kinds.items() if value.get(name)}
         return super().from_dict({**value, **cut})
 

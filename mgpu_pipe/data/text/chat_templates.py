@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from mgpu_pipe.architectures.find import family_of, sight_of
+from mgpu_pipe.architectures.find import family_of, recordings_of, sight_of
 from mgpu_pipe.architectures.pictures import (
     BEGIN,
     END,
@@ -18,6 +18,8 @@ from mgpu_pipe.architectures.pictures import (
     IMAGE_OPEN,
     IMAGE_STOP,
     PLACED,
+    SOUND_CLOSE,
+    SOUND_OPEN,
 )
 from mgpu_pipe.config.data_sources import samples_of
 from mgpu_pipe.config.hub import DATA
@@ -25,6 +27,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.config.suggest import nearest
 from mgpu_pipe.data import files
 from mgpu_pipe.data.bad_samples import OR_SKIP, Fault, rows_of_files, unusable_files
+from mgpu_pipe.data.model_field import model_field
 from mgpu_pipe.data.tables import LOOKED_AT, row_lines
 from mgpu_pipe.data.text import tokenizer_train
 from mgpu_pipe.data.text.conversations import AUDIO, EVERY_PLACE, PLACE, VIDEO
@@ -59,11 +62,15 @@ OF_VIDEOS: dict[str, tuple[str, ...]] = {"": (), "axis": (VIDEO,), "text": (VIDE
 """Tokens next to the placeholder of pictures, see :class:`mgpu_pipe.architectures.family.Sight`."""
 
 
-def places_taken(model_type: str) -> tuple[str, ...]:
-    """Places of the kinds of files that a vision-language or hearing family takes in conversations."""
-    family, sight = family_of(model_type), sight_of(model_type)
-    seen = (PLACE,) if family.sight or not family.recordings else ()
-    return (*seen, *((VIDEO,) if sight.videos else ()), *((AUDIO,) if family.recordings else ()))
+def places_taken(model_type: str, encoder: object) -> tuple[str, ...]:
+    """Places of the kinds of files that a vision-language or hearing model takes in conversations.
+
+    Args:
+        encoder: see :func:`mgpu_pipe.architectures.find.recordings_of`.
+    """
+    family, sight, recordings = family_of(model_type), sight_of(model_type), recordings_of(model_type, encoder)
+    seen = (PLACE,) if family.sight or not recordings else ()
+    return (*seen, *((VIDEO,) if sight.videos else ()), *((AUDIO,) if recordings else ()))
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,10 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
     place: tuple[str, ...] = ()
     if samples_of(data.source) == "picture_chats":
         sight = sight_of(str(model.type))
-        place = tuple(place for place in places_taken(str(model.type)) if place != VIDEO)
-        place = (*place, *OF_PICTURES.get(sight.pictures, ()), *OF_VIDEOS[sight.videos])
+        taken = places_taken(str(model.type), model_field(model, "audio_config"))
+        around = (SOUND_OPEN, SOUND_CLOSE) if sight.pictures == "pooled" and AUDIO in taken else ()
+        place = tuple(place for place in taken if place != VIDEO)
+        place = (*place, *OF_PICTURES.get(sight.pictures, ()), *OF_VIDEOS[sight.videos], *around)
     if chosen in SPECIAL:
         path = Path(__file__).with_name("templates") / f"{chosen}.jinja"
         return ChosenTemplate(path.read_text(encoding="utf-8"), (*SPECIAL[chosen], *place))

@@ -165,7 +165,8 @@ class AnswerEngine:
             what = "strategy=ddp" if self._is_cut else "a vision-language model"
             raise BadInputError(f"names pictures or videos, which {name} does not see here; use {what}")
         if names_visuals(row, data) or (takes_files and not self._is_cut and has_places(row)):
-            taken = places_taken(self._run.model.config.model_type)
+            config = self._run.model.config
+            taken = places_taken(config.model_type, getattr(config, "audio_config", None))
             prompt, chat_row = visual_prompt_of(row, origin, data, self._settings.input.parent, taken)
         else:
             prompt = prompt_of(row, origin)

@@ -36,7 +36,7 @@ from mgpu_pipe.models.weights.folder import (
     stored_tensors,
     whole_folder,
 )
-from mgpu_pipe.system.compat.transformers_private import attention_of, drop_ignored_keys
+from mgpu_pipe.system.compat.transformers_private import attention_of_parts, drop_ignored_keys
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -236,7 +236,7 @@ def _load(meta: PreTrainedModel, folder: Path, config: PretrainedConfig) -> tupl
         use_safetensors=True,
         trust_remote_code=False,
         dtype=torch.float32,
-        attn_implementation=attention_of(meta.config),
+        attn_implementation=attention_of_parts(meta.config),
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )

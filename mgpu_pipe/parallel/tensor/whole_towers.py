@@ -48,7 +48,10 @@ def keep_towers_whole(
         tower = model.get_submodule(name)
         if streams is not None:
             tower.forward = streams.within(True, tower.forward)
-        tower.forward = _DealtTower(tower, group, outputs[part], layers).forward
+        read = outputs[part]
+        if read == ("last_hidden_state",) and layers not in ([], [-1]):  # InternVL
+            read = (LAYERS,)
+        tower.forward = _DealtTower(tower, group, read, layers).forward
 
 
 class _DealtTower:

@@ -26,6 +26,15 @@ def attention_of(config: Any) -> str | None:
     return name
 
 
+def attention_of_parts(config: Any) -> str | dict[str, str | None] | None:
+    """Name of the attention function of models with ``config``, or, where a part has another one, that of each part."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    known = {name: attention_of(part) for name, part in parts.items() if part is not None}
+    name = attention_of(config)
+    other = {part: attention for part, attention in known.items() if attention not in (None, name)}
+    return {"": name, **other} if other and name is not None else name
+
+
 def set_attention(config: Any, name: str) -> None:
     """Set the attention function of models with ``config``, unchecked."""
     config._attn_implementation = name
