@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mgpu_pipe.architectures.family import FC, LINEAR_FC, OUT_PROJ, QKV, QKV_PROJ, Family, Role, Sight
+from mgpu_pipe.architectures.family import FC, LINEAR_FC, OUT_PROJ, QKV, QKV_PROJ, Family, Role, Sight, Style
 from mgpu_pipe.architectures.text_families import TEXT_FAMILIES
 
 WAVES: tuple[Role, ...] = ("waveform_encoder", "sound_classifier")
 """Roles of every tested encoder of waveforms: a recording's result does not depend on the lengths of the
 others in its micro-batch."""
 _HEARD: Mapping[str, tuple[str, ...]] = {"audio": ("last_hidden_state",)}
+_O_PROJ: Mapping[str, Style] = {**QKV, "o_proj": "row"}
+_GATED: Mapping[str, Style] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
 _LAST: Mapping[str, tuple[str, ...]] = {"vision": ("last_hidden_state",)}
 _POOLED: Mapping[str, tuple[str, ...]] = {"vision": ("pooler_output",)}
 _OWN: Mapping[str, Family] = {
@@ -29,7 +31,7 @@ _OWN: Mapping[str, Family] = {
         caption_mask=True,
     ),
     "audio-spectrogram-transformer": Family(
-        modules={"ASTAttention": {**QKV, "o_proj": "row"}, "ASTMLP": FC}, roles=("sound_classifier",)
+        modules={"ASTAttention": _O_PROJ, "ASTMLP": FC}, roles=("sound_classifier",)
     ),
     # Chinese CLIP: a tower like CLIP's for pictures, one like BERT for texts.
     "chinese_clip": Family(
@@ -84,8 +86,8 @@ _OWN: Mapping[str, Family] = {
     ),
     "mistral3": Family(
         modules={
-            "PixtralAttention": {**QKV, "o_proj": "row"},
-            "PixtralMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
+            "PixtralAttention": _O_PROJ,
+            "PixtralMLP": _GATED,
             "Mistral3MultiModalProjector": {"linear_1": "column", "linear_2": "row"},
         },
         sight=Sight("rows"),
@@ -96,7 +98,7 @@ _OWN: Mapping[str, Family] = {
             "Qwen2_5OmniAudioAttention": OUT_PROJ,
             "Qwen2_5OmniAudioEncoderLayer": FC,
             "Qwen2_5OmniVisionAttention": {"q": "column", "k": "column", "v": "column", "proj": "row"},
-            "Qwen2_5OmniMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
+            "Qwen2_5OmniMLP": _GATED,
         },
         width_is_heads=True,
         projector=("merger",),
@@ -112,10 +114,7 @@ _OWN: Mapping[str, Family] = {
     ),
     # Qwen 2.5 VL.
     "qwen2_5_vl": Family(
-        modules={
-            "Qwen2_5_VLVisionAttention": {"qkv": "qkv", "proj": "row"},
-            "Qwen2_5_VLMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
-        },
+        modules={"Qwen2_5_VLVisionAttention": {"qkv": "qkv", "proj": "row"}, "Qwen2_5_VLMLP": _GATED},
         width_is_heads=True,
         projector=("merger",),
         tower_outputs=_POOLED,
@@ -135,17 +134,24 @@ _OWN: Mapping[str, Family] = {
         ),
     ),
     # Qwen 3 VL.
-    "qwen3_vl": Family(
-        modules={
-            "Qwen3VLTextAttention": {**QKV, "o_proj": "row"},
-            "Qwen3VLTextMLP": {"gate_proj": "column", "up_proj": "column", "down_proj": "row"},
-            "Qwen3VLVisionAttention": QKV_PROJ,
-            "Qwen3VLVisionMLP": LINEAR_FC,
-            "Qwen3VLVisionPatchMerger": LINEAR_FC,
-        },
-        projector=("merger", "deepstack_merger_list"),
-        tower_outputs={"vision": ("pooler_output", "deepstack_features")},
-        sight=Sight("grid", videos="text"),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe"),
+        Family(
+            modules={
+                f"Qwen3VL{kind}{module}": styles
+                for kind in ("", "Moe")
+                for module, styles in (
+                    ("TextAttention", _O_PROJ),
+                    ("TextMLP", _GATED),
+                    ("VisionAttention", QKV_PROJ),
+                    ("VisionMLP", LINEAR_FC),
+                    ("VisionPatchMerger", LINEAR_FC),
+                )
+            },
+            projector=("merger", "deepstack_merger_list"),
+            tower_outputs={"vision": ("pooler_output", "deepstack_features")},
+            sight=Sight("grid", videos="text"),
+        ),
     ),
     "siglip": Family(
         modules={"SiglipAttention": OUT_PROJ, "SiglipMLP": FC},
@@ -158,9 +164,7 @@ _OWN: Mapping[str, Family] = {
         tower_outputs=_LAST,
         sight=Sight("parts"),
     ),
-    "vit": Family(
-        modules={"ViTAttention": {**QKV, "o_proj": "row"}, "ViTMLP": FC}, roles=("picture_classifier", "picture_tower")
-    ),
+    "vit": Family(modules={"ViTAttention": _O_PROJ, "ViTMLP": FC}, roles=("picture_classifier", "picture_tower")),
     "voxtral": Family(
         modules={
             "VoxtralAttention": OUT_PROJ,

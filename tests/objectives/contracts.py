@@ -72,6 +72,9 @@ VARIANTS = {
     "@adapters": "peft=lora peft.targets=[language] peft.train_also=[projector]",
     "@head_too": "peft=lora peft.train_also=[lm_head.*]",
     "@four_layers": "model.config.text_config.num_hidden_layers=4",
+    "@moe": "model.type=qwen3_vl_moe model.config.text_config.model_type=qwen3_vl_moe_text "
+    "model.config.vision_config.model_type=qwen3_vl_moe_vision model.config.text_config.num_experts=4 "
+    "model.config.text_config.num_experts_per_tok=2 model.config.text_config.moe_intermediate_size=64",
     "@whole": "strategy.parts.vision=whole",
     "@ears": "model.config.audio_config.hidden_size=32 model.config.audio_config.num_hidden_layers=2 "
     "model.config.audio_config.num_attention_heads=2 model.config.audio_config.subsampling_conv_channels=[16,8] "
@@ -323,7 +326,9 @@ CONTRACTS = {
             model=qwen3_vl_tiny strategy=tp @whole trainer.gradient_clip_val=0.1
         2 exhaustive: model=qwen3_vl_tiny strategy=zero3; model=qwen3_vl_tiny strategy=tp @whole @adapters;
             model=qwen25_vl_tiny strategy=tp @whole strategy.activation_checkpointing=full;
-            model=qwen3_vl_tiny strategy=tp @whole precision=bf16
+            model=qwen3_vl_tiny strategy=tp @whole precision=bf16; model=qwen3_vl_tiny strategy=fsdp @moe;
+            model=qwen3_vl_tiny strategy=tp @moe; model=qwen3_vl_tiny strategy=tp @moe @whole;
+            model=qwen3_vl_tiny strategy=pp @moe; model=qwen3_vl_tiny strategy=zero3 @moe
         """,
         bf16_steps=20,
     ),
@@ -335,7 +340,7 @@ CONTRACTS = {
         2 exhaustive: strategy=fsdp; strategy=ddp data.micro_batch_size=2; strategy=tp; strategy=zero3;
             model=qwen25_vl_tiny strategy=ddp; model=qwen25_vl_tiny strategy=tp;
             model=qwen25_vl_tiny strategy=zero3; model=qwen25_vl_tiny strategy=pp;
-            model=qwen3_vl_tiny strategy=ddp; model=qwen3_vl_tiny strategy=fsdp;
+            model=qwen3_vl_tiny strategy=ddp; model=qwen3_vl_tiny strategy=fsdp; model=qwen3_vl_tiny strategy=fsdp @moe;
             model=qwen3_vl_tiny strategy=tp; model=qwen3_vl_tiny strategy=zero3;
             model=qwen3_vl_tiny strategy=pp; model=smolvlm_tiny strategy=ddp; model=smolvlm_tiny strategy=fsdp;
             model=smolvlm_tiny strategy=tp; model=smolvlm_tiny strategy=zero3; model=smolvlm_tiny strategy=pp;

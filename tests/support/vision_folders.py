@@ -81,7 +81,9 @@ def qwen_fields(family: str, more: dict[str, Any], token: Callable[[str], int]) 
     }
     rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
     vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "patch_size": 4, "out_hidden_size": 32}
-    text = TEXT if family == "qwen3_vl" else {name: value for name, value in TEXT.items() if name != "head_dim"}
+    text = {name: value for name, value in TEXT.items() if name != "head_dim" or "qwen3" in family}
+    if family.endswith("moe"):
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return {
         **places,
         "text_config": {**text, "model_type": f"{family}_text", "rope_parameters": rotary},
@@ -236,6 +238,7 @@ FOLDERS["gemma4"] = VisionFolder(
     placeholder="<|image|>",
     expand=lambda made, index: f"<|image>{'<|image|>' * int(made['num_soft_tokens_per_image'][index])}<image|>",
 )
+DEEPSTACK = {"num_heads": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
 for family, template, more in (
     (
         "qwen2_5_vl",
@@ -245,7 +248,8 @@ for family, template, more in (
             **{"hidden_act": "silu", "tokens_per_second": 2},
         },
     ),
-    ("qwen3_vl", "qwen3_vl.jinja", {"num_heads": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    ("qwen3_vl", "qwen3_vl.jinja", DEEPSTACK),
+    ("qwen3_vl_moe", "qwen3_vl.jinja", DEEPSTACK),
 ):
     FOLDERS[family] = replace(
         FOLDERS["qwen3_5"],
@@ -256,6 +260,7 @@ for family, template, more in (
 PIL = {
     "qwen2_5_vl": "Qwen2VLImageProcessorPil",
     "qwen3_vl": "Qwen2VLImageProcessorPil",
+    "qwen3_vl_moe": "Qwen2VLImageProcessorPil",
     "mistral3": "PixtralImageProcessorPil",
     "gemma4": "Gemma4ImageProcessorPil",
     "gemma3": "Gemma3ImageProcessorPil",
@@ -320,7 +325,7 @@ def prepared_by_maker(
 
 NO_INPUTS = ("num_patches", "num_crops", "num_soft_tokens_per_image")
 TYPES = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), "mm_token_type_ids"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "mm_token_type_ids"),
     **{"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids", "qwen3_5": "mm_token_type_ids"},
 }
 """Families whose models are told which tokens are pictures, and the argument."""

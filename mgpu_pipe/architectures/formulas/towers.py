@@ -201,7 +201,7 @@ _TOWERS: Mapping[str, Callable[[Read], tuple[int, int]]] = {
     "internvl_vision": _internvl,
     "pixtral": _pixtral,
     "qwen2_5_vl_vision": _qwen25,
-    **dict.fromkeys(("qwen3_vl_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _qwen3),
+    **dict.fromkeys(("qwen3_vl_vision", "qwen3_vl_moe_vision", "qwen3_5_vision", "qwen3_5_moe_vision"), _qwen3),
     "gemma4_vision": _gemma4,
 }
 """Parameters of a layer, and outside of the layers, by type of tower."""
@@ -259,7 +259,7 @@ _PROJECTORS: Mapping[str, Projector] = {
     "mistral3": _mistral3_projector,
     "paligemma": _whole(lambda tower, model, width: _linear(int(tower("hidden_size")), width)),
     "qwen2_5_vl": _whole(lambda tower, model, width: _merger(tower, int(tower("hidden_size")))),
-    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), _qwen3_projector),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _qwen3_projector),
     **dict.fromkeys(
         ("smolvlm", "idefics3"),
         _whole(lambda tower, model, width: int(tower("hidden_size") * model("scale_factor") ** 2) * width),
