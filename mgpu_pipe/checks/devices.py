@@ -66,7 +66,7 @@ def numerics_errors(config: RunConfig) -> list[BadInputError]:
         *_flash_errors(config.model),
         *_liger_errors(config.model, config.strategy, config.precision, config.trainer),
         *_offload_errors(config.strategy, config.trainer),
-        *_compile_errors(config.model, config.trainer),
+        *(compile_errors() if config.model.compile is True and device_type(config.trainer) == "cpu" else []),
     ]
 
 
@@ -121,10 +121,6 @@ def _offload_errors(strategy: StrategyConfig, trainer: TrainerConfig) -> list[Ba
         reason = "on the CPU everything is in host memory already"
         return [ConfigError("strategy.offload", "cpu", "use none", reason)]
     return []
-
-
-def _compile_errors(model: ModelConfig, trainer: TrainerConfig) -> list[BadInputError]:
-    return compile_errors() if model.compile is True and device_type(trainer) == "cpu" else []
 
 
 def compile_errors() -> list[BadInputError]:

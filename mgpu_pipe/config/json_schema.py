@@ -58,10 +58,7 @@ SCALARS: dict[Any, str] = {int: "integer", float: "number", str: "string", bool:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of a run's configuration file, with the documentation and default of every key.
-
-    Any value may also be an OmegaConf interpolation, ``${...}``. The defaults list and Hydra's node are unrestricted.
-    """
+    """JSON schema of a run's file, with documentation and default of every key; any value may be ``${...}``."""
     schema = _section(RunConfig, RunConfig())
     schema["properties"] |= {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "mgpu_pipe run", **schema}

@@ -112,12 +112,7 @@ class Description:
 
 
 def bits_per_byte(metrics: Mapping[str, float | None], tokens: int, size: int) -> dict[str, float]:
-    """Held-out loss as bits a byte of the text, which does not depend on the vocabulary; empty if it is not known.
-
-    Args:
-        metrics: metrics of an evaluation; only with a perplexity is its loss nats a token.
-        tokens, size: evaluated tokens, and bytes of their text; 0 for unknown.
-    """
+    """Held-out loss as bits a byte, for any vocabulary; empty without a perplexity, ``tokens`` or ``size`` in bytes."""
     loss = metrics.get("val/loss")
     if not size or loss is None or "val/perplexity" not in metrics:
         return {}

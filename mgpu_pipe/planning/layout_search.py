@@ -149,13 +149,7 @@ def enumerate_layouts(model: Work, world: int, samples: int, allowed: AllowedSiz
 
 
 def data_parallel_layouts(layouts: Work, sharding: Sharding) -> Work:
-    """The layouts of data parallelism alone under another sharding; empty arrays if there are none.
-
-    One process has nothing to shard, and can offload.
-
-    Args:
-        layouts: see :func:`enumerate_layouts`.
-    """
+    """Layouts of data parallelism alone under another sharding; a single process shards nothing, and can offload."""
     sharded = (np.asarray(layouts.dp_shard) > 1) | ((np.asarray(layouts.world) == 1) & (sharding.offload != "none"))
     alone = (layouts.tp * layouts.pp * layouts.cp * layouts.ep == 1) & sharded
     if sharding.zero:
@@ -211,12 +205,7 @@ def _has(layouts: Work, trait: str) -> NDArray[np.bool_]:
 
 
 def layout_bytes(layouts: Work, state: State, keeps: Activations, overheads: Overheads) -> Array:
-    """Likely bytes of the pipeline rank of every layout that needs most.
-
-    Args:
-        state: see :func:`mgpu_pipe.planning.memory.state_of`, of the model on one process.
-        keeps: see :func:`mgpu_pipe.planning.memory.activations_of`, of the model on one process.
-    """
+    """Likely bytes of each layout's neediest pipeline rank; ``state`` and ``keeps`` are those of one process."""
     sizes = np.zeros(np.shape(layouts.pp))
     for same_cut, place in _places(layouts):
         chosen = _select(layouts, same_cut)

@@ -148,12 +148,7 @@ def run_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
 def compiles_blocks(
     model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, device: str, fields: Mapping[str, Any]
 ) -> bool:
-    """Whether a run compiles its blocks; the planner takes the toolchain of ``model.compile=auto`` for granted.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
-    """
+    """Whether a run compiles its blocks on ``cpu`` or ``cuda``; takes the toolchain of ``auto`` for granted."""
     blocks = sum(layer_parameters(fields, layer).total for layer in range(fields["num_hidden_layers"]))
     parameters = blocks + embedding_parameters(fields) + head_parameters(fields)
     wanted = prefers_compiled(model, strategy, precision, device, parameters)

@@ -48,12 +48,7 @@ def adapter_parameters(peft: PeftConfig, fields: Mapping[str, Any]) -> float:
 
 
 def adapted_share(targets: Sequence[str], fields: Mapping[str, Any]) -> float:
-    """Share of the inputs and outputs of the blocks' linear layers that belong to layers with adapters, 0 to 1.
-
-    Args:
-        targets: ``peft.targets``.
-        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
-    """
+    """Share of the inputs and outputs of the blocks' linear layers in layers that ``peft.targets`` names, 0 to 1."""
     sizes = {name: inputs + outputs for name, (inputs, outputs) in _layers(fields).items()}
     return sum(_share(targets, name, fields) * size for name, size in sizes.items()) / sum(sizes.values())
 
@@ -118,11 +113,7 @@ def tower_parameters(fields: Mapping[str, Any]) -> dict[str, float]:
 
 
 def uncut_parameters(fields: Mapping[str, Any], whole: Sequence[str]) -> dict[str, float]:
-    """Parameters of the parts of :func:`tower_parameters` that every tensor-parallel rank has.
-
-    Args:
-        whole: parts that are not cut at all.
-    """
+    """Parameters of :func:`tower_parameters` that every tensor-parallel rank has; ``whole`` parts are not cut."""
     vision = vision_parameters(fields)
     uncut = {} if vision is None else {"vision": vision.uncut_tower, PROJECTOR: vision.uncut_projector}
     return {part: size if part in whole else uncut.get(part, 0.0) for part, size in tower_parameters(fields).items()}
@@ -146,22 +137,13 @@ def _usual_parameters(tower: Any) -> float:
 
 
 def other_bytes(objective: ObjectiveConfig, item: int, shards: int) -> float:
-    """Bytes of a teacher on a rank; a cached reference is freed before the first step, a live one is the model itself.
-
-    Args:
-        item: bytes of a weight in the compute type, which a teacher is kept in.
-        shards: ranks that share it under ``objective.teacher_strategy=fsdp``.
-    """
+    """Bytes of a teacher on a rank, ``item`` a weight, over ``shards`` if sharded; a reference needs none in a step."""
     divided = shards if getattr(objective, "teacher_strategy", "whole") == "fsdp" else 1
     return item * _teacher_parameters(objective) / divided
 
 
 def other_passes(objective: ObjectiveConfig, fields: Mapping[str, Any]) -> float:
-    """Forward passes of a live reference or a teacher for each micro-batch, in forward passes of the model.
-
-    Args:
-        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
-    """
+    """Forward passes of a live reference or a teacher for each micro-batch, in forward passes of the model."""
     count = count_parameters(fields)
     teacher = _teacher_parameters(objective) / count.active if count is not None else 0.0
     return teacher + float(getattr(objective, "reference", "") == "live")

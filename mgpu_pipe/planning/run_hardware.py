@@ -40,11 +40,7 @@ def hardware_here(trainer: TrainerConfig, launch: LaunchConfig) -> str:
 def computing_hardware(
     precision: PrecisionConfig, trainer: TrainerConfig, strategy: StrategyConfig, profile: HardwareProfile
 ) -> Hardware:
-    """Figures for the run's precision and the GPUs that it uses of a node.
-
-    Raises:
-        ConfigError: the hardware does not compute in this precision, or not as far as the profile says.
-    """
+    """Figures for the run's precision and GPUs of a node; ConfigError if the hardware lacks the precision."""
     computes = resolve_precision(precision, trainer)
     computing = profile.hardware_for(computes, uses_tf32(precision, trainer))
     return replace(computing, gpus_per_node=float(devices_per_node(trainer, strategy)))

@@ -117,14 +117,8 @@ def step_time(work: Work, hardware: Hardware, constants: Constants) -> StepTime:
 
 
 def _bubble_share(work: Work, forward: Numbers, backward: Numbers, hardware: Hardware, constants: Constants) -> Numbers:
-    """Seconds that a rank waits for each rank besides it, over those of both passes of a stage.
-
-    Schedules that split the backward pass fill the wait with gradients of weights: see :func:`bubble`.
-
-    Args:
-        forward: seconds of a layer.
-        backward: seconds of a layer, for gradients of inputs and weights.
-    """
+    """Wait for each other rank over a stage's passes; a split backward fills it with gradients of weights
+    (:func:`bubble`)."""
     schedule, share = np.asarray(work.schedule), np.asarray(1.0)
     for index, (name, traits) in enumerate(SCHEDULES.items()):
         is_chosen = (schedule == index) & (np.asarray(work.pp) > 1)

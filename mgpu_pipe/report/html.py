@@ -38,20 +38,13 @@ STATIC = files("mgpu_pipe.report").joinpath("static")
 
 
 def write_report(runs: list[RunPaths], out: Path) -> Path:
-    """Write the report of one run or a comparison of several to ``out``; replaces an existing file atomically.
-
-    Raises:
-        RunFolderError: a folder is not a run's, or ``out`` cannot be written.
-    """
+    """Replace ``out`` by the report of runs, atomically; RunFolderError if one is none, or ``out`` cannot be
+    written."""
     return write_page(render([load_run(run) for run in runs], [link(run.report, out) for run in runs]), out)
 
 
 def write_page(text: str, out: Path) -> Path:
-    """Write a page to ``out``; replaces an existing file atomically.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
+    """Replace ``out`` by a page, atomically; RunFolderError if it cannot be written."""
     try:
         replace_file(out, text)
     except OSError as error:

@@ -59,11 +59,7 @@ def read(paths: RunPaths) -> list[Entry]:
 
 
 def wall_s(entries: Sequence[Mapping[str, object]], seen: float = 0.0) -> float:
-    """Total seconds of all attempts.
-
-    Args:
-        seen: last sign of life of an attempt without a recorded end, in seconds since the epoch.
-    """
+    """Seconds of all attempts; ``seen`` is the last sign of life (epoch) of one without a recorded end."""
     return sum(map(partial(_wall_s, seen=seen), entries))
 
 

@@ -56,14 +56,8 @@ class Composition:
 
 
 def compose(overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
-    """Compose ``conf/config.yaml`` with ``overrides``.
-
-    Returns:
-        The typed configuration, and the overrides as Hydra read them.
-
-    Raises:
-        ConfigErrors: all errors of the overrides and the values.
-    """
+    """Compose ``conf/config.yaml`` with ``overrides``: the typed tree, and the words as Hydra read them; or
+    ConfigErrors."""
     composition = compose_checked(list(overrides))
     if composition.errors:
         raise ConfigErrors(composition.errors)

@@ -43,15 +43,8 @@ def label_counts(
 
 
 def perplexity(training: NDArray[np.int64], counts: NDArray[np.int64]) -> float | None:
-    """Perplexity under add-one-smoothed training frequencies: exp of the mean negative log frequency.
-
-    Args:
-        training: count of each token as a training label, shape ``(vocab_size,)``.
-        counts: the same of the evaluated held-out samples.
-
-    Returns:
-        The perplexity over their valid labels; None where there are none.
-    """
+    """Perplexity of held-out ``counts``, (vocab_size,), under add-one-smoothed ``training`` frequencies; None without
+    any."""
     total = int(counts.sum())
     if not total:
         return None

@@ -88,15 +88,7 @@ def _passage(value: Any) -> Any:
 
 
 def check_pair_columns(row: dict[str, Any], origin: str, columns: Sequence[str], read: str | None) -> None:
-    """Refuses rows of ids instead of texts, and rows whose unread label may say that the pair is wrong.
-
-    Args:
-        columns: of the query and the positive.
-        read: ``data.scores_column``.
-
-    Raises:
-        DataError: names ``origin``.
-    """
+    """Refuses ids instead of texts, and rows whose label, not ``read``, may say that the pair is wrong; DataError."""
     if any(column not in row for column in columns):
         if ids := [name for name in IDS if name in row]:
             fix = "write rows of a query's text and the texts of its documents by these ids"

@@ -276,13 +276,8 @@ def answer_starts(store: TokenStore, documents: NDArray[np.int64]) -> NDArray[np
 
 
 def unrelated_samples(prompts: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Sample whose answer replaces each sample's: the last sample before it with another prompt, in a circle.
-
-    Where prompts differ it is the previous sample, as in TRL, which rotates the completions of a batch by one.
-
-    Args:
-        prompts: a number for each sample's prompt, (samples,).
-    """
+    """Sample whose answer replaces each one's: the last before it (in a circle) with another of ``prompts``,
+    (samples,), like TRL."""
     places = np.arange(len(prompts))
     begins = prompts != np.roll(prompts, 1)
     if not begins.any():

@@ -156,10 +156,6 @@ def _broken(data: DataConfig, file: Path, reason: str) -> BadInputError:
     )
 
 
-def _vocab_size(tokenizer: Tokenizer) -> int:
-    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-
-
 def _check_fits(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, info: TokenizerInfo) -> None:
     known, size = model_vocab_size(model), info.vocab_size
     reserved = objective.with_tokenizer(info.folder).reserved_ids()
@@ -222,7 +218,11 @@ def _built(cache: Path, name: str, build: Callable[[Path], None]) -> TokenizerIn
         tokenizer = Tokenizer.from_file(str(out / TOKENIZER))
         content = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(out.iterdir())}
         eos = tokenizer.token_to_id(special_tokens(out)["eos_token"])
-        return {"digest": digest_of(content), "vocab_size": _vocab_size(tokenizer), "eos_token_id": eos}
+        return {
+            "digest": digest_of(content),
+            "vocab_size": max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
+            "eos_token_id": eos,
+        }
 
     manifest = build_once(folder, make)
     return TokenizerInfo(folder, manifest["digest"], manifest["vocab_size"], manifest["eos_token_id"])

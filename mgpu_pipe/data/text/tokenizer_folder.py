@@ -208,14 +208,7 @@ def spare_tokens(file: Path, rows: int | None, template: str | None) -> dict[int
 
 
 def json_file(path: Path, name: str | None = None) -> dict[str, Any]:
-    """Reads the JSON object in ``path``.
-
-    Args:
-        name: which of :data:`FILES` it is; default: the name of ``path``.
-
-    Raises:
-        ModelFolderError: it cannot be read, holds no object, or has entries that do not fit a file of that name.
-    """
+    """Reads the JSON object in ``path``, of the kind ``name`` in :data:`FILES`; ModelFolderError if it is none."""
     try:
         raw = read_bytes(path, MAX_JSON_BYTES)
     except OSError as error:
