@@ -120,11 +120,7 @@ def array_class(source: str) -> type[ArrayData] | None:
 
 
 def open_arrays(config: RunConfig, split: Split) -> ArrayData:
-    """Opens one split and checks its valid units.
-
-    Raises:
-        DataError: the class fails, or its valid units are not one whole number a sample.
-    """
+    """Opens one split; DataError if the class fails, or its valid units are not one whole number a sample."""
     source = config.data.source
     kind = array_class(source)
     if kind is None:

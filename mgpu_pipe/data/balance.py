@@ -51,10 +51,7 @@ def describe_imbalance(objective: ObjectiveConfig, plan: BatchPlan) -> str:
 
 
 def imbalances(samples: SampleSet, order: Order, plan: BatchPlan) -> tuple[float, float] | None:
-    """Mean :func:`imbalance` of a run's first :data:`STEPS` steps: in the run's order, and dealt by cost.
-
-    None with one process, or where the samples' costs are not known.
-    """
+    """Mean :func:`imbalance` of the first :data:`STEPS` steps in the run's order and by cost, or None."""
     if plan.data_parallel_size == 1 or not isinstance(samples, SampleCosts):
         return None
     size = plan.global_batch_size

@@ -95,11 +95,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing_to_cache(cache: Path) -> Iterator[None]:
-    """Turns write errors into one line about ``data.cache_dir``.
-
-    Raises:
-        ConfigError: the cache folder cannot be written or its disk is full.
-    """
+    """Turns errors of writing to the cache into a ConfigError about ``data.cache_dir``."""
     try:
         yield
     except OSError as error:
@@ -136,11 +132,7 @@ def write_manifest(folder: Path, meta: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path, tell: bool = False) -> dict[str, Any] | None:
-    """Reads the manifest of a complete folder; None where it is missing or broken, or a file does not match.
-
-    Args:
-        tell: log a warning that names a damaged file.
-    """
+    """Manifest of a complete folder; None if it or a file is missing or wrong, with a warning if ``tell``."""
     if not folder.exists():
         return None
     try:

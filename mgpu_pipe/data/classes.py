@@ -22,11 +22,8 @@ MOST_DIGITS = sys.int_info.default_max_str_digits
 
 
 def class_names(model: ModelConfig, data: DataConfig, there: Collection[str]) -> list[str]:
-    """Class names: ``data.classes``, else those of the classifier to train further, else those in the data.
-
-    Raises:
-        ConfigError: a class of the data is not listed, there are fewer than two, or not ``model.config.num_labels``.
-    """
+    """``data.classes``, else the trained classifier's, else the data's; ConfigError for unlisted, too few, or other
+    than its labels."""
     names, key = list(data.classes), "data.classes"
     if not names:
         names, key = _of_the_model(model), "model.config.id2label"

@@ -50,11 +50,8 @@ class TarMember(NamedTuple):
 
 
 def tar_members(file: IO[bytes], size: int) -> Iterator[TarMember]:
-    """Yields the members of all archives in a file of ``size`` bytes, in order, and skips their contents.
-
-    Raises:
-        BadTarError: a header is invalid or leads beyond the file; raised after the members before it.
-    """
+    """Yields the members of all archives in a file, without contents; BadTarError at a header that is invalid or leads
+    beyond."""
     offset, archive, ended = 0, 0, False
     while offset < size:
         block = _read(file, offset, BLOCK, size)

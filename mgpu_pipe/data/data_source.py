@@ -183,11 +183,7 @@ def _unknown(name: str) -> ConfigError:
 
 
 def held_out_data(data: DataConfig) -> DataConfig:
-    """``data`` with the held-out files as ``data.paths``.
-
-    Raises:
-        ConfigError: the source reads no paths.
-    """
+    """``data`` with the held-out files as ``data.paths``; ConfigError if the source reads no paths."""
     source = find_source(data.source)
     if source is not None and not source.reads_files:
         raise ConfigError(

@@ -196,11 +196,7 @@ def _shortened(name: str) -> str:
 
 
 def label_of(row: Mapping[str, Any], column: str, origin: str, what: str = "class") -> str:
-    """Class of a row (or another ``what``): a name or a whole number.
-
-    Raises:
-        DataError: it has another type.
-    """
+    """Class of a row (or another ``what``), a name or a whole number; DataError for another type."""
     label = row[column]
     blank = isinstance(label, str) and not label.strip()
     if blank or not isinstance(label, str | int) or isinstance(label, bool):
@@ -228,11 +224,7 @@ class ClassFolders:
     suffixes: tuple[str, ...]
 
     def entries(self, pattern: str, key: str) -> Iterator[Entry]:
-        """Yields the files of a folder of classes, in a fixed order.
-
-        Raises:
-            ConfigError: it is no folder, or holds no class.
-        """
+        """Yields the files of a folder of classes, in a fixed order; ConfigError if it is none."""
         root = expand_home(pattern)
         if pattern.startswith(DATA) or not root.is_dir():
             fix = f"give a folder that holds a folder of {self.what} for each class"
@@ -270,12 +262,7 @@ class ClassFolders:
         return path.suffix.lower() in self.suffixes
 
     def with_splits(self, data: DataConfig) -> tuple[list[str], list[str]]:
-        """``data.paths`` and ``data.validation_paths``, with folders of splits (such as ``train`` and ``val``) replaced
-        by these splits.
-
-        Raises:
-            ConfigError: a folder holds splits and classes.
-        """
+        """Training and held-out paths, folders of splits replaced by these; ConfigError for splits next to classes."""
         trained, held_out = list[str](), list[str]()
         for key, patterns in (("data.paths", data.paths), ("data.validation_paths", data.validation_paths)):
             for pattern in patterns:

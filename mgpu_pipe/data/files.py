@@ -172,11 +172,8 @@ def _stdlib_sources(root: Path) -> Iterator[str]:
 
 
 def read_parts(path: Path, expected: Fingerprint | None = None, member: str | None = None) -> Iterator[bytes]:
-    """Yields the content of ``path``, unpacked, or of a ``member`` of a zip file.
-
-    Raises:
-        DataError: the file is unreadable, empty, too large, or not ``expected``.
-    """
+    """Yields the unpacked content of ``path``, or a zip's ``member``; DataError if unreadable, too large or not
+    ``expected``."""
     size = 0
     try:
         with open_text(path, expected, member) as file:
@@ -195,11 +192,7 @@ def read_bytes(path: Path, expected: Fingerprint | None = None) -> bytes:
 
 
 def members_of(path: Path, expected: Fingerprint | None = None) -> list[str | None]:
-    """Names of the files in a zip file; None for any other file.
-
-    Raises:
-        DataError: it cannot be read, or holds none.
-    """
+    """Names of the files in a zip file, None for others; DataError if it cannot be read, or holds none."""
     if codec_of(path) != "zip":
         return [None]
     try:

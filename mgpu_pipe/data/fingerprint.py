@@ -54,11 +54,7 @@ class ChangedFileError(DataError):
 
 
 def check_readable(path: Path) -> int:
-    """Returns the size of ``path`` in bytes.
-
-    Raises:
-        DataError: it is missing, unreadable or empty.
-    """
+    """Returns the size of ``path`` in bytes; DataError if it is missing, unreadable or empty."""
     try:
         with open(path, "rb"):
             size = path.stat().st_size
@@ -70,11 +66,7 @@ def check_readable(path: Path) -> int:
 
 
 def fingerprints(paths: Sequence[Path], cache: Path, progress: Progress = no_progress) -> dict[Path, Fingerprint]:
-    """Fingerprints each file.
-
-    A file with the same size, times and inode as before is not read again. A change of content moves the change time
-    even where the modification time is reset.
-    """
+    """Fingerprints files; those of equal size, times (also of the change) and inode are not read again."""
     index_file = _index_file(paths, cache)
     try:
         known = read_hashed(index_file)

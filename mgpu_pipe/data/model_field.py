@@ -130,10 +130,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def resolve_packing(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> Literal["best_fit", "none"]:
-    """Resolves ``data.packing``: auto is best_fit or none.
-
-    It depends on the model and the objective only, so a resumed run packs as before.
-    """
+    """``data.packing``, auto resolved by model and objective alone, so that a resumed run packs as before."""
     if data.packing != "auto":
         return data.packing
     kind = str(model.type or model_field(model, "model_type"))

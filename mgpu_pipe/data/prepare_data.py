@@ -40,11 +40,8 @@ KINDS = {kind.kind: kind for kind in (*PREPARE, *PREPARE_RUN)}
 
 
 def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
-    """Prepares the data of ``config``, or finds it in the cache; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
-
-    Raises:
-        BadInputError: the data cannot be used.
-    """
+    """Prepares the data of ``config``, or finds it (:func:`mgpu_pipe.data.text.prepare_text.prepare`); or
+    BadInputError."""
     source = shipped_source(config.data.source)
     if source is not None:
         kind = KINDS[source.prepared or source.samples]

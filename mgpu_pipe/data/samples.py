@@ -117,11 +117,7 @@ class Prepared(ABC):
 
     @abstractmethod
     def open(self, config: RunConfig, split: Split) -> SampleSet:
-        """Opens the samples of a split.
-
-        Raises:
-            ValueError: the held-out split is requested, and nothing is held out.
-        """
+        """Opens the samples of a split; ValueError for a held-out split of nothing."""
 
     def order(self, seed: int, data: DataConfig, samples: int) -> Order:
         """Order of the run over its ``samples`` training samples."""

@@ -79,10 +79,8 @@ class BatchSpec:
         return {name: value for name, value in batch.items() if name not in self.fields or name in needed}
 
     def joined(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Concatenates the rows of micro-batches. Sequences are equally long; other short dimensions are padded.
-
-        What is no field, such as the starts of documents, repeats its last values, which are the number of tokens.
-        """
+        """Concatenates rows of micro-batches, short dimensions padded; what is no field (starts of documents) repeats
+        its end."""
         import torch
 
         joined = {}

@@ -59,11 +59,7 @@ def keep_nothing(table: Path) -> Keep:
 
 
 def find_file(value: object, keep: Keep) -> object:
-    """Returns the name of the file that a value contains or names; any other value unchanged.
-
-    Raises:
-        BadSampleError: a ``data:`` URI that cannot be read.
-    """
+    """Name of the file that a value holds or names, or the value; BadSampleError for a broken ``data:`` URI."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and (scheme := _FILE_URI.match(value)):

@@ -57,11 +57,7 @@ class Alphabet:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Alphabet:
-        """Reads the alphabet in a model's or a run's folder.
-
-        Raises:
-            ModelFolderError: its vocabulary is not one number a character.
-        """
+        """Reads the alphabet in a folder; ModelFolderError if its vocabulary is not one number a character."""
         numbers = json_file(folder / VOCABULARY)
         settings = json_file(folder / CONFIG) if (folder / CONFIG).is_file() else {}
         tokens = (("pad_token", BLANK), ("word_delimiter_token", SPACE), ("unk_token", UNKNOWN))

@@ -28,11 +28,8 @@ _SAMPLES = re.compile(rb"^(sample_count|sample_n_bytes|channel_count) -i (\d{1,1
 
 
 def whole_file(raw: bytes) -> bytes:
-    """Returns a complete sound file; corrects the sizes of one that was written to a pipe.
-
-    Raises:
-        BadSampleError: it is cut short, or of no format whose end is known.
-    """
+    """Returns a whole sound file, the sizes of a piped one corrected; BadSampleError if it is cut short or of no known
+    end."""
     kind, length = raw[:4], len(raw)
     if kind in (b"RIFF", b"RIFX"):
         return _wav(raw, "little" if kind == b"RIFF" else "big")
@@ -144,11 +141,8 @@ def soundfile() -> Any:
 
 
 def decode(raw: bytes, rate: int, max_seconds: float) -> Wave:
-    """Decodes a recording: the mean of its channels at ``rate`` samples a second, shape (samples,).
-
-    Raises:
-        BadSampleError: it cannot be read whole, is empty or too long, or holds values that are no numbers.
-    """
+    """Mean of a recording's channels at ``rate``, (samples,); BadSampleError if it is broken, empty, too long or not
+    finite."""
     container = container_of(raw)
     with decoding(NO_SOUND):
         if container is None or (container == "CAF" and _is_libsndfiles(raw)):

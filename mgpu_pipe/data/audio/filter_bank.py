@@ -55,11 +55,7 @@ class FilterBank:
 
     @classmethod
     def from_model(cls, model: ModelConfig, rate: int) -> FilterBank | None:
-        """Reads the settings of ``model``; None where it reads something else.
-
-        Raises:
-            ModelFolderError: the feature extractor does not fit the model.
-        """
+        """Reads the settings of ``model``, None if it reads something else; ModelFolderError if they do not fit."""
         if not reads_filter_banks(model):
             return None
         known = config_class(FAMILY)

@@ -50,12 +50,8 @@ class Sound:
 
     @classmethod
     def from_config(cls, data: AudioConfig, model: ModelConfig) -> Sound:
-        """Reads the rate and the normalisation of a run.
-
-        Raises:
-            ConfigError: the rate is not the one that the model was trained on.
-            DataError: the model folder's settings cannot be read.
-        """
+        """Rate and normalisation; ConfigError for another rate than the model's, DataError for a broken model
+        folder."""
         said = preprocessor_of(model.path, "feature_extractor")
         trained_rate = said.get("sampling_rate")
         if isinstance(trained_rate, int) and data.sampling_rate not in ("auto", trained_rate):
@@ -212,11 +208,7 @@ def listen_to(
     cache: Path,
     progress: Progress,
 ) -> Path:
-    """Builds or finds the cache folder of these recordings.
-
-    Args:
-        max_seconds: a longer recording is a bad one.
-    """
+    """Builds or finds the cache folder of recordings; those longer than ``max_seconds`` are bad."""
     paths = {entry.path for entry in entries if not entry.fault}
     unusable = unusable_files(sorted(paths))
     prints = fingerprints(sorted(paths - unusable.keys()), cache, progress)

@@ -174,10 +174,8 @@ class LogMel:
         return None
 
     def extract(self, waves: Sequence[Wave]) -> NDArray[np.float32]:
-        """Spectrograms of recordings at :attr:`rate`, shape (recordings, bins, frames); none depends on the others.
-
-        Frames of silence after the longest recording are equal, so they are computed once.
-        """
+        """Spectrograms of recordings, (recordings, bins, frames), each alone; the frames of silence after the longest
+        are equal."""
         frames = -(-(max(map(len, waves)) + self.width) // self.hop)
         if frames >= self.frames:
             return np.ascontiguousarray(self._extract_frames(waves, self.frames), np.float32)

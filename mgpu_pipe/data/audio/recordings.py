@@ -123,10 +123,7 @@ class SoundSamples(ABC):
         return 0
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Tensors of the recordings ``indices``.
-
-        ``input_values``, float32, has shape (rows, samples); ``lengths``, the samples without padding, (rows,).
-        """
+        """``input_values``, float32 (rows, samples), and ``lengths`` without padding, (rows,), of ``indices``."""
         waves = [
             self.model_input(index, number) for index, number in zip(indices.tolist(), numbers.tolist(), strict=True)
         ]
@@ -167,10 +164,7 @@ class SpeechSamples(SoundSamples):
         return int((self._end[indices] - self._start[indices]).sum())
 
     def batch(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Tensors of the recordings ``indices``.
-
-        Adds ``labels``, (rows, characters), and ``between_words``, the separator of words in ``labels``, (rows,).
-        """
+        """Adds ``labels``, (rows, characters), and ``between_words``, their separator of words, (rows,)."""
         written = [self.written(index) for index in indices.tolist()]
         labels = np.full((len(written), max(map(len, written))), IGNORE_INDEX, np.int64)
         for row, tokens in enumerate(written):

@@ -107,11 +107,8 @@ class Words:
 def words_of(
     model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, texts: Iterable[str], window: LogMel, cache: Path
 ) -> Words:
-    """The run's transcript tokenizer in the cache; trained on these texts where the run names none.
-
-    Raises:
-        ConfigError, ModelFolderError: the tokenizer is missing or does not fit the model.
-    """
+    """The transcript tokenizer, else trained on these texts, in the cache; ConfigError or ModelFolderError if it does
+    not fit."""
     if existing_file(model, data) is None:
         return Words(_trained(model, list(texts), window, cache))
     known = resolve_tokenizer(model, data, objective, [], cache)

@@ -30,10 +30,7 @@ MAX_TRIES = 10
 def random_crop_box(
     size: tuple[int, int], area: Sequence[float], shape: Sequence[float], random: np.random.Generator
 ) -> tuple[int, int, int, int]:
-    """Random box (left, top, right, bottom) of a picture of (width, height).
-
-    If no drawn box fits into the picture, it is the largest middle part of an allowed shape.
-    """
+    """Random box (left, top, right, bottom) of a picture, or its largest middle part of an allowed shape."""
     width, height = size
     low, high = np.log(shape)
     for _ in range(MAX_TRIES):
@@ -78,10 +75,7 @@ def _jitter(image: Image, keys: AugmentConfig, random: np.random.Generator) -> I
 
 
 def erase(values: NDArray[np.float32], keys: AugmentConfig, random: np.random.Generator) -> None:
-    """Erases a random rectangle of a normalised picture, (channels, height, width), in place, if ``keys`` ask for it.
-
-    A picture that no drawn rectangle fits into stays as it is.
-    """
+    """Erases in place a random rectangle that fits into (channels, height, width), if ``keys`` ask for it."""
     if not keys.erase or random.random() >= keys.erase:
         return
     channels, height, width = values.shape

@@ -104,11 +104,7 @@ class ChatSource:
     def from_config(
         cls, model: ModelConfig, data: DataConfig, key: str, pixels: Pixels, cache: Path, progress: Progress
     ) -> Self:
-        """Reads the rows of a run; ``key`` names the paths in errors.
-
-        Raises:
-            ConfigError, DataError: a path or row that cannot work; a video that the model is not given.
-        """
+        """Reads the rows of ``key``; ConfigError or DataError for a path, row or video that cannot work."""
         assert isinstance(data, PictureChatConfig)
         plain = replace(data, messages_column=COLUMN, format="messages")
         together, writes_times = (

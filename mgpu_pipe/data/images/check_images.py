@@ -27,11 +27,7 @@ from mgpu_pipe.system.local_files import is_file
 
 
 def check_pictures(model: ModelConfig, data: DataConfig) -> None:
-    """Checks that packages exist, folders hold pictures, lists name files, and the model takes such pictures.
-
-    Raises:
-        ConfigErrors: the errors found.
-    """
+    """Checks packages, folders, lists, and that the model takes such pictures; ConfigErrors has all errors."""
     assert isinstance(data, ImageConfig)
     checks: list[Callable[[], object]] = [*(pillow, lambda: Pixels.from_config(data, model)), lambda: check_rule(data)]
     checks.append(lambda: check_augmentation(data))
@@ -58,11 +54,7 @@ def check_augmentation(data: ImageConfig) -> None:
 
 
 def check_picture_chats(model: ModelConfig, data: DataConfig) -> None:
-    """Checks pictures of conversations: as many places as pictures, and a chat template that takes them.
-
-    Raises:
-        ConfigErrors: the errors found.
-    """
+    """Checks that conversations have as many places as pictures, which the template takes; or ConfigErrors."""
     assert isinstance(data, PictureChatConfig)
 
     def rows(patterns: list[str], key: str) -> None:

@@ -60,11 +60,7 @@ def pillow() -> Any:
 
 
 def known_formats(head: bytes) -> tuple[str, ...]:
-    """Pillow's names of the formats that a file may have by its first :data:`HEAD` bytes.
-
-    Raises:
-        ConfigError: it is a HEIC or AVIF picture, and the package that decodes it is not installed.
-    """
+    """Pillow's formats by a file's first :data:`HEAD` bytes; ConfigError for HEIC or AVIF without their package."""
     brands = brands_of(head)
     form = "AVIF" if {*AVIF} & {*brands} else "HEIF" if brands[:1] and brands[0] in HEIF else None
     if form == "HEIF":

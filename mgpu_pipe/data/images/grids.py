@@ -54,11 +54,8 @@ class GridPixels(Pixels):
 
     @classmethod
     def from_grid(cls, data: PictureChatConfig, model: ModelConfig, grid: Grid) -> Self:
-        """Reads the settings of a run.
-
-        Raises:
-            ConfigError: sizes that are no whole numbers; one size for all pictures; bounds that no picture keeps.
-        """
+        """Reads a run's settings; ConfigError for sizes that are no whole numbers, one size for all, or bounds none
+        keeps."""
         native_channels(data, grid.channels, "in_channels")
         if not all(isinstance(number, int) and number > 0 for number in (grid.patch, grid.merge, grid.frames)):
             fix = "use whole numbers of at least 1 for it, spatial_merge_size and temporal_patch_size"

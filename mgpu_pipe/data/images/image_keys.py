@@ -59,12 +59,7 @@ class AugmentConfig:
         return self.jitter > 0 and any((self.brightness, self.contrast, self.saturation, self.hue))
 
     def errors(self, crops_already: bool, can_erase: bool) -> Iterator[ConfigError]:
-        """Yields what cannot work.
-
-        Args:
-            crops_already: ``data.random_crop`` crops.
-            can_erase: whether a sample is one array of a picture.
-        """
+        """Yields what cannot work, with ``data.random_crop``, or with samples of more than one picture's array."""
         for name, most in (
             ("crop_area", 1.0),
             ("crop_shape", MAX_SIDES),

@@ -71,11 +71,8 @@ class PartPixels(CutPixels):
 
     @classmethod
     def from_parts(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
-        """Reads the settings of a run.
-
-        Raises:
-            ConfigError: see :meth:`whole_picture`; patches that do not merge; a longer side shorter than a part.
-        """
+        """Reads a run's settings; ConfigError as :meth:`whole_picture`, for patches that do not merge, or a short
+        side."""
         whole, folder = cls.whole_picture(data, model, "parts")
         kind = model.type or model_field(model, "model_type")
         side, patch = whole.size, vision_field(model, "patch_size")
@@ -129,11 +126,7 @@ class TilePixels(CutPixels):
 
     @classmethod
     def from_tiles(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
-        """Reads the settings of a run.
-
-        Raises:
-            ConfigError: see :meth:`whole_picture`; bounds that no tile keeps.
-        """
+        """Reads a run's settings; ConfigError as :meth:`whole_picture`, or for bounds that no tile keeps."""
         whole, folder = cls.whole_picture(data, model, "tiles")
         area = whole.size**2
         fewest, most = (folder.get(name) or usual for name, usual in (("min_patches", 1), ("max_patches", MOST_TILES)))
@@ -166,11 +159,7 @@ class TilePixels(CutPixels):
 
 
 def picture_tokens_of(model: ModelConfig, size: int) -> int:
-    """Tokens that the language model gets of a picture or tile of ``size`` pixels across.
-
-    Raises:
-        ConfigError: patches or vectors that do not divide it.
-    """
+    """Tokens of a picture of ``size`` pixels across; ConfigError for patches or vectors that do not divide it."""
     patch = vision_field(model, "patch_size")
     patch = patch[0] if isinstance(patch, list | tuple) and len(set(patch)) == 1 else patch
     if not isinstance(patch, int) or not 1 <= patch <= size:
@@ -201,11 +190,7 @@ class PatchPixels(Pixels):
 
     @classmethod
     def from_rows(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
-        """Reads the settings of a run of a model with a Pixtral tower.
-
-        Raises:
-            ConfigError: as :meth:`from_pooled`.
-        """
+        """Reads the settings of a run with a Pixtral tower; ConfigError as :meth:`from_pooled`."""
         folder, field = preprocessor(model), partial(vision_field, model)
         channels = native_channels(data, field("num_channels") or 3)
         size, usual = folder.get("size"), field("image_size")
@@ -219,11 +204,8 @@ class PatchPixels(Pixels):
 
     @classmethod
     def from_pooled(cls, data: PictureChatConfig, model: ModelConfig) -> Self:
-        """Reads the settings of a run of Gemma 4.
-
-        Raises:
-            ConfigError: sizes that are no whole numbers; one size for all pictures; a bound that no picture keeps.
-        """
+        """Reads the settings of a run of Gemma 4; ConfigError for wrong sizes, one size for all, or a bound none
+        keeps."""
         folder, field = preprocessor(model), partial(vision_field, model)
         channels = native_channels(data, 3)
         patch, merge = _whole(field("patch_size"), field("pooling_kernel_size"))

@@ -158,12 +158,7 @@ def tar_entries(
 
 
 def check_tars(data: ImageConfig, patterns: list[str], key: str) -> None:
-    """Checks that each file begins as a tar file.
-
-    Raises:
-        ConfigError: a pattern that matches no file.
-        DataError: a file does not, with ``data.on_bad_sample=stop``.
-    """
+    """Checks that files begin as tar files; ConfigError if none matches, DataError with ``data.on_bad_sample=stop``."""
     paths = files.expand_paths(patterns, key)
     unusable = unusable_files(paths) if data.on_bad_sample == "skip" else {}
     for path in paths:

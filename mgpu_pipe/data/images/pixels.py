@@ -235,10 +235,7 @@ def _whole(value: Any, otherwise: int) -> int:
 def normalisation(
     data: ImageConfig, folder: Mapping[str, Any], channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and deviation of each channel, of values from 0 to 1; raises like :meth:`Pixels.from_config`.
-
-    A folder's values may lie in another range, or may not be normalised.
-    """
+    """Mean and deviation of channels of values from 0 to 1, from other ranges too; like :meth:`Pixels.from_config`."""
     normed, factor = folder.get("do_normalize", True), 255 * float(folder.get("rescale_factor") or 1 / 255)
     scale = 255.0 if folder.get("do_rescale", True) is False else factor if abs(factor - 1) > 1e-6 else 1.0
     known = [folder.get(name) if normed else usual for name, usual in (("image_mean", 0.0), ("image_std", 1.0))]

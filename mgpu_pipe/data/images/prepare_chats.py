@@ -145,10 +145,7 @@ class PreparedPictureChats(PreparedRows):
         return self.sounds if split == "train" else self.held_out_sounds
 
     def places_in(self, split: Split) -> NDArray[np.int64]:
-        """Places in time, down and across of each picture that a split shows, (pictures, 3); zeros for an unusable one.
-
-        A picture of the common size counts all its places down and one across. A picture in parts counts parts.
-        """
+        """Places in time, down and across of a split's pictures, (pictures, 3), or parts; 0 for an unusable one."""
         visuals, cut = self.visual_index(split), self.cut
         if cut is None:  # each visual is one picture
             places = np.where(visuals.frames[:, None] < 0, 0, np.array([[1, self.tokens_a_picture, 1]]))

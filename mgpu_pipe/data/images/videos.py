@@ -290,10 +290,7 @@ def _decoded(path: Path, fingerprint: Fingerprint | None) -> Iterator[tuple[Any,
 
 
 def turned_by_matrix(frame: Any) -> str | None:
-    """Pillow's transposition that makes a frame upright; None without a display matrix.
-
-    Matrices of other angles count as the nearest quarter turn.
-    """
+    """Pillow's transposition, by quarter turns, that makes a frame upright; None without a display matrix."""
     from av.sidedata.sidedata import Type
 
     matrix = frame.side_data.get(Type.DISPLAYMATRIX)

@@ -47,12 +47,7 @@ def audio_token(model: ModelConfig, data: DataConfig, tokenizer: TokenizerInfo) 
 
 
 def opener_of(tokenizer: Path, model_type: str, field: Callable[[str], Any]) -> int | None:
-    """Id of the token that the model's chat template writes for a picture, where that is not the placeholder.
-
-    Args:
-        tokenizer: its folder.
-        field: gives a field of the model, None where it has none.
-    """
+    """Token that the template writes for a picture instead of a placeholder; ``field`` reads the model's."""
     from tokenizers import Tokenizer
 
     name = sight_of(model_type).opener
@@ -230,11 +225,8 @@ class VisualIndex:
     def places(
         self, grid: Grid | Parts | Tiles | PatchGrid, pictures: NDArray[np.int64], clips: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Places in time, down and across of each visual, (visuals, 3); zeros for an unusable one.
-
-        Args:
-            pictures, clips: places down and across of each picture, and of each frame of a video file.
-        """
+        """Places in time, down and across of visuals, (visuals, 3), 0 for unusable, from those of pictures and
+        frames."""
         counts = np.diff(self.starts)
         there, of_file = (counts > 0) & (self.clips != SOUND), self.clips >= 0
         # An extra entry of zeros serves unusable pictures; frames of different sizes are unusable, too.
@@ -256,10 +248,7 @@ class VisualIndex:
 
 
 def linked_frames(contents: list[list[object]]) -> list[list[object]]:
-    """Adds the frames of a folder that are also shown as pictures to ``contents``.
-
-    Other frames do not link conversations: folders may share a black one.
-    """
+    """Adds frames of a folder that are also pictures to ``contents``; others, such as black ones, link nothing."""
     pictures = {
         content for visuals in contents for content in visuals if isinstance(content, tuple) and content[0] is False
     }
@@ -278,11 +267,7 @@ def linked_frames(contents: list[list[object]]) -> list[list[object]]:
 def write_visual_index(
     out: Path, conversations: Sequence[Sequence[int]], visuals: Sequence[VisualInput]
 ) -> dict[str, Any]:
-    """Writes the index into the folder ``out``.
-
-    Args:
-        conversations: the visuals of each.
-    """
+    """Writes the index of each conversation's visuals into the folder ``out``."""
     arrays: dict[str, tuple[list[Any], type[Any]]] = {
         "offsets": ([0, *np.cumsum([len(conversation) for conversation in conversations])], np.int64),
         "pictures": ([number for several in conversations for number in several], np.int64),

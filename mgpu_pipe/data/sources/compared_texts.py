@@ -68,11 +68,7 @@ class ScoredPairsConfig(DataConfig):
 
 
 def scored_document(data: DataConfig, line: str, origin: str, size: int) -> Document:
-    """Makes the document of a row: its sentences, a JSON list. The first one decides the held-out split.
-
-    Raises:
-        DataError: the row is broken, a sentence is empty, or the score is no number.
-    """
+    """Document of a row, a JSON list of sentences, split by the first; DataError if broken, empty or unscored."""
     keys = cast(ScoredPairsConfig, data)
     columns = {
         f"data.sentence{number}_column": name
@@ -94,11 +90,7 @@ def check_scored_row(data: DataConfig, line: str, origin: str) -> None:
 
 
 def finite_number(value: Any, column: str, origin: str) -> float:
-    """The number that ``value`` is, or that its text says: CSV holds texts.
-
-    Raises:
-        DataError: it is no number, or not finite.
-    """
+    """The number that ``value`` or its text (CSV) is; DataError if it is none, or not finite."""
     try:
         score = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -198,11 +190,7 @@ def document_of(
 
 
 def texts_of(value: Any, column: str, origin: str, least: int = 1) -> list[str]:
-    """The text of a column, or the texts of its list.
-
-    Raises:
-        DataError: a text is empty or no string, or there are fewer than ``least``.
-    """
+    """The text of a column, or those of its list; DataError for an empty one, or fewer than ``least``."""
     values = value if isinstance(value, list) else [] if value is None or (value == "" and not least) else [value]
     for text in values:
         if not isinstance(text, str):

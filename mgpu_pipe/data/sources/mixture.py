@@ -68,10 +68,7 @@ def slots_of(data: MixtureConfig) -> dict[str, int]:
 
 
 def source_data(data: MixtureConfig) -> Iterator[tuple[str, DataConfig]]:
-    """Yields each source's keys as those of a separate run, by name in alphabetical order.
-
-    Weights divide the evaluated samples.
-    """
+    """Yields each source's keys as those of a run, in order of names; weights divide the evaluated samples."""
     for name, slots in slots_of(data).items():
         most = data.validation_max_samples
         values = {key.name: getattr(data, key.name) for key in fields(DataConfig)}
@@ -82,11 +79,7 @@ def source_data(data: MixtureConfig) -> Iterator[tuple[str, DataConfig]]:
 
 
 def check_mixture(model: ModelConfig, data: DataConfig) -> None:
-    """Checks every source like :func:`mgpu_pipe.data.data_source.check_sources`.
-
-    Raises:
-        ConfigErrors: with the keys below ``data.sources``.
-    """
+    """Checks every source by ``check_sources``; ConfigErrors with the keys below ``data.sources``."""
     assert isinstance(data, MixtureConfig)
     if not data.sources:
         fix = "give at least one, e.g. 'data.sources={mine: {paths: [mine.jsonl]}}'"

@@ -89,11 +89,7 @@ class AnswerFinder:
         return self._prompt
 
     def answer(self, full: str, messages: Messages, tools: object, index: int, origin: str) -> tuple[Span, bool]:
-        """Span of message ``index`` in ``full``, and whether it includes the token that ends the turn.
-
-        Raises:
-            DataError: the template renders the message in a way that hides where it begins or ends.
-        """
+        """Span of message ``index`` in ``full``, and if the token that ends it is in; DataError if it is hidden."""
         start, after, tail = self._begin(full, messages, tools, index, origin)
         if after is not None:
             end = len(after)
@@ -217,11 +213,7 @@ READ = frozenset({"role", "content", *MARKS, "weight", "tool_calls", "tool_call_
 
 
 def oddities(messages: Messages, full: str, template: str) -> Iterator[str]:
-    """Describes oddities of a conversation: parts that the program or the template drops, and unusual turns.
-
-    Args:
-        template: source of the chat template, whose words are the fields that it may read.
-    """
+    """Describes parts that the program, or the ``template`` by its words, drops, and unusual turns."""
     plain = full.replace(OPEN, "").replace(CLOSE, "")
     for number, message in enumerate(messages, start=1):
         for name in message.keys() - READ:

@@ -82,11 +82,7 @@ class ChosenTemplate:
 
 
 def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | None:
-    """Reads the template that ``data.chat_template`` names, and compiles it as a check; None where it names none.
-
-    Raises:
-        ConfigError: it cannot be read, or is not a template.
-    """
+    """Reads and compiles the template of ``data.chat_template``, None without; ConfigError if it is none."""
     chosen = data.chat_template
     if chosen is None:
         return None
@@ -120,12 +116,8 @@ def chosen_template(model: ModelConfig, data: DataConfig) -> ChosenTemplate | No
 def compile_template(
     data: DataConfig, text: str, folder: Path | None = None, places: Sequence[str] = EVERY_PLACE
 ) -> ChatTemplate:
-    """Compiles a template; refuses invalid Jinja, and templates beyond the limits.
-
-    Args:
-        folder: of the tokenizer, where the template is the tokenizer's.
-        places: of the pictures, videos and recordings that the model takes.
-    """
+    """Compiles a template (of the tokenizer's ``folder``), if valid and small; ``places`` are of the model's
+    visuals."""
     from jinja2 import TemplateError
 
     try:

@@ -22,11 +22,7 @@ BESIDE = (SYSTEM, SYSTEM_PROMPT, TOOLS, FUNCTIONS)
 
 
 def system_before(messages: list[Any], row: dict[str, Any], origin: str) -> list[Any]:
-    """Prepends the system message of the row's column to ``messages``.
-
-    Raises:
-        DataError: the column has another type, or another system message than the messages.
-    """
+    """Prepends the row's system message; DataError if it has another type, or the messages another one."""
     name = first_there(row, (SYSTEM, SYSTEM_PROMPT)) or SYSTEM
     system = optional_text(row, name, origin)
     if not system.strip():
@@ -40,11 +36,7 @@ def system_before(messages: list[Any], row: dict[str, Any], origin: str) -> list
 
 
 def history_of(row: dict[str, Any], origin: str) -> list[Any]:
-    """Turns before a row's question: pairs of question and answer (Alpaca's form), or messages.
-
-    Raises:
-        DataError: the column has another type.
-    """
+    """Turns before a row's question, from pairs (Alpaca) or messages; DataError for another type."""
     history = row.get(HISTORY)
     if history is None or history == "":
         return []
@@ -67,11 +59,7 @@ def question_of(row: dict[str, Any], name: str, origin: str) -> str:
 
 
 def tools_of(row: dict[str, Any], origin: str) -> list[Any] | None:
-    """Tools of a row as objects, parsed from JSON where needed; None without any.
-
-    Raises:
-        DataError: the column has another type.
-    """
+    """Tools of a row as objects, parsed where needed, or None; DataError for another type."""
     tools = json_value(row.get(TOOLS))
     if tools is None and isinstance(functions := json_value(row.get(FUNCTIONS)), list):
         tools = [{"type": "function", "function": json_value(function)} for function in functions]
@@ -85,11 +73,7 @@ def tools_of(row: dict[str, Any], origin: str) -> list[Any] | None:
 
 
 def calls_of(value: object, number: int, origin: str) -> list[Any] | None:
-    """Tool calls of message ``number``, each an object with a name; None without any.
-
-    Raises:
-        DataError: they have another type, or arguments are not an object.
-    """
+    """Tool calls of message ``number``, objects with names, or None; DataError for other types."""
     calls = json_value(value)
     calls = [calls] if calls and isinstance(calls, dict) else calls
     if not calls and not isinstance(calls, int | float):

@@ -118,10 +118,7 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece, size: PieceSize) -> Encoded
 
 
 def seam(left: EncodedPiece, right: EncodedPiece, size: PieceSize) -> tuple[int, int] | None:
-    """Finds how many tokens to take of ``left``, and the first to take of ``right``; None without a safe border.
-
-    Both pieces cover the characters from ``right.start`` to ``left.end``.
-    """
+    """Tokens to take of ``left``, and the first of ``right``, which share characters; None without a safe border."""
     places = {
         (before.end, token.start): index
         for index, (before, token) in enumerate(zip(right.head, right.head[1:], strict=False), 1)

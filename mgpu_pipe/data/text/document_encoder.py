@@ -138,11 +138,7 @@ class Encoder:
         return special_ends(self._tokenizer)
 
     def encode_documents(self, documents: list[Document]) -> EncodedBatch:
-        """Encodes ``documents``, without the unusable ones.
-
-        Raises:
-            DataError: a document cannot be used, where :attr:`EncoderSpec.skips_bad` is false.
-        """
+        """Encodes usable documents; DataError for others unless :attr:`EncoderSpec.skips_bad`."""
         eos = self._spec.eos_token_id
         usable, pieces, masks = self._pieces(self._whole(documents))
         for index, ids in enumerate(pieces):
@@ -294,10 +290,7 @@ def _span_mask(firsts: Sequence[int], spans: list[Span]) -> NDArray[np.uint8]:
 
 @contextmanager
 def library_threads(use: bool) -> Iterator[None]:
-    """Sets whether the tokenizers library uses threads.
-
-    It is set explicitly, or the library warns in every process that is forked later.
-    """
+    """Sets the tokenizers library's threads explicitly, or it warns in every process that is forked later."""
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "true" if use else "false"
     try:

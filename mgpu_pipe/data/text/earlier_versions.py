@@ -36,12 +36,7 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard"
 
 
 def is_read_anew(row: dict[str, Any], column: str, kind: str) -> bool:
-    """Whether columns, roles or marks of a row say more than in earlier versions.
-
-    Args:
-        column: ``data.messages_column``.
-        kind: of the source, see :class:`mgpu_pipe.data.text.documents.Source`.
-    """
+    """Whether columns, roles or marks of a row of a source's ``kind`` say more than in earlier versions."""
     messages = list(messages_in(row))
     has_system = any(standard_role(message) in (SYSTEM, "developer") for message in messages)
     if row.get(SYSTEM) is None and row.get(SYSTEM_PROMPT) and not has_system:
@@ -88,12 +83,7 @@ def _has_new_fields(message: Mapping[str, Any]) -> bool:
 
 
 def is_rendered_anew(template: ChatTemplate, conversations: Iterable[str], column: str) -> bool:
-    """Whether the template writes something else than in earlier versions, with any of these rows.
-
-    Args:
-        conversations: lines of JSON.
-        column: ``data.messages_column``.
-    """
+    """Whether the template renders any of the JSON lines otherwise than in earlier versions."""
     if template.writes_after_turn():
         return True
     reads = [name for name in REASONING[:2] if re.search(rf"[.'\"]{name}\b", template.source)]

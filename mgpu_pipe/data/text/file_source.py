@@ -40,11 +40,7 @@ def check_files(data: DataConfig, patterns: list[str], key: str, check_file: Che
 
 
 def check_listed(data: DataConfig, paths: Iterable[Path], check_file: CheckFile) -> None:
-    """Checks files.
-
-    Raises:
-        ConfigErrors: those of the files; with ``data.on_bad_sample=skip`` only where no file can be used.
-    """
+    """Checks files; ConfigErrors, with ``data.on_bad_sample=skip`` only where no file can be used."""
     budget, usable, skips = _CHECKED_BYTES, 0, data.on_bad_sample == "skip"
     errors: list[BadInputError] = []
     for path in paths:
@@ -152,11 +148,7 @@ class FileFormat(Generic[Content]):
         return self.open_files(data, files.expand_paths(data.paths, key), cache, progress)
 
     def open_files(self, data: DataConfig, paths: list[Path], cache: Path, progress: Progress) -> Source:
-        """Opens the documents in ``paths``.
-
-        Raises:
-            DataError: a file that is empty or cannot be read, with ``data.on_bad_sample=stop``.
-        """
+        """Opens the documents in ``paths``; DataError for an unusable file with ``data.on_bad_sample=stop``."""
         unusable = unusable_or_raise(paths, data.on_bad_sample)
         known = fingerprints([path for path in paths if path not in unusable], cache, progress)
 
@@ -264,11 +256,7 @@ class Row(NamedTuple):
 
 
 def row_of(data: DataConfig, line: str, origin: str, size: int = 0) -> Row:
-    """Parses a line of ``data.paths``.
-
-    Raises:
-        DataError: it is broken, or a column is missing or has another type.
-    """
+    """Parses a line of ``data.paths``; DataError if it is broken or a column is missing or of another type."""
     columns = {"data.text_column": data.text_column}
     if data.second_text_column is not None:
         columns["data.second_text_column"] = data.second_text_column

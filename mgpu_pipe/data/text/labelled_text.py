@@ -156,11 +156,7 @@ class _LabelledFiles:
         self._size = sum(content.size for content in self._known.values())
 
     def rows(self, notes: Notes | None = None) -> Iterator[Row]:
-        """Yields the usable rows; ``notes`` counts the others.
-
-        Raises:
-            DataError: one cannot be used, with ``data.on_bad_sample=stop``.
-        """
+        """Yields the usable rows, ``notes`` counts others; DataError with ``data.on_bad_sample=stop``."""
 
         def read(path: Path) -> Iterator[tuple[str, str, int]]:
             return row_lines(path, self._known[path])

@@ -209,11 +209,7 @@ class PreparedMixture(Prepared):
 
 
 def prepare_mixture(config: RunConfig, progress: Progress | None = None) -> PreparedMixture:
-    """Prepares every source with one tokenizer; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
-
-    Raises:
-        ConfigError, DataError, ModelFolderError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
-    """
+    """Prepares every source with one tokenizer; see :func:`mgpu_pipe.data.text.prepare_text.prepare`."""
     report = progress or no_progress
     data = cast(MixtureConfig, config.data)
     slots = slots_of(data)

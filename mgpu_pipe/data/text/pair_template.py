@@ -83,12 +83,8 @@ def separates_pairs(tokenizer: Tokenizer) -> bool:
 
 
 def adapt_to_pairs(folder: Path, has_kinds: bool) -> None:
-    """Makes the tokenizer of ``folder`` join two texts as :func:`pair_template` does, and return the inputs that the
-    model takes.
-
-    Args:
-        has_kinds: whether the model takes token types.
-    """
+    """Makes the tokenizer of ``folder`` join texts as :func:`pair_template` does, with token types if the model
+    ``has_kinds``."""
     settings = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     inputs = ["input_ids", *(["token_type_ids"] if has_kinds else []), "attention_mask"]
     write_json(folder / CONFIG, {**settings, "model_input_names": inputs})
@@ -128,10 +124,7 @@ def join_pair(
 
 
 def kept_tokens(first: int, second: int, room: int) -> tuple[int, int]:
-    """Tokens of two texts that fit into ``room``: the longer text is cut, both where both are longer than half.
-
-    It is the tokenizers library's ``longest_first``.
-    """
+    """Tokens of two texts that fit into ``room``, as the library's ``longest_first``: the longer one is cut."""
     if first + second <= room:
         return first, second
     short = min(first, second)

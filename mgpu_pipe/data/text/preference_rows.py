@@ -79,11 +79,7 @@ def prompt_of(conversation: Messages) -> str:
 
 
 def conversation_of(row: dict[str, Any], side: str, origin: str, column: str) -> Messages:
-    """Conversation that ends with the answer in column ``side``: a text, a message, or messages with their prompt.
-
-    Raises:
-        DataError: the answer or its prompt is missing or broken; names ``origin``.
-    """
+    """Conversation that ends with the answer in ``side``, of any form; DataError if a part is missing or broken."""
     if side not in row:
         raise _missing(side, row, origin)
     answer = row[side]

@@ -113,11 +113,7 @@ def are_equal(folder: Path) -> NDArray[np.bool_]:
 def prepare_preferences(
     model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
 ) -> PreparedPreferences:
-    """Prepares the pairs of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
-
-    Raises:
-        ConfigError, DataError: see there; or no pair is left.
-    """
+    """Prepares the pairs of ``data`` (:func:`mgpu_pipe.data.text.prepare_text.prepare`); DataError if none is left."""
     with_margins = description(objective.name).reads_margins
     known = prepare_rows(PreparedPreferences, model, data, objective, progress, with_margins=with_margins)
     if with_margins:
@@ -140,11 +136,7 @@ def _halves(folder: Path) -> Path:
 
 
 def margins_of(documents: Iterable[Document]) -> list[float]:
-    """Margin of each pair; all 0 where no row has one.
-
-    Raises:
-        DataError: a margin is no finite number, or only some rows have one.
-    """
+    """Margin of each pair, all 0 if no row has one; DataError if only some have, or one is not finite."""
     margins, first = list[float](), None
     for document in documents:
         value = json.loads(document.text).get(MARGIN)
@@ -189,10 +181,8 @@ class UnpairedSamples(RowSamples):
         self._unrelated = unrelated_samples(self.store.hashes[self.documents])
 
     def arrays(self, indices: NDArray[np.int64], numbers: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
-        """int64 arrays in the form of :mod:`mgpu_pipe.objectives.kto`.
-
-        The fields ``unrelated_...`` hold the prompt with the answer of another sample, cut at ``data.seq_len``.
-        """
+        """int64 arrays of :mod:`mgpu_pipe.objectives.kto`; ``unrelated_...`` have another sample's answer, cut at
+        ``data.seq_len``."""
         return {
             **self._rows(indices, indices, ""),
             **self._rows(indices, self._unrelated[indices], UNRELATED),
@@ -244,11 +234,8 @@ class PreparedUnpaired(PreparedRows):
 def prepare_unpaired(
     model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
 ) -> PreparedUnpaired:
-    """Prepares the samples of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
-
-    Raises:
-        ConfigError, DataError: see there; or the training samples are not of both labels.
-    """
+    """Prepares the samples (:func:`mgpu_pipe.data.text.prepare_text.prepare`); DataError unless both labels are
+    there."""
     known = prepare_rows(PreparedUnpaired, model, data, objective, progress)
     documents, (conversations, tokens) = known.documents("train"), known.count()
     desirable = int(is_desirable(TokenStore.open(known.folder), documents).sum()) if len(documents) else 0

@@ -299,11 +299,7 @@ class ChatTemplate:
         return self.prompt_with_starts(messages)[0]
 
     def prompt_with_starts(self, messages: Sequence[Mapping[str, Any]], tools: object = None) -> tuple[str, list[int]]:
-        """Renders ``messages`` for the assistant to answer; returns also the starts of earlier answers.
-
-        Raises:
-            BadInputError: the template refuses them.
-        """
+        """Renders ``messages`` to be answered, and the starts of earlier answers; BadInputError if refused."""
         try:
             with limited(sum(len(str(message.get("content"))) for message in messages)):
                 text = self.render(messages, tools, prompt=True)

@@ -77,11 +77,7 @@ class PreparedScoredPairs(PreparedTextGroups):
 def prepare_embedding_pairs(
     model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, progress: Progress | None = None
 ) -> PreparedEmbeddingPairs:
-    """Prepares the pairs of ``data``, or finds them cached; see :func:`mgpu_pipe.data.text.prepare_text.prepare`.
-
-    Raises:
-        ConfigError, DataError: see there; or no pair is left, or nothing to compare a positive with.
-    """
+    """Prepares the pairs (:func:`mgpu_pipe.data.text.prepare_text.prepare`); or DataError if none can be compared."""
     known = prepare_groups(PreparedEmbeddingPairs, model, data, objective, progress)
     if getattr(data, "scores_column", None) is not None:
         prepare_values(data, known, TEACHER_SCORES, _teacher_scores, progress)

@@ -159,11 +159,7 @@ def prepare_groups(
     objective: ObjectiveConfig,
     progress: Progress | None = None,
 ) -> Groups:
-    """Prepares the groups of ``data``, or finds them cached.
-
-    Raises:
-        ConfigError, DataError: see :func:`mgpu_pipe.data.text.prepare_text.prepare`; or no group is left.
-    """
+    """Prepares the groups (:func:`mgpu_pipe.data.text.prepare_text.prepare`); DataError if none is left."""
     padding = model_field(model, "pad_token_id")
     own_padding = {"padding_token_id": padding} if isinstance(padding, int) else {}
     known = prepare_rows(kind, model, data, objective, progress, last_tokens=0, **own_padding)

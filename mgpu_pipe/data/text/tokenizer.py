@@ -349,12 +349,8 @@ def _trained(
 def _keyed_texts(
     data: DataConfig, source: Source, chat: ChatTemplate | None, special: Sequence[str], again: bool
 ) -> Iterator[tuple[Text | bytes, Text]]:
-    """Yields (key of the held-out split, text) of every document.
-
-    Args:
-        again: the second pass; the tokenizers library iterates in its own thread, where a template's limits do not
-            work.
-    """
+    """Yields (key of the held-out split, text) of documents; ``again`` in the library's thread, without a template's
+    limits."""
     whole = (document for document in source.documents() if document.fault is None)
     if chat is None:
         for document in whole:

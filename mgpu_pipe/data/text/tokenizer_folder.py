@@ -55,11 +55,7 @@ OLDER = ("vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentence
 
 
 def existing_file(model: ModelConfig, data: DataConfig) -> Path | None:
-    """Finds the ``tokenizer.json`` to use; None where a new one is made.
-
-    Raises:
-        ConfigError, ModelFolderError: it is missing.
-    """
+    """The ``tokenizer.json`` to use, None where one is made; ConfigError or ModelFolderError if it is missing."""
     chosen = data.tokenizer
     if chosen != "auto":
         path = local_folder(chosen, "data.tokenizer")
@@ -165,10 +161,7 @@ def stop_tokens(folder: Path) -> tuple[str, ...]:
 
 
 def token_differences(ours: Path, theirs: Path | None) -> list[str]:
-    """Ids of different tokens in two tokenizer folders; empty where either has no tokenizer.json.
-
-    A tokenizer that only adds tokens to another gives no difference.
-    """
+    """Ids of different tokens of two folders, but for tokens that one adds; empty without a tokenizer.json."""
     if theirs is None or not all(is_file(folder / TOKENIZER) for folder in (ours, theirs)):
         return []
     a, b = token_texts(ours / TOKENIZER), token_texts(theirs / TOKENIZER)
@@ -229,11 +222,7 @@ def json_object(raw: bytes, path: Path, name: str | None = None) -> dict[str, An
 
 
 def load_tokenizer_file(file: Path) -> Tokenizer:
-    """Loads a ``tokenizer.json``, whatever its file name.
-
-    Raises:
-        ModelFolderError: it is not a tokenizer.
-    """
+    """Loads a ``tokenizer.json`` of any name; ModelFolderError if it is no tokenizer."""
     from tokenizers import Tokenizer
 
     if not exists(file):
@@ -271,10 +260,7 @@ _PROBE = "a  b\n\n 12345 it's{special}[c] D\u00e9j\u00e0 \u65e5\u672c{special} e
 
 
 def follows_file(tokenizer: Any, folder: Path) -> bool:
-    """Whether a tokenizer of transformers gives the ids of the folder's ``tokenizer.json``.
-
-    Some classes of transformers 5, LlamaTokenizer among them, keep its vocabulary and replace its rules.
-    """
+    """Whether a class of transformers gives the file's ids; some (LlamaTokenizer) replace its rules."""
     if not is_file(folder / TOKENIZER):
         return True
     file = load_tokenizer_file(folder / TOKENIZER)

@@ -139,11 +139,7 @@ _RECORDS: dict[str, Fields] = {
 
 
 def check_record(path: Path, value: Mapping[str, Any], file: str) -> None:
-    """Refuses wrong entries in a tokenizer's file called ``file``; ignores files of other names.
-
-    Raises:
-        ModelFolderError: names the first entry of a wrong type.
-    """
+    """Refuses the first wrong entry in a tokenizer's ``file`` by ModelFolderError; ignores other names."""
     if file in ("added_tokens.json", "vocab.json"):
         for text, number in value.items():
             if not _id(number):

@@ -64,11 +64,7 @@ def speak_single_digits(data: DataConfig, rate: int, cache: Path, progress: Prog
 def spoken_folders(
     data: DataConfig, rate: int, cache: Path, progress: Progress, digits: tuple[int, int]
 ) -> tuple[Path, Path]:
-    """Builds or finds the cache folders of the training and the held-out recordings.
-
-    Args:
-        digits: fewest and most of a recording.
-    """
+    """Cache folders of the training and the held-out recordings, with ``digits`` at least and at most."""
     from mgpu_pipe.data.audio import synthesis
     from mgpu_pipe.data.audio.listen import keep_spoken
 
