@@ -39,7 +39,7 @@ from torch.distributed.nn import functional as collectives
 from benchmarks.processes import run_group
 from benchmarks.support import KEEPING, finish
 from benchmarks.traffic.collectives import Counted, _Mode
-from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged
 from mgpu_pipe.objectives.contrastive import ContrastiveObjective
 from mgpu_pipe.objectives.sample_group import ProcessSamples
 from mgpu_pipe.parallel.device_memory import AllocationWatch

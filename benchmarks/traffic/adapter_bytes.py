@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.processes import run_group
 from benchmarks.support import finish
 from benchmarks.traffic.axes_bytes import CASES, LAYERS, MODEL, Case, measure
-from mgpu_pipe.architectures.formulas.traffic import all_reduced
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.models.fields import resolved_fields
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_pipe.architectures.formulas.flops import Shape
-from mgpu_pipe.architectures.formulas.kept_memory import FP32
+from mgpu_pipe.architectures.formulas.kept_memory import FP32, all_reduced, exchanged
 from mgpu_pipe.architectures.formulas.parameters import (
     embedding_parameters,
     final_norm_parameters,
@@ -15,7 +15,6 @@ from mgpu_pipe.architectures.formulas.parameters import (
     layer_norm_parameters,
     layer_parameters,
 )
-from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
 from mgpu_pipe.topology import ParallelDims
 
 FORWARD, BACKWARD = "hidden states sent", "hidden states' gradients sent"

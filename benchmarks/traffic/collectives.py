@@ -1,6 +1,6 @@
 """Counts the collectives of a training step by name, and the bytes that each process sends.
 
-Bytes are those of the ring algorithms (see :mod:`mgpu_pipe.architectures.formulas.traffic`); a reduction to one
+Bytes are those of the ring algorithms (see :mod:`mgpu_pipe.architectures.formulas.kept_memory`); a reduction to one
 process passes its bytes along a chain that ends there.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged
 from mgpu_pipe.training.tracing.phase_memory import group_size
 
 STEP = 2

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.traffic.closed_forms import BACKWARD, FORWARD
 from benchmarks.traffic.collectives import CollectiveCounter, _Mode
-from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged
 from mgpu_pipe.training.tracing.phase_memory import group_size
 
 FUNCTIONS = {

@@ -2,7 +2,7 @@
 
 Matrix products go by their shapes, attention by its kernel, elementwise work by its bytes. A pipeline fills and drains
 (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). Collectives are rings (see
-:mod:`mgpu_pipe.architectures.formulas.traffic`), whose ranks share the network of their node.
+:mod:`mgpu_pipe.architectures.formulas.kept_memory`), whose ranks share the network of their node.
 """
 
 from __future__ import annotations

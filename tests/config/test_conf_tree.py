@@ -9,8 +9,8 @@ from mgpu_pipe.architectures.formulas.parameters import count_parameters
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config import plugins
 from mgpu_pipe.config.hydra.compose import compose
-from mgpu_pipe.config.hydra.group_listing import list_groups
 from mgpu_pipe.config.schema import RunConfig
+from mgpu_pipe.config.sections import list_groups
 from mgpu_pipe.models.fields import config_fields, model_fields
 from mgpu_pipe.system.conf_folders import conf_dir
 from tests.support.sampling import one_in

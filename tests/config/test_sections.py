@@ -13,12 +13,11 @@ import pytest
 from mgpu_pipe.cli.verbs.eval import _with_overrides
 from mgpu_pipe.config import convert, plugins, sections
 from mgpu_pipe.config import json_schema as docs
-from mgpu_pipe.config.freeze import freeze, load
+from mgpu_pipe.config.freeze import freeze, load, untrusted_data
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import Identity, differences, identity_of, mathematics_hash
 from mgpu_pipe.config.schema import DataConfig, RunConfig
-from mgpu_pipe.config.untrusted_run import untrusted_data
 from mgpu_pipe.errors import ConfigError, ConfigErrors
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_pipe.cli import main as cli
 from mgpu_pipe.config import freeze
-from mgpu_pipe.config import untrusted_run as environment_use
+from mgpu_pipe.config import freeze as environment_use
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.errors import BadInputError
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.memory import contrastive_loss
 from mgpu_pipe.architectures.find import family_of
-from mgpu_pipe.architectures.formulas.traffic import exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import exchanged
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import ModelConfig, RunConfig

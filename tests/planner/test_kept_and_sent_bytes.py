@@ -14,8 +14,7 @@ from benchmarks.memory import axes_memory
 from benchmarks.memory.axes_memory import activation_share, norm_bytes
 from benchmarks.traffic import axes_bytes, data_parallel_bytes, expert_bytes, zero_bytes
 from benchmarks.traffic.closed_forms import expert_traffic
-from mgpu_pipe.architectures.formulas.kept_memory import optimizer_bytes, state_bytes
-from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged, optimizer_bytes, state_bytes
 from mgpu_pipe.config.group_keys import OptimizerConfig
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.models.fields import resolved_fields

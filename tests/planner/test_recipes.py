@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_pipe.config.hydra.compose import compose, compose_checked
-from mgpu_pipe.config.hydra.group_listing import list_groups
+from mgpu_pipe.config.sections import list_groups
 from mgpu_pipe.launch.compositions import notices_of
 from tests.support.sampling import one_in
 

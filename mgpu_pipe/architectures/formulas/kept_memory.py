@@ -1,4 +1,8 @@
-"""Bytes of weights, gradients, optimizer state and activations on a rank, and savings of settings."""
+"""Bytes of weights, gradients, optimizer state and activations on a rank, savings of settings, and bytes it sends.
+
+A collective sends by ring algorithms (Thakur et al. 2005) over n processes: an all-gather, a reduce-scatter or an
+all-to-all of S bytes S(n-1)/n, an all-reduce twice that.
+"""
 
 from __future__ import annotations
 
@@ -156,3 +160,13 @@ def _savings_of_more_ranks(
 def sharded_stage(strategy: StrategyConfig) -> int:
     """ZeRO stage of ``dp_shard``; FSDP2 shards all."""
     return strategy.deepspeed.stage if strategy.engine == "deepspeed" else 3
+
+
+def exchanged(size: float, ranks: int) -> float:
+    """Bytes that a process sends in an all-gather, reduce-scatter or all-to-all of ``size`` bytes in all."""
+    return size * (ranks - 1) / ranks
+
+
+def all_reduced(size: float, ranks: int) -> float:
+    """Bytes that a process sends in an all-reduce of ``size`` bytes."""
+    return 2 * size * (ranks - 1) / ranks

@@ -15,10 +15,10 @@ from mgpu_pipe.checks.fitting import sample_errors, task_errors
 from mgpu_pipe.cli.processes import add_harness_arguments, evaluate_by_harness, uses_harness
 from mgpu_pipe.cli.verbs import Verb
 from mgpu_pipe.config.data_sources import reads_tokenizer, samples_of
+from mgpu_pipe.config.freeze import MAX_SIZES, untrusted_data
 from mgpu_pipe.config.group_keys import EvalConfig
 from mgpu_pipe.config.objective import description, descriptions, task_metrics
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig, RunConfig
-from mgpu_pipe.config.untrusted_run import MAX_SIZES, untrusted_data
 from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import EXIT_OK, BadInputError, ConfigError, print_line, print_text
 from mgpu_pipe.inference.model_arguments import add_device_argument, build_parser, open_run, parse_arguments

@@ -16,7 +16,7 @@ from mgpu_pipe.errors import EXIT_OK, print_line
 
 def ls(words: list[str]) -> int:
     """List the groups and their options; the default is marked with a star."""
-    from mgpu_pipe.config.hydra.group_listing import list_groups
+    from mgpu_pipe.config.sections import list_groups
 
     parser = VerbParser(prog="mgpu-pipe ls", description="List the groups and their options; * marks the default.")
     parser.add_argument(
@@ -79,7 +79,7 @@ def _print(line: str, indent: int) -> None:
 
 
 def _groups() -> list[str]:
-    from mgpu_pipe.config.hydra.group_listing import list_groups
+    from mgpu_pipe.config.sections import list_groups
 
     return list(list_groups())
 

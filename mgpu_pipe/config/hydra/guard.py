@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
+from mgpu_pipe.config.freeze import check_environment_use
 from mgpu_pipe.config.hydra.hydra_node import errors_below, was_typed
-from mgpu_pipe.config.untrusted_run import check_environment_use
 from mgpu_pipe.errors import BadInputError, ConfigError, ConfigErrors
 from mgpu_pipe.system.compat.hydra_private import file_name, file_source_class, follow_defaults, loader_class
 from mgpu_pipe.system.conf_folders import conf_dir

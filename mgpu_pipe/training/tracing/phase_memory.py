@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from mgpu_pipe.architectures.formulas.traffic import all_reduced, exchanged
+from mgpu_pipe.architectures.formulas.kept_memory import all_reduced, exchanged
 from mgpu_pipe.parallel.device_memory import OLDER, AllocationWatch
 from mgpu_pipe.system.compat.torch_private import in_backward_pass, schema_of, storage_key, tree_leaves
 

@@ -13,11 +13,11 @@ import torch
 
 from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.cli.main import main
+from mgpu_pipe.config.freeze import untrusted_data
 from mgpu_pipe.config.hub import hub_names, with_names
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.run_identity import mathematics_hash
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.config.untrusted_run import untrusted_data
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.prepare_data import prepare, read_prepared
