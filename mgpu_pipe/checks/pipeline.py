@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.architectures.find import axes_of, stages_of
-from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
 from mgpu_pipe.architectures.formulas.pipeline_schedules import (
     SCHEDULES,
     StagesPerRank,
+    layer_costs,
     micro_batches_fit,
+    stage_layers,
     stages_by_rank,
 )
 from mgpu_pipe.config.suggest import nearest

@@ -92,11 +92,7 @@ def data_name(text: str, key: str = "data.paths") -> HubName | None:
 
 
 def hub_names(model: ModelConfig, data: DataConfig) -> Iterator[tuple[str, HubName]]:
-    """Every key with a name on the Hub, and that name.
-
-    Raises:
-        ConfigError: see :func:`data_name`.
-    """
+    """Every key with a name on the Hub, and that name; ConfigError as :func:`data_name`."""
     for key, text in (("model.path", model.path or ""), ("data.tokenizer", data.tokenizer)):
         if (name := hub_name(text)) is not None:
             yield key, name
@@ -178,11 +174,7 @@ def data_files(text: str, key: str) -> list[Path]:
 
 
 def matching(name: HubName, key: str) -> list[str]:
-    """Files of the repository that match the file or glob of ``name``, sorted.
-
-    Raises:
-        ConfigError: no file matches.
-    """
+    """Files of the repository that match the file or glob of ``name``, sorted; ConfigError if none does."""
     files = listing(name, key)
     pattern = _as_regex(name.files)
     matches = sorted(file for file in files if file == name.files or pattern.fullmatch(file))
@@ -256,11 +248,7 @@ def _as_regex(pattern: str) -> re.Pattern[str]:
 
 @contextmanager
 def asking(name: HubName, key: str) -> Iterator[None]:
-    """Turn every error of ``huggingface_hub``, which has no common base class, into a ConfigError.
-
-    Raises:
-        ConfigError: naming ``key``, the name and the fix.
-    """
+    """Turn every error of ``huggingface_hub`` into a ConfigError that names ``key``, the name and the fix."""
     try:
         from huggingface_hub.utils import disable_progress_bars, logging
 

@@ -121,11 +121,7 @@ def bits_per_byte(metrics: Mapping[str, float | None], tokens: int, size: int) -
 
 @functools.lru_cache(maxsize=None)
 def description(name: str) -> Description:
-    """Description of the objective ``name``; that of causal language modelling for an unknown name.
-
-    Raises:
-        ConfigError: a package registers no Description, or cannot be imported.
-    """
+    """Description of the objective ``name``, or of causal language modelling; ConfigError if a package has none."""
     group = plugins.OBJECTIVE_KEYS_GROUP
     if name not in plugins.OBJECTIVES and name in plugins.registered(group):
         loaded = plugins.load("objective.name", name, group)

@@ -41,11 +41,7 @@ def registered(group: str) -> tuple[str, ...]:
 
 
 def load(key: str, name: str, group: str) -> Any:
-    """Import and return the object of the entry point ``name`` of ``group``.
-
-    Raises:
-        ConfigError: no such entry point, or its import fails.
-    """
+    """Import and return the object of the entry point ``name`` of ``group``; ConfigError if that fails."""
     points = {point.name: point for point in entry_points(group)}
     if name not in points:
         raise ConfigError(key, name, f"use one of {', '.join(points)}", "no such name")

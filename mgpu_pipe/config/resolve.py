@@ -23,10 +23,7 @@ def device_type(trainer: TrainerConfig) -> Literal["cpu", "cuda"]:
 
 
 def devices_per_node(trainer: TrainerConfig, strategy: StrategyConfig) -> int:
-    """Processes per node; ``auto`` is 1 under ``strategy=single``, else the number that torchrun or srun started.
-
-    Without torchrun or srun, ``auto`` is 1 on CPU and the number of GPUs on CUDA.
-    """
+    """Processes per node; ``auto`` is 1 if single, what torchrun or srun started, else the GPUs, or 1 on CPU."""
     if trainer.devices != "auto":
         return trainer.devices
     if strategy.name == "single":
@@ -70,11 +67,7 @@ COMPILED_FROM = 100_000_000
 def prefers_compiled(
     model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, device: str, parameters: int
 ) -> bool:
-    """Whether ``model.compile`` compiles the blocks of a model with this many parameters, where ``auto`` can.
-
-    Args:
-        device: ``cpu`` or ``cuda``.
-    """
+    """Whether ``model.compile`` compiles blocks of this many parameters on ``device``, where ``auto`` can."""
     if model.compile != "auto":
         return model.compile
     if device != "cuda" or model.kernels == "liger":  # used instead of compiling

@@ -53,11 +53,7 @@ class Section:
         return self.chooser.partition(".")[0]
 
     def keys(self, name: str) -> type:
-        """Dataclass of the section's keys if its chooser is ``name``.
-
-        Raises:
-            ConfigError: a package registers no such class, or cannot be imported.
-        """
+        """Dataclass of the section's keys if its chooser is ``name``; ConfigError if a package has none."""
         keys: Any = self.built_in_keys(name)
         if keys is None:
             if name in self.built_in or name not in plugins.registered(self.keys_group):
@@ -146,11 +142,8 @@ class Option:
 
 
 def list_groups(group: str | None = None) -> dict[str, list[Option]]:
-    """Groups with their options, in the order of the primary configuration's defaults; or one and the groups in it.
-
-    Raises:
-        BadInputError: no such group, or a local option has a shipped option's name.
-    """
+    """Groups with options in the order of the defaults, or ``group`` and those in it; BadInputError for a wrong
+    name."""
     shipped, local = conf_dir(), own_conf()
     defaults = _defaults(shipped)
     order = {name: index for index, name in enumerate(defaults)}

@@ -249,11 +249,7 @@ FIXES = {word: meant if " " in meant else f"did you mean {meant}?" for meant, wo
 
 
 def known_elsewhere(key: str, value: object = "") -> str | None:
-    """Fix for a key of another program; None for any other key.
-
-    Args:
-        value: its value, which may be a number or a kind of devices.
-    """
+    """Fix for a key of another program with ``value``, e.g. a number or kind of devices; else None."""
     section, _, word = key.rpartition(".")
     if word == "device" and str(value).isdigit():
         return "did you mean trainer.devices? (trainer.accelerator is their kind)"

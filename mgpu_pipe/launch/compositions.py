@@ -99,11 +99,7 @@ def compose_and_run(
 
 
 def each_point(parsed: Namespace, job: Job, *, keep: bool) -> int:
-    """Run ``job`` for each point through Hydra's sweeper; a failed point does not stop the others.
-
-    Args:
-        keep: whether Hydra's folder of the sweep stays.
-    """
+    """Run ``job`` for each point through Hydra's sweeper, all despite failures; ``keep`` its folder or not."""
     codes: list[int] = []
     count = 0
 
@@ -155,12 +151,7 @@ def check_composition(
 def launch_composition(
     composition: Composition, command: Sequence[str], chosen: Callable[[Path], None] = lambda folder: None
 ) -> LaunchResult:
-    """Launch a checked composition.
-
-    Args:
-        command: the user's command line, for the record.
-        chosen: called with the run's folder, before the run starts.
-    """
+    """Launch a checked composition of the user's ``command``; ``chosen`` gets the run's folder before."""
     from mgpu_pipe.launch.base_run import with_base
     from mgpu_pipe.launch.local import launch
     from mgpu_pipe.runs.resume_command import CommandLine

@@ -69,11 +69,7 @@ class Entry:
 
 
 def build(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """Build a gloo process group whose connections all join two of its ranks.
-
-    Raises:
-        StrangerError: another user took a place in every attempt.
-    """
+    """Build a gloo process group whose connections all join two of its ranks; StrangerError if a stranger stays."""
     from torch.distributed import PrefixStore
 
     from mgpu_pipe.system.compat.torch_private import gloo_group

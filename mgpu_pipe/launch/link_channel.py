@@ -129,11 +129,7 @@ class Claim:
 
 
 def join(connection: socket.socket, key: bytes, claim: Claim) -> Channel:
-    """Authenticate this end and the listener to each other.
-
-    Raises:
-        OSError: the listener does not authenticate in time.
-    """
+    """Authenticate this end and the listener to each other; OSError if that takes too long."""
     first_nonce = read_line(connection, time.monotonic() + LINE_S)
     nonces = first_nonce + secrets.token_hex(NONCE_BYTES).encode()
     if len(nonces) != 4 * NONCE_BYTES:
@@ -246,11 +242,7 @@ class _Pending:
 
 
 def read_line(connection: socket.socket, until: float) -> bytes:
-    """A line without its end; byte by byte, for what follows is not its own.
-
-    Raises:
-        OSError: it is not there whole at ``until``, or too long.
-    """
+    """A line without its end, byte by byte, for the rest is another's; OSError if incomplete at ``until``."""
     line = b""
     while len(line) < MAX_LINE:
         left = until - time.monotonic()

@@ -196,11 +196,7 @@ def _connect_and_measure(
 
 
 def measured(link: socket.socket) -> tuple[float, float]:
-    """Seconds of a round trip, and bytes per second in the slower direction; :func:`answer` is the peer.
-
-    Raises:
-        OSError: the peer does not answer in time, or is gone.
-    """
+    """Seconds of a round trip, and bytes/s in the slower direction, with :func:`answer`; OSError without a peer."""
     link.settimeout(ANSWER_S)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     trip = min(_exchange(link, 0, 1) for _ in range(TRIPS))

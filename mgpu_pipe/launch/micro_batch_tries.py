@@ -29,11 +29,7 @@ UNKNOWN_LENGTH = 1_000_000
 
 
 def short_run(config: RunConfig, steps: int, name: str) -> RunConfig:
-    """``config`` reduced to its first steps, without evaluation, checkpoints and logging.
-
-    Args:
-        name: ``run.name``.
-    """
+    """``config`` of ``run.name=name`` and its first steps, without evaluation, checkpoints and logging."""
     trainer = replace(
         config.trainer,
         max_steps=steps,

@@ -57,11 +57,7 @@ MEMORY_SHARE = 0.5
 
 
 def node_faults(trainer: TrainerConfig, strategy: StrategyConfig, folder: Path, node: str) -> list[str]:
-    """Faults of this node in words: GPUs, memory, disks, clock; empty for a good node.
-
-    Raises:
-        RunFolderError: the run's folder is full, which is no fault of the node.
-    """
+    """Faults of this node in words: GPUs, memory, disks, clock; RunFolderError if the run's folder is full."""
     faults = []
     needs_gpus = device_type(trainer) == "cuda" and not _has_own_gpu()
     wanted = devices_per_node(trainer, strategy) if needs_gpus else 0

@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 
 
 def show_sweep(runs: Sequence[RunPaths], write: Callable[[], Path], again: str = "") -> None:
-    """Print the table of a sweep's runs and write its page.
-
-    Args:
-        write: writes the page and returns its path.
-        again: the command that resumes the sweep, if a signal ended it.
-    """
+    """Print the table of runs, ``write`` the page, and name the command that resumes (``again``) after a signal."""
     runs_table(list(dict.fromkeys(runs)))
     try:
         print_line(f"report: {relative_to_cwd(write())}")

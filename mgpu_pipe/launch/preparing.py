@@ -91,11 +91,7 @@ SILENT_S = 1.0
 
 
 def prepare_data(config: RunConfig) -> Prepared:
-    """Prepare the data, and fetch a model from the Hub, on this machine.
-
-    Raises:
-        BadInputError: the data or the model cannot be used.
-    """
+    """Prepare the data, and fetch a model from the Hub, on this machine; BadInputError if that fails."""
     from mgpu_pipe.data.prepare_data import prepare
 
     fetch_model(config.model)
@@ -118,11 +114,7 @@ def fetch_model(model: ModelConfig) -> None:
 
 @contextmanager
 def showing_preparation(mode: str) -> Iterator[Progress | None]:
-    """Progress callback for ``prepare``.
-
-    Args:
-        mode: ``trainer.progress``.
-    """
+    """Progress callback for ``prepare`` by ``trainer.progress``."""
     if mode == "off":
         yield None
     elif mode == "bar" or (mode == "auto" and sys.stderr.isatty()):

@@ -51,11 +51,7 @@ class Gpu:
 
 
 def compare(store: Store, rank: int, world_size: int, gpu: Gpu) -> None:
-    """Check that the GPUs of all ranks can train together; rank 0 decides. A collective call.
-
-    Raises:
-        BadInputError: on every rank, if they cannot.
-    """
+    """Check that the GPUs of all ranks can train together; rank 0 decides, BadInputError on all. Collective."""
     store.set(f"{SEEN}/{rank}", json.dumps(asdict(gpu)))
     if rank == 0:
         records = [json.loads(store.get(f"{SEEN}/{other}")) for other in range(world_size)]
@@ -111,11 +107,8 @@ def _explained_start_errors(rank: int) -> Iterator[None]:
 
 @contextmanager
 def process_group(world: World, store: Store, device_type: str, timeout: float) -> Iterator[torch.device]:
-    """Default process group, gloo on ``cpu`` and nccl on ``cuda``; gives this rank's device, which it sets.
-
-    Args:
-        timeout: seconds after which a collective fails if a rank did not join.
-    """
+    """Default process group, gloo on ``cpu`` and nccl on ``cuda``, with a timeout; sets and gives this rank's
+    device."""
     import torch
     import torch.distributed as dist
 

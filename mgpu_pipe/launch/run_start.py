@@ -67,11 +67,7 @@ class AttemptStart:
 
 
 def prepare_attempt(config: RunConfig, paths: RunPaths, command_line: CommandLine, start: AttemptStart) -> None:
-    """Prepare the data, check the resume, write the run folder's files, and print the table of the run.
-
-    Raises:
-        BadInputError: the data cannot be used, or the run cannot resume.
-    """
+    """Prepare data, check the resume, write files, and print the table of the run; BadInputError if it cannot run."""
     processes = start.world.world_size
     threads = choose_threads(config.launch.threads_per_worker, start.world.local_world_size)
     environment = describe_environment(

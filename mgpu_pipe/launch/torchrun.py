@@ -25,11 +25,7 @@ def settled(config: RunConfig) -> RunConfig:
 
 
 def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) -> None:
-    """Print the command lines; submits nothing, with or without ``dry_run``.
-
-    Raises:
-        ConfigError: the run has no folder known to all processes.
-    """
+    """Print the command lines and submit nothing; ConfigError if not all processes know the run's folder."""
     if config.run.dir is None:
         fix = "give a folder that all nodes see; a restart resumes in it"
         raise ConfigError("run.dir", None, fix, "every process is started by this very line")

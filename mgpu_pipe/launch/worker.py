@@ -97,11 +97,8 @@ def join_workers(folder: Path, *, is_live: bool = False) -> Iterator[tuple[RunCo
 
 
 def leave_error(paths: RunPaths, error: BaseException, rank: int, code: int | None = None) -> NoReturn:
-    """Pass ``error`` to the launcher and exit without cleanup, for which peers and device are not fit.
-
-    Args:
-        code: the exit code; default: the error's.
-    """
+    """Pass ``error`` to the launcher and exit with its code (or ``code``), without clean-up, which peers cannot
+    join."""
     write_error(paths.rank_error(rank), error, rank)
     with suppress(OSError):  # a full disk takes no log either
         if isinstance(error, MgpuError):
@@ -234,10 +231,7 @@ def _make_samples(config: RunConfig, result: TrainResult, prepared: Prepared, de
 
 
 def import_all() -> None:
-    """Import the modules of training while the launcher prepares the data.
-
-    Garbage collection is off meanwhile: modules stay, and searching them would take a tenth of the time.
-    """
+    """Import the modules of training during the preparation; garbage collection would take a tenth of the time."""
     gc.disable()
     import mgpu_pipe.data.text.prepare_text
     import mgpu_pipe.training.mesh

@@ -168,10 +168,7 @@ def joined_store(timeout: float) -> Store:
 
 
 def launcher_store(world: World, timeout: float) -> Store:
-    """Store of launched workers: on one machine a file that no other process can open.
-
-    Workers of several nodes use a socket that the launcher bound, so no other process can take its port.
-    """
+    """Store of launched workers: a file that no other process can open, or the launcher's bound socket."""
     from torch.distributed import FileStore, HashStore, TCPStore
 
     if world.world_size == 1:

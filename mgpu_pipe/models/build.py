@@ -101,10 +101,7 @@ def build_meta(model: ModelConfig, model_class: str | None = None) -> PreTrained
 
 
 def recipe_of(model: PreTrainedModel) -> InitRecipe:
-    """Initialisation of ``model``'s tensors, recorded on a twin built from its configuration.
-
-    ``model`` may already be cut, sharded or moved: only its class and configuration are used.
-    """
+    """Initialisation of the tensors of a model, perhaps cut or moved, recorded on a twin of its configuration."""
 
     def untied_twin() -> nn.Module:
         with _without_tying():
@@ -153,10 +150,7 @@ def draw_parameter(
     device: torch.device | str = "cpu",
     rows: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Initial value of the parameter ``name`` of ``named_parameters()``, or of a range of its rows.
-
-    A tied parameter takes its values from the source of the tie, under ``name``'s key.
-    """
+    """Initial value of the parameter ``name`` or a range of its rows; a tied one takes the source's, under its key."""
     quantised = packed_weight(model, name)
     if quantised is not None:
         packed = pack(model, name, recipe.draw(quantised, seed)).to(device)

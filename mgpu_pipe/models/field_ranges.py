@@ -96,11 +96,7 @@ CHOSEN = "num_experts_per_tok"
 
 
 def check_ranges(model: ModelConfig) -> None:
-    """Raise for values of ``model.config`` out of range; a folder's fields alone are not refused.
-
-    Raises:
-        ConfigErrors: the fields, each with its range.
-    """
+    """Raise ConfigErrors for values of ``model.config`` out of range, but not for a folder's fields alone."""
     fields = resolved_fields(model)
     family = str(fields["model_type"])
     errors = [*_out_of_range(model.config, fields, family, "model.config"), *_odd_heads(model.config, fields)]

@@ -52,11 +52,7 @@ def first_position(padding: int | None, *model_types: str | None) -> int:
 
 
 def size_errors(fields: Mapping[str, Any], model: ModelConfig, part_type: PartType) -> list[BadInputError]:
-    """Errors of numbers that no model has.
-
-    Args:
-        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
-    """
+    """Errors of numbers in resolved ``fields`` that no model has."""
     for name, value in _numbers(fields, ""):
         last = name.rpartition(".")[2]
         if isinstance(value, float) and isfinite(value) and not (SIZES.search(last) or LENGTHS.search(last)):

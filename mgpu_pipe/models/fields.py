@@ -188,10 +188,7 @@ def check_model_config(model: ModelConfig, model_class: str | None = None) -> No
 
 
 def given_fields(model: ModelConfig) -> dict[str, Any]:
-    """Folder's ``config.json`` with ``model.config`` merged in, under the class's names.
-
-    Mappings are merged at every depth; lists of a classifier's classes are replaced.
-    """
+    """Folder's ``config.json`` with ``model.config`` merged in at every depth, but lists of classes replaced."""
     folder = read_config_json(local_folder(model.path)) if model.path is not None else {}
     known = config_class(str(folder.get("model_type", model.type))) or ConfigClass()
     before, after = (

@@ -163,11 +163,7 @@ def local_parts(tensor: torch.Tensor, layout: Layout | None) -> list[tuple[Fragm
 def fill_parameters(
     model: nn.Module, values: Callable[[str, TensorPart], torch.Tensor], device: torch.device | str
 ) -> None:
-    """Replaces every parameter of a meta ``model`` by one with its part, one by one; ties are kept.
-
-    Args:
-        values: returns a part of the unsharded model's parameter by name; cast to the parameter's dtype.
-    """
+    """Replaces a meta model's parameters by this rank's parts of ``values`` by name, in their types; ties stay."""
     holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -15,11 +15,7 @@ OLDER = -1
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device_type: str | None = None) -> int:
-    """Bytes of the storages of ``tensors``, each counted once; a ``DTensor`` counts with this rank's part.
-
-    Args:
-        device_type: count those on this kind of device only.
-    """
+    """Bytes of the storages of ``tensors`` (a ``DTensor``: this rank's part), each once, on one kind of device."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -75,11 +75,7 @@ class StageLoss(Protocol):
     """Objective with an auxiliary loss in each pipeline stage."""
 
     def stage_output(self, batch: MicroBatch, scale: float, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Output of a pipeline stage before the last: ``compute()``, perhaps with an auxiliary loss attached.
-
-        Args:
-            scale: the loss scale, which multiplies all gradients.
-        """
+        """``compute()`` of a stage before the last, perhaps with an auxiliary loss times the loss ``scale``."""
 
 
 @dataclass

@@ -266,7 +266,7 @@ def _exceeds(needs: tuple[float, ...], others: tuple[float, ...]) -> bool:
 
 
 def _layers_of_stages(layers: int, stages: int, head: float) -> list[int]:
-    """Layers of every stage as ``layer_split.stage_layers`` cuts equal ones; ``head`` costs that many layers."""
+    """Layers of every stage as ``stage_layers`` cuts equal ones; ``head`` costs that many layers."""
     if stages == 1:
         return [layers]
 

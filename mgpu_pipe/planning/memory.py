@@ -8,7 +8,6 @@ from typing import Any
 
 from mgpu_pipe.architectures.family import PARTS
 from mgpu_pipe.architectures.formulas.kept_memory import FP32, HALF, chunk_rows, optimizer_bytes, sharded_stage
-from mgpu_pipe.architectures.formulas.layer_split import layer_costs, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import (
     dense_parameters,
     embedding_parameters,
@@ -20,7 +19,7 @@ from mgpu_pipe.architectures.formulas.parameters import (
     layer_parameters,
     sizes_of,
 )
-from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, stages_by_rank
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, layer_costs, stage_layers, stages_by_rank
 from mgpu_pipe.config.group_keys import OptimizerConfig, StrategyConfig
 from mgpu_pipe.config.objective import description
 from mgpu_pipe.config.resolve import device_type, resolve_precision

@@ -9,8 +9,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
-from mgpu_pipe.architectures.formulas.layer_split import StageContent
-from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, StagesPerRank, stages_by_rank
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, StageContent, StagesPerRank, stages_by_rank
 from mgpu_pipe.errors import concealed, print_line, print_text, printable
 from mgpu_pipe.parallel.pipeline.work_order import Timed, bubble_of, most_in_flight, streams, timeline
 

@@ -9,9 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mgpu_pipe.architectures.family import PARTS, PROJECTOR, parts_in
-from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, layer_costs, stage_contents, stage_layers
 from mgpu_pipe.architectures.formulas.parameters import count_parameters
-from mgpu_pipe.architectures.formulas.pipeline_schedules import stages_by_rank
+from mgpu_pipe.architectures.formulas.pipeline_schedules import (
+    LayerCosts,
+    layer_costs,
+    stage_contents,
+    stage_layers,
+    stages_by_rank,
+)
 from mgpu_pipe.config.data_sources import find_source
 from mgpu_pipe.config.group_keys import (
     ALL_LINEAR,

@@ -102,11 +102,7 @@ class Attempt:
 
     @classmethod
     def from_config(cls, config: RunConfig, paths: RunPaths, prepared: Prepared, resume: Path | None) -> Attempt:
-        """The attempt that ``config`` describes, in this process group.
-
-        Args:
-            resume: the step folder to resume from.
-        """
+        """The attempt that ``config`` describes, in this process group, from the step folder ``resume``."""
         complete = prepared.complete(config)
         world_size = dist.get_world_size()
         dims = ParallelDims.resolve(complete.strategy, world_size)

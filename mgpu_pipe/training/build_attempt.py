@@ -63,11 +63,7 @@ class BuiltModel:
 
 
 def build_model(attempt: Attempt) -> tuple[Attempt, BuiltModel]:
-    """Build the model; the attempt with ``model.compile`` and ``model.kernels`` decided.
-
-    Raises:
-        OutOfMemoryError: the model does not fit into the device.
-    """
+    """Build the model; compilation and kernels are decided. OutOfMemoryError if it does not fit into the device."""
     config, device = attempt.config, attempt.device
     try:
         model, fill = initial_weights.build_model(

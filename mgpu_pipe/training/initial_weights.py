@@ -147,11 +147,7 @@ def reads_slices(peft: PeftConfig, strategy: StrategyConfig, dims: ParallelDims)
 def build_model(
     config: RunConfig, device: torch.device, sharded: bool
 ) -> tuple[PreTrainedModel, Callable[[PreTrainedModel, torch.device], None] | None]:
-    """The model, without a key-value cache, and a function that fills it where it is on the meta device.
-
-    Args:
-        sharded: see :func:`reads_slices`.
-    """
+    """The model without a key-value cache, and a function that fills it; ``sharded``: see :func:`reads_slices`."""
     source = config.model
     if starts_from_folder(config.checkpoint):
         classes = {name: config.model.config[name] for name in LABELS if name in config.model.config}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from typing_extensions import Unpack
 
-from mgpu_pipe.architectures.formulas.layer_split import layer_costs
+from mgpu_pipe.architectures.formulas.pipeline_schedules import layer_costs
 from mgpu_pipe.checkpoint.live_tensors import exchange_json, restore_numbers
 from mgpu_pipe.config.resolve import resolve_precision
 from mgpu_pipe.config.schema import RunConfig

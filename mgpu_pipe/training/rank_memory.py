@@ -69,11 +69,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(
     error: BaseException, attempt: Attempt, model: torch.nn.Module, parts: Mapping[str, int]
 ) -> OutOfMemoryError:
-    """The error for the user, from the memory of the rank.
-
-    Args:
-        parts: as far as they were measured; the rest is estimated from the model's parameters.
-    """
+    """The error for the user, from the ``parts`` of memory that were measured, the rest estimated."""
     known = estimated_parts(attempt, model, parts)
     largest = max(known, key=lambda name: known[name])
     possible = savings(attempt.config, attempt.dims, attempt.plan, known)

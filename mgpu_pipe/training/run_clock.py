@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def run_length(data: DataConfig, trainer: TrainerConfig, prepared: Prepared) -> int:
-    """The run's last optimizer step: ``trainer.max_steps``, or the whole steps in ``trainer.max_epochs``.
-
-    Raises:
-        ConfigError: neither is given, or the epochs are not one step.
-    """
+    """Last optimizer step, by ``trainer.max_steps`` or whole steps of ``max_epochs``; ConfigError without one."""
     if trainer.max_steps is not None:
         return trainer.max_steps
     if trainer.max_epochs is None:

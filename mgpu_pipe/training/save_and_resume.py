@@ -119,10 +119,7 @@ class Checkpointer:
         self._delete_old(waiting)
 
     def not_finite(self, what: str, step_batch: StepBatch) -> NonFiniteError:
-        """The error of a step that was not finite; checkpoints that no finite step followed are marked as ruined.
-
-        Not collective; every rank names the same checkpoint.
-        """
+        """Error of a step that was not finite; marks steps that no finite one followed as ruined. Not collective."""
         root = self._paths.checkpoints
         below = self._start_step if self._finite_step is None else self._finite_step
         if _is_rank_0():
@@ -203,10 +200,7 @@ class Checkpointer:
             self._background.release()
 
     def let_finish(self) -> None:
-        """Give a running save time to be committed after training failed. Not collective.
-
-        The run reports its own error; the outcome of the save is a separate line.
-        """
+        """Let a running save be committed after training failed, and tell its outcome apart. Not collective."""
         if self._background is None:
             return
         error = self._background.wait(self._patience_s)

@@ -81,11 +81,7 @@ class StepEngine(ABC):
 
 
 def run_step(engine: StepEngine, step_batch: StepBatch) -> StepResult:
-    """Run a step batch up to its update.
-
-    Raises:
-        NonFiniteStep: on every rank alike, before the update.
-    """
+    """Run a step batch up to its update; NonFiniteStep on every rank alike."""
     stop = engine.micro_batch_stop
     parts = engine.begin_step(step_batch)
     stop.begin()

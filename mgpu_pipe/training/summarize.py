@@ -25,11 +25,7 @@ from mgpu_pipe.training.strategy import EngineStrategy
 def summarize(
     attempt: Attempt, built: BuiltModel, objective: Objective, engine: Engine, trainer: pl.Trainer
 ) -> TrainResult:
-    """The result of an attempt after its last step. Collective.
-
-    Raises:
-        GradientSpikeError: ``optimizer.spike_guard`` stopped the run.
-    """
+    """The result of an attempt after its last step, or GradientSpikeError by ``optimizer.spike_guard``. Collective."""
     reader, recorder, checkpointer = attempt.reader, engine.recorder, engine.checkpointer
     if engine.strategy.spike_guard.stopped_by is not None:
         raise GradientSpikeError(engine.strategy.spike_guard.stopped_by, checkpointer.last_path)

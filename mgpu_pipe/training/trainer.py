@@ -52,11 +52,7 @@ def _with(*_: Any) -> None:
 
 
 def strategy_class(engine: str) -> type[EngineStrategy]:
-    """The class that ``strategy.engine`` names; it is built by its ``from_config``.
-
-    Raises:
-        ConfigError: no such name, or what is registered is not a whole subclass of ``EngineStrategy``.
-    """
+    """The class that ``strategy.engine`` names; ConfigError if it is no whole subclass of ``EngineStrategy``."""
     if engine == "mesh":
         from mgpu_pipe.training.mesh import MeshStrategy
 

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_contents, stage_layers
-from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, micro_batches_fit
+from mgpu_pipe.architectures.formulas.pipeline_schedules import (
+    SCHEDULES,
+    LayerCosts,
+    micro_batches_fit,
+    stage_contents,
+    stage_layers,
+)
 from mgpu_pipe.checks.notices import notices
 from mgpu_pipe.checks.pipeline import pipeline_errors
 from mgpu_pipe.config.hydra.compose import compose

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.architectures.formulas.layer_split import layer_costs
+from mgpu_pipe.architectures.formulas.pipeline_schedules import layer_costs
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.build import build_meta, materialise, materialise_buffers, recipe_of
 from mgpu_pipe.models.fields import resolved_fields

@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.architectures.formulas.layer_split import layer_costs
-from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, layer_costs
 from mgpu_pipe.data.step_batch import IGNORE_INDEX
 from mgpu_pipe.models.build import build_meta, materialise_buffers, recipe_of
 from mgpu_pipe.models.fields import resolved_fields

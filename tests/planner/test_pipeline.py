@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, layer_costs, stage_contents, stage_layers
+from mgpu_pipe.architectures.formulas.pipeline_schedules import LayerCosts, layer_costs, stage_contents, stage_layers
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.models.fields import resolved_fields
 from tests.parallel.pipeline_support import build_meta, model_of

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_layers
-from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES
+from mgpu_pipe.architectures.formulas.pipeline_schedules import SCHEDULES, LayerCosts, stage_layers
 from mgpu_pipe.checks.layout_candidates import find_candidates, with_layout
 from mgpu_pipe.checks.plan_layouts import _fits_host, plan_layouts
 from mgpu_pipe.checks.preflight import preflight_errors

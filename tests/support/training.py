@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from mgpu_pipe.architectures.formulas.layer_split import layer_costs
+from mgpu_pipe.architectures.formulas.pipeline_schedules import layer_costs
 from mgpu_pipe.checkpoint.tensor_slices import LocalShard
 from mgpu_pipe.config.group_keys import PeftConfig
 from mgpu_pipe.config.schema import ModelConfig, OptimizerConfig

@@ -57,11 +57,7 @@ class SweepRequest:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parse Hydra's arguments; flags and overrides may come in any order.
-
-    Raises:
-        BadInputError: an unknown flag.
-    """
+    """Parse Hydra's arguments, flags and overrides in any order; BadInputError for an unknown flag."""
     parser = arguments_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -193,11 +189,7 @@ def sweep(parsed: argparse.Namespace, job: Job, *, keep: bool) -> None:
 
 
 def read_sweep(parsed: argparse.Namespace) -> SweepRequest:
-    """Read the parts of a sweep without running it.
-
-    Raises:
-        ConfigErrors, BadInputError: the sweep itself cannot be composed.
-    """
+    """Read the parts of a sweep without running it; errors if the sweep itself cannot be composed."""
     from hydra.types import RunMode
 
     with compose.hydra_session(parsed.config_dir, _conf(parsed)) as hydra:

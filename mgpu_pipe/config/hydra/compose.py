@@ -71,11 +71,7 @@ def compose_checked(overrides: list[str], conf: Path | None = None) -> Compositi
 
 
 def compose_in(hydra: Any, overrides: list[str], config_name: str = CONFIG_NAME) -> Composition:
-    """Compose a job in a :func:`hydra_session`; the result holds its errors.
-
-    Args:
-        config_name: primary configuration (Hydra's ``--config-name``).
-    """
+    """Compose a job of ``config_name`` in a :func:`hydra_session`; the result holds its errors."""
     good, errors = preprocess(hydra, overrides, config_name)
     composed = compose_raw(hydra, good, config_name)
     mode = composed.hydra.mode
@@ -181,10 +177,8 @@ def hydra_session(config_dir: str | None = None, conf: Path | None = None) -> It
 
 
 def register() -> None:
-    """Register the resolvers and the schema's defaults, which let every key be set without ``+``.
-
-    Hydra scans its installed plug-ins here; from now on every composition is checked.
-    """
+    """Register resolvers and defaults, so that keys need no ``+``; scans plug-ins, and checks compositions from now
+    on."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.plugins import Plugins
 
@@ -204,11 +198,7 @@ GIVE = {"list": "give a list, [a,b]", "dict": "give a mapping, {name:value}"}
 
 @contextmanager
 def composition_errors() -> Iterator[None]:
-    """Turns errors of Hydra, OmegaConf and YAML into one line; some of Hydra's are plain ValueErrors.
-
-    Raises:
-        BadInputError: with the first line of their message, chained to the cause.
-    """
+    """Turns errors of Hydra, OmegaConf and YAML into a BadInputError with the first line of their message."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

@@ -100,10 +100,7 @@ def _is_value(word: str) -> bool:
 
 
 def value_slip(key: str, value: str) -> tuple[str, str] | None:
-    """Fix and reason for a malformed value; None for any other.
-
-    Malformed: a second ``=``, several overrides, a comma at its end, or an unclosed bracket or quote.
-    """
+    """Fix and reason for a second ``=``, several overrides, a last comma, an open bracket or quote; else None."""
     if value.startswith("="):
         return f"write {key}={value.lstrip('=')}", "there are several ="
     if value.endswith(","):

@@ -193,11 +193,7 @@ def build(node: Mapping[str, Any], base: type | str, key: str, **extra: Any) -> 
 
 
 def check_class(target: str, base: str, where: str) -> Signature | None:
-    """Check that ``target`` is a subclass of ``base``, by source if possible; returns its signature, None if unknown.
-
-    Raises:
-        ConfigError: ``target`` is no such class; names the key ``where``.
-    """
+    """Signature of ``target``, by source if possible; ConfigError names ``where`` if it is no subclass of ``base``."""
     if "." not in target or not all(part.isidentifier() for part in target.split(".")):
         meant = f"{base.rpartition('.')[0]}.{target}"
         fix = f"did you mean {meant}?" if _is_class(meant) else f"give the whole dotted path of a subclass of {base}"

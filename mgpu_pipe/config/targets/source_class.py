@@ -67,11 +67,7 @@ class Signature:
 
 @functools.lru_cache(maxsize=1024)
 def find_class(dotted: str) -> SourceClass:
-    """Definition of the class at a dotted path.
-
-    Raises:
-        NoSuchName, NotAClass, Unknown: see each class.
-    """
+    """Definition of the class at a dotted path; or NoSuchName, NotAClass, Unknown."""
     parts = dotted.split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
@@ -83,11 +79,7 @@ def find_class(dotted: str) -> SourceClass:
 
 
 def is_subclass(cls: SourceClass, base: SourceClass, depth: int = 0) -> bool:
-    """Whether ``cls`` is ``base`` or inherits from it.
-
-    Raises:
-        Unknown: no known base class is ``base``, and one of them cannot be followed.
-    """
+    """Whether ``cls`` is ``base`` or inherits from it; Unknown if only a base that cannot be followed may."""
     if cls == base:
         return True
     if depth > MAX_DEPTH:
@@ -121,11 +113,7 @@ def inherited_names(target: str, package: str) -> set[str]:
 
 
 def signature(cls: SourceClass, depth: int = 0) -> Signature:
-    """Parameters of the constructor: those of the class's ``__init__``, else of the first base with one.
-
-    Raises:
-        Unknown: a base class cannot be followed, or a dataclass, metaclass or ``__new__`` defines the constructor.
-    """
+    """Parameters of the constructor, from the first ``__init__``; Unknown where something else may define it."""
     node = cls.node
     for statement in _statements(node.body):
         if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":

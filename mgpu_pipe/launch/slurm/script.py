@@ -42,11 +42,7 @@ def log_of(folder: Path, job: str) -> Path:
 
 
 def ask(command: Sequence[str], timeout_s: float | None = None) -> str:
-    """Output of a SLURM command.
-
-    Raises:
-        BadInputError: SLURM is not installed, refuses, or does not answer in time.
-    """
+    """Output of a SLURM command; BadInputError if it is missing, refuses, or does not answer in time."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:

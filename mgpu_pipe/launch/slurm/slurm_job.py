@@ -25,11 +25,7 @@ ANSWER_S = 10.0
 
 
 def main(folder: Path, again: Sequence[str] = ()) -> int:
-    """Start or resume the run in ``folder``; returns the exit code.
-
-    Args:
-        again: command that queues the run again; default: sbatch of the script in its folder.
-    """
+    """Start or resume the run in ``folder``; returns the exit code. ``again`` queues it again, by sbatch by default."""
     stop.leave_until_a_run_begins()
     from mgpu_pipe.system.hardware import limit_threads
 

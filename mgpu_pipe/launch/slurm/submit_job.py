@@ -68,11 +68,7 @@ class Submitted:
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """``config`` for the nodes, with ``trainer.devices`` as a number that does not depend on this machine.
-
-    Raises:
-        ConfigError: the number is unknown.
-    """
+    """``config`` with ``trainer.devices`` as a number for the nodes; ConfigError if it is unknown."""
     launch, trainer = slurm_keys(config.launch), config.trainer
     if trainer.devices != "auto":
         return config
@@ -100,11 +96,7 @@ def check_commands() -> None:
 
 
 def hand_over(config: RunConfig, command_line: CommandLine, *, dry_run: bool) -> None:
-    """Submit, and print the commands that follow, cancel and resume; with ``dry_run`` print the script.
-
-    Raises:
-        BadInputError: see :func:`submit`.
-    """
+    """Submit, and print commands that follow, cancel and resume, or the script with ``dry_run``; as :func:`submit`."""
     launch = slurm_keys(config.launch)
     _note_missing_gpus(launch, config.trainer)
     if dry_run:
@@ -228,11 +220,7 @@ def write_script(
     array: int = 0,
     module: str = JOB_MODULE,
 ) -> Path:
-    """Write :func:`batch_script` into ``folder``.
-
-    Raises:
-        ConfigError: bash cannot read the script because of a set-up line.
-    """
+    """Write :func:`batch_script` into ``folder``; ConfigError if bash cannot read it because of a set-up line."""
     script = folder / SCRIPT
     script.write_text(batch_script(launch, trainer, folder, name, command, array, module), encoding="utf-8")
     script.chmod(0o755)

@@ -277,11 +277,7 @@ def quantised_class(plain: type) -> type:
 
 
 def quantise_module(name: str, module: nn.Module) -> None:
-    """Replaces the frozen weights of ``module``, a linear layer or packed experts, by bytes.
-
-    Raises:
-        ConfigError: the inputs of a weight are no multiple of a block.
-    """
+    """Replaces frozen weights of a linear or of experts by bytes; ConfigError if inputs are no whole blocks."""
     parameters = module._parameters
     weights = [weight for weight in ("weight", *WEIGHTS) if weight in parameters]
     frozen = [weight for weight in weights if not module.get_parameter(weight).requires_grad]

@@ -167,11 +167,7 @@ class Recorder(TorchDispatchMode):
         self._append(Operation(function, (ref,), dict(kwargs), [], set(), {ref.storage}, overwrites, True))
 
     def cone(self, storage: int) -> list[Operation]:
-        """Operations that the final content of ``storage`` depends on, in order.
-
-        Raises:
-            NotRecordedError: it depends on values that no recorded operation wrote.
-        """
+        """Operations that ``storage`` depends on, in order; NotRecordedError if a value was not recorded."""
         chosen: set[int] = set()
         pending = [(storage, len(self.operations))]
         seen: set[tuple[int, int]] = set()

@@ -73,11 +73,7 @@ def resolve_kernels(
 def obstacle(
     model: ModelConfig, strategy: StrategyConfig, precision: PrecisionConfig, trainer: TrainerConfig, model_type: str
 ) -> tuple[str, str] | None:
-    """Reason why Liger's kernels cannot be used, and a fix; None if they can.
-
-    Args:
-        model_type: type of the model's configuration.
-    """
+    """Reason why Liger's kernels cannot be used with ``model_type``, and a fix; None if they can."""
     otherwise = "use auto or torch"
     if device_type(trainer) != "cuda":
         return "they run on GPUs, and the run uses none", otherwise

@@ -113,11 +113,7 @@ def flash_lengths(starts: torch.Tensor, longest: int) -> dict[str, Any]:
 
 
 def visibility_mask(starts: torch.Tensor, rows: int, tokens: int, causal: bool, window: int | None) -> torch.Tensor:
-    """Mask of ``starts``: bool, (rows, 1, tokens, tokens), True where visible.
-
-    Args:
-        window: number of tokens that a token sees, itself last; None: the whole document.
-    """
+    """Mask of ``starts``: bool, (rows, 1, tokens, tokens), True where visible; ``window`` tokens, itself last."""
     edges = starts[0, 0, 0].contiguous()
     position = torch.arange(rows * tokens, device=starts.device, dtype=torch.int32).view(rows, tokens)
     document = torch.searchsorted(edges, position.flatten(), right=True).view(rows, -1)

@@ -39,11 +39,7 @@ class Exchange:
 
     @classmethod
     def from_assignments(cls, chosen: torch.Tensor, num_experts: int, group: dist.ProcessGroup) -> Exchange:
-        """Plan the exchange of a layer. A collective call with a host sync.
-
-        Args:
-            chosen: shape (tokens, top_k); the expert of each assignment, out of ``num_experts``.
-        """
+        """Plan the exchange by each token's experts, (tokens, top_k). A collective call with a host sync."""
         assignments, size = chosen.reshape(-1), group.size()
         order = torch.argsort(assignments, stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from mgpu_pipe.architectures.formulas.layer_split import LayerCosts, stage_layers
-from mgpu_pipe.architectures.formulas.pipeline_schedules import StagesPerRank, stages_by_rank
+from mgpu_pipe.architectures.formulas.pipeline_schedules import LayerCosts, StagesPerRank, stage_layers, stages_by_rank
 from mgpu_pipe.data.step_batch import BatchSpec
 from mgpu_pipe.parallel.device_memory import ForwardMeter, gathered_bytes
 from mgpu_pipe.parallel.pipeline.schedule import (

@@ -52,11 +52,7 @@ class StageParts:
 
     @classmethod
     def from_model(cls, model: nn.Module, ranks: int) -> StageParts:
-        """The parts of a whole ``model``.
-
-        Raises:
-            ConfigError: the family has no stages, or a parameter belongs to no part.
-        """
+        """The parts of a whole ``model``; ConfigError without stages, or for a parameter of no part."""
         whole = cast(Any, model)
         names = {id(module): name for name, module in model.named_modules()}
         text, base = whole.config.get_text_config(), str(getattr(model, "base_model_prefix", ""))

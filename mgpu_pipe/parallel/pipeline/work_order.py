@@ -265,10 +265,7 @@ def most_in_flight(stream: Stream) -> int:
 def forward_slots(
     schedule: str, ranks: int, micro_batches: int, stages_per_rank: StagesPerRank = "auto"
 ) -> list[Stream]:
-    """The forward passes of each time slot, without backward passes: at most one a rank, stages ascending.
-
-    Every rank takes of what is ready the latest stage, so that finished micro-batches leave first.
-    """
+    """Forward passes of each time slot alone, at most one a rank; ranks take the latest ready stage first."""
     stages_of_ranks = stages_by_rank(schedule, ranks, stages_per_rank)
     last = sum(map(len, stages_of_ranks)) - 1
     done = [0] * (last + 1)  # micro-batches that each stage has finished

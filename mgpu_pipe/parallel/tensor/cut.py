@@ -119,11 +119,7 @@ def tensor_plan(model: nn.Module, whole: Sequence[str] = ()) -> dict[str, Style]
 
 
 def sequence_plan(model: nn.Module) -> SequencePlan:
-    """Where ``model``'s sequence is split.
-
-    Raises:
-        ConfigError: a family without a plan for sequence parallelism.
-    """
+    """Where ``model``'s sequence is split; ConfigError for a family without a plan."""
     plan = family_of(_model_type(model)).sequence
     if plan is None:
         raise ConfigError(
@@ -206,10 +202,7 @@ class TensorCut:
                 layer.norm_group = self.group
 
     def sharers(self, sharing: int) -> dist.ProcessGroup:
-        """The group of the ``sharing`` neighbours that this rank shares its key-value head with.
-
-        A collective call of this tensor-parallel group alone: a pipeline stage without attention never comes here.
-        """
+        """Group of ``sharing`` neighbours with the same key-value head. Collective in this tensor-parallel group."""
         if sharing == self.size:
             return self.group
         if sharing not in self._sharers:

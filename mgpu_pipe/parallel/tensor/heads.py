@@ -25,11 +25,7 @@ KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads")
 
 
 def cut_key_values(cut: TensorCut, name: str, attention: nn.Module, layer: nn.Module) -> tuple[int, int]:
-    """Cut by key-value heads; with fewer of them than ranks, neighbours hold the same one.
-
-    Returns:
-        The heads there are, and those of this rank.
-    """
+    """Cut by key-value heads, shared by neighbours if few; returns the heads there are, and this rank's."""
     width = head_dim(attention)
     heads = outputs(layer) // width
     if heads % cut.size == 0:
@@ -124,11 +120,7 @@ def select_local_heads(cut: TensorCut, argument: str, heads: int) -> Callable[..
 
 
 def count_local_heads(cut: TensorCut, name: str, module: nn.Module, key_value_heads: tuple[int, int] | None) -> None:
-    """Set the head counts of an attention module to those of this rank.
-
-    Args:
-        key_value_heads: of the whole module, and of this rank; None where they are not cut by themselves.
-    """
+    """Set an attention module's heads to this rank's; key-value heads, whole and here, are None if not cut."""
     counts = {count: value for count in HEAD_COUNTS if isinstance(value := module.__dict__.get(count), int)}
     groups = module.__dict__.get(GROUPS)
     if key_value_heads is not None and isinstance(groups, int):
@@ -205,10 +197,7 @@ class _GatherVocabulary(torch.autograd.Function):
 def vocabulary_parallel_embedding(
     embedding: nn.Embedding, shard: VocabularyShard, sequence: SequenceSplit | None
 ) -> None:
-    """Look up the rows that this rank holds, zeros for the others, and sum over the ranks, in place.
-
-    Under sequence parallelism the sum is left to the first block, which needs a part of it only.
-    """
+    """Look up this rank's rows, else zeros, and sum in place, or under sequence parallelism in the first block."""
     look_up = embedding.forward  # a family's own look-up may scale the rows
     padding = embedding.padding_idx
     padding = padding - shard.start if padding is not None and shard.start <= padding < shard.stop else None
@@ -223,10 +212,7 @@ def vocabulary_parallel_embedding(
 
 
 def vocabulary_parallel_head(head: nn.Linear, shard: VocabularyShard, sequence: SequenceSplit | None) -> None:
-    """Make ``head`` return whole logits, in place, unless an objective's loss head returns a loss instead.
-
-    Hooks, not another ``forward``: the objective may have replaced that before, or may do so later.
-    """
+    """Make ``head`` return whole logits by hooks, as a loss head may replace ``forward`` before or later."""
 
     def enter(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         # Where the sequence was split, gathering it sums the gradient already.

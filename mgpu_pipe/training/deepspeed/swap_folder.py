@@ -19,10 +19,7 @@ GUARD, IN_USE = ".mgpu-zero-{user}.lock", "in-use"
 
 
 def claim(root: Path, token: str) -> Path:
-    """The folder ``token`` under ``root``, held by this process until it ends; a clean end removes it.
-
-    Every process of the run on this node makes this call. Folders that no living process holds are deleted.
-    """
+    """The folder ``token`` under ``root`` for all the run's processes of the node; deletes those of dead processes."""
     folder = root / f"{PREFIX}{token}"
     with _opened(root / GUARD.format(user=os.getuid())) as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)

@@ -307,11 +307,7 @@ def prepare_deepspeed(device: torch.device) -> None:
 
 
 def check_settings(settings: dict[str, Any]) -> None:
-    """Let DeepSpeed judge the values of the raw settings, whose names were checked before launch.
-
-    Raises:
-        ConfigError: it refuses one.
-    """
+    """Let DeepSpeed judge the values of raw settings, whose names are checked; ConfigError if it refuses one."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import ValidationError
 

@@ -131,11 +131,7 @@ class ZeroState(ABC):
         ]
 
     def optimizer_shards(self) -> list[LocalShard]:
-        """The optimizer's state as local shards named ``<parameter>/<state key>``.
-
-        Raises:
-            CheckpointError: a state that is neither a tensor of the flat tensor's size nor a scalar or number.
-        """
+        """State as local shards ``<parameter>/<state key>``; CheckpointError if it is no number or of another size."""
         values = {group: self.values(group) for group in {f.group for f in self.fragments}}
         shards: list[LocalShard] = []
         for f in self.fragments:

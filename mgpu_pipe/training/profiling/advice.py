@@ -28,11 +28,7 @@ def findings(
     plan: BatchPlan,
     uneven: tuple[float, float] | None = None,
 ) -> list[str]:
-    """A sentence for each finding, the most important first.
-
-    Args:
-        uneven: see :func:`mgpu_pipe.data.balance.imbalances`.
-    """
+    """A sentence for each finding, the most important first; ``uneven``: :func:`mgpu_pipe.data.balance.imbalances`."""
     waiting, transfer = times.share("waiting"), times.share("transfer")
     lines = []
     if dims.world_size > 1:

@@ -124,11 +124,8 @@ class Marks:
 def device_timeline(
     trace: Path, marks: Marks, axis_of: Callable[[Sequence[int], str, str], str]
 ) -> tuple[list[Phase], list[Blocked], Arrivals]:
-    """The device's phases by the host's clock, its collectives without compute, and when each collective began.
-
-    Args:
-        axis_of: the axis of a collective, from its group's ranks, torch's description of it, and its kind.
-    """
+    """The device's phases by the host's clock, collectives without compute, and their starts; ``axis_of`` names an
+    axis."""
     opened = gzip.open if trace.suffix == ".gz" else open
     with opened(trace, "rt", encoding="utf-8") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]

@@ -128,10 +128,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def slowest(ranks: Sequence[RankTimes]) -> tuple[int, str, float] | None:
-    """The rank with the most work, the phase in which it is slowest, and its extra seconds per step.
-
-    None unless the rank exceeds the median of the others by a tenth of a step.
-    """
+    """Rank with the most work, its slowest phase and extra seconds per step; None below a tenth of a step."""
     if len(ranks) < 2:
         return None
     rank = max(range(len(ranks)), key=lambda number: ranks[number].own_s)

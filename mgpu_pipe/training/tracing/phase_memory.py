@@ -31,11 +31,7 @@ class Collectives:
         """Bytes that this process sends by the ring algorithms."""
 
     def collective(self, func: Any, tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> str:
-        """Count an operator of ``c10d``, of these tensors and arguments; its name.
-
-        Raises:
-            NotImplementedError: an operator of several collectives.
-        """
+        """Count an operator of ``c10d`` of these tensors; returns its name. NotImplementedError for several at once."""
         name = str(schema_of(func).name).removeprefix("c10d::").strip("_")
         if self.counts and name != "recv":
             if "coalesced" in name:

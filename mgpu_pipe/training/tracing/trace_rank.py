@@ -45,11 +45,7 @@ FAKE_CUDA = Path(__file__).with_name("fake_cuda.cpp")
 
 
 def load_fake_cuda() -> None:
-    """Gives torch a CUDA device that does nothing. Call it before torch is imported, which asks once for devices.
-
-    Raises:
-        BadInputError: no compiler, or a torch with its own CUDA.
-    """
+    """Gives torch, not imported yet, a CUDA device that does nothing; BadInputError without g++, or with real CUDA."""
     assert "torch" not in sys.modules, "torch has asked for its devices"
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
