@@ -235,16 +235,8 @@ def fill_from_external(
     ignore: Sequence[str] = (),
     tokenizer: Path | None = None,
 ) -> StoredModel:
-    """The model of ``config`` filled with foreign ``weights``; all of them must fit.
-
-    Args:
-        weights: by Hugging Face's names or transformers' module names, each after ``prefix``.
-        source: for errors.
-        ignore: shell patterns of foreign names to skip.
-
-    Raises:
-        BadInputError: tensors are missing, unexpected or of other shapes; the error lists all three.
-    """
+    """The model of ``config`` with all foreign ``weights``, named like Hugging Face's or modules after ``prefix``, none
+    that ``ignore`` matches; BadInputError lists what is missing, unexpected or of another shape."""
     from mgpu_pipe.models.build import build_meta, materialise_empty, tied_sources
     from mgpu_pipe.models.weights.pretrained import UNTIED, drop_harmless, stored_buffers
     from mgpu_pipe.models.weights.slices import read_tensors

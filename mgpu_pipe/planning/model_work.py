@@ -43,14 +43,7 @@ ADAPTERS = 0.01
 
 
 def model_work(config: RunConfig, fields: Mapping[str, Any]) -> Work:
-    """The model, the rows and the precision of a run, on one process.
-
-    Args:
-        fields: see :func:`mgpu_pipe.models.fields.resolved_fields`.
-
-    Raises:
-        ConfigError: the model's shapes are unknown, or its samples are not of tokens.
-    """
+    """The model, the rows and the precision of a run on one process; ConfigError for unknown shapes, or no tokens."""
     missing = [name for name in NEEDED if not isinstance(fields.get(name), int)]
     if missing or not config.data.tokens():
         reason = f"its {missing[0]} is unknown" if missing else "its samples are not of tokens"

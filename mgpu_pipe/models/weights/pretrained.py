@@ -280,18 +280,11 @@ def _check_elements(folder: Path, model: PreTrainedModel) -> None:
 def check_loading(
     model: ModelConfig, info: Mapping[str, Any], twin: PreTrainedModel, seed: int | None
 ) -> dict[str, torch.Tensor]:
-    """Raises for tensors that do not fit, each kind with its first names.
+    """Raises for tensors that do not fit, each kind with its first names; returns keyed values of new ones by name.
 
     With a ``seed``, a folder of another model class may lack tensors of this class (a new head) and may have its own;
-    and the head of a classifier may have another number of classes.
-
-    Args:
-        info: transformers' result of a loading (``missing_keys``, ``unexpected_keys``, ``mismatched_keys``), and
-            :data:`UNTIED`.
-        twin: the model on the meta device, unsharded.
-
-    Returns:
-        Keyed initial values of new tensors, by name.
+    and the head of a classifier may have another number of classes. ``info`` is transformers' result of a loading,
+    with :data:`UNTIED`; ``twin`` is the unsharded model on the meta device.
     """
     folder = local_folder(str(model.path))
     if untied := min(info.get(UNTIED) or (), default=None):
