@@ -20,6 +20,9 @@ from mgpu_pipe.config.json_schema import INTERPOLATION, json_schema
 project = "mgpu_pipe"
 html_title = "mgpu_pipe"
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
