@@ -82,7 +82,7 @@ MEANT: tuple[tuple[str, str], ...] = (
     (
         MICRO,
         "per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size micro_batch mbs "
-        "train_micro_batch_size_per_gpu per_device_eval_batch_size eval_batch_size",
+        "train_micro_batch_size_per_gpu per_device_eval_batch_size eval_batch_size local_batch_size",
     ),
     (
         "leave it out: the micro-batches follow from data.global_batch_size and data.micro_batch_size",
@@ -135,10 +135,22 @@ MEANT: tuple[tuple[str, str], ...] = (
     ("choose it by strategy=fsdp", "use_fsdp fully_shard"),
     ("choose it by strategy=ddp", "use_ddp data_parallel"),
     ("choose it by strategy=zero1, zero2 or zero3", "zero_stage zero deepspeed use_deepspeed"),
-    ("strategy.tp", "tp_size tensor_parallel_size tensor_model_parallel_size tensor_parallel"),
-    ("strategy.pp", "pp_size pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel"),
-    ("strategy.cp", "cp_size context_parallel_size context_parallel"),
-    ("strategy.ep", "ep_size expert_parallel_size expert_model_parallel_size expert_parallel"),
+    ("strategy.tp", "tp_size tensor_parallel_size tensor_model_parallel_size tensor_parallel tensor_parallel_degree"),
+    (
+        "strategy.pp",
+        "pp_size pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel pipeline_parallel_degree",
+    ),
+    ("strategy.cp", "cp_size context_parallel_size context_parallel context_parallel_degree"),
+    ("strategy.ep", "ep_size expert_parallel_size expert_model_parallel_size expert_parallel expert_parallel_degree"),
+    ("strategy.dp_shard", "data_parallel_shard_degree fsdp_size"),
+    ("strategy.dp_replicate", "data_parallel_replicate_degree"),
+    ("data.packing", "sample_packing pad_to_sequence_len packed_sequence_size"),
+    ("choose it by peft=lora or peft=qlora", "finetuning_type peft_type"),
+    ("choose it by objective=<option> (mgpu-pipe ls objective), ZeRO's by strategy=zero1, zero2 or zero3", "stage"),
+    (
+        "use data=chat_jsonl, whose loss is on the answers, or data=jsonl, whose loss is on all",
+        "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss train_on_responses_only",
+    ),
     (
         "use data=text_files 'data.paths=[\"corpus/*.txt\"]' (or jsonl, parquet; mgpu-pipe ls data)",
         "dataset dataset_name dataset_path data_path data_dir train_file train_files train_data train_path train_paths "
