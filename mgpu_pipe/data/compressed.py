@@ -70,8 +70,17 @@ def codec_of(path: Path) -> str | None:
 
 def identity_of(path: Path, content: Fingerprint) -> str:
     """Identity of the text that is read: equal bytes under another suffix are another text."""
-    forms = [form for form in (codec_of(path), table_suffix(path)) if form]
+    forms = [form for form in (codec_of(path), table_suffix(path), WET if is_wet(path) else "") if form]
     return ":".join([*forms, content.digest])
+
+
+WET = ".wet"
+"""Suffix of Common Crawl's files of texts, under that of their compression."""
+
+
+def is_wet(path: Path) -> bool:
+    name = Path(path.stem) if codec_of(path) else path
+    return name.suffix.lower() == WET
 
 
 def table_suffix(path: Path) -> str:

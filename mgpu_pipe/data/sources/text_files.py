@@ -4,13 +4,14 @@ running Python's standard library (``data=stdlib_text``)."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
+from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
 
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.cache import Progress
-from mgpu_pipe.data.compressed import HEAD, codec_of
+from mgpu_pipe.data.compressed import HEAD, codec_of, is_wet, open_text
 from mgpu_pipe.data.data_source import DataSource
 from mgpu_pipe.data.fingerprint import Fingerprint
 from mgpu_pipe.data.text.documents import LongText, Source, Text, UndecodableError
@@ -19,15 +20,45 @@ from mgpu_pipe.errors import DataError
 
 _SHORT = 1 << 20
 """Characters up to which a text is a str."""
+_LONGEST_FIELD = 1 << 16
 
 
 def read_texts(data: DataConfig, path: Path, expected: Fingerprint) -> Iterator[tuple[Text, str, int]]:
-    """Yields the text of a file, or of each file in a zip file."""
+    """Yields the text of a file, or of each file in a zip file, or of each record in a WET file."""
+    if is_wet(path):
+        yield from _read_records(path, expected)
+        return
     members = files.members_of(path, expected)
     for number, member in enumerate(members):
         origin = str(path) if len(members) == 1 else f"{path}: {member}"
         text = _decode(files.read_parts(path, expected, member), origin)
         yield text, origin, 0 if number else expected.size
+
+
+def _read_records(path: Path, expected: Fingerprint) -> Iterator[tuple[Text, str, int]]:
+    """Yields the texts of a WET file. A record is its first line, fields, a blank line, and as many bytes as they say
+    (https://iipc.github.io/warc-specifications/specifications/warc-format/warc-1.0)."""
+    number = 0
+    try:
+        with open_text(path, expected) as file:
+            while first := file.readline(_LONGEST_FIELD):
+                if not first.strip():
+                    continue
+                number += 1
+                origin = f"{path}: record {number}"
+                lines = iter(partial(file.readline, _LONGEST_FIELD), b"")
+                fields = [line.lower().partition(b":") for line in takewhile(bytes.strip, lines)]
+                values = {name.strip(): value.strip() for name, _, value in fields}
+                size = values.get(b"content-length", b"")
+                if not first.startswith(b"WARC/") or not size.isdigit():
+                    raise DataError(f"{origin}: has no head of a WARC record; {files.REPLACE}")
+                content = file.read(min(int(size), files.LARGEST_TEXT))
+                if len(content) < int(size):
+                    raise DataError(f"{origin}: ends before its {int(size):,} bytes; {files.REPLACE}")
+                if values.get(b"warc-type") == b"conversion" and content.strip():
+                    yield _decode(iter([content]), origin), origin, expected.size if number == 1 else 0
+    except OSError as error:
+        raise files.unreadable(path, f"{path}: record {number + 1}", error) from error
 
 
 def _decode(parts: Iterator[bytes], origin: str) -> Text:

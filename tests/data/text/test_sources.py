@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import gzip
 import io
 import lzma
 import os
@@ -47,6 +48,34 @@ def _refusal(run: RunConfig, match: str, also_by_preflight: bool = True) -> None
             check_sources(run.model, run.data)
     else:
         check_sources(run.model, run.data)
+
+
+def _record(text: str, kind: str = "conversion") -> bytes:
+    content = text.encode()
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nContent-Type: text/plain\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content + b"\r\n\r\n"
+
+
+def test_each_record_of_a_wet_file_is_a_document(tmp_path: Path) -> None:
+    texts = ["First.\n\nWARC/1.0 is a format.", "Zweit\u00e9r.", ""]
+    records = [_record("software: x", "warcinfo"), *map(_record, texts)]
+    for name, content in (("a.warc.wet", b"".join(records)), ("a.warc.wet.gz", b"".join(map(gzip.compress, records)))):
+        (tmp_path / name).write_bytes(content)
+        run = config(tmp_path, source="text_files", paths=[str(tmp_path / name)])
+        check_sources(run.model, run.data)
+        assert _texts(run, tmp_path) == texts[:2]
+    (tmp_path / "a.warc.wet").write_bytes(b"".join(records)[:-60])
+    _refusal(
+        config(tmp_path, source="text_files", paths=[str(tmp_path / "a.warc.wet")]), "record 4: has no head", False
+    )
+    (tmp_path / "a.warc.wet").write_bytes(records[1][:-10])
+    _refusal(
+        config(tmp_path, source="text_files", paths=[str(tmp_path / "a.warc.wet")]), "record 1: ends before", False
+    )
+    (tmp_path / "a.warc.wet").write_bytes(b"Plain text.\n")
+    _refusal(
+        config(tmp_path, source="text_files", paths=[str(tmp_path / "a.warc.wet")]), "record 1: has no head", False
+    )
 
 
 def test_text_files_are_documents_in_sorted_order_each_once(tmp_path: Path) -> None:
