@@ -29,7 +29,6 @@ from mgpu_pipe.data.text.conversations import (
     LITERAL,
     PLACE,
     PLACES,
-    ROLES,
     SHAREGPT,
     VIDEO,
     columns_read,
@@ -39,6 +38,7 @@ from mgpu_pipe.data.text.conversations import (
     unused_columns,
 )
 from mgpu_pipe.data.text.earlier_versions import is_read_anew
+from mgpu_pipe.data.text.foreign_messages import ROLES
 from mgpu_pipe.errors import DataError
 from mgpu_pipe.system.local_files import is_file, is_folder
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
-from mgpu_pipe.data.text.conversations import CLOSE, KNOWN_ROLES, MARKS, OPEN, SEEN, is_trained
+from mgpu_pipe.data.text.conversations import CLOSE, MARKS, OPEN, SEEN, is_trained
+from mgpu_pipe.data.text.foreign_messages import KNOWN_ROLES
 from mgpu_pipe.data.text.template_limits import TemplateLimit
 from mgpu_pipe.errors import DataError
 

@@ -12,10 +12,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from mgpu_pipe.data.files import FIX, missing_column
+from mgpu_pipe.data.text.foreign_messages import GEMINI, foreign_text, row_of_gemini, standard_role, usual_messages
 from mgpu_pipe.errors import DataError
 
 SYSTEM, TOOLS, HISTORY, INPUT = "system", "tools", "history", "input"
-SYSTEM_PROMPT, FUNCTIONS, CONTEXT = "system_prompt", "functions", "context"
+SYSTEM_PROMPT, FUNCTIONS, CONTEXT, FUNCTION = "system_prompt", "functions", "context", "function"
 """Other names of the columns ``system`` (Orca), ``tools`` (OpenAI before tools) and ``input`` (Dolly)."""
 BESIDE = (SYSTEM, SYSTEM_PROMPT, TOOLS, FUNCTIONS)
 """Columns that every form reads."""
@@ -24,7 +25,7 @@ BESIDE = (SYSTEM, SYSTEM_PROMPT, TOOLS, FUNCTIONS)
 def system_before(messages: list[Any], row: dict[str, Any], origin: str) -> list[Any]:
     """Prepends the row's system message; DataError if it has another type, or the messages another one."""
     name = first_there(row, (SYSTEM, SYSTEM_PROMPT)) or SYSTEM
-    system = optional_text(row, name, origin)
+    system = optional_text({name: foreign_text(row.get(name))}, name, origin)
     if not system.strip():
         return messages
     first = messages[0] if messages and isinstance(messages[0], dict) else {}
@@ -66,10 +67,24 @@ def tools_of(row: dict[str, Any], origin: str) -> list[Any] | None:
     tools = [tools] if tools and isinstance(tools, dict) else tools
     if not tools and not isinstance(tools, int | float):
         return None
-    listed = [json_value(tool) for tool in tools] if isinstance(tools, list) else [None]
+    listed: list[Any] = [json_value(tool) for tool in tools] if isinstance(tools, list) else [None]
     if not all(isinstance(tool, dict) for tool in listed):
         raise DataError(f"{origin}: column '{TOOLS}' must be a list of objects, or a JSON string of one; {FIX}")
-    return listed
+    return [_whole_tool(tool) for tool in listed]
+
+
+def _whole_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in the form of OpenAI's chats, which templates read; LLaMA-Factory's and xLAM's rows have its function."""
+    if not is_bare_tool(tool):
+        return tool
+    return {"type": FUNCTION, FUNCTION: {name: value for name, value in tool.items() if name != "type"}}
+
+
+def is_bare_tool(tool: object) -> bool:
+    """Whether a tool is only the function of one."""
+    if not isinstance(tool, dict) or FUNCTION in tool:
+        return False
+    return isinstance(tool.get("name"), str) and tool.get("type") in (None, FUNCTION)
 
 
 def calls_of(value: object, number: int, origin: str) -> list[Any] | None:
@@ -99,13 +114,6 @@ def calls_of(value: object, number: int, origin: str) -> list[Any] | None:
 def _without_nulls(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that have a value. Parquet has all fields in all messages, and a template may ask whether one is there."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def standard_role(message: Mapping[str, Any]) -> str:
-    """Role of a message of any form by its standard name; another name unchanged."""
-    name = str(message.get("role", message.get("from")))
-    small = name.strip().lower()
-    return ROLES.get(small, small if small in KNOWN_ROLES else name)
 
 
 def unused_columns(row: dict[str, Any], read: Iterable[str]) -> list[str]:
@@ -151,25 +159,17 @@ PLACES = re.compile("|".join(EVERY_PLACE))
 OPEN, CLOSE, SEEN, LITERAL = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 """Unicode noncharacters, which no text contains, as marks in a rendering. The third one marks a content. The last one
 stands after the first character of a text that spells a token and stays text."""
-KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHAREGPT, ALPACA, COMPLETION = "conversations", ("instruction", "output"), ("prompt", "completion")
 """Columns that identify the forms."""
 _QUESTIONS = ("prompt", "instruction", "question", "query", INPUT)
 _ANSWERS = ("completion", "output", "response", "answer")
 """Names of a prompt and of its completion, in the order in which they are looked for."""
-ROLES = {
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bard", "ai", "bot", "chatbot", "model"), "assistant"),
-}
-"""Standard roles by other names, in small letters."""
-OBSERVATION = "observation"
-"""ShareGPT's role of a tool's answer, which some templates of ``messages`` write as it is."""
-CALL = "function_call"
-"""ShareGPT's role of a message with the assistant's tool calls as JSON; OpenAI's field of a call before tool_calls."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Fields for the reasoning of a message; transformers shows it to templates as the first two."""
 MARKS = ("train", "training", "train_on_turn", "loss")
 """Fields of a message that say by true or false whether the loss counts it (Axolotl, ms-swift)."""
+DETAILS = ("train_detail", "training_detail")
+"""Fields with marks of parts of a message (Axolotl)."""
 
 
 def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto") -> list[dict[str, Any]]:
@@ -182,6 +182,7 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
     Raises:
         DataError: the row is broken; names ``origin``.
     """
+    row = row_of_gemini(row, column)
     form = form_of(row, column, form)
     if form == "alpaca":
         return _checked(system_before(_alpaca(row, origin), row, origin), "instruction", origin)
@@ -190,7 +191,7 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
     if column not in row and form == "sharegpt":
         column = SHAREGPT
     if column not in row:
-        lists = [name for name, value in row.items() if isinstance(value, list)]
+        lists = [name for name, value in row.items() if isinstance(value, list) and not _is_no_talk(value)]
         if lists:
             raise missing_column(origin, "data.messages_column", column, lists)
         forms = f"{SHAREGPT}, {' and '.join(ALPACA)}, or {' and '.join(COMPLETION)}"
@@ -206,8 +207,14 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
     return _checked(value, column, origin)
 
 
+def _is_no_talk(value: list[Any]) -> bool:
+    """Whether a list holds other objects than messages, such as Axolotl's segments."""
+    return bool(value) and isinstance(value[0], dict) and not value[0].keys() & {"role", "from"}
+
+
 def columns_read(row: dict[str, Any], column: str, form: str = "auto") -> list[str]:
     """Columns of a row that become messages; arguments of :func:`messages_of`."""
+    gemini = [] if row_of_gemini(row, column) is row else GEMINI
     form = form_of(row, column, form)
     if form == "alpaca":
         return [*BESIDE, *ALPACA, INPUT, HISTORY]
@@ -216,7 +223,7 @@ def columns_read(row: dict[str, Any], column: str, form: str = "auto") -> list[s
         more = [HISTORY] if isinstance(row.get(question), str) else []
         more += [INPUT, CONTEXT] if question != "prompt" else []
         return [*BESIDE, question, answer, *more]
-    return [*BESIDE, SHAREGPT if column not in row and form == "sharegpt" else column]
+    return [*BESIDE, *gemini, SHAREGPT if column not in row and form == "sharegpt" else column]
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:
@@ -243,25 +250,6 @@ def _sides(row: Mapping[str, Any]) -> tuple[str, str]:
     return question, next((name for name in _ANSWERS if name in row), COMPLETION[1])
 
 
-def _from_sharegpt(message: object) -> object:
-    """Converts ``{"from": ..., "value": ...}`` to ``{"role": ..., "content": ...}``; returns other values unchanged."""
-    if not isinstance(message, dict) or "from" not in message or "role" in message:
-        return message
-    rest = {name: value for name, value in message.items() if name not in ("from", "value")}
-    if message["from"] == CALL:
-        return {"role": "assistant", "content": None, "tool_calls": message.get("value") or CALL, **rest}
-    role = "tool" if message["from"] == OBSERVATION else message["from"]
-    return {"role": role, "content": message.get("value"), **rest}
-
-
-def _with_call(message: dict[str, Any]) -> dict[str, Any]:
-    """Converts OpenAI's call and answer of a function, the form before ``tool_calls``."""
-    rest = {name: value for name, value in message.items() if name != CALL}
-    if message.get(CALL):
-        rest["tool_calls"] = [{"type": "function", "function": message[CALL]}]
-    return {**rest, "role": "tool"} if message.get("role") == "function" else rest
-
-
 def _alpaca(row: dict[str, Any], origin: str) -> list[dict[str, Any]]:
     question, answer = question_of(row, ALPACA[0], origin), text_of(row, ALPACA[1], origin)
     turns = [("user", question), ("assistant", answer)]
@@ -284,10 +272,7 @@ def prompt_messages(value: object, column: str, origin: str) -> list[dict[str, A
     """Converts the value of ``column`` to messages without an answer; DataError names ``origin`` if it holds none."""
     if not isinstance(value, list) or not value:
         raise DataError(f"{origin}: column '{column}' must be a list of messages, each with a role and a content")
-    said = [_from_sharegpt(message) for message in value]
-    if any(isinstance(message, dict) and message.get(CALL) for message in said):
-        said = [_with_call(message) if isinstance(message, dict) else message for message in said]
-    return [_message(message, number, origin) for number, message in enumerate(said, start=1)]
+    return [_message(message, number, origin) for number, message in enumerate(usual_messages(value), start=1)]
 
 
 def _checked(value: object, column: str, origin: str) -> list[dict[str, Any]]:
@@ -322,16 +307,20 @@ def _message(message: object, number: int, origin: str) -> dict[str, Any]:
         raise DataError(f"{origin}: the weight of message {number} is {message['weight']!r}; use 0 or 1")
     if name := next((name for name in MARKS if message.get(name) not in (True, False, None)), None):
         raise DataError(f"{origin}: {name} of message {number} is {message[name]!r}; use true or false")
+    if name := next((name for name in DETAILS if message.get(name)), None):
+        raise DataError(f"{origin}: {name} of message {number} marks parts of it; mark whole messages")
     marks = {name: bool(message[name]) for name in MARKS if message.get(name) is not None}
     return {**_without_nulls(message), **marks, "role": standard_role(message), "content": content}
 
 
-_TEXTS = ("text", "input_text", "output_text")
-"""Types of a content's parts that are texts (the last two are those of OpenAI's Responses)."""
+_TEXTS = (None, "text", "input_text", "output_text")
+"""Types of a content's parts that are texts: none in Bedrock and Gemini, the last two in OpenAI's Responses."""
 
 
 def _joined(parts: list[object], number: int, origin: str) -> str:
     """Joins the texts of ``[{"type": "text", "text": ...}, ...]``."""
+    if any(isinstance(part, dict) and part.keys() & {*MARKS, "weight"} for part in parts):
+        raise DataError(f"{origin}: a part of message {number} has a mark of its own; mark whole messages")
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") in _TEXTS else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise DataError(f"{origin}: the content of message {number} has a part that is no text; leave it out")

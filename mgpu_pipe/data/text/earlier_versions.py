@@ -22,16 +22,18 @@ from mgpu_pipe.data.text.conversations import (
     TOOLS,
     first_there,
     has_places,
+    is_bare_tool,
     is_trained,
-    standard_role,
+    json_value,
 )
+from mgpu_pipe.data.text.foreign_messages import standard_role
 from mgpu_pipe.data.text.preference_rows import COMPLETION, PROMPTS, SIDES, prompt_column
 from mgpu_pipe.errors import DataError
 
 if TYPE_CHECKING:
     from mgpu_pipe.data.text.render_chat import ChatTemplate
 
-_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+_SHAREGPT = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bard"), "assistant"), "observation": "tool"}
 """Roles that earlier versions translated, of messages with ``from``."""
 
 
@@ -42,6 +44,9 @@ def is_read_anew(row: dict[str, Any], column: str, kind: str) -> bool:
     if row.get(SYSTEM) is None and row.get(SYSTEM_PROMPT) and not has_system:
         return True
     if row.get(TOOLS) is None and row.get(FUNCTIONS):
+        return True
+    tools = json_value(row.get(TOOLS))
+    if any(is_bare_tool(json_value(tool)) for tool in (tools if isinstance(tools, list) else [tools])):
         return True
     if row.get(INPUT) is None and row.get(CONTEXT) and any(name in row for name in ("instruction", "question")):
         return True

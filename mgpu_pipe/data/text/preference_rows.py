@@ -22,23 +22,27 @@ from mgpu_pipe.data.text.conversations import (
     is_trained,
     messages_of,
     question_of,
-    standard_role,
     system_before,
 )
+from mgpu_pipe.data.text.foreign_messages import standard_role
 from mgpu_pipe.errors import ConfigError, DataError
 
 Messages = list[dict[str, Any]]
 SIDES = ("chosen", "rejected")
 OF_OPENAI = ("preferred_output", "non_preferred_output")
 """Columns of OpenAI's pairs; their ``input`` holds messages and tools."""
+RESPONSES = {"chosen_response": "chosen", "rejected_response": "rejected"}
+"""Columns of the answers in pairs of Argilla and NeMo."""
 SHOWN = 40
 """Characters of a prompt in an error message."""
 PROMPTS = ("prompt", "messages", "conversations", "instruction", "question")
 """Columns of the prompt in rows without ``data.messages_column``."""
 
 
-def pair_of_openai(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of OpenAI's form under the usual names; any other row unchanged."""
+def usual_pair(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of OpenAI's, Argilla's or NeMo's form under the usual names; any other row unchanged."""
+    if row.keys() >= RESPONSES.keys() and not row.keys() & {*SIDES}:
+        return {RESPONSES.get(name, name): value for name, value in row.items()}
     prompt = row.get(INPUT)
     if not isinstance(prompt, dict) or not all(name in row for name in OF_OPENAI):
         return row
@@ -58,7 +62,7 @@ def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messag
     """
     if column in SIDES:
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds an answer")
-    row = pair_of_openai(row)
+    row = usual_pair(row)
     whole = [conversation_of(row, side, origin, column) for side in SIDES]
     shared = 0
     while shared < min(map(len, whole)) - 1 and whole[0][shared] == whole[1][shared]:
@@ -136,7 +140,7 @@ def _users_texts(messages: list[Any]) -> list[str]:
 
 def preference_columns(column: str) -> list[str]:
     """Columns that become pairs."""
-    return [*BESIDE, *SIDES, *OF_OPENAI, column, *PROMPTS, INPUT, HISTORY]
+    return [*BESIDE, *SIDES, *OF_OPENAI, *RESPONSES, column, *PROMPTS, INPUT, HISTORY]
 
 
 def _prompt(row: dict[str, Any], origin: str, column: str) -> list[Any]:

@@ -26,10 +26,12 @@ from mgpu_pipe.data.text.conversations import (
     CLOSE,
     EVERY_PLACE,
     LITERAL,
+    MARKS,
     OPEN,
     PLACE,
     REASONING,
     SEEN,
+    TOOLS,
     as_parts,
     columns_read,
     has_places,
@@ -41,17 +43,19 @@ from mgpu_pipe.data.text.conversations import (
 )
 from mgpu_pipe.data.text.notes import Notes
 from mgpu_pipe.data.text.preference_rows import (
-    pair_of_openai,
     preference_columns,
     preference_of,
     unpaired_columns,
     unpaired_of,
+    usual_pair,
 )
 from mgpu_pipe.data.text.template_limits import LARGEST_VALUE, LimitedEnvironment, TemplateLimit, limited, reason
 from mgpu_pipe.errors import BadInputError, DataError
 
 _TYPE = re.compile(r"""['"]type['"]|\.type\b""")
 """Matches a template that reads the type of a content's parts."""
+READ_FIELDS = frozenset(("role", "content", "tool_calls", "weight", *MARKS, *REASONING))
+"""Fields of a message that this program reads; it names reasoning that a template leaves out as odd."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _HAS_OWN_DATE = re.compile(r"strftime_now\s+is\s+(not\s+)?(un)?defined")
 TODAY = date(2026, 1, 1)
@@ -130,6 +134,7 @@ class ChatTemplate:
             self._template = environment.from_string(self.source)
         self.notes = Notes()
         self._answers = AnswerFinder(self.render, self.special_tokens.get("eos_token", ""), self.stop_tokens)
+        self._fields_in_source = frozenset(re.findall(r"\w+", self.source))
         self._marks_generation = bool(_GENERATION.search(self.source))
         self._takes_parts = self._takes_places = False
         self.arguments: Form | None = None
@@ -232,7 +237,7 @@ class ChatTemplate:
     def preference(self, line: str, origin: str, column: str, rendered_before: bool = False) -> list[Rendered]:
         """Renders the two conversations of a preference pair, the chosen one first; spans cover only the answers."""
         row = json_row(line, origin, column)
-        both, tools = preference_of(row, origin, column), tools_of(pair_of_openai(row), origin)
+        both, tools = preference_of(row, origin, column), tools_of(usual_pair(row), origin)
         self.notes.add_unused(origin, unused_columns(row, preference_columns(column)))
         return [self._rendered_within_limits(messages, tools, origin, len(line), rendered_before) for messages in both]
 
@@ -247,6 +252,7 @@ class ChatTemplate:
     def _rendered_within_limits(
         self, messages: list[dict[str, Any]], tools: object, origin: str, size: int, rendered_before: bool
     ) -> Rendered:
+        self.notes.add_unused(origin, self._unread_fields(messages, tools))
         for number, message in enumerate(messages, start=1):
             content = message["content"] or ""
             if LITERAL in content and not self.places:
@@ -258,6 +264,13 @@ class ChatTemplate:
                 return self._rendered(messages, tools, origin)
         except TemplateError as error:
             raise DataError(f"{origin}: the chat template refuses these messages: {reason(error)}") from error
+
+    def _unread_fields(self, messages: Sequence[Mapping[str, Any]], tools: object) -> list[str]:
+        """Fields of messages that neither this program nor the template reads (tools' answers aside), and ``tools``."""
+        names = {name for message in messages if message["role"] != "tool" for name in message}
+        unread = sorted(names - READ_FIELDS - self._fields_in_source)
+        unread_tools = [TOOLS] if tools and TOOLS not in self._fields_in_source else []
+        return [*unread_tools, *(f"{name} of messages" for name in unread)]
 
     def _rendered(self, messages: list[dict[str, Any]], tools: object, origin: str) -> Rendered:
         full = self._marked(messages, tools)

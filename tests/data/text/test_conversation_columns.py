@@ -82,6 +82,42 @@ SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
         ({"query": "a?", "response": "b", "history": [["a?", "b"]]}, [ASKED, SAID, ASKED, SAID]),
         ({"input": "a?", "output": "b"}, [ASKED, SAID]),
         ({"prompt": "a?", "response": "b", "context": "unread"}, [ASKED, SAID]),
+        (
+            {"system": [{"text": "Be brief."}], "messages": [ASKED, {**SAID, "content": [{"text": "b"}]}]},
+            [SYSTEM, ASKED, SAID],
+        ),
+        (
+            {
+                "systemInstruction": {"role": "system", "parts": [{"text": "Be brief."}]},
+                "contents": [{"role": "user", "parts": [{"text": "a?"}]}, {"role": "model", "parts": [{"text": "b"}]}],
+            },
+            [SYSTEM, ASKED, SAID],
+        ),
+        (
+            {"conversations": [*SHAREGPT, {"from": "function", "value": "2"}]},
+            [ASKED, SAID, {"role": "tool", "content": "2"}],
+        ),
+        (
+            {
+                "messages": [
+                    ASKED,
+                    *({"role": "tool_call", "content": json.dumps({"name": name, "arguments": {}})} for name in "fg"),
+                    *({"role": "tool_response", "content": text} for text in "12"),
+                    SAID,
+                    {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'},
+                ]
+            },
+            [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"name": name, "arguments": {}} for name in "fg"],
+                },
+                *({"role": "tool", "content": text} for text in "12"),
+                {**SAID, "tool_calls": [{"name": "f", "arguments": {}}]},
+            ],
+        ),
     ],
 )
 def test_known_columns_become_messages(row: dict[str, Any], expected: list[dict[str, Any]]) -> None:
@@ -110,6 +146,15 @@ def test_known_columns_become_messages(row: dict[str, Any], expected: list[dict[
         ({"messages": [ASKED, SAID], "tools": 3}, "column 'tools' must be a list of objects"),
         ({"messages": [ASKED, SAID], "tools": "add"}, "column 'tools' must be a list of objects"),
         ({"messages": [ASKED, SAID], "tools": ["add"]}, "column 'tools' must be a list of objects"),
+        (
+            {"messages": [ASKED, {**SAID, "content": [{"type": "text", "text": "b", "train": False}]}]},
+            "a part of message 2 has a mark of its own; mark whole messages",
+        ),
+        (
+            {"messages": [ASKED, {**SAID, "train_detail": [{"begin_offset": 0, "end_offset": 0, "train": False}]}]},
+            "train_detail of message 2 marks parts of it; mark whole messages",
+        ),
+        ({"segments": [{"label": True, "text": "a"}]}, "rename its columns to some of these: segments"),
     ],
 )
 def test_wrong_kinds_are_refused_in_one_line(row: dict[str, Any], told: str) -> None:
@@ -127,12 +172,30 @@ def test_each_mark_leaves_an_answer_out_of_the_loss(mark: str) -> None:
     assert not template.odd
 
 
+@pytest.mark.parametrize(
+    ("read", "unread"),
+    [
+        ("", "prefix of messages, tools, train_on_eot of messages"),
+        ("{{ m.prefix }}", "tools, train_on_eot of messages"),
+        ("{{ tools }}", "prefix of messages, train_on_eot of messages"),
+    ],
+)
+def test_fields_of_messages_that_nothing_reads_are_named_once(read: str, unread: str) -> None:
+    template = ChatTemplate(f"{{% for m in messages %}}{{{{ m.role + m.content }}}}{read}{{% endfor %}}")
+    said = {**SAID, "train_on_eot": True, "prefix": "", "weight": 1, "loss": True}
+    for number in (1, 2):
+        row = {"messages": [ASKED, said], "tools": TOOLS}
+        template.conversation(json.dumps(row), f"x:{number}", "messages")
+    assert template.notes.summary().startswith(f"columns that are not used: {unread} (first: ")
+    assert set(template.notes.unused.values()) == {"x:1"}
+
+
 def test_functions_are_tools() -> None:
     rows = [
-        {"messages": [ASKED, SAID], "functions": [TOOLS[0]["function"]]},
+        *({"messages": [ASKED, SAID], name: [TOOLS[0]["function"]]} for name in ("functions", "tools")),
         {"messages": [ASKED, SAID], "tools": TOOLS[:1]},
     ]
-    assert tools_of(rows[0], "x:1") == tools_of(rows[1], "x:1")
+    assert tools_of(rows[0], "x:1") == tools_of(rows[1], "x:1") == tools_of(rows[2], "x:1")
     assert not unused_columns(rows[0], columns_read(rows[0], "messages"))
 
 
@@ -252,6 +315,7 @@ def test_a_prompt_next_to_whole_conversations_is_one_of_their_messages() -> None
             "preferred_output": [{**SAID, "content": "chosen"}],
             "non_preferred_output": [{**SAID, "content": "rejected"}],
         },
+        {"prompt": "a?", "chosen_response": "chosen", "rejected_response": "rejected"},
         {
             "prompt": "a?",
             "messages": [ASKED, {**SAID, "content": "chosen"}],
@@ -263,7 +327,7 @@ def test_a_prompt_next_to_whole_conversations_is_one_of_their_messages() -> None
             **{side: [{"role": "model", "content": side}] for side in ("chosen", "rejected")},
         },
     ],
-    ids=["HH-RLHF", "OpenAI", "UltraFeedback", "roles"],
+    ids=["HH-RLHF", "OpenAI", "Argilla", "UltraFeedback", "roles"],
 )
 def test_pairs_of_other_forms_are_read(row: dict[str, Any]) -> None:
     template = template_of("qwen3")

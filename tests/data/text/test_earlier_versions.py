@@ -37,6 +37,11 @@ def talk(*messages: dict[str, Any], **columns: Any) -> dict[str, Any]:
 NEW: dict[str, tuple[dict[str, Any], str]] = {
     "a system prompt": (talk(system_prompt="Be short."), CHATML),
     "functions": (talk(functions=[{"name": "f"}]), CHATML + "{{ tools }}"),
+    "tools without their kind": (talk(tools='[{"name": "f"}]'), CHATML + "{{ tools }}"),
+    "a function's answer": (
+        {"conversations": [{"from": "function", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        CHATML,
+    ),
     "another role": (talk({**USER, "role": "Human"}, ANSWER), CHATML),
     "another mark": (talk(USER, ANSWER, USER, {**ANSWER, "training": False}), CHATML),
     "a place of no picture": (talk({**USER, "content": "a <image> b"}, ANSWER), PARTS),
@@ -44,6 +49,11 @@ NEW: dict[str, tuple[dict[str, Any], str]] = {
     "a header after the last turn": (talk(), ALWAYS_ASKS),
 }
 OLD: dict[str, tuple[dict[str, Any], str]] = {
+    "an observation": (
+        {"conversations": [{"from": "observation", "value": "a"}, {"from": "gpt", "value": "b"}], "tools": "[]"},
+        CHATML,
+    ),
+    "whole tools": (talk(tools=[{"type": "function", "function": {"name": "f"}}]), CHATML),
     "plain": (talk(topic="a", system_prompt="", functions=[]), CHATML),
     "parts": (talk(), PARTS),
     "a system message": (talk({"role": "system", "content": "Be."}, USER, ANSWER, system_prompt="Be."), CHATML),
