@@ -21,7 +21,8 @@ import torch
 from safetensors.torch import save_file
 
 from mgpu_pipe.cli.main import main
-from mgpu_pipe.errors import BadInputError
+from mgpu_pipe.errors import BadInputError, MgpuError
+from mgpu_pipe.serving.engine_process import EngineClient, compare
 from mgpu_pipe.serving.engines import EngineRequest, Gpus, choose_sizes, find_engine
 from mgpu_pipe.serving.source import read_adapters
 from tests.inference.support import write_run, write_texts
@@ -285,6 +286,23 @@ def test_sglangs_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFi
     drafted = ("--draft", str(runs / "sglang_draft"))
     _, words, _ = printed(capsys, str(runs / "llama"), "--engine", "sglang", *GPUS, *drafted)
     assert prepare_server_args(words[3:]).context_length == 64
+
+
+def test_a_refused_answer_is_a_different_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """llama.cpp sends no answer whose bytes are not UTF-8; one that is sent and equal is enough."""
+
+    def answer(client: EngineClient, prompt: str, *_: object) -> str:
+        if prompt == "sent":
+            return "same"
+        raise MgpuError("http://127.0.0.1:1/v1: the server answers 500: no UTF-8")
+
+    monkeypatch.setattr(EngineClient, "greedy_answer", answer)
+    client, pairs = EngineClient("http://127.0.0.1:1", None, "talk"), [("refused", "\ufffd"), ("sent", "same")]
+    compare(client, {"answers": pairs, "is_chat": False}, is_exact=False)
+    assert "1 of 2 greedy answers" in (said := capsys.readouterr().out) and "'the server answers 500: no UTF-8'" in said
+    for kept, is_exact in ((pairs, True), (pairs[:1], False)):
+        with pytest.raises(MgpuError, match="answers 500"):
+            compare(client, {"answers": kept, "is_chat": False}, is_exact)
 
 
 STANDIN = """#!{python}
