@@ -69,6 +69,7 @@ def prepare(wanted: Preparation) -> dict[str, Any]:
     from mgpu_pipe.inference.generation import generate_text
     from mgpu_pipe.inference.model_arguments import silence_transformers
     from mgpu_pipe.inference.open import load_run
+    from mgpu_pipe.inference.visual_prompts import PromptVisuals
 
     silence_transformers()
     if wanted.out is not None:
@@ -77,7 +78,8 @@ def prepare(wanted: Preparation) -> dict[str, Any]:
     run = load_run(wanted.source, wanted.device, frozen, wanted.average)
     chat = None if run.config is None else run.chat()
     limits: dict[str, Any] = {"max_new_tokens": ANSWER_TOKENS, "temperature": 0.0}
-    texts = generate_text(run.model, run.tokenizer(), PROMPTS, chat=chat, **limits)
+    visuals = PromptVisuals.from_files(run, [])  # some models take inputs next to every question
+    texts = generate_text(run.model, run.tokenizer(), PROMPTS, chat=chat, visuals=visuals, **limits)
     result = {"is_chat": chat is not None, "answers": list(zip(PROMPTS, texts, strict=True))}
     if wanted.answers is not None:
         file = Path(wanted.answers)

@@ -75,7 +75,6 @@ def find_served(folder: Path, frozen: Path | None, average: bool, name: str | No
     if model_class not in GENERATIVE:
         raise BadInputError(f"{folder}: its {model_class} generates no text that a server streams; use mgpu-pipe eval")
     fields = resolved_fields(model)
-    fields = fields.get("text_config") or fields
     digest = _digest(source, frozen, average)
     return ServedModel(
         folder,

@@ -288,7 +288,9 @@ def test_sglangs_own_parser_takes_the_words(runs: Path, capsys: pytest.CaptureFi
     assert prepare_server_args(words[3:]).context_length == 64
 
 
-def test_a_refused_answer_is_a_different_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_answer_is_a_different_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """llama.cpp sends no answer whose bytes are not UTF-8; one that is sent and equal is enough."""
 
     def answer(client: EngineClient, prompt: str, *_: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -11,12 +12,17 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mgpu_pipe.inference.generation import generate_text
 from mgpu_pipe.inference.open import LoadedRun, load_run
+from mgpu_pipe.inference.visual_prompts import PromptVisuals
+from tests.inference.test_seen_and_heard import STRONG
+from tests.objectives.test_vision_language import chats
 from tests.serving.servers import CONTEXT, QUESTIONS, Server, serving, train_run
+from tests.support import small_runs
 from tests.support.command import REPOSITORY, mgpu, start
 from tests.support.documented import blocks
 from tests.support.needs import need_openai, need_server
@@ -114,7 +120,7 @@ def test_a_seed_repeats_a_draw(server: Server) -> None:
         ({"prompt": [1, 2]}, 400, "prompt"),
         ({"prompt": "a", "model": "gpt-4"}, 404, "'talk'"),
         ({"prompt": "a", "stop": [""]}, 400, "stop"),
-        ({"prompt": "x" * 5_000_000}, 413, "bytes"),
+        ({"prompt": "x" * 17_000_000}, 413, "bytes"),
     ],
 )
 def test_a_bad_request_is_refused_in_openais_form(
@@ -122,6 +128,43 @@ def test_a_bad_request_is_refused_in_openais_form(
 ) -> None:
     code, content = server.send("/v1/completions", body)
     assert code == status and part in json.loads(content)["error"]["message"], content
+
+
+def image_part(content: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(content).decode()}"}}
+
+
+def asked(server: Server, *parts: dict[str, Any]) -> tuple[int, str]:
+    """The status, and the greedy answer or the refusal, of a question with these parts."""
+    turns = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}]
+    status, body = server.send("/v1/chat/completions", {"messages": turns, "temperature": 0, "max_tokens": 8})
+    answer = json.loads(body)
+    return status, answer["choices"][0]["message"]["content"] if status == 200 else answer["error"]["message"]
+
+
+def test_questions_about_pictures_are_answered_as_by_the_run(tmp_path: Path) -> None:
+    need_server()
+    small_runs.run(chats, tmp_path / "run", 1, STRONG, "trainer.max_steps=1", "strategy=single")
+    files = [tmp_path / "p" / name / "0.png" for name in ("dark", "light")]
+    run = load_run(tmp_path / "run")
+    turns = [{"role": "user", "content": "<image><image>What is it?"}]
+    visuals, given = PromptVisuals.from_files(run, files), {"chat": run.chat(), "max_new_tokens": 8, "temperature": 0}
+    [expected] = generate_text(run.model, run.tokenizer(), [turns], visuals=visuals, **given)  # type: ignore[arg-type]
+    pictures = [image_part(file.read_bytes()) for file in files]
+    noise = {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}
+    address = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
+    with serving(tmp_path / "cache", tmp_path, "run") as server:
+        assert asked(server, *pictures) == (200, expected)
+        assert asked(server, *pictures[::-1])[1] != expected
+        for part, problem in (
+            (image_part(b"no picture"), "image-1: "),
+            (noise, "audio-1: LlavaForConditionalGeneration hears no recordings"),
+            (address, "messages[0]: image_url is no data"),
+            ({"type": "file"}, "messages[0]: a part is none of text, image_url"),
+            ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%"}}, "no base64"),
+        ):
+            status, refusal = asked(server, part)
+            assert status == 400 and problem in refusal and str(tmp_path) not in refusal, refusal
 
 
 def test_only_the_token_opens_the_interface_and_the_page_is_open(server: Server) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 import secrets
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 
 from mgpu_pipe.config.group_keys import PeftConfig
-from mgpu_pipe.data.text.tokenizer_folder import chat_of
 from mgpu_pipe.errors import BadInputError, one_line
 from mgpu_pipe.inference.generation import end_tokens, generate_text
+from mgpu_pipe.inference.visual_prompts import PromptVisuals
 from mgpu_pipe.models.adapters.lora import add_adapters, is_adapter
 from mgpu_pipe.models.adapters.low_rank import MAGNITUDE, A, B
 from mgpu_pipe.models.adapters.peft_folder import (
@@ -30,7 +32,7 @@ from mgpu_pipe.models.adapters.peft_folder import (
     name_in_peft,
 )
 from mgpu_pipe.models.weights.folder import read_header
-from mgpu_pipe.serving.server.requests import AnswerRequest, RequestError
+from mgpu_pipe.serving.server.requests import AnswerRequest, Media, RequestError
 from mgpu_pipe.system.local_files import MAX_CONFIG_BYTES, parse_json, read_bytes
 
 if TYPE_CHECKING:
@@ -164,8 +166,7 @@ class Answerer:
     """
 
     def __init__(self, run: LoadedRun, models: Mapping[str, PreTrainedModel]) -> None:
-        self._models, self._tokenizer = models, run.tokenizer()
-        self._chat = None if run.tokenizer_folder is None else chat_of(run.tokenizer_folder)
+        self._run, self._models, self._tokenizer, self._chat = run, models, run.tokenizer(), run.chat()
         self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._waiting = 0
 
@@ -235,7 +236,26 @@ class Answerer:
             top_p=request.top_p,
             seed=secrets.randbits(32) if request.seed is None else request.seed,
             streamer=streamer,  # type: ignore[arg-type]
+            visuals=_read_media(self._run, request.media),
         )
+
+
+def _read_media(run: LoadedRun, media: Media) -> PromptVisuals | None:
+    """The pictures and recordings of a request as the run's model takes them.
+
+    Raises:
+        BadInputError: a file is no picture or recording, or the model takes none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = {}
+        for option, contents in (("image", media.pictures), ("audio", media.sounds)):
+            files[option] = [Path(folder) / f"{option}-{number}" for number in range(1, len(contents) + 1)]
+            for file, content in zip(files[option], contents, strict=True):
+                file.write_bytes(content)
+        try:
+            return PromptVisuals.from_files(run, files["image"], sounds=files["audio"])
+        except BadInputError as error:
+            raise BadInputError(re.sub(rf"--\w+={re.escape(folder)}/", "", one_line(error))) from error
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

@@ -24,7 +24,8 @@ from mgpu_pipe.serving.server.answerer import Answerer, Piece
 from mgpu_pipe.serving.server.requests import AnswerRequest, RequestError, read_request
 
 STATIC = Path(__file__).with_name("static")
-BODY_BYTES = 4_000_000
+BODY_BYTES = 16_000_000
+"""Room for a phone's picture in base64."""
 BODY_S = 10.0
 """Time for the body of a request."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

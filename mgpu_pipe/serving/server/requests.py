@@ -5,10 +5,13 @@ Source: https://platform.openai.com/docs/api-reference/chat/create and ``.../com
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from mgpu_pipe.data.text.conversations import AUDIO, PLACE
 
 ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 16
@@ -58,11 +61,19 @@ class RequestError(ValueError):
 
 
 @dataclass(frozen=True)
+class Media:
+    """Contents of the picture and recording files of a conversation, in their order."""
+
+    pictures: list[bytes] = field(default_factory=list)
+    sounds: list[bytes] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class AnswerRequest:
     """A request for one answer.
 
     Attributes:
-        prompt: a text to continue, or a conversation's messages to answer.
+        prompt: a text to continue, or a conversation's messages to answer, with a place for each file of ``media``.
         max_tokens: of the answer; None for the rest of the context.
         temperature: 0 always takes the likeliest token.
         seed: of the draws; None draws one.
@@ -79,6 +90,7 @@ class AnswerRequest:
     stops: tuple[str, ...]
     stream: bool
     includes_usage: bool
+    media: Media
 
     @property
     def is_chat(self) -> bool:
@@ -108,9 +120,10 @@ def read_request(body: object, is_chat: bool) -> AnswerRequest:
         raise RequestError(f"stream={body['stream']!r}: not true or false; correct it", "stream")
     if not isinstance(options, Mapping):
         raise RequestError(f"stream_options={options!r}: no object; send {{...}}", "stream_options")
+    media = Media()
     return AnswerRequest(
         model=_text(body, "model", ""),
-        prompt=_messages(body) if is_chat else _prompt(body),
+        prompt=_messages(body, media) if is_chat else _prompt(body),
         max_tokens=int(limit) if limit is not None else None if is_chat else COMPLETION_TOKENS,
         temperature=1.0 if temperature is None else float(temperature) if temperature >= COLDEST else 0.0,
         top_p=1.0 if top_p is None else float(top_p),
@@ -118,6 +131,7 @@ def read_request(body: object, is_chat: bool) -> AnswerRequest:
         stops=_stops(body),
         stream=body.get("stream") is True,
         includes_usage=options.get("include_usage") is True,
+        media=media,
     )
 
 
@@ -150,27 +164,50 @@ def _prompt(body: Mapping[str, Any]) -> str:
     return prompt
 
 
-def _messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+def _messages(body: Mapping[str, Any], media: Media) -> list[dict[str, str]]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages: missing or empty; give a list of {role, content}", "messages")
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    return [_message(message, f"messages[{number}]", media) for number, message in enumerate(messages)]
 
 
-def _message(message: object, where: str) -> dict[str, str]:
+def _message(message: object, where: str, media: Media) -> dict[str, str]:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(message, dict) or role not in ROLES:
         raise RequestError(f"{where}: no object with one of the roles {', '.join(ROLES)}; correct it", "messages")
     content = message.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            raise RequestError(f"{where}: has parts that are no text; this server takes texts only", "messages")
-        if not all(isinstance(part.get("text"), str) for part in content):
-            raise RequestError(f"{where}: has a part without a text; give {{type, text}}", "messages")
-        content = "".join(part["text"] for part in content)
+        content = "".join(_part(part, where, media) for part in content)
     if not isinstance(content, str):
         raise RequestError(f"{where}: its content is no text; give one", "messages")
     return {"role": "system" if role == "developer" else str(role), "content": content}
+
+
+def _part(part: object, where: str, media: Media) -> str:
+    """The text of a part of a message; of a picture or a recording, which goes to ``media``, its place."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    value = part.get(kind) if isinstance(part, dict) and isinstance(kind, str) else None
+    if kind == "text" and isinstance(value, str):
+        return value
+    if kind == "image_url":
+        url = value.get("url") if isinstance(value, dict) else value
+        head, _, data = str(url).partition(",")
+        if not head.startswith("data:") or not head.endswith(";base64"):
+            fix = "send data:image/png;base64,... as this server loads nothing"
+            raise RequestError(f"{where}: image_url is no data; {fix}", "messages")
+        media.pictures.append(_decoded(data, f"{where}: image_url"))
+        return PLACE
+    if kind == "input_audio":
+        media.sounds.append(_decoded(value.get("data") if isinstance(value, dict) else None, f"{where}: input_audio"))
+        return AUDIO
+    raise RequestError(f"{where}: a part is none of text, image_url and input_audio; correct it", "messages")
+
+
+def _decoded(data: object, where: str) -> bytes:
+    try:
+        return base64.b64decode(str(data), validate=True)
+    except ValueError as error:
+        raise RequestError(f"{where}: no base64 ({error}); encode the file again", "messages") from None
 
 
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
