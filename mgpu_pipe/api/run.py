@@ -126,11 +126,7 @@ class Run:
         return self._loaded(step, device).model
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the run.
-
-        Raises:
-            BadInputError: the run has no tokenizer.
-        """
+        """The tokenizer of the run; BadInputError if it has none."""
         from mgpu_pipe.inference.generation import load_tokenizer
 
         with as_exceptions():

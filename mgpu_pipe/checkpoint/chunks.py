@@ -188,11 +188,8 @@ class ChunkedFile:
             raise CheckpointError(size_fault(path, self.size, expected))
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` (bytes, writable) with the file's content from ``offset`` on.
-
-        Raises:
-            CheckpointError: the range leaves the file, or a chunk does not have its hash; names file and chunk.
-        """
+        """Fill ``target`` (writable bytes) from ``offset`` on; CheckpointError beyond the file, or names a bad
+        chunk."""
         end = offset + target.nbytes
         if offset < 0 or end > self.size:
             raise CheckpointError(f"{self.path}: bytes {offset} to {end} are outside the file of {self.size} bytes")

@@ -46,11 +46,7 @@ class Comparison:
 
 
 def compare_tensors(a: Path, b: Path, kinds: tuple[str, ...] = KINDS) -> Comparison:
-    """Compare the tensors of two step folders, written under any strategies; checks every chunk that it reads.
-
-    Raises:
-        CheckpointError: a checkpoint is damaged; the error names file and chunk.
-    """
+    """Compare the tensors of two step folders of any strategies; CheckpointError names a damaged file and chunk."""
     first, second = CheckpointReader(a), CheckpointReader(b)
     result = Comparison()
     if first.manifest.root == second.manifest.root:

@@ -87,11 +87,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make ``path`` and its missing parents, and flush each into its parent folder.
-
-    Raises:
-        FileExistsError: ``path`` exists, perhaps just made by another process (which may also make a parent).
-    """
+    """Make ``path`` and missing parents, each flushed; FileExistsError if it exists, perhaps by another process."""
     # There is no check for ``path`` before, so that only one of several processes makes it.
     missing = [path, *(folder for folder in path.parents if not folder.exists())]
     for folder in reversed(missing):
@@ -148,11 +144,8 @@ def open_regular(path: Path) -> tuple[int, int]:
 
 
 def read_into(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
-    """Fill ``target`` with the file's bytes from ``offset`` on.
-
-    Raises:
-        CheckpointError: the file is too short, or the disk reports an error.
-    """
+    """Fill ``target`` with the file's bytes from ``offset`` on; CheckpointError if it is too short, or the disk
+    fails."""
     done = 0
     while done < target.nbytes:
         try:

@@ -55,11 +55,7 @@ def leftovers(root: Path) -> list[Path]:
 
 
 def inspect_step(step: int, folder: Path, verify: Verify) -> Step:
-    """Everything about one committed step; returns its faults instead of raising.
-
-    Args:
-        verify: ``full`` hashes every chunk of every file, ``size`` checks the files' sizes.
-    """
+    """Everything about one committed step, faults included; ``verify`` hashes chunks (``full``) or checks sizes."""
     if folder.is_symlink():
         return Step(step, folder, (layout.is_a_link(folder),))
     try:

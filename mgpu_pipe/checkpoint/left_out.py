@@ -58,12 +58,7 @@ class LeftOut:
         return {KEY: asdict(self)}
 
     def require(self, folder: Path | None, cache: Path, step: Path) -> None:
-        """Refuse a ``folder`` whose weights are not those that the ``step`` leaves out.
-
-        Raises:
-            CheckpointError: the folder has other weights, or is None.
-            ModelFolderError: the model folder is incomplete.
-        """
+        """Refuse a ``folder`` without the weights that ``step`` leaves out (CheckpointError), or an incomplete one."""
         if folder is None:
             raise CheckpointError(
                 f"{step}: leaves out {len(self.names)} frozen weights, which are those of {self.folder}; "
@@ -77,11 +72,7 @@ class LeftOut:
 
 
 def weights_digest(folder: Path, cache: Path) -> str:
-    """SHA-256 over the names and contents of a model folder's weight files; the cache avoids reading known files.
-
-    Raises:
-        ModelFolderError: the model folder is incomplete.
-    """
+    """SHA-256 over names and contents of a folder's weight files, cached; ModelFolderError if incomplete."""
     folder = expand_home(folder)
     check_model_folder(folder)
     names = weight_files(folder)

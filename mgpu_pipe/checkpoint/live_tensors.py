@@ -52,11 +52,7 @@ def _shards_of(named: Iterable[tuple[str, Layout | None, torch.Tensor]]) -> list
 
 
 def optimizer_shards(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[LocalShard]:
-    """The optimizer's state as local shards named ``<parameter>/<state key>``.
-
-    Raises:
-        CheckpointError: a state is neither a tensor nor a number and has no canonical form.
-    """
+    """State as local shards ``<parameter>/<state key>``; CheckpointError if it is neither tensor nor number."""
     shards: list[LocalShard] = []
     for name, layout, parameter in _named_parameters(model):
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -144,11 +140,7 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
 
 
 def exchange_json(value: object, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's ``value``, in the order of ranks. A collective call.
-
-    Args:
-        value: a JSON value; floats keep every bit, tuples become lists.
-    """
+    """Every rank's JSON ``value`` in order; floats keep every bit, tuples become lists. A collective call."""
     text = json.dumps(value, allow_nan=False).encode()
     _, size = rank_and_size(group)
     if size == 1:
@@ -236,11 +228,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def blocks(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a tensor into blocks of at most ``SLICE_BYTES`` in row-major order.
-
-    Yields:
-        ``(offsets, shape)`` of each block; together they tile the tensor.
-    """
+    """Yields ``(offsets, shape)`` of row-major blocks of at most ``SLICE_BYTES`` that tile a tensor."""
     nbytes = item_bytes
     for size in shape:
         nbytes *= size
@@ -263,11 +251,7 @@ def blocks(shape: tuple[int, ...], item_bytes: int) -> Iterator[tuple[tuple[int,
 
 
 def host_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order, without a copy if possible, else in slices.
-
-    Args:
-        tensor: any shape, also a view, on any device.
-    """
+    """Bytes of any tensor or view on any device in row-major order, without a copy if possible, else in slices."""
     tensor = tensor.detach()
     if tensor.numel() == 0:
         return

@@ -205,12 +205,7 @@ def shards_to_write(plan: Plan, rank: int, kind: str, shards: Sequence[LocalShar
 
 
 def describe(model: Sequence[LocalShard], optimizer: Sequence[LocalShard]) -> list[ShardRecord]:
-    """The records of this rank's shards.
-
-    Raises:
-        ValueError: a local shard's tensor does not have its tensor slice's shape, is not materialised, or has an
-            unknown dtype.
-    """
+    """Records of this rank's shards; ValueError for a wrong shape, no data, or an unknown dtype."""
     entries: list[ShardRecord] = []
     for kind, shards in zip(layout.KINDS, (model, optimizer), strict=True):
         for shard in shards:

@@ -62,10 +62,7 @@ class LocalShard:
 
 
 def tiling_fault(global_shape: Sequence[int], tensor_slices: Sequence[TensorSlice]) -> str | None:
-    """The reason why ``tensor_slices`` do not cover every element of a tensor exactly once; None if they do.
-
-    Slices inside the tensor that do not overlap and have its volume together leave no gap.
-    """
+    """Reason why slices do not cover a tensor exactly once, or None: no overlap, and its volume together."""
     for tensor_slice in tensor_slices:
         if len(tensor_slice.offsets) != len(global_shape) or len(tensor_slice.shape) != len(global_shape):
             return f"{tensor_slice.key} does not have the {len(global_shape)} dimensions of the tensor"

@@ -97,11 +97,7 @@ def check_packing(fields: Mapping[str, Any], packing: str, attn_implementation: 
 
 
 def check_model(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
-    """Check the model's folder and tokenizer, its class, and the values of ``model.config``.
-
-    Raises:
-        ConfigError, ConfigErrors, ModelFolderError: the keys or the files that are wrong.
-    """
+    """Check the model's folder and tokenizer, its class, and ``model.config``; the error names keys or files."""
     from mgpu_pipe.models.field_ranges import check_activations, check_ranges
     from mgpu_pipe.models.reached_fields import check_reached
 
@@ -134,10 +130,7 @@ def check_model(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig
 
 
 def check_tokenizer_size(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
-    """Refuse a model vocabulary smaller than the data's tokenizer or alphabet.
-
-    :func:`check_model_folder` compares the vocabulary of a folder without overrides.
-    """
+    """Refuse a vocabulary smaller than the tokenizer; :func:`check_model_folder` does so without overrides."""
     from mgpu_pipe.data.model_field import trained_vocab_size, transcripts_vocab_size
 
     samples = samples_of(data.source)
@@ -228,11 +221,7 @@ def _spare_tokens(model: ModelConfig, data: DataConfig, file: Path) -> dict[int,
 
 
 def check_attention(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
-    """Check that the model's attention fits the objective and the packing of the data.
-
-    Raises:
-        ConfigError: the first key that does not fit.
-    """
+    """Raise ConfigError where the model's attention does not fit the objective and the packing."""
     fields = model_fields(model)
     trained = description(objective.name)
     model_type, flash = fields.get("model_type"), model.attn_implementation in FLASH

@@ -75,11 +75,7 @@ def _range_errors(node: object, path: str) -> Iterator[ConfigError]:
 
 
 def size_errors(config: RunConfig, elsewhere: bool = False) -> list[BadInputError]:
-    """Errors of strategy, world and batch.
-
-    Args:
-        elsewhere: nothing is started here; the run may be for another machine with GPUs.
-    """
+    """Errors of strategy, world and batch; ``elsewhere`` for another machine with GPUs, too."""
     errors = strategy_errors(config)
     if not errors:
         try:

@@ -160,10 +160,7 @@ def device_errors(strategy: StrategyConfig, trainer: TrainerConfig, joined: bool
 
 
 def configured_interfaces(device_type: str) -> list[str] | None:
-    """This machine's interfaces that the variable selects, as NCCL reads it; gloo accepts whole names only.
-
-    None if the variable is not set.
-    """
+    """Interfaces that the variable selects, as NCCL reads it (gloo: whole names); None if it is not set."""
     selection = os.environ.get(INTERFACES[device_type], "")
     if not selection:
         return None

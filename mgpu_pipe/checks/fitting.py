@@ -73,11 +73,7 @@ def sample_errors(data: DataConfig, objective: ObjectiveConfig) -> list[ConfigEr
 
 
 def model_fix(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig, fix: str) -> str:
-    """The fix for a model that the objective cannot train: shipped models and data, or other objectives.
-
-    Args:
-        fix: the general advice, such as ``use a causal language model``; a question stays unchanged.
-    """
+    """Fix for a model that the objective cannot train: shipped models and data, other objectives, or ``fix``."""
     if fix.endswith("?"):
         return fix
     trained = description(objective.name)

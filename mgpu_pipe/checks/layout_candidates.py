@@ -108,11 +108,7 @@ class Candidates:
 
 
 def on_processes(trainer: TrainerConfig, profile: HardwareProfile, gpus: int) -> tuple[TrainerConfig, list[str]]:
-    """The keys of so many processes of the hardware, and the overrides for it.
-
-    Raises:
-        ConfigError: the GPUs fill no whole number of nodes.
-    """
+    """Keys and overrides of so many processes; ConfigError if the GPUs fill no whole number of nodes."""
     typed = trainer.devices
     node = min(gpus, typed if typed != "auto" else int(profile.gpus_per_node))
     if gpus % node:
@@ -187,11 +183,7 @@ def _allowed_sizes(config: RunConfig, fields: Mapping[str, Any], gpus: int) -> A
 
 
 def find_candidates(config: RunConfig, profile: HardwareProfile, gpus: int) -> Candidates:
-    """Every layout that the model and the batch allow.
-
-    Raises:
-        ConfigError: they allow no layout.
-    """
+    """Every layout that the model and the batch allow; ConfigError if there is none."""
     fields = model_fields(config.model)
     trainer, words = on_processes(config.trainer, profile, gpus)
     placed = replace(config, trainer=trainer)

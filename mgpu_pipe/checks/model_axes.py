@@ -155,12 +155,7 @@ FEED_FORWARDS = ("n_inner", "ffn_dim", "d_ff", "ffn_hidden_size", "intermediate_
 def tensor_parallel_errors(
     fields: Mapping[str, Any], model_type: str, tp: int, sequence_parallel: bool, seq_len: int
 ) -> list[ConfigError]:
-    """Errors that keep a model of these sizes from being sharded over ``tp`` ranks.
-
-    Args:
-        fields: of the model's configuration, with standard names; see
-            :func:`mgpu_pipe.models.fields.resolved_fields`.
-    """
+    """Errors that keep a model of resolved ``fields`` from being sharded over ``tp`` ranks."""
     if tp == 1:
         return []
     if not has_tensor_plan(model_type):
@@ -252,11 +247,7 @@ def _largest(fields: Mapping[str, Any], tp: int) -> int:
 def model_axis_errors(
     config: RunConfig, dims: ParallelDims, plan: BatchPlan, fields: Mapping[str, Any]
 ) -> list[BadInputError]:
-    """Errors of the model axes' sizes.
-
-    Args:
-        fields: of the model's configuration (:func:`mgpu_pipe.models.fields.resolved_fields`).
-    """
+    """Errors of the model axes' sizes, for a model of resolved ``fields``."""
     strategy, model_type = config.strategy, str(fields.get("model_type"))
     errors: list[BadInputError] = [
         *_fp8_errors(strategy, config.precision, config.trainer, dims),

@@ -38,10 +38,7 @@ NOT_PARTS = ("quantization_config", "generation_config", "per_layer_config")
 
 
 def name_errors(model: ModelConfig, optimizer: OptimizerConfig, peft: PeftConfig) -> list[BadInputError]:
-    """An error for each pattern with a name that is not in the model's source.
-
-    Returns no errors if a part's source is not in its usual place.
-    """
+    """An error for each pattern with a name that the model's source lacks; none if a part's source is elsewhere."""
     fields = given_fields(model)
     known = config_class(str(fields.get("model_type", model.type)))
     parts, possible = parts_in(fields), PARTS if known is None or _names_of_parts(known) else ()

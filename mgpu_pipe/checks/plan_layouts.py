@@ -96,11 +96,7 @@ class Losers:
 
 
 def plan_layouts(config: RunConfig) -> tuple[list[PlannedRun], Losers]:
-    """The best ``plan.rows`` layouts by ``plan.rank_by``, shared evenly by all hardware and numbers of GPUs.
-
-    Raises:
-        ConfigError: no such hardware, unknown shapes, no price, or no layout that fits.
-    """
+    """The best ``plan.rows`` layouts by ``plan.rank_by`` on all hardware and GPUs; ConfigError if none is found."""
     plans, losers = list[PlannedRun](), Losers()
     worlds = [
         (profile, gpus)
@@ -229,11 +225,7 @@ LAYOUT_KEYS = (
 
 
 def words_against(base: StrategyConfig, plan: PlannedRun) -> list[str]:
-    """Overrides besides the plan's that set what ``base`` has otherwise.
-
-    Args:
-        base: what the other words of the command compose with the plan's ``strategy=<name>``.
-    """
+    """Overrides besides the plan's against ``base``, which other words compose with the plan's strategy."""
     present = {word.partition("=")[0] for word in plan.overrides}
     rest = "dp_replicate" if base.name == "ddp" else "dp_shard"  # auto is what the other axes leave
     words = []
@@ -310,12 +302,7 @@ class TracedLayout:
 
 
 def typed_layout(config: RunConfig) -> TracedLayout:
-    """The layout of the configuration as it is, on the hardware of ``plan.hardware``.
-
-    Raises:
-        ConfigError: several sizes of a world.
-        ConfigErrors: a strategy that its world, model or batch does not allow.
-    """
+    """The configured layout on ``plan.hardware``; ConfigError for several worlds, ConfigErrors if not allowed."""
     refuse_untraceable(config)
     trainer, words = first_processes(config.trainer, config.launch, config.plan)
     placed = replace(config, trainer=trainer)

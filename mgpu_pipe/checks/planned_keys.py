@@ -26,11 +26,7 @@ TRIED = 8
 
 
 def with_planned_strategy(config: RunConfig) -> tuple[RunConfig, list[Notice]]:
-    """``config`` of ``strategy=auto`` with the planned strategy and micro-batch, and a notice that says which.
-
-    Raises:
-        ConfigError: no layout fits, or the planner does not know the model, the objective or the hardware.
-    """
+    """``config`` of ``strategy=auto`` with the planned strategy, and a notice; ConfigError if there is none."""
     trainer = replace(config.trainer, devices=devices_per_node(config.trainer, config.strategy))
     plan = replace(config.plan, gpus=[], rows=TRIED, rank_by="speed", hardware=config.plan.hardware[:1])
     try:
@@ -90,11 +86,7 @@ def with_predicted_micro_batch(
 
 
 def micro_batch_sizes(config: RunConfig, elsewhere: bool = False) -> list[int]:
-    """Micro-batch sizes that a process's samples and the pipeline's schedule allow, ascending.
-
-    Raises:
-        ConfigError: there are none, by the error of the smallest.
-    """
+    """Micro-batch sizes that samples and schedule allow, ascending; ConfigError of the smallest if none."""
     dims = ParallelDims.from_config(config.trainer, config.strategy)
     share = BatchPlan.resolve(with_micro_batch(config, 1).data, dims.data_parallel_size, dims.pp).samples_per_process
     unchecked = replace(config, trainer=replace(config.trainer, memory_check="off"))

@@ -147,11 +147,7 @@ NEED_LOGGER = ("LearningRateMonitor", "DeviceStatsMonitor")
 
 
 def callback_errors(leaf: Mapping[str, Any], key: str, has_logger: bool) -> Iterator[ConfigError]:
-    """Errors of the callback in ``leaf``; none for other classes.
-
-    Args:
-        has_logger: whether the run has one of Lightning's loggers.
-    """
+    """Errors of the callback in ``leaf``, none for other classes; ``has_logger``: the run has one of Lightning's."""
     target = str(leaf["_target_"])
     names = inherited_names(target, CALLBACKS)
     for reason, fix in (refusal for name, refusal in REFUSED.items() if name in names):

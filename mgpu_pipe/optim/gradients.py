@@ -159,11 +159,7 @@ class LossScale:
     interval: int = 2000
 
     def update(self, finite: bool) -> None:
-        """Adapts the scale to the outcome of a step's backward passes.
-
-        Raises:
-            OverflowError: gradients are not finite at any scale.
-        """
+        """Adapts the scale to the outcome of a step; OverflowError if gradients are not finite at any."""
         if not finite:
             self.value, self.updates = self.value * BACKOFF, 0
             if self.value < SMALLEST:

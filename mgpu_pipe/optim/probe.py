@@ -62,11 +62,7 @@ Make = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
 def probe(target: str, lr: float, weight_decay: float, options: Mapping[str, Any], cuda: bool = False) -> Findings:
-    """Builds the optimizer and takes a few steps.
-
-    Args:
-        cuda: whether the run uses CUDA; options that need it are dropped here.
-    """
+    """Builds the optimizer and takes a few steps, without options for CUDA unless the run uses it."""
     usable = {name: value for name, value in options.items() if not (cuda and name in ("capturable", "fused"))}
     try:
         make = _maker(target, lr, weight_decay, usable)

@@ -24,11 +24,7 @@ OGG = re.compile("T2dnU[A-Za-z0-9+/]{0,400000}={0,2}")
 
 
 def comparison(views: list[RunView], links: Sequence[str]) -> dict[str, Any]:
-    """The comparison table, with sort keys of its cells and the best value of each column marked.
-
-    Args:
-        links: address of each run's report; an empty string for none.
-    """
+    """Comparison table with sort keys and best values; ``links`` are addresses of the runs' reports, or empty."""
     measures = [
         ("loss", [view.final("train/loss") for view in views], partial(numbers.fixed, decimals=4), min),
         ("held-out loss", [view.final("val/loss") for view in views], partial(numbers.fixed, decimals=4), min),

@@ -43,12 +43,7 @@ class ClassFigures:
 
 
 def class_figures(findings: Mapping[str, Any], names: Sequence[str]) -> list[ClassFigures]:
-    """Figures of every class.
-
-    Args:
-        findings: of :meth:`mgpu_pipe.objectives.class_sums.ClassSums.findings`.
-        names: of the classes, in the order of their numbers.
-    """
+    """Figures of every class, by ``findings`` of ``ClassSums`` and ``names`` in the order of numbers."""
     counts, confusion = findings["classes"], findings.get("confusion")
     figures = []
     for number, (name, samples, right, predicted) in enumerate(

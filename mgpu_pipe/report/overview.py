@@ -65,11 +65,7 @@ NAMES_WIDTH = len("checkpoint") + 2
 
 
 def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Rows of ``mgpu-pipe check`` for a configuration without errors: a name and its text.
-
-    Args:
-        conf_options: options from ``./conf`` in the working folder.
-    """
+    """Rows of ``mgpu-pipe check``, name and text, for a right configuration with options of ``./conf``."""
     strategy, processes = config.strategy, world_size(config.trainer, config.strategy)
     dims = ParallelDims.resolve(strategy, processes)
     plan = BatchPlan.resolve(config.data, dims.data_parallel_size, dims.pp)
@@ -93,11 +89,7 @@ def overview(config: RunConfig, conf_options: Sequence[str] = ()) -> list[tuple[
 
 
 def goodput_line(plan: PlanConfig, minutes: float | None, processes: int) -> str | None:
-    """The best time between saves and the useful share of time; None without ``plan.failure_hours``.
-
-    Args:
-        minutes: ``checkpoint.every_n_minutes``.
-    """
+    """Best time between saves (now every ``minutes``) and useful share, or None without ``plan.failure_hours``."""
     if plan.failure_hours is None:
         return None
     failures = Failures.of_gpus(plan.failure_hours, processes, plan.save_stall_s, plan.restart_s)

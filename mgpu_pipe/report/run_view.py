@@ -171,11 +171,7 @@ class RunView:
 
 
 def load_run(paths: RunPaths) -> RunView:
-    """Read a run's folder.
-
-    Raises:
-        RunFolderError: the folder is not a run's.
-    """
+    """Read a run's folder; RunFolderError if it is none."""
     if not is_run_folder(paths.root):
         raise RunFolderError(_not_a_run(paths.root))
     view = RunView(paths)
@@ -207,10 +203,7 @@ def load_run(paths: RunPaths) -> RunView:
 
 
 def differing(views: list[RunView]) -> list[list[str]]:
-    """The differences of each run from the others, as ``key=value``.
-
-    They are overrides that not all runs share, or differing configuration keys where all overrides are the same.
-    """
+    """Differences of each run from the others as ``key=value``: overrides, else configuration keys."""
     common = set(views[0].overrides).intersection(*(view.overrides for view in views)) if views else set()
     overrides = [[item for item in view.overrides if item not in common and not names_the_run(item)] for view in views]
     if any(overrides):

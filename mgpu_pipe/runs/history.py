@@ -129,11 +129,7 @@ def note_unbegun(paths: RunPaths, started: float, cause: str) -> None:
 
 
 def check_progress(paths: RunPaths, most_without_progress: int) -> None:
-    """Refuse to continue if the time limit stopped too many attempts in a row before their first step.
-
-    Raises:
-        WorkerError: too many attempts; the summary records the reason, too.
-    """
+    """Raise WorkerError, also into the summary, if too many attempts in a row ended before a first step."""
     entries, step = read(paths), _step_of(_newest(paths))
     stuck = list(takewhile(lambda entry: _left_at(step, entry), entries[::-1]))
     if len(stuck) <= most_without_progress or not any(map(_by_the_limit, stuck)):

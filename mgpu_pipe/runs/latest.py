@@ -86,11 +86,7 @@ def newest_run(root: Path, *, saved: bool = False) -> Path:
 
 
 def named_or_newest(folder: Path | None, root: Path | None, *, saved: bool = False) -> Path:
-    """The user's folder, or the latest run below ``run.root``, whose path is printed to stderr.
-
-    Raises:
-        BadInputError: there is no run, or both arguments are set.
-    """
+    """The user's folder, or the latest run below ``run.root``, printed to stderr; BadInputError if none or both."""
     if folder is not None:
         if root is not None:
             raise BadInputError(f"{ROOT_KEY}={root}: is where the newest run is looked for; leave out one of them")
@@ -101,11 +97,7 @@ def named_or_newest(folder: Path | None, root: Path | None, *, saved: bool = Fal
 
 
 def split_root(words: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Split ``run.root=<folder>`` from a verb's words; the last one counts.
-
-    Raises:
-        ConfigError: the value is empty.
-    """
+    """Split the last ``run.root=<folder>`` from a verb's words; ConfigError for an empty one."""
     root: Path | None = None
     others: list[str] = []
     for word in words:
@@ -235,11 +227,7 @@ def resumable_folders(run: RunOptions, checkpoint: CheckpointConfig) -> list[Pat
 
 
 def resumed_config(config: RunConfig, swept: Sequence[str]) -> RunConfig | None:
-    """Configuration of the run that ``config`` resumes; None for a new run.
-
-    Args:
-        swept: see :func:`mgpu_pipe.runs.run_folder.choose_folder`, which takes the same run.
-    """
+    """Configuration of the run that ``config`` (a point's overrides: ``swept``) resumes; None for a new one."""
     folders = resumable_folders(config.run, config.checkpoint)
     if config.run.dir is None and config.checkpoint.resume == "auto":
         runs = expand_home(config.run.root) / config.run.name

@@ -125,11 +125,7 @@ def listed(folder: Path, *, sized: bool = True) -> Listed:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete a run: rename its folder, which hides it at once, then delete its files.
-
-    Raises:
-        RunFolderError: it is not a run's folder, a launch holds it, or it cannot be deleted.
-    """
+    """Hide a run's folder by its new name, then delete it; RunFolderError if it is none, held, or stays."""
     if folder.is_symlink():
         raise RunFolderError(f"{folder}: is a symbolic link; delete the folder that it leads to")
     if not is_run_folder(folder):

@@ -222,10 +222,7 @@ class RunLock:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a local process holds this lock file or another host has a lease in it; returns without waiting.
-
-    Only :class:`RunLock` decides for certain.
-    """
+    """Whether a local process or another host's lease has this lock, without waiting; :class:`RunLock` decides."""
     try:
         check_plain(path)  # the folder may be another user's
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -121,10 +121,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> dict[str, list[float]]:
-    """Columns of a metrics file in order: floats, with NaN for an empty cell; ``step`` has ints.
-
-    Incomplete rows (a torn last line) are skipped. A missing or empty file gives ``{}``.
-    """
+    """Columns of a metrics file, NaN for an empty cell, ``step`` as ints; skips torn rows, ``{}`` without a file."""
     columns, rows = _read_rows(path)
     table: dict[str, list[float]] = {}
     for position, name in enumerate(columns):
@@ -134,10 +131,7 @@ def read_metrics(path: Path) -> dict[str, list[float]]:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[tuple[int, float]]]:
-    """Steps and finite values of some columns, several times faster than reading whole tables.
-
-    A missing or unreadable file, or a missing column, gives an empty list.
-    """
+    """Steps and finite values of columns, faster than whole tables; empty without file or column."""
     series_by_name: dict[str, list[tuple[int, float]]] = {name: [] for name in names}
     try:
         content = read_bytes(path, MAX_TABLE_BYTES)

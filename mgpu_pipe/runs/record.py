@@ -45,11 +45,7 @@ def read_samples(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
 
 
 def cut_samples_after(path: Path, step: int) -> None:
-    """Drop the samples of steps after ``step``.
-
-    Raises:
-        RunFolderError: the file cannot be written.
-    """
+    """Drop the samples of steps after ``step``; RunFolderError if the file cannot be written."""
     if not path.exists():
         return
     remaining = [

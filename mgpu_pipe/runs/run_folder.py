@@ -54,10 +54,7 @@ class RunFolder:
     note: str = ""
 
     def discard(self) -> None:
-        """Remove the files of this launch if it was refused before training, so that the folder stays usable.
-
-        After training started, nothing is removed.
-        """
+        """Remove this launch's files if it was refused before training; then the folder stays usable."""
         if not self.began or exists(self.paths.checkpoints) or exists(self.paths.metrics):
             return
         for entry in self.paths.root.iterdir():

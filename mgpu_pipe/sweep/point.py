@@ -109,11 +109,7 @@ def check_spec(spec: Mapping[str, Any], where: object) -> None:
 
 
 def as_point(record: object, where: object) -> Point:
-    """Point from a store's record; ignores entries of later versions.
-
-    Raises:
-        BadInputError: ``record`` is no point.
-    """
+    """Point from a store's record, later versions' entries ignored; BadInputError if it is none."""
     if not isinstance(record, dict):
         raise BadInputError(f"{where}: a record of it is not a point of a sweep; restore the store from a copy")
     _check(record, _POINT, ("number", "overrides"), where)

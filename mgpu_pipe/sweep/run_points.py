@@ -262,11 +262,8 @@ def _limit(scheduler: SchedulerConfig, trainer: TrainerConfig, budget: int) -> N
 
 
 def grid(request: SweepRequest) -> list[list[list[str]]]:
-    """Trials of every combination of the command line's values and the rows of ``sweep.points``.
-
-    Raises:
-        ConfigError: a key has a range of values, which cannot be enumerated; more than :data:`MOST_POINTS` points.
-    """
+    """Trials of all combinations of values and ``sweep.points``; ConfigError for a range, or over
+    :data:`MOST_POINTS`."""
     listed: list[list[list[str]]] = []
     for key, values in request.values.items():
         if not isinstance(values, list):
@@ -289,11 +286,7 @@ def grid(request: SweepRequest) -> list[list[list[str]]]:
 
 
 def read_points(path: Path) -> list[list[str]]:
-    """Overrides of every row of a csv file of points.
-
-    Raises:
-        ConfigError: the file cannot be read, has no row, a key twice, or a row of another length.
-    """
+    """Overrides of every row of a csv file of points; ConfigError if it has no row, or a wrong one."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
             lines = csv.reader(file)

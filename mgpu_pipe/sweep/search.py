@@ -111,11 +111,7 @@ def suggest(
 
 
 def check_installed(kind: str) -> None:
-    """Check that the packages of this search are installed.
-
-    Raises:
-        ConfigError: naming what to install.
-    """
+    """Raise ConfigError that names what to install for this search."""
     from importlib.util import find_spec
 
     needed = {"grid": (), "random": (), "gp": ("optuna", "scipy")}.get(kind, ("optuna",))

@@ -67,11 +67,7 @@ class Parameter:
 
 
 def parameter(key: str, value: Override | Any) -> Parameter:
-    """Parameter from ``sweep.space.<key>`` or from a range on the command line.
-
-    Raises:
-        ConfigError: ``value`` is no space, or an empty one.
-    """
+    """Parameter of ``sweep.space.<key>`` or of a typed range; ConfigError if it is no space, or empty."""
     name = f"sweep.space.{key}"
     if isinstance(value, Mapping):
         when = value.get("when")
@@ -122,11 +118,7 @@ def _range(name: str, key: str, low: Any, high: Any, log: bool, when: Mapping[st
 
 
 def ordered(space: Mapping[str, Parameter]) -> list[Parameter]:
-    """The parameters, each after the parameters that its condition names.
-
-    Raises:
-        ConfigError: a condition never holds, or conditions form a circle.
-    """
+    """The parameters after those that their conditions name; ConfigError for a circle, or one that never holds."""
     for parameter in space.values():
         for key, value in (parameter.when or {}).items():
             if value not in (space[key].values if key in space else ()):

@@ -42,11 +42,7 @@ LOWER_IS_BETTER = ("throughput/step_s", "memory/peak_gib")
 
 
 def start(parsed: Namespace, words: Sequence[str]) -> int:
-    """Create the sweep of the command line ``words`` and run it; returns the exit code.
-
-    Raises:
-        ConfigErrors: the sweep's keys are wrong, or no point can run.
-    """
+    """Create and run the sweep of ``words``; returns the exit code, ConfigErrors if nothing can run."""
     from mgpu_pipe.checks.start import joined
 
     if joined():
@@ -80,11 +76,7 @@ def start(parsed: Namespace, words: Sequence[str]) -> int:
 
 
 def spec_of(request: SweepRequest, words: Sequence[str]) -> dict[str, object]:
-    """Entries of ``sweep.json``.
-
-    Raises:
-        ConfigErrors: the sweep's keys are wrong.
-    """
+    """Entries of ``sweep.json``; ConfigErrors if the sweep's keys are wrong."""
     config, settings = request.config, request.config.sweep
     errors: list[BadInputError] = [*_whole_sweep_errors(request)]
     metrics = [settings.metric] if isinstance(settings.metric, str) else list(settings.metric)
@@ -191,10 +183,7 @@ def _lower_is_better(objective: ObjectiveConfig, tasks: EvalConfig, metric: str)
 
 
 def ends(space: Sequence[Parameter]) -> list[list[str]]:
-    """Points to check before a search: each choice or end once, with the other parameters at their first.
-
-    A conditional parameter is checked where its condition holds.
-    """
+    """Points to check before a search: each choice or end once where its condition holds, others at their first."""
     points: list[list[str]] = []
     for searched in space:
         for value in searched.ends:
@@ -261,11 +250,7 @@ def _by_hydra(parsed: Namespace, store: Store) -> int:
 
 
 def extend(store: Store, words: Sequence[str]) -> None:
-    """Add every combination of the values in ``words`` with the present values of the sweep's other keys.
-
-    Raises:
-        BadInputError: ``words`` cannot be read, or all of their points exist.
-    """
+    """Add all combinations of ``words`` with the present values of other keys; BadInputError if none is new."""
     spec = store.spec
     if any(word.startswith("sweep.seeds=") for word in words):
         return _more_seeds(store, words)

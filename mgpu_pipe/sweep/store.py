@@ -153,11 +153,7 @@ class Store:
 
 
 def check_name(root: Path, name: str | None) -> None:
-    """Check the name of a new sweep below ``root``.
-
-    Raises:
-        ConfigError: the name cannot be a folder's, or is taken.
-    """
+    """Check the name of a new sweep below ``root``; ConfigError if it is no folder's, or taken."""
     if name is None:
         return
     if "/" in name or "\\" in name or not name.isprintable() or not name.strip() or name.startswith((".", "-")):

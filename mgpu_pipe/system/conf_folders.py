@@ -28,11 +28,7 @@ def conf_dir() -> Path:
 
 
 def own_conf() -> Path | None:
-    """``./conf`` of the working directory; None if it is missing or is the shipped tree.
-
-    Raises:
-        ConfigErrors: files have the names of shipped ones; one error each, with both paths.
-    """
+    """``./conf`` unless missing or the shipped tree; ConfigErrors for files of shipped names, with both paths."""
     folder, shipped = Path(OWN).absolute(), conf_dir()
     if not folder.is_dir() or folder.resolve() == shipped.resolve():
         return None

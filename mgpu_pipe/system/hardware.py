@@ -139,10 +139,7 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def gpu_name() -> str | None:
-    """Name of the driver's first GPU (NVML's nvmlDeviceGetName), e.g. ``NVIDIA H100 80GB HBM3``; None without one.
-
-    The name of a GPU that is cut into instances ends in ``MIG``.
-    """
+    """Name of the driver's first GPU, e.g. ``NVIDIA H100 80GB HBM3``, ``... MIG`` if cut, or None."""
     nvml = _nvml()[0]
     device, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
     if nvml is None or not _driver_gpus() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)) != 0:

@@ -17,11 +17,7 @@ SLURM_PORTS = (15000, 20000)
 
 
 def existing_world(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the joined world; empty without one, so that this process launches its own.
-
-    Raises:
-        ConfigError: a variable is missing or not a valid number.
-    """
+    """Variables of the joined world, empty without one; ConfigError for a missing or wrong number."""
     if LIFELINE_FD in environment:
         return {}
     if _is_torchs(environment):

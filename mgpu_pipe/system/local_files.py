@@ -214,11 +214,7 @@ def _opened(path: Path, inside: Path | None) -> BinaryIO:
 
 
 def check_plain(path: Path, inside: Path | None = None) -> None:
-    """Refuse anything but a plain file in its folder; ignores a missing file.
-
-    Raises:
-        NotPlainError: a pipe, socket, device or folder, or a link that leads out of ``inside``.
-    """
+    """Raise NotPlainError for a pipe, socket, device, folder, or a link out of ``inside``; not if missing."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -236,11 +232,7 @@ def check_plain(path: Path, inside: Path | None = None) -> None:
 
 
 def check_folder(folder: Path, largest_json: int = MAX_JSON_BYTES, depth: int = 2) -> None:
-    """Check that a folder has only plain files, before a library reads it.
-
-    Raises:
-        NotPlainError: naming the first other entry.
-    """
+    """Raise NotPlainError for the first entry of a folder that is no plain file, before a library reads it."""
     for entry in sorted(os.scandir(folder), key=lambda item: item.name):
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):

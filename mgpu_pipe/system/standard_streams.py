@@ -75,10 +75,7 @@ class OutlivingStream:
 
 @contextmanager
 def live_descriptor() -> Iterator[int]:
-    """Descriptor for the live output of workers, which ends in ``sys.stderr``.
-
-    It is standard error or, if ``sys.stderr`` is another stream (a notebook's cell), a pipe into it.
-    """
+    """Descriptor for the workers' live output: standard error, or a pipe into another ``sys.stderr``."""
     stream = sys.stderr
     try:
         direct = stream.fileno() == STDERR

@@ -240,10 +240,8 @@ def fill(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> None
 
 
 def squared_errors(shards: Iterable[LocalShard], full: Mapping[str, torch.Tensor]) -> list[list[object]]:
-    """List of ``[name, offsets, shape, e]`` by local shard; e is the squared 2-norm of its difference from ``full``.
-
-    A tensor that ``full`` lacks counts as zero; ``e`` is None if not finite, which JSON cannot express.
-    """
+    """``[name, offsets, shape, e]`` by shard, e its squared error against ``full`` (0 if missing), None if not
+    finite."""
     errors: list[list[object]] = []
     for shard in shards:
         difference = shard.tensor.detach().cpu().double()

@@ -88,11 +88,7 @@ def jobs(words: list[str]) -> int:
 
 
 def queued(*, ended: bool = False) -> list[Job]:
-    """This user's jobs that this program submitted, in SLURM's order.
-
-    Args:
-        ended: include ended jobs that SLURM still knows.
-    """
+    """This user's jobs of this program in SLURM's order, with ``ended`` ones that SLURM still knows."""
     states = ["--states=all"] if ended else []
     jobs = []
     for line in ask(["squeue", "--me", "--array", "--noheader", *states, f"--format={QUEUE_FORMAT}"]).splitlines():
