@@ -69,13 +69,9 @@ def answer_prompts(
 ) -> None:
     """Answer this process's batches; the first process then waits for the others and writes the output.
 
-    Args:
-        forward: replaces the model's forward pass; see :func:`~mgpu_pipe.inference.generation.generate_text`.
-        is_cut: whether this process holds a part of the model alone; then rows are texts.
-
-    Raises:
-        DataError: a row is bad and ``settings.on_bad_row`` is ``refuse``.
-        BadInputError: the model does not generate text.
+    ``forward`` replaces the model's forward pass (:func:`~mgpu_pipe.inference.generation.generate_text`). With
+    ``is_cut`` this process holds a part of the model alone, and rows are texts. DataError for a bad row if
+    ``settings.on_bad_row`` is ``refuse``, BadInputError for a model that generates no text.
     """
     if not run.model.can_generate():
         raise BadInputError(f"{run.source}: {type(run.model).__name__} does not generate text; use mgpu-pipe eval")
