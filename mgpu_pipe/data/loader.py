@@ -16,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.balance import deal
 from mgpu_pipe.data.order import Order
 from mgpu_pipe.data.ordered_work import work_in_order
-from mgpu_pipe.data.samples import Prepared, SampleSet, evaluation_numbers, require_costs
+from mgpu_pipe.data.samples import Prepared, SampleSet, deal, evaluation_numbers, require_costs
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.topology import BatchPlan
 

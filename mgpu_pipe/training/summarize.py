@@ -10,7 +10,7 @@ import torch
 
 from mgpu_pipe.config.objective import bits_per_byte, description
 from mgpu_pipe.config.resolve import uses_tf32
-from mgpu_pipe.data.balance import imbalances
+from mgpu_pipe.data.samples import imbalances
 from mgpu_pipe.errors import GradientSpikeError
 from mgpu_pipe.objectives.base import Objective
 from mgpu_pipe.parallel.random_streams import STATISTICAL, uses_dropout

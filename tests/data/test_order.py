@@ -15,11 +15,10 @@ from mgpu_pipe.checks.preflight import preflight
 from mgpu_pipe.cli.main import main
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import RunConfig
-from mgpu_pipe.data.balance import deal, imbalance
 from mgpu_pipe.data.loader import train_step_batches
 from mgpu_pipe.data.order import GlobalOrder
 from mgpu_pipe.data.prepare_data import prepare as prepare_any
-from mgpu_pipe.data.samples import SampleSet
+from mgpu_pipe.data.samples import SampleSet, deal, imbalance
 from mgpu_pipe.data.step_batch import StepBatch
 from mgpu_pipe.data.text.packed_dataset import PackedDataset
 from mgpu_pipe.data.text.prepare_text import prepare

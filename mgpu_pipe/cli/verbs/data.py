@@ -126,13 +126,13 @@ def _amounts(
 
 def _balance(objective: ObjectiveConfig, samples: SampleSet, order: Order, plan: BatchPlan) -> list[tuple[str, str]]:
     """Load imbalance of the processes in the first steps, with and without balancing by cost."""
-    from mgpu_pipe.data.balance import STEPS, describe_imbalance, imbalances
+    from mgpu_pipe.data.samples import MEASURED_STEPS, describe_imbalance, imbalances
 
     ratios = imbalances(samples, order, plan)
     if ratios is None:
         return []
     what = describe_imbalance(objective, plan)
-    text = f"{what}, {STEPS} steps: {ratios[0]:.3f}; with data.balance=cost {ratios[1]:.3f}"
+    text = f"{what}, {MEASURED_STEPS} steps: {ratios[0]:.3f}; with data.balance=cost {ratios[1]:.3f}"
     return [("balance", text)]
 
 

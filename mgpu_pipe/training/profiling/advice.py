@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mgpu_pipe.config.group_keys import StrategyConfig
 from mgpu_pipe.config.schema import DataConfig, ObjectiveConfig
-from mgpu_pipe.data.balance import describe_imbalance
+from mgpu_pipe.data.samples import describe_imbalance
 from mgpu_pipe.topology import BatchPlan, ParallelDims
 from mgpu_pipe.training.profiling.device_trace import DATA, HOST
 from mgpu_pipe.training.profiling.link_table import EVERYONE
@@ -28,7 +28,7 @@ def findings(
     plan: BatchPlan,
     uneven: tuple[float, float] | None = None,
 ) -> list[str]:
-    """A sentence for each finding, the most important first; ``uneven``: :func:`mgpu_pipe.data.balance.imbalances`."""
+    """A sentence for each finding, the most important first; ``uneven``: :func:`mgpu_pipe.data.samples.imbalances`."""
     waiting, transfer = times.share("waiting"), times.share("transfer")
     lines = []
     if dims.world_size > 1:
