@@ -127,6 +127,20 @@ def check_model(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig
     check_activations(model)
     check_ranges(model)
     check_reached(model)
+    check_family(model, objective)
+
+
+def check_family(model: ModelConfig, objective: ObjectiveConfig) -> None:
+    """Refuse a family that the objective does not train.
+
+    Raises:
+        ConfigError: the model's key, with the families that it trains.
+    """
+    families, kind = description(objective.name).families, model_fields(model).get("model_type")
+    if families and kind is not None and kind not in families:
+        key, value = ("model.type", model.type) if model.path is None else ("model.path", model.path)
+        reason = f"objective.name={objective.name} does not train the {kind} family"
+        raise ConfigError(key, value, f"use one of the families {', '.join(families)}", reason)
 
 
 def check_tokenizer_size(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
@@ -227,11 +241,6 @@ def check_attention(model: ModelConfig, data: DataConfig, objective: ObjectiveCo
     model_type, flash = fields.get("model_type"), model.attn_implementation in FLASH
     if model_type is None:
         return
-    if trained.families and model_type not in trained.families:
-        key = "model.type" if model.path is None else "model.path"
-        value = model.type if model.path is None else model.path
-        reason = f"objective.name={trained.name} does not train the {model_type} family"
-        raise ConfigError(key, value, f"use one of the families {', '.join(trained.families)}", reason)
     if model.bidirectional:
         check_bidirectional(objective, str(model_type))
     refused = objective.model_errors(fields)

@@ -9,6 +9,7 @@ from functools import partial
 from mgpu_pipe.checks.check_model import (
     check_attention,
     check_built,
+    check_family,
     check_model,
     check_tokenizer_size,
     peft_errors,
@@ -146,7 +147,8 @@ def _first_of_each_key(errors: list[BadInputError]) -> list[BadInputError]:
 def _check_data(model: ModelConfig, data: DataConfig, objective: ObjectiveConfig) -> None:
     from mgpu_pipe.data.data_source import check_sources
 
-    if sample_errors(data, objective):  # data of another kind has its own error
+    # Data of another kind, and a family that the objective does not train, have their own errors.
+    if sample_errors(data, objective) or raised_by(partial(check_family, model, objective)):
         return
     source = find_source(data.source)
     if source is None or not source.reads_files or data.paths:

@@ -184,6 +184,13 @@ REFUSED: list[tuple[Callable[..., RunConfig], str]] = [
         """,
     ),
     (
+        partial(words_of, "objective=vision_language data=digit_questions model=hf"),
+        """
+        model.type=gemma3n -> model.type=gemma3n: objective.name=vision_language does not train the gemma3n family
+        model.type=llama4 -> model.type=llama4: objective.name=vision_language does not train the llama4 family
+        """,
+    ),
+    (
         test_vision_language.chats,
         """
         strategy=cp trainer.devices=2 -> objective.name=vision_language
