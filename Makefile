@@ -18,6 +18,8 @@ JOBS ?= 3
 
 # Files in the order of tests/conftest.py: the long ones first, so that no process waits for one at the end.
 PYTEST = $(BIN)/python -m pytest tests --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# The lint runs next to the tests: most of it is mypy, a minute of one processor. The exit code is the first that is not 0.
+LINT_AND = $(MAKE) --no-print-directory lint & lint=$$!; $(PYTEST) $(1); tests=$$?; wait $$lint && exit $$tests
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-fast test-gpu lint docs bench bench-gpu demos clean
@@ -28,11 +30,11 @@ help:
 train: $(INSTALLED)
 	$(BIN)/mgpu-pipe experiment=quickstart $(OVERRIDES)
 
-test: lint
-	$(PYTEST) -m "not exhaustive"
+test: $(DEVELOPMENT)
+	@$(call LINT_AND,-m "not exhaustive")
 
-test-all: lint
-	$(PYTEST)
+test-all: $(DEVELOPMENT)
+	@$(call LINT_AND)
 
 test-gpu: $(DEVELOPMENT)
 	$(BIN)/python -m pytest tests/gpu --verbose --numprocesses 8

@@ -31,12 +31,13 @@ def test_counted_by_reason_with_one_line_to_install() -> None:
         )
     )
     here, elsewhere = ("tests/a.py", 1, f"Skipped: {libaio}"), ["tests/b.py", 2, f"Skipped: {libaio}"]
-    reporter = Reporter([here, elsewhere, ("tests/c.py", 3, "Skipped: needs a GPU")])
+    bare = ("tests/c.py", 4, "Skipped: could not import 'jiwer.x': No module named 'jiwer'")
+    reporter = Reporter([here, elsewhere, ("tests/c.py", 3, "Skipped: needs a GPU"), bare])
     show_skipped(reporter)
     title, *counted, install = reporter.lines
     assert title == "skipped"
-    assert counted == ["   1 x needs a GPU", f"   2 x {libaio}"]
-    assert install.endswith(": apt-get install libaio-dev")
+    assert counted == ["   1 x needs a GPU", "   1 x needs jiwer: pip install jiwer", f"   2 x {libaio}"]
+    assert install.endswith(": apt-get install libaio-dev && pip install jiwer")
 
 
 def test_nothing_is_said_where_nothing_was_skipped() -> None:

@@ -17,6 +17,7 @@ import pytest
 from mgpu_pipe.checks.check_sizes import compiler_errors
 from mgpu_pipe.checks.devices import compile_errors
 
+NOT_IMPORTED = re.compile(r"could not import '(\w+)")
 INSTALL = re.compile(r"\b(apt-get|pip) install ([a-z0-9][a-z0-9+.-]*[a-z0-9+])")
 
 
@@ -123,6 +124,9 @@ def install_lines(reasons: Sequence[str] | Counter[str]) -> list[str]:
 
 
 def _reason(report: Any) -> str:
-    """Of a skipped test's report, whose text is (file, line, reason)."""
+    """Of a skipped test's report, whose text is (file, line, reason); of a bare importorskip with what installs it."""
     text = report.longrepr[2] if isinstance(report.longrepr, (tuple, list)) else str(report.longrepr)
-    return " ".join(text.removeprefix("Skipped: ").split())
+    missing = NOT_IMPORTED.search(text)
+    return (
+        f"needs {missing[1]}: pip install {missing[1]}" if missing else " ".join(text.removeprefix("Skipped: ").split())
+    )
