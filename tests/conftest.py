@@ -24,6 +24,7 @@ from mgpu_pipe.system.hardware import limit_threads
 from mgpu_pipe.training.deepspeed.build_extension import FOLDER
 from tests.support.needs import need_nvme, need_torch_compile
 from tests.support.program import check_from_server
+from tests.support.shared_conf import share_conf
 from tests.support.tables import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown  # noqa: F401  pytest finds hooks here
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: models are tiny, cores shared
@@ -33,6 +34,7 @@ limit_threads(os.environ)
 # Ignored under nohup, and in what a script starts in the background; the programs that tests start would inherit it.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+share_conf()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     if not hasattr(config, "workerinput"):
         for folder in (Path(mgpu_pipe.__file__).parent, Path(__file__).parent):
-            compileall.compile_dir(folder, quiet=2)
+            compileall.compile_dir(folder, quiet=2, workers=0)
 
 
 LONGEST = (

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from mgpu_pipe.config.convert import schema_keys
 from mgpu_pipe.config.data_sources import all_sources
-from mgpu_pipe.config.hydra.compose import compose, hydra_session, preprocess
+from mgpu_pipe.config.hydra.compose import compose, compose_raw, hydra_session, preprocess
 from mgpu_pipe.config.sections import own_keys
 from mgpu_pipe.errors import BadInputError, ConfigErrors
 from mgpu_pipe.launch.slurm.slurm_keys import SlurmConfig
-from mgpu_pipe.system.conf_folders import conf_dir
+from mgpu_pipe.system.conf_folders import CONFIG_NAME, conf_dir
+from tests.support import shared_conf
 
 
 def messages(*overrides: str) -> list[str]:
@@ -24,11 +26,7 @@ def messages(*overrides: str) -> list[str]:
 def test_the_issues_own_command_composes() -> None:
     config, overrides = compose(
         [
-            "strategy=ddp",
-            "trainer.devices=4",
-            "model=llama_tiny",
-            "precision=fp32",
-            "optimizer.lr=3e-4",
+            *("strategy=ddp", "trainer.devices=4", "model=llama_tiny", "precision=fp32", "optimizer.lr=3e-4"),
             "trainer.max_steps=20",
         ]
     )
@@ -175,3 +173,24 @@ def test_interpolations_are_resolved_and_bad_ones_named() -> None:
 
 def test_the_conf_tree_is_the_source_trees() -> None:
     assert conf_dir() == Path(__file__).resolve().parents[2] / "conf"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=llama_tiny", "strategy=fsdp", "trainer.devices=2", "+data.x=3"],
+        ["experiment=vlm_digits", "logger=none", "strategy.pp=2"],
+        ["peft=lora", "~callbacks", "hydra.sweep.dir=x", "launch=slurm"],
+    ],
+)
+def test_the_files_that_tests_share_compose_as_files_read_anew(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def composed() -> tuple[str, str]:
+        with hydra_session() as hydra:
+            good, errors = preprocess(hydra, words)
+            return OmegaConf.to_yaml(compose_raw(hydra, good, CONFIG_NAME)), str(errors)
+
+    shared = [composed() for _ in range(3)]
+    monkeypatch.setattr(shared_conf, "SHIPPED", [])
+    assert shared == [composed()] * 3

@@ -156,6 +156,8 @@ def slow_imports(commands: Sequence[Sequence[str]], cwd: Path, cache: Path) -> l
     program = textwrap.dedent(f"""
         import io, json, os, sys
         from mgpu_pipe.cli.main import main
+        from mgpu_pipe.config.hydra.compose import compose
+        compose()  # what most of them import, once for all
         for words in {[list(words) for words in commands]!r}:
             pid = os.fork()
             if pid:
