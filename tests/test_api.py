@@ -20,13 +20,8 @@ from mgpu_pipe.errors import BadInputError, CheckpointError, ConfigError, Config
 from tests.support.command import column, environment, mgpu, run_folder, wait_for_step
 
 TINY = [
-    "model=llama_tiny",
-    "data=text_files",
-    "data.seq_len=32",
-    "data.global_batch_size=8",
-    "data.validation_max_samples=4",
-    "trainer.accelerator=cpu",
-    "launch.threads_per_worker=1",
+    *("model=llama_tiny", "data=text_files", "data.seq_len=32", "data.global_batch_size=8"),
+    *("data.validation_max_samples=4", "trainer.accelerator=cpu", "launch.threads_per_worker=1"),
 ]
 LIGHT = """
 import sys

@@ -23,18 +23,8 @@ from types import TracebackType
 from typing import Any
 
 NOT_MODELLED = (
-    "truncate",
-    "ftruncate",
-    "link",
-    "symlink",
-    "pwrite",
-    "pwritev",
-    "writev",
-    "sendfile",
-    "fdatasync",
-    "copy_file_range",
-    "posix_fallocate",
-    "sync",
+    *("truncate", "ftruncate", "link", "symlink", "pwrite", "pwritev", "writev", "sendfile", "fdatasync"),
+    *("copy_file_range", "posix_fallocate", "sync"),
 )
 
 MOST_PENDING = 8

@@ -14,22 +14,9 @@ from mgpu_pipe.config.targets.build_target import build, check_target, resolve_t
 from mgpu_pipe.errors import ConfigErrors
 
 DANGEROUS = [
-    "os.system",
-    "builtins.eval",
-    "builtins.exec",
-    "logging.os.system",
-    "subprocess.Popen",
-    "subprocess.run",
-    "os",
-    "shutil.rmtree",
-    "pathlib.Path.unlink",
-    "torch.nn.Linear",
-    "torch.optim",
-    "nosuch.module.Class",
-    "torch.optim.AdamWW",
-    "",
-    "..",
-    "torch..AdamW",
+    *("os.system", "builtins.eval", "builtins.exec", "logging.os.system", "subprocess.Popen", "subprocess.run", "os"),
+    *("shutil.rmtree", "pathlib.Path.unlink", "torch.nn.Linear", "torch.optim", "nosuch.module.Class"),
+    *("torch.optim.AdamWW", "", "..", "torch..AdamW"),
 ]
 
 

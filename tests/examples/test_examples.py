@@ -19,25 +19,11 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(folder.name for folder in EXAMPLES.iterdir() if (folder / "pyproject.toml").exists())
 RUN = [
-    "data.source=counting",
-    "data.longest_step=5",
-    "data.seq_len=16",
-    "data.global_batch_size=8",
-    "objective.name=focal_loss",
-    "objective.gamma=1.5",
-    "objective.weight=0.5",
-    "strategy=ddp",
-    "strategy.engine=logged_mesh",
-    "strategy.log_digits=3",
-    "model=llama_tiny",
-    "model.config.vocab_size=64",
-    "model.config.num_hidden_layers=2",
-    "trainer.accelerator=cpu",
-    "trainer.max_steps=6",
-    "scheduler.total_steps=8",
-    "trainer.val_every_n_steps=3",
-    "checkpoint.every_n_steps=3",
-    "precision=fp32",
+    *("data.source=counting", "data.longest_step=5", "data.seq_len=16", "data.global_batch_size=8"),
+    *("objective.name=focal_loss", "objective.gamma=1.5", "objective.weight=0.5", "strategy=ddp"),
+    *("strategy.engine=logged_mesh", "strategy.log_digits=3", "model=llama_tiny", "model.config.vocab_size=64"),
+    *("model.config.num_hidden_layers=2", "trainer.accelerator=cpu", "trainer.max_steps=6"),
+    *("scheduler.total_steps=8", "trainer.val_every_n_steps=3", "checkpoint.every_n_steps=3", "precision=fp32"),
     "logger=none",
 ]
 

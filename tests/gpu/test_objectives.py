@@ -13,14 +13,8 @@ from tests.support.command import column, mgpu, mgpu_anew
 from tests.support.objectives import OBJECTIVES, TEXT, list_overrides
 
 SHORT = (
-    "precision=fp32",
-    "optimizer.lr=3e-4",
-    "data.global_batch_size=8",
-    "data.validation_max_samples=8",
-    "scheduler.warmup_steps=2",
-    "trainer.max_steps=6",
-    "trainer.val_every_n_steps=3",
-    "trainer.deterministic=true",
+    *("precision=fp32", "optimizer.lr=3e-4", "data.global_batch_size=8", "data.validation_max_samples=8"),
+    *("scheduler.warmup_steps=2", "trainer.max_steps=6", "trainer.val_every_n_steps=3", "trainer.deterministic=true"),
     "logger=none",
 )
 VARIANTS = {

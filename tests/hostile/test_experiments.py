@@ -130,13 +130,9 @@ def test_a_class_that_was_typed_is_used(typed: str, place: tuple[Path, Path]) ->
 @pytest.mark.parametrize(
     "typed",
     [
-        "hydra.sweeper._target_=os.system",
-        "hydra.launcher._target_=os.system",
-        "+hydra.callbacks.x._target_=os.system",
-        "hydra.launcher._target_=hydra.plugins.sweeper.Sweeper",
-        "hydra.launcher=null",
-        "+hydra.callbacks.x=5",
-        "hydra.sweeper._target_=no.such.Class",
+        *("hydra.sweeper._target_=os.system", "hydra.launcher._target_=os.system"),
+        *("+hydra.callbacks.x._target_=os.system", "hydra.launcher._target_=hydra.plugins.sweeper.Sweeper"),
+        *("hydra.launcher=null", "+hydra.callbacks.x=5", "hydra.sweeper._target_=no.such.Class"),
         "+hydra.job.env_copy=[NO_SUCH_VARIABLE]",
     ],
 )

@@ -19,25 +19,8 @@ from tests.models.tiny import tiny_model
 
 VOCABULARY = 300
 WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "the",
-    "lazy",
-    "dog",
-    "while",
-    "a",
-    "small",
-    "cat",
-    "sleeps",
-    "near",
-    "an",
-    "old",
-    "oak",
-    "tree",
+    *("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "while", "a", "small", "cat", "sleeps"),
+    *("near", "an", "old", "oak", "tree"),
 ]
 
 

@@ -249,12 +249,8 @@ def test_bad_rows_are_named_and_refused_or_skipped(place: Path, capfd: pytest.Ca
     told = capfd.readouterr().err
     for line, problem in enumerate(
         (
-            "is not valid JSON",
-            "has neither prompt nor messages",
-            "prompt is a int",
-            "has both prompt and messages",
-            "tokens: the model's context is",
-            "the model has no chat template",
+            *("is not valid JSON", "has neither prompt nor messages", "prompt is a int"),
+            *("has both prompt and messages", "tokens: the model's context is", "the model has no chat template"),
         ),
         start=2,
     ):

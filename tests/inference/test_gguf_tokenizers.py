@@ -26,12 +26,8 @@ from tests.support.libllama import libllama
 
 ROWS = 512
 TEXTS = [
-    "the quick brown fox jumps",
-    "  the  lazy dog\n\n\tsleeps near 2024 an old oak.",
-    "naïve café — 日本 🙂",
-    "IT'S don't 3.14% x=[1,22,333]",
-    "the",
-    " ",
+    *("the quick brown fox jumps", "  the  lazy dog\n\n\tsleeps near 2024 an old oak.", "naïve café — 日本 🙂"),
+    *("IT'S don't 3.14% x=[1,22,333]", "the", " "),
 ]
 SPACE = "\u2581"
 MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}

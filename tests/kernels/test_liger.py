@@ -25,12 +25,8 @@ ERROR = 1e-5
 OTHERS = sorted(set(FAMILIES) - {"llama", "qwen3", "mistral"})
 ASKED = "model.kernels=liger: "
 EVERY_AXIS = (
-    "strategy=ddp",
-    "strategy=fsdp strategy.activation_checkpointing=full",
-    "strategy=tp strategy.sequence_parallel=true",
-    "strategy=cp",
-    "strategy=pp",
-    "strategy=zero3",
+    *("strategy=ddp", "strategy=fsdp strategy.activation_checkpointing=full"),
+    *("strategy=tp strategy.sequence_parallel=true", "strategy=cp", "strategy=pp", "strategy=zero3"),
 )
 
 

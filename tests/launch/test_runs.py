@@ -107,16 +107,8 @@ def reference(place: Path) -> list[tuple[str, str, str]]:
 def test_a_run_leaves_a_complete_folder(place: Path, reference: list[tuple[str, str, str]]) -> None:
     (folder,) = (place / "outputs" / "reference").iterdir()
     for name in (
-        "config.yaml",
-        "overrides.txt",
-        "environment.json",
-        "metrics.csv",
-        "summary.json",
-        "report.html",
-        "tokenizer/tokenizer.json",
-        "logs/rank-0.log",
-        "logs/rank-1.log",
-        "config-attempt-1.yaml",
+        *("config.yaml", "overrides.txt", "environment.json", "metrics.csv", "summary.json", "report.html"),
+        *("tokenizer/tokenizer.json", "logs/rank-0.log", "logs/rank-1.log", "config-attempt-1.yaml"),
     ):
         assert (folder / name).stat().st_size, name
     summary, environment = summary_of(folder), json.loads((folder / "environment.json").read_text())

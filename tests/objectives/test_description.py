@@ -29,13 +29,8 @@ from scripts.house import PACKAGE
 
 COMPUTED = re.compile(r"\bcross_entropy\(|\bmath\.exp\(|log_softmax|nll_loss")
 ASKED = (
-    "objectives/",
-    "data/text/",
-    "data/sources/mixture.py",
-    "inference/generation.py",
-    "inference/accuracy.py",
-    "inference/check_onnx.py",
-    "planning/",
+    *("objectives/", "data/text/", "data/sources/mixture.py", "inference/generation.py", "inference/accuracy.py"),
+    *("inference/check_onnx.py", "planning/"),
 )
 
 

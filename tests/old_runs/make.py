@@ -45,22 +45,14 @@ SHARED = (
     "optimizer.lr=1e-3",
 )
 LLAMA = (
-    "model=llama_tiny",
-    "model.config.vocab_size=384",
-    "model.config.hidden_size=16",
-    "model.config.intermediate_size=32",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
+    *("model=llama_tiny", "model.config.vocab_size=384", "model.config.hidden_size=16"),
+    *("model.config.intermediate_size=32", "model.config.num_hidden_layers=2", "model.config.num_attention_heads=2"),
     "model.config.num_key_value_heads=1",
 )
 TEXT = (*LLAMA, "data=synthetic", "data.seq_len=32", "data.synthetic.num_documents=60")
 BERT = (
-    "model=bert_tiny",
-    "model.config.vocab_size=384",
-    "model.config.hidden_size=16",
-    "model.config.intermediate_size=32",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=2",
+    *("model=bert_tiny", "model.config.vocab_size=384", "model.config.hidden_size=16"),
+    *("model.config.intermediate_size=32", "model.config.num_hidden_layers=2", "model.config.num_attention_heads=2"),
     "model.config.max_position_embeddings=64",
 )
 TOWERS = tuple(

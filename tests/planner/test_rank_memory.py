@@ -169,11 +169,7 @@ def test_split_backward_passes_keep_the_gradients_that_a_trace_does(schedule: st
 @pytest.mark.slow
 def test_terms_follow_the_settings() -> None:
     eight = (
-        "model=llama3_8b",
-        "trainer.accelerator=cuda",
-        "precision=bf16",
-        "trainer.devices=8",
-        "strategy=fsdp",
+        *("model=llama3_8b", "trainer.accelerator=cuda", "precision=bf16", "trainer.devices=8", "strategy=fsdp"),
         "data.seq_len=4096",
     )
     whole = planned(*eight)

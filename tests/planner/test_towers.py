@@ -27,16 +27,7 @@ from mgpu_pipe.planning.other_models import tower_parameters, trained_apart, unc
 
 CLASS = "AutoModelForImageTextToText"
 SEEING = (
-    "gemma3",
-    "gemma4",
-    "internvl",
-    "llava",
-    "mistral3",
-    "paligemma",
-    "qwen25_vl",
-    "qwen35",
-    "qwen3_vl",
-    "smolvlm",
+    *("gemma3", "gemma4", "internvl", "llava", "mistral3", "paligemma", "qwen25_vl", "qwen35", "qwen3_vl", "smolvlm"),
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "internvl": {

@@ -22,13 +22,7 @@ from tests.strategies.test_cuda_audit import needs_fake_gpu
 from tests.support.command import REPOSITORY
 
 LAYOUTS = (
-    "single",
-    "fsdp8",
-    "hsdp2x4",
-    "tp4 x dp2, sequence",
-    "cp8, ring",
-    "pp2 x dp4, first",
-    "pp2 x dp4, last",
+    *("single", "fsdp8", "hsdp2x4", "tp4 x dp2, sequence", "cp8, ring", "pp2 x dp4, first", "pp2 x dp4, last"),
     "pp2 x tp2 x cp2, last",
 )
 SAMPLED = ("fsdp8", "pp2 x tp2 x cp2, last")

@@ -49,14 +49,9 @@ def test_the_table_before_a_run_holds_model_topology_batch_and_data(capsys: pyte
     assert max(map(len, text.splitlines())) <= 80
     words = " ".join(text.split())
     for told in (
-        "[red]quick",
-        "llama_small (llama), ",
-        "ddp, 2 CPU processes: dp_replicate=2 on 2 CPU cores",
-        "32 samples = 2 x 2 micro-batches x 8; 8,192 tokens a step",
-        "11.5M tokens",
-        "42,112 samples to train on, 256 held out",
-        "600 (4,915,200 tokens, 0.456 epochs)",
-        "AdamW, lr 0.0003",
+        *("[red]quick", "llama_small (llama), ", "ddp, 2 CPU processes: dp_replicate=2 on 2 CPU cores"),
+        *("32 samples = 2 x 2 micro-batches x 8; 8,192 tokens a step", "11.5M tokens"),
+        *("42,112 samples to train on, 256 held out", "600 (4,915,200 tokens, 0.456 epochs)", "AdamW, lr 0.0003"),
         "gradient norm clipped to 1",
     ):
         assert told in words, told

@@ -19,14 +19,8 @@ from tests.support.program import run_program
 from tests.support.training import Case, trained
 
 WORDS = (
-    "model=llama_tiny",
-    "data=synthetic",
-    "data.synthetic.num_documents=50",
-    "data.seq_len=32",
-    "data.global_batch_size=4",
-    "data.validation_fraction=0",
-    "logger=none",
-    "run.dir=run",
+    *("model=llama_tiny", "data=synthetic", "data.synthetic.num_documents=50", "data.seq_len=32"),
+    *("data.global_batch_size=4", "data.validation_fraction=0", "logger=none", "run.dir=run"),
 )
 STEPS = 100_000
 

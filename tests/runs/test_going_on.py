@@ -21,18 +21,9 @@ from tests.support.worlds import JoinedRun
 
 STEPS = 30
 COMMAND = (
-    "model=llama_tiny",
-    "model.config.num_hidden_layers=1",
-    "data=synthetic",
-    "data.seq_len=32",
-    "data.global_batch_size=4",
-    "data.synthetic.num_documents=100",
-    "trainer.accelerator=cpu",
-    "logger=none",
-    "checkpoint.every_n_steps=5",
-    "trainer.progress=lines",
-    "precision=fp32",
-    "launch.threads_per_worker=1",
+    *("model=llama_tiny", "model.config.num_hidden_layers=1", "data=synthetic", "data.seq_len=32"),
+    *("data.global_batch_size=4", "data.synthetic.num_documents=100", "trainer.accelerator=cpu", "logger=none"),
+    *("checkpoint.every_n_steps=5", "trainer.progress=lines", "precision=fp32", "launch.threads_per_worker=1"),
 )
 
 

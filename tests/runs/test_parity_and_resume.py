@@ -19,16 +19,9 @@ from tests.support.sampling import sampled
 pytestmark = pytest.mark.slow
 
 BASE = (
-    "model=llama_tiny",
-    "data=text_files",
-    "precision=fp32",
-    "optimizer.lr=3e-4",
-    "data.seq_len=64",
-    "data.validation_max_samples=24",
-    "data.global_batch_size=24",
-    "trainer.val_every_n_steps=5",
-    "scheduler.warmup_steps=2",
-    "logger=none",
+    *("model=llama_tiny", "data=text_files", "precision=fp32", "optimizer.lr=3e-4", "data.seq_len=64"),
+    *("data.validation_max_samples=24", "data.global_batch_size=24", "trainer.val_every_n_steps=5"),
+    *("scheduler.warmup_steps=2", "logger=none"),
 )
 
 

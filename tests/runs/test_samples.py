@@ -12,17 +12,9 @@ from tests.support.command import column, mgpu, run_folder
 from tests.support.needs import need_torch_compile
 
 BASE = (
-    "model=llama_tiny",
-    "data=synthetic",
-    "data.synthetic.num_documents=100",
-    "data.seq_len=64",
-    "data.global_batch_size=8",
-    "precision=fp32",
-    "scheduler.total_steps=8",
-    "trainer.val_every_n_steps=4",
-    "objective.sample_prompts=[w1, w2]",
-    "objective.sample_max_new_tokens=6",
-    "logger=none",
+    *("model=llama_tiny", "data=synthetic", "data.synthetic.num_documents=100", "data.seq_len=64"),
+    *("data.global_batch_size=8", "precision=fp32", "scheduler.total_steps=8", "trainer.val_every_n_steps=4"),
+    *("objective.sample_prompts=[w1, w2]", "objective.sample_max_new_tokens=6", "logger=none"),
 )
 EVERY = "trainer.sample_every_n_steps=2"
 

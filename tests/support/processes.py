@@ -18,24 +18,12 @@ from pathlib import Path
 from typing import Any
 
 PRELOAD = [
-    "torch",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "pytorch_lightning",
-    "transformers",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.mixtral.modeling_mixtral",
-    "mgpu_pipe.training.train",
-    "mgpu_pipe.cli.main",
-    "mgpu_pipe.config.hydra.command_line",
-    "mgpu_pipe.inference.check_export",
-    "mgpu_pipe.inference.export_folder",
-    "mgpu_pipe.launch.join",
-    "mgpu_pipe.launch.local",
-    "mgpu_pipe.launch.worker",
-    "tests.support.preload_rest",
+    *("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "pytorch_lightning", "transformers"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2"),
+    *("transformers.models.qwen3.modeling_qwen3", "transformers.models.mixtral.modeling_mixtral"),
+    *("mgpu_pipe.training.train", "mgpu_pipe.cli.main", "mgpu_pipe.config.hydra.command_line"),
+    *("mgpu_pipe.inference.check_export", "mgpu_pipe.inference.export_folder", "mgpu_pipe.launch.join"),
+    *("mgpu_pipe.launch.local", "mgpu_pipe.launch.worker", "tests.support.preload_rest"),
 ]
 TIMEOUT_S = 240.0
 

@@ -17,16 +17,9 @@ from tests.support.command import REPOSITORY, environment, mgpu
 
 SCRIPT = REPOSITORY / "scripts" / "local_slurm"
 TINY = (
-    "launch=slurm",
-    "model=llama_tiny",
-    "data=synthetic",
-    "data.synthetic.num_documents=200",
-    "data.seq_len=32",
-    "data.global_batch_size=8",
-    "data.tokenize_workers=1",
-    "trainer.accelerator=cpu",
-    "launch.threads_per_worker=1",
-    "logger=none",
+    *("launch=slurm", "model=llama_tiny", "data=synthetic", "data.synthetic.num_documents=200", "data.seq_len=32"),
+    *("data.global_batch_size=8", "data.tokenize_workers=1", "trainer.accelerator=cpu"),
+    *("launch.threads_per_worker=1", "logger=none"),
 )
 
 

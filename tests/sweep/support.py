@@ -14,17 +14,9 @@ from mgpu_pipe.sweep.point import FINISHED
 from mgpu_pipe.sweep.store import Store, create
 
 TINY = (
-    "model=llama_tiny",
-    "model.config.num_hidden_layers=1",
-    "data=synthetic",
-    "data.seq_len=32",
-    "data.global_batch_size=4",
-    "data.synthetic.num_documents=100",
-    "data.validation_max_samples=8",
-    "trainer.accelerator=cpu",
-    "logger=none",
-    "precision=fp32",
-    "launch.threads_per_worker=1",
+    *("model=llama_tiny", "model.config.num_hidden_layers=1", "data=synthetic", "data.seq_len=32"),
+    *("data.global_batch_size=4", "data.synthetic.num_documents=100", "data.validation_max_samples=8"),
+    *("trainer.accelerator=cpu", "logger=none", "precision=fp32", "launch.threads_per_worker=1"),
 )
 
 

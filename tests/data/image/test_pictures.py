@@ -228,11 +228,7 @@ def test_a_broken_row_of_a_list_is_left_out_unless_all_are(tmp_path: Path, caplo
     whole = ["0.png,a", "1.png,b"]
     broken = ["gone.png,a", "0.png,", ",a", "0.png", f"{'long' * 100}.png,b", ".,a"]
     said = [
-        "there is no file",
-        "has no class",
-        "the file is ''",
-        "has not as many columns",
-        "there is no file",
+        *("there is no file", "has no class", "the file is ''", "has not as many columns", "there is no file"),
         "there",
     ]
     csv, rows = tmp_path / "list.csv", tmp_path / "list.jsonl"
@@ -327,14 +323,7 @@ def test_a_glob_walks_each_folder_once(tmp_path: Path) -> None:
     plain = match_glob(f"{tmp_path}/**/*.txt")
     assert plain == sorted(glob.glob(f"{tmp_path}/**/*.txt", recursive=True))
     for pattern in (
-        "**",
-        "*/**/*.txt",
-        "a/**",
-        "**/b/*",
-        "**/d/**",
-        ".hidden/**/*.txt",
-        "**/.hidden/*",
-        "[ac]/**/[24].*",
+        *("**", "*/**/*.txt", "a/**", "**/b/*", "**/d/**", ".hidden/**/*.txt", "**/.hidden/*", "[ac]/**/[24].*"),
     ):
         expected = (name for name in glob.glob(f"{tmp_path}/{pattern}", recursive=True) if os.path.isfile(name))
         assert match_glob(f"{tmp_path}/{pattern}") == sorted(expected), pattern

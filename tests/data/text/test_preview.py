@@ -88,15 +88,7 @@ def test_the_verb_shows_every_kind(
     assert main(["data", *words, "data.seq_len=32", "data.global_batch_size=8", "--samples", "2"]) == 0
     out = capsys.readouterr().out
     for word in (
-        "source ",
-        "amount ",
-        "samples ",
-        "an epoch ",
-        "loss ",
-        "padding ",
-        "lengths ",
-        "tokens a ",
-        "sample 1 ",
+        *("source ", "amount ", "samples ", "an epoch ", "loss ", "padding ", "lengths ", "tokens a ", "sample 1 "),
     ):
         assert f"\n{word}" in f"\n{out}", word
     assert expected in out and "sample 2" not in out

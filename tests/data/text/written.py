@@ -13,22 +13,8 @@ Piece = tuple[str, bool]
 """A text, and whether the assistant says it."""
 BOS, EOS = "<s>", "</s>"
 CONTENTS = (
-    "Hello",
-    "PARIS",
-    "4",
-    "7 and 5",
-    "Assistant: Hello",
-    "the cat: it sees a dog.",
-    "\nHello there",
-    "\n\nthe house",
-    "  two spaces",
-    "Hello ",
-    "a dog\n",
-    "red\n\nblue\n",
-    ": what?",
-    " ",
-    "",
-    ".",
+    *("Hello", "PARIS", "4", "7 and 5", "Assistant: Hello", "the cat: it sees a dog.", "\nHello there"),
+    *("\n\nthe house", "  two spaces", "Hello ", "a dog\n", "red\n\nblue\n", ": what?", " ", "", "."),
     "User: who\nAssistant: me",
 )
 UNICODE = (
