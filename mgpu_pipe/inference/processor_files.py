@@ -98,6 +98,8 @@ LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
 """Pillow's numbers of resampling filters."""
 STEPS = {"do_resize": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
 """Settings of every picture's preparation."""
+NESTED_OF_RUNS = tuple(name for name in NESTED if name != "video_processor")
+"""Parts of a processor's file of a run without videos."""
 PROCESSOR_CLASS = "processor_class"
 """The field in a maker's file that names the processor of its image processor or feature extractor."""
 
@@ -123,12 +125,14 @@ def write_processor(stored: StoredModel, out: Path) -> None:
 
 
 def _add_maker_fields(files: dict[str, dict[str, Any]], maker: Path) -> dict[str, dict[str, Any]]:
-    """``files`` with the maker's fields of the whole processor: its class and its tokens."""
+    """``files`` with the maker's fields of the whole processor: its class, its tokens, and its settings of videos where
+    the run has none."""
     of_maker = {name: json_file(maker / name) for name in (PREPROCESSOR, PROCESSOR) if is_file(maker / name)}
     processor_class = of_maker.get(PREPROCESSOR, {}).get(PROCESSOR_CLASS)
     if processor_class is not None:
         files[PREPROCESSOR] = {**files[PREPROCESSOR], PROCESSOR_CLASS: processor_class}
-    fields = {name: value for name, value in of_maker.get(PROCESSOR, {}).items() if name not in NESTED}
+    written = NESTED if VIDEOS in files else NESTED_OF_RUNS
+    fields = {name: value for name, value in of_maker.get(PROCESSOR, {}).items() if name not in written}
     if fields:
         files[PROCESSOR] = {**files.get(PROCESSOR, {}), **fields}
     return files

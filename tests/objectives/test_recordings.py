@@ -359,6 +359,8 @@ def test_gemma_4_hears_and_sees_as_its_maker_s_processor_and_model(
     made = prepared_inputs([{"role": "user", "content": parts}], True)
     wrote = exported.generate(**made, max_new_tokens=6, do_sample=False)[0][made["input_ids"].shape[1] :]
     assert printable(tokenizer.decode(wrote, skip_special_tokens=True)).strip() == answer
+    kept, known = (json.loads((each / "processor_config.json").read_text()) for each in (tmp_path / "out", folder))
+    assert kept["video_processor"] == known["video_processor"], "Gemma4Processor is not built without"
     again = AutoFeatureExtractor.from_pretrained(tmp_path / "out")
     wave = decode((tmp_path / "ab.wav").read_bytes(), 16000, 60)
     assert np.array_equal(*(each([wave])["input_features"] for each in (again, extractor)))

@@ -203,6 +203,7 @@ HEARING: dict[str, Any] = {
     **{"padding_side": "right", "padding_value": 0.0, "return_attention_mask": True},
 }
 """Settings of Gemma 4's ears as published, of fewer bands."""
+CLIPS = {"video_processor": {"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70, "num_frames": 32}}
 FOLDERS["gemma4"] = VisionFolder(
     tokens=(
         *("<|turn>", "<turn|>", "<|image>", "<image|>", "<|image|>", "<|channel>", "<channel|>", "<|think|>"),
@@ -233,7 +234,7 @@ FOLDERS["gemma4"] = VisionFolder(
         **{"image_processor_type": "Gemma4ImageProcessor", "patch_size": 2, "pooling_kernel_size": 2},
         **{"max_soft_tokens": 70, "do_normalize": False, "resample": 3},
     },
-    processor={"processor_class": "Gemma4Processor", "image_seq_length": 70, "feature_extractor": HEARING},
+    processor={"processor_class": "Gemma4Processor", "image_seq_length": 70, "feature_extractor": HEARING, **CLIPS},
     template="gemma4_v5.jinja",
     placeholder="<|image|>",
     expand=lambda made, index: f"<|image>{'<|image|>' * int(made['num_soft_tokens_per_image'][index])}<image|>",
