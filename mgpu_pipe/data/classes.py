@@ -8,25 +8,31 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from mgpu_pipe.config.hub import DATA
 from mgpu_pipe.config.schema import DataConfig, ModelConfig
+from mgpu_pipe.data import files
 from mgpu_pipe.data.data_source import shipped_source
 from mgpu_pipe.data.model_field import model_field
+from mgpu_pipe.data.parquet_rows import class_names_of, is_columnar
 from mgpu_pipe.errors import BadInputError, ConfigError
 from mgpu_pipe.system.local_files import shortened
 
+COLUMNAR = (".parquet", ".arrow")
 MOST_DIGITS = sys.int_info.default_max_str_digits
 """Digits of a number; a longer name counts as a word."""
 
 
 def class_names(model: ModelConfig, data: DataConfig, there: Collection[str]) -> list[str]:
-    """``data.classes``, else the trained classifier's, else the data's; ConfigError for unlisted, too few, or other
-    than its labels."""
+    """``data.classes``, else the trained classifier's, else those that a file of the datasets library lists, else the
+    data's; ConfigError for unlisted, too few, or other than its labels."""
     names, key = list(data.classes), "data.classes"
     if not names:
         names, key = _of_the_model(model), "model.config.id2label"
+    if not names:
+        names, key = _of_the_files(data), "data.label_column"
     if not names:
         names, key = sorted(there, key=in_order), "data.label_column"
     strange = sorted((name for name in there if class_number(name, names) is None), key=in_order)
@@ -72,6 +78,13 @@ def _of_the_model(model: ModelConfig) -> list[str]:
         return []
     names = [str(name) for _, name in sorted(id2label.items(), key=lambda entry: int(entry[0]))]
     return [] if names == [f"LABEL_{number}" for number in range(len(names))] else names
+
+
+def _of_the_files(data: DataConfig) -> list[str]:
+    """Class names that the first Parquet or Arrow file of ``data.paths`` lists for its numbers; empty without any."""
+    paths = [Path(path) for path in data.paths if Path(path).suffix.lower() in COLUMNAR and not path.startswith(DATA)]
+    first = next(iter(files.expand_paths([str(paths[0])], "data.paths")), None) if paths else None
+    return class_names_of(first, data.label_column) if first is not None and is_columnar(first) else []
 
 
 def in_order(name: str) -> tuple[bool, int, str]:

@@ -36,6 +36,8 @@ from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.system.local_files import expand_home
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+GOLD = "gold_label"
+"""Column of SNLI and MultiNLI, whose ``-`` says that the annotators agreed on no class."""
 CAPTION, CLASSES = "caption", "classes"
 LONGEST_NAME = 200
 """Characters of a file name in a message: the column may also hold captions or base64 pictures."""
@@ -198,7 +200,7 @@ def _shortened(name: str) -> str:
 def label_of(row: Mapping[str, Any], column: str, origin: str, what: str = "class") -> str:
     """Class of a row (or another ``what``), a name or a whole number; DataError for another type."""
     label = row[column]
-    blank = isinstance(label, str) and not label.strip()
+    blank = isinstance(label, str) and (not label.strip() or (column == GOLD and label.strip() == "-"))
     if blank or not isinstance(label, str | int) or isinstance(label, bool):
         kind = "a name or a whole number" if what == "class" else "a text"
         problem = f"no {what}" if blank or label in (None, []) else f"{label!r} as its {what}, not {kind}"

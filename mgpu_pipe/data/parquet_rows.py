@@ -18,6 +18,8 @@ from mgpu_pipe.errors import ConfigError, DataError, MgpuError, one_line
 KEY = "data.text_column"
 PARQUET, ARROW, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
 """First bytes of a Parquet file, and of the two forms of Arrow files; ``save_to_disk`` of datasets writes the last."""
+UNLABELLED = -1
+"""Class of a sample without a class in the datasets library."""
 _ROWS, _KEPT_ROWS = 1024, 32
 """Rows in memory at once; rows that hold files are large."""
 _log = logging.getLogger(__name__)
@@ -61,8 +63,8 @@ def parquet_lines(
 ) -> Iterator[tuple[str, str, int]]:
     """Yields the rows of a file as lines of JSON: ``(line, "file: row n", share of the file's size)``.
 
-    Values without a JSON form become texts (dates) or null (NaN). Null fields of a struct are left out, since Parquet
-    has every field in every row.
+    Values without a JSON form become texts (dates) or null (NaN). So does the class -1 of a column with class names.
+    Null fields of a struct are left out, since Parquet has every field in every row.
 
     Args:
         keep: for a column, a function from the bytes of a value to their replacement. Bytes of other columns become
@@ -71,7 +73,7 @@ def parquet_lines(
     with _opened(path, expected) as (file, size):
         rows, number, names = file.num_rows, 0, file.schema_arrow.names
         _warn_of_twins(path, names, names)
-        kept_bytes = keep or {}
+        kept_bytes, classed = keep or {}, [name for name in names if _class_names(file.schema_arrow, name)]
         for batch in file.iter_batches(batch_size=_KEPT_ROWS if kept_bytes else _ROWS):
             columns = [_listed(column) for column in batch.columns]
             for values in zip(*columns, strict=True):
@@ -81,6 +83,7 @@ def parquet_lines(
                     yield broken, where, share
                     continue
                 row = dict(zip(reversed(names), reversed(values), strict=True))
+                row |= {name: None for name in classed if row[name] == UNLABELLED}
                 plain = {name: _plain(row[name], kept_bytes.get(name)) for name in dict.fromkeys(names)}
                 yield json.dumps(plain, ensure_ascii=False), where, share
 
@@ -89,6 +92,23 @@ def check_column(path: Path, column: str) -> None:
     """Checks that a file opens and its column holds texts, without a row; errors: see :func:`parquet_rows`."""
     with _opened(path, None) as (file, _):
         _text_column(path, file.schema_arrow, column)
+
+
+def class_names_of(path: Path, column: str) -> list[str]:
+    """Names of the classes of a column by their numbers, from the features that the datasets library writes; empty
+    without any."""
+    with _opened(path, None) as (file, _):
+        return _class_names(file.schema_arrow, column)
+
+
+def _class_names(schema: Any, column: str) -> list[str]:
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        feature = features[column]
+        names = feature.get("feature", feature).get("names")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
 
 class _Columns:

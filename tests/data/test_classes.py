@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from mgpu_pipe.config.hydra.compose import compose
 from mgpu_pipe.config.schema import DataConfig, ModelConfig, RunConfig
 from mgpu_pipe.data import classes
 from mgpu_pipe.data.classes import class_names, class_number
-from mgpu_pipe.errors import ConfigError
+from mgpu_pipe.data.prepare_data import prepare
+from mgpu_pipe.errors import ConfigError, DataError
 from mgpu_pipe.report.overview import overview
 from tests.support.needs import need_digits
 from tests.support.pictures import folder_of_classes
@@ -44,6 +47,28 @@ def test_classes_that_look_alike_are_refused(twin: str) -> None:
     with pytest.raises(ConfigError, match=r"two classes that look like .*; write both alike"):
         class_names(ModelConfig(), DataConfig(), ["caf\u00e9", twin, "tea"])
     assert class_names(ModelConfig(), DataConfig(classes=["caf\u00e9", twin]), [twin]) == ["caf\u00e9", twin]
+
+
+def test_names_of_a_table_of_the_datasets_library_are_the_classes(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the library writes the file: pip install datasets")
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    rows = {"text": [f"text {at}" for at in range(9)], "label": [1, 1, 0, 1, 1, 0, 1, 1, -1]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "rows.parquet")
+    words = ("model=bert_tiny", "objective=sequence_classification", "data=labelled_jsonl", "data.seq_len=16")
+    where = (
+        f"data.paths=[{tmp_path}/rows.parquet]",
+        f"data.cache_dir={tmp_path / 'cache'}",
+        "model.config.vocab_size=300",
+    )
+    with pytest.raises(DataError, match=r"rows.parquet: row 9: has no class"):
+        prepare(compose([*words, *where])[0])
+    prepared: Any = prepare(compose([*words, *where, "data.on_bad_sample=skip"])[0])
+    assert (prepared.classes, prepared.bad_samples) == (["no", "yes"], 1)
+    assert np.bincount(np.concatenate([prepared.labels("train"), prepared.labels("validation")])).tolist() == [2, 6]
+    (tmp_path / "snli.jsonl").write_text('{"text": "a", "gold_label": "x"}\n{"text": "b", "gold_label": "-"}\n')
+    snli = (f"data.paths=[{tmp_path}/snli.jsonl]", "data.label_column=gold_label")
+    with pytest.raises(DataError, match=r"snli.jsonl:2: has no class; .*data.on_bad_sample=skip leaves it out"):
+        prepare(compose([*words, *where, *snli])[0])
 
 
 VIT = ("model=vit_tiny", "objective=image_classification")

@@ -22,8 +22,8 @@ NEGATIVES = 4
 def mine(argv: Sequence[str]) -> int:
     """``mgpu-pipe mine [FOLDER] --input FILE --output FILE``: the rows with the documents nearest to each query."""
     parser = build_parser("mine", "Add hard negatives to pairs: documents near a query that are not its positives.")
-    help_text = "rows of data=embedding_pairs: columns query, positive, negative"
-    parser.add_argument("--input", type=Path, required=True, metavar="FILE", help=help_text)
+    help_text = "rows of data=embedding_pairs: columns query, positive, negative; default: the run's training pairs"
+    parser.add_argument("--input", type=Path, metavar="FILE", help=help_text)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the same rows, JSON Lines (.jsonl)")
     help_text = f"new ones of a query, at most; default {NEGATIVES}"
     parser.add_argument("--negatives", type=positive_int, default=NEGATIVES, metavar="N", help=help_text)
@@ -36,7 +36,8 @@ def mine(argv: Sequence[str]) -> int:
     )
     add_device_argument(parser)
     arguments = parse_arguments(parser, argv)
-    pairs, out = (expand_home(path).absolute() for path in (arguments.input, arguments.output))
+    pairs = None if arguments.input is None else expand_home(arguments.input).absolute()
+    out = expand_home(arguments.output).absolute()
     if out.suffix != ".jsonl":
         raise BadInputError(f"--output={arguments.output}: unknown ending; let it end in .jsonl")
     if exists(out):
@@ -46,7 +47,8 @@ def mine(argv: Sequence[str]) -> int:
     source = find_model(folder_of(arguments))
     vectors_of(source.config, source.folder)
     width_of(source)
-    require_input(pairs)
+    if pairs is not None:
+        require_input(pairs)
     from mgpu_pipe.inference.batch.mine_negatives import MiningRules, mine_file
 
     started, rules = time.monotonic(), MiningRules(arguments.negatives, arguments.margin, arguments.skip_top)

@@ -48,6 +48,8 @@ ALSO = {PLACE: "image", VIDEO: "video", AUDIO: "audio"}
 """LLaVA's columns of a row's picture, of its video and of its recording."""
 AUDIOS = "audios"
 """Column of the paths of a conversation's recordings."""
+USUAL = ("images", "videos", AUDIOS)
+"""Usual names of the columns of files; only for these :data:`ALSO` stands too."""
 KINDS = {
     **{"image": PLACE, "image_url": PLACE, "video": VIDEO, "video_url": VIDEO},
     **{"audio": AUDIO, "audio_url": AUDIO},
@@ -322,6 +324,8 @@ def _named(
     row: dict[str, Any], in_parts: list[str | None], origin: str, column: str, also: str, keep: Keep
 ) -> list[str]:
     named_in_parts = [name for name in in_parts if name is not None]
+    if also in row and column not in (*row, *USUAL):
+        raise files.missing_column(origin, f"data.{also}_column", column, list(row))
     listed_names = row.get(column, row.get(also))
     if named_in_parts and (len(named_in_parts) < len(in_parts) or listed_names):
         raise DataError(f"{origin}: some pictures are named in messages and some are not; name all in one way")

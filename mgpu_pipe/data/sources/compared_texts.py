@@ -15,20 +15,20 @@ from mgpu_pipe.config.identity import CONTENT
 from mgpu_pipe.config.schema import DataConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.fingerprint import Fingerprint
-from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.beir import pair_lines, text_files
 from mgpu_pipe.data.text.documents import Document
 from mgpu_pipe.data.text.file_source import FileFormat, Rows, check_first_row, table_rows, text_of
-from mgpu_pipe.data.text.pair_columns import check_pair_columns, is_published, pair_row
+from mgpu_pipe.data.text.pair_columns import USUAL, check_pair_columns, is_published, pair_row
 from mgpu_pipe.errors import DataError
 
 
 @dataclass
 class EmbeddingPairsConfig(DataConfig):
-    query_column: str = field(default="query", metadata=CONTENT)
+    query_column: str = field(default=USUAL[0], metadata=CONTENT)
     """Name of the text that searches (embedding_pairs)."""
-    positive_column: str = field(default="positive", metadata=CONTENT)
+    positive_column: str = field(default=USUAL[1], metadata=CONTENT)
     """Name of the text to find, or of a list of such texts, which make a sample each (embedding_pairs)."""
-    negative_column: str = field(default="negative", metadata=CONTENT)
+    negative_column: str = field(default=USUAL[2], metadata=CONTENT)
     """Name of a text that the query is not to find, or of a list of them; rows may have none (embedding_pairs)."""
     scores_column: str | None = field(default=None, metadata=CONTENT)
     """Name of a teacher's scores of a row, a list: the positive's, then each negative's, of any range;
@@ -107,7 +107,7 @@ SCORE = "score"
 def pair_rows(data: DataConfig, path: Path, expected: Fingerprint) -> Rows:
     """Reads a file's rows, one for each of several positives; :func:`pair_document` refuses what cannot be parsed."""
     keys = cast(EmbeddingPairsConfig, data)
-    for line, origin, size in row_lines(path, expected, nested=True):
+    for line, origin, size in pair_lines(path, expected):
         for number, positive in enumerate(_each_positive(line, origin, keys)):
             yield positive, origin, 0 if number else size
 
@@ -203,6 +203,12 @@ def texts_of(value: Any, column: str, origin: str, least: int = 1) -> list[str]:
     return values
 
 
+def check_pair_file(data: DataConfig, path: Path, whole: bool) -> None:
+    """Checks the first row of a file; of BEIR's judgements, that their texts are there."""
+    if not text_files(path):
+        check_first_row(data, path, whole, check_pair_row, nested=True)
+
+
 def _pair_columns(data: DataConfig) -> object:
     keys = cast(EmbeddingPairsConfig, data)
     scores = [] if keys.scores_column is None else [keys.scores_column]
@@ -218,9 +224,10 @@ PAIRS = FileFormat(
     name="embedding_pairs",
     rows=pair_rows,
     document=pair_document,
-    check_file=partial(check_first_row, check_row=check_pair_row, nested=True),
+    check_file=check_pair_file,
     columns=_pair_columns,
     kind="text_groups",
+    others=text_files,
     reads_anew=lambda data, line: is_published(line, cast(EmbeddingPairsConfig, data).text_columns()),
 )
 SCORED = FileFormat(

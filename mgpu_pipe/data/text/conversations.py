@@ -159,6 +159,8 @@ PLACES = re.compile("|".join(EVERY_PLACE))
 OPEN, CLOSE, SEEN, LITERAL = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 """Unicode noncharacters, which no text contains, as marks in a rendering. The third one marks a content. The last one
 stands after the first character of a text that spells a token and stays text."""
+MESSAGES = "messages"
+"""Default of ``data.messages_column``. Rows without it are of other forms; rows without another name are broken."""
 SHAREGPT, ALPACA, COMPLETION = "conversations", ("instruction", "output"), ("prompt", "completion")
 """Columns that identify the forms."""
 _QUESTIONS = ("prompt", "instruction", "question", "query", INPUT)
@@ -192,6 +194,7 @@ def messages_of(row: dict[str, Any], origin: str, column: str, form: str = "auto
         column = SHAREGPT
     if column not in row:
         lists = [name for name, value in row.items() if isinstance(value, list) and not _is_no_talk(value)]
+        lists = lists if column == MESSAGES else list(row)
         if lists:
             raise missing_column(origin, "data.messages_column", column, lists)
         forms = f"{SHAREGPT}, {' and '.join(ALPACA)}, or {' and '.join(COMPLETION)}"
@@ -235,7 +238,7 @@ def form_of(row: dict[str, Any], column: str, form: str = "auto") -> str:
     """Form of a row, from ``data.format`` or its columns."""
     if form != "auto":
         return form
-    if column in row:
+    if column in row or column != MESSAGES:
         return "messages"
     if SHAREGPT in row:
         return "sharegpt"

@@ -120,6 +120,7 @@ class FileFormat(Generic[Content]):
         check_file: checks a file, or only its beginning.
         columns: names of the columns that are read, also part of the identity.
         kind: kind of the documents.
+        others: further files that the rows of a file are made of.
         reads_anew: whether earlier versions read a row (a line of JSON) otherwise. Only files with such a row get
             another identity than they gave.
     """
@@ -130,6 +131,7 @@ class FileFormat(Generic[Content]):
     check_file: CheckFile
     columns: Callable[[DataConfig], object] = lambda data: None
     kind: DocumentKind = "text"
+    others: Callable[[Path], Sequence[Path]] = lambda path: ()
     reads_anew: Callable[[DataConfig, str], bool] | None = None
 
     def source(self, **declared: Any) -> DataSource:
@@ -164,6 +166,8 @@ class FileFormat(Generic[Content]):
                 raise
 
         identity: list[Any] = ["files", self.name, self.columns(data), contents_of(paths, unusable, known)]
+        if others := [file for path in known for file in self.others(path)]:
+            identity.append(contents_of(others, {}, fingerprints(others, cache, progress)))
         if self.reads_anew is not None and answer_once(cache, identity, partial(self._reads_anew, data, known, cache)):
             identity.append("anew")
         return Source(

@@ -15,7 +15,10 @@ PUBLISHED = (
     ("neg", "negative_passages", "hard_negative_ctxs", "hard_neg"),
 )
 """Other names of a query, a positive and a negative: those of sentence-transformers, FlagEmbedding, Tevatron, DPR and
-SimCSE. A row's own column goes before them."""
+SimCSE, where ``data`` names no other columns than :data:`USUAL`. A row's own column goes before them."""
+USUAL = ("query", "positive", "negative")
+SCORES, SCORES_OF_SIDES = "scores", ("pos_scores", "neg_scores")
+"""Column of a teacher's scores as ``mgpu-pipe score`` writes it, and FlagEmbedding's two, which become it."""
 IDS = ("query-id", "corpus-id", "_id")
 """Columns of the three files of BEIR, none of which holds a pair."""
 TEACHING = ("label", "gold_label", "is_duplicate")
@@ -41,9 +44,9 @@ def pair_row(line: str, origin: str, columns: Sequence[str]) -> dict[str, Any]:
     if texts is not None:
         return dict(zip(columns, (texts[0], texts[1], texts[2:]), strict=False))
     row = files.json_row(line, origin, *columns)
-    for column, others in zip((query, positive, negative), PUBLISHED, strict=True):
+    for column, usual, others in zip((query, positive, negative), USUAL, PUBLISHED, strict=True):
         other = next((name for name in others if name in row), None)
-        if column not in row and other is not None:
+        if column == usual and column not in row and other is not None:
             row[column] = row.pop(other)
     if negative not in row:
         start = f"{negative}_"
@@ -51,11 +54,13 @@ def pair_row(line: str, origin: str, columns: Sequence[str]) -> dict[str, Any]:
         values = [row.pop(name) for name in numbered]
         if numbered:
             row[negative] = [value for value in values if value not in (None, "")]
+    if SCORES not in row and all(isinstance(row.get(name), list) for name in SCORES_OF_SIDES):
+        row[SCORES] = [score for name in SCORES_OF_SIDES for score in row[name]]
     for column in (positive, negative):
         if isinstance(value := row.get(column), list):
-            row[column] = [_passage(text) for text in value]
+            row[column] = [passage(text) for text in value]
         elif isinstance(value, dict):
-            row[column] = _passage(value)
+            row[column] = passage(value)
     return row
 
 
@@ -80,7 +85,7 @@ def _listed(line: str) -> list[Any] | None:
     return values if isinstance(values, list) and len(values) > 1 else None
 
 
-def _passage(value: Any) -> Any:
+def passage(value: Any) -> Any:
     """The text of a passage after its title; any other value unchanged."""
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
         return value
@@ -91,7 +96,7 @@ def check_pair_columns(row: dict[str, Any], origin: str, columns: Sequence[str],
     """Refuses ids instead of texts, and rows whose label, not ``read``, may say that the pair is wrong; DataError."""
     if any(column not in row for column in columns):
         if ids := [name for name in IDS if name in row]:
-            fix = "write rows of a query's text and the texts of its documents by these ids"
+            fix = "give the judgements, such as qrels/train.tsv, next to corpus.jsonl and queries.jsonl"
             raise DataError(f"{origin}: is a row of BEIR ({', '.join(ids)}), which is no pair of texts; {fix}")
         return
     for name in TEACHING:

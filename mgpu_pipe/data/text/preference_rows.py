@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any
 
-from mgpu_pipe.data.files import FIX
+from mgpu_pipe.data.files import FIX, missing_column
 from mgpu_pipe.data.text.conversations import (
     BESIDE,
     HISTORY,
@@ -63,6 +63,7 @@ def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messag
     if column in SIDES:
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds an answer")
     row = usual_pair(row)
+    _require_prompt(row, column, origin)
     whole = [conversation_of(row, side, origin, column) for side in SIDES]
     shared = 0
     while shared < min(map(len, whole)) - 1 and whole[0][shared] == whole[1][shared]:
@@ -74,6 +75,13 @@ def preference_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messag
         if not any(message["role"] == "assistant" and is_trained(message) for message in messages):
             raise DataError(f"{origin}: {side} holds no answer of the assistant's; {FIX}")
     return whole[0], whole[1]
+
+
+def _require_prompt(row: dict[str, Any], column: str, origin: str) -> None:
+    """Refuses a row without the column that ``data.messages_column`` names, unless it is a usual name."""
+    if column not in (*row, *PROMPTS):
+        others = [name for name in row if name not in (*SIDES, COMPLETION, LABEL, TAG)]
+        raise missing_column(origin, "data.messages_column", column, others)
 
 
 def prompt_of(conversation: Messages) -> str:
@@ -178,6 +186,7 @@ def unpaired_of(row: dict[str, Any], origin: str, column: str) -> tuple[Messages
     """
     if column in (COMPLETION, LABEL):
         raise ConfigError("data.messages_column", column, "name the column of the prompt", "holds something else")
+    _require_prompt(row, column, origin)
     row = _with_completion(row, column)
     if LABEL not in row:
         raise _missing(LABEL, row, origin)

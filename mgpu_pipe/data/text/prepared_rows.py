@@ -7,7 +7,7 @@ fit, and a subclass of :class:`RowSamples`, which makes arrays of rows.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args
@@ -243,21 +243,30 @@ def prepare_values(
     Raises:
         DataError: a row has no value.
     """
-    cache = cache_folder(data.cache_dir).absolute()
     settings = {known.folder: (data, "data.paths")}
     if data.validation_paths:
         settings.setdefault(known.held_out_folder, (held_out_data(data), "data.validation_paths"))
     for folder, (chosen, key) in settings.items():
-        usable = TokenStore.open(folder).usable
 
-        def build(out: Path, chosen: DataConfig = chosen, key: str = key, usable: Any = usable) -> dict[str, Any]:
-            documents = open_shipped(chosen, cache, progress or no_progress, key).documents()
-            read = (document for index, document in enumerate(documents) if usable is None or usable[index])
-            values = np.array(values_of(read), np.float64)
+        def build(out: Path, chosen: DataConfig = chosen, key: str = key, folder: Path = folder) -> dict[str, Any]:
+            values = np.array(values_of(stored_documents(chosen, folder, key, progress)), np.float64)
             save_array(out / f"{name}.npy", values)
             return {"rows": len(values)}
 
         build_once(_values(folder, name), build)
+
+
+def stored_documents(
+    data: DataConfig, folder: Path, key: str = "data.paths", progress: Progress | None = None
+) -> Iterator[Document]:
+    """Reads the documents of ``data.paths`` again: those in the token store ``folder``, in its order.
+
+    Args:
+        key: that named the paths, for errors.
+    """
+    usable, cache = TokenStore.open(folder).usable, cache_folder(data.cache_dir).absolute()
+    documents = open_shipped(data, cache, progress or no_progress, key).documents()
+    return (document for index, document in enumerate(documents) if usable is None or usable[index])
 
 
 def open_values(folder: Path, name: str) -> NDArray[np.float64]:

@@ -13,6 +13,7 @@ from mgpu_pipe.config.schema import DataConfig, ModelConfig, ObjectiveConfig
 from mgpu_pipe.data.cache import Progress
 from mgpu_pipe.data.samples import SampleSet, Split
 from mgpu_pipe.data.text.documents import Document
+from mgpu_pipe.data.text.pair_columns import USUAL
 from mgpu_pipe.data.text.prepared_rows import open_values, prepare_values
 from mgpu_pipe.data.text.text_groups import PreparedTextGroups, TextGroups, Texts, prepare_groups
 from mgpu_pipe.errors import ConfigError, DataError
@@ -79,6 +80,10 @@ def prepare_embedding_pairs(
 ) -> PreparedEmbeddingPairs:
     """Prepares the pairs (:func:`mgpu_pipe.data.text.prepare_text.prepare`); or DataError if none can be compared."""
     known = prepare_groups(PreparedEmbeddingPairs, model, data, objective, progress)
+    negative = getattr(data, "negative_column", USUAL[2])
+    if known.texts == 2 and negative != USUAL[2]:
+        fix = "set it to the column of the negatives, or leave it out"
+        raise ConfigError("data.negative_column", negative, fix, "no row has a text in a column of this name")
     if getattr(data, "scores_column", None) is not None:
         prepare_values(data, known, TEACHER_SCORES, _teacher_scores, progress)
         known = replace(known, has_scores=True)

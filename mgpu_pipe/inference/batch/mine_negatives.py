@@ -6,12 +6,19 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from mgpu_pipe.config.objective import description
+from mgpu_pipe.data.data_source import held_out_data
+from mgpu_pipe.data.prepare_data import prepare
+from mgpu_pipe.data.samples import Split
 from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig, check_pair_row
-from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.beir import pair_lines
 from mgpu_pipe.data.text.pair_columns import pair_row
+from mgpu_pipe.data.text.prepared_rows import stored_documents
+from mgpu_pipe.data.text.scored_groups import PreparedEmbeddingPairs
 from mgpu_pipe.errors import BadInputError
 from mgpu_pipe.inference.batch.encode import TextEncoder, batches_of
 from mgpu_pipe.inference.batch.texts import TextRow, prompt_of, vectors_of, width_of
@@ -55,26 +62,24 @@ class MinedRows:
     short: int
 
 
-def mine_file(run: LoadedRun, source: ModelSource, pairs: Path, out: Path, rules: MiningRules, batch: int) -> MinedRows:
+def mine_file(
+    run: LoadedRun, source: ModelSource, pairs: Path | None, out: Path, rules: MiningRules, batch: int
+) -> MinedRows:
     """Writes the rows of ``pairs`` as JSON Lines with hard negatives after the negatives that they have.
 
     Candidates are all positives and negatives of the file. All positives of rows with the same query are its positives.
 
     Args:
+        pairs: file of the rows; None takes the run's training pairs.
         batch: texts in a forward pass.
 
     Raises:
         BadInputError: a row is broken, or no row gets a negative.
     """
-    rows = list(read_pairs(pairs))
-    queries, documents, positives, others = _number_texts(rows)
-    vectors, width = vectors_of(run.config, run.source), width_of(source)
-    encoded = []
-    for kind, texts in (("query", queries), ("document", documents)):
-        prompt = prompt_of(vectors, kind) if kind in vectors.prompts else ""
-        encoder = TextEncoder(run, pairs, prompt, width)
-        encoded.append(_encode(encoder, texts, batch))
-    mined = mine_negatives(encoded[0], encoded[1], positives, others, rules)
+    rows = list(rows_of_run(run, "train") if pairs is None else read_pairs(pairs))
+    queries, documents, positives, others = number_texts(rows)
+    encoded = encode_sides(run, source, pairs or run.source, queries, documents, batch)
+    mined = mine_negatives(*encoded, positives, others, rules)
     names, lines, counts = list(documents), [], []
     numbers = {text: number for number, text in enumerate(queries)}
     for row in rows:
@@ -84,16 +89,43 @@ def mine_file(run: LoadedRun, source: ModelSource, pairs: Path, out: Path, rules
         counts.append(len(new))
     if not any(counts):
         fix = "lower --margin or --skip-top, or give more rows"
-        raise BadInputError(f"--input={pairs}: no document is a negative of any query by these rules; {fix}")
+        raise BadInputError(f"{pairs or run.source}: no document is a negative of any query by these rules; {fix}")
     replace_file(out, "\n".join(lines) + "\n", flush=True)
     return MinedRows(len(rows), sum(counts), sum(number < rules.negatives for number in counts))
 
 
 def read_pairs(path: Path) -> Iterator[dict[str, object]]:
     """Yields the rows of a file like ``data=embedding_pairs``; DataError for a broken row."""
-    for line, origin, _ in row_lines(path, nested=True):
+    for line, origin, _ in pair_lines(path):
         check_pair_row(KEYS, line, origin)
         yield pair_row(line, origin, KEYS.text_columns())
+
+
+def rows_of_run(run: LoadedRun, split: Split) -> Iterator[dict[str, object]]:
+    """Yields the pairs that a run trained on, or those that it held out, without their prompts.
+
+    Raises:
+        BadInputError: a folder without a run, a run of somebody else, or one without pairs.
+    """
+    config = run.config
+    if config is None or not run.is_trusted or description(config.objective.name).samples != "embedding_pairs":
+        reason = "names no pairs that this user trained on"
+        raise BadInputError(f"{run.source}: {reason}; give a file of pairs by --input")
+    data, key = config.data, "data.paths"
+    prepared = cast(PreparedEmbeddingPairs, prepare(config))
+    numbers = prepared.documents(split)
+    if split == "validation":
+        numbers = numbers[prepared.evaluated_samples()]
+        if data.validation_paths:
+            data, key = held_out_data(data), "data.validation_paths"
+    chosen = set(numbers.tolist())
+    before = (getattr(data, "query_prompt", None) or "", getattr(data, "document_prompt", None) or "")
+    for number, document in enumerate(stored_documents(data, prepared.folder_of(split), key)):
+        if number in chosen:
+            query, positive, *negatives = json.loads(document.text)
+            texts = [text.removeprefix(before[1]) for text in (positive, *negatives)]
+            values = (query.removeprefix(before[0]), texts[0], texts[1:])
+            yield dict(zip(KEYS.text_columns(), values, strict=True))
 
 
 def mine_negatives(
@@ -121,19 +153,19 @@ def mine_negatives(
             for row, query in enumerate(some)
         ]
         limit = some.new_tensor(limits)[:, None] if rules.margin is not None else None
-        for scores, numbers in zip(*_nearest(some, documents, hidden, limit, most), strict=True):
+        for scores, numbers in zip(*nearest(some, documents, hidden, limit, most), strict=True):
             best = [number for score, number in zip(scores, numbers, strict=True) if score > -torch.inf]
             mined.append(best[rules.skip_top :])
     return mined
 
 
-def _nearest(
+def nearest(
     queries: torch.Tensor, documents: torch.Tensor, hidden: Sequence[set[int]], limit: torch.Tensor | None, most: int
 ) -> tuple[list[list[float]], list[list[int]]]:
     """Scores and numbers of the ``most`` documents nearest to each query that are not hidden, nearest first; minus
     infinity for those that are, or whose score is above the limit, (queries, 1)."""
-    rows = torch.tensor([row for row, numbers in enumerate(hidden) for _ in numbers], device=queries.device)
-    columns = torch.tensor([number for numbers in hidden for number in numbers], device=queries.device)
+    pairs = [(row, number) for row, numbers in enumerate(hidden) for number in numbers]
+    rows, columns = torch.tensor(pairs, dtype=torch.int64, device=queries.device).reshape(-1, 2).T
     best_scores = queries.new_zeros(len(queries), 0)
     best = torch.zeros(len(queries), 0, dtype=torch.int64, device=queries.device)
     at_once = max(most, SCORES_AT_ONCE // len(queries))
@@ -150,7 +182,7 @@ def _nearest(
     return best_scores.tolist(), best.tolist()
 
 
-def _number_texts(
+def number_texts(
     rows: Sequence[Mapping[str, object]],
 ) -> tuple[dict[str, int], dict[str, int], list[set[int]], list[set[int]]]:
     """Distinct queries and documents with the number of their first row, and numbers of the documents that are each
@@ -175,6 +207,30 @@ def _texts(value: object) -> list[str]:
     """The texts of a column that :func:`read_pairs` checked."""
     values = value if isinstance(value, list) else [] if value in (None, "") else [value]
     return [str(text) for text in values]
+
+
+def encode_sides(
+    run: LoadedRun,
+    source: ModelSource,
+    file: Path,
+    queries: Mapping[str, int],
+    documents: Mapping[str, int],
+    batch: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors of queries and of documents with their prompts, (texts, size).
+
+    Args:
+        file: of the texts, for errors.
+        queries, documents: with the numbers of their rows, for errors.
+        batch: texts in a forward pass.
+    """
+    vectors, width = vectors_of(run.config, run.source), width_of(source)
+
+    def encode(kind: str, texts: Mapping[str, int]) -> torch.Tensor:
+        prompt = prompt_of(vectors, kind) if kind in vectors.prompts else ""
+        return _encode(TextEncoder(run, file, prompt, width), texts, batch)
+
+    return encode("query", queries), encode("document", documents)
 
 
 def _encode(encoder: TextEncoder, texts: Mapping[str, int], batch: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from mgpu_pipe.config.schema import ModelConfig
 from mgpu_pipe.data import files
 from mgpu_pipe.data.sources.compared_texts import EmbeddingPairsConfig, check_pair_row, texts_of
-from mgpu_pipe.data.tables import row_lines
+from mgpu_pipe.data.text.beir import pair_lines
 from mgpu_pipe.data.text.pair_columns import pair_row
 from mgpu_pipe.errors import BadInputError, DataError
 from mgpu_pipe.inference.find_model import ModelSource
@@ -45,7 +45,7 @@ def read_scored_rows(path: Path) -> Iterator[ScoredRow]:
         DataError: a row is broken, or lacks a query or documents.
     """
     columns = (*KEYS.text_columns(), DOCUMENTS)
-    for number, (line, origin, _) in enumerate(row_lines(path, nested=True), start=1):
+    for number, (line, origin, _) in enumerate(pair_lines(path), start=1):
         row = pair_row(line, origin, columns)
         if DOCUMENTS not in row:
             check_pair_row(KEYS, line, origin)

@@ -168,6 +168,43 @@ def test_a_column_that_is_named_goes_before_published_names(tmp_path: Path) -> N
     assert texts_of(configured(tmp_path, [row]), tmp_path) == [["how old", "ten years"]]
 
 
+def test_a_misspelt_column_is_refused_though_a_published_name_is_there(tmp_path: Path) -> None:
+    rows = [{"anchor": "how old", "pos": ["ten years"], "neg": ["blue"]}]
+    with pytest.raises(DataError, match=r"has no column 'qeury'; set data.query_column to one that is there: anchor"):
+        prepare(configured(tmp_path, rows, "data.query_column=qeury"))
+    with pytest.raises(DataError, match=r"has no column 'postive'; set data.positive_column to one"):
+        prepare(configured(tmp_path, rows, "data.positive_column=postive"))
+    with pytest.raises(ConfigError, match=r"data.negative_column=negtive: no row has a text in a column of this name"):
+        prepare(configured(tmp_path, [*rows, *rows], "data.negative_column=negtive"))
+
+
+def beir(folder: Path) -> Path:
+    """Judgements of two queries next to their texts; a document is judged wrong, and one is not judged."""
+    corpus = [("d1", "Houses", "as a house"), ("d2", "", "as a street"), ("d3", "", "red"), ("d4", "", "blue")]
+    write_jsonl(folder / "corpus.jsonl", [dict(zip(("_id", "title", "text"), row, strict=True)) for row in corpus])
+    write_jsonl(folder / "queries.jsonl", [{"_id": "q1", "text": "how tall"}, {"_id": "q2", "text": "how wide"}])
+    judged = "q1\td1\t2\nq2\td2\t1\nq1\td3\t0\nq1\td4\t1\n"
+    (folder / "qrels").mkdir()
+    (folder / "qrels" / "train.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}")
+    return folder / "qrels" / "train.tsv"
+
+
+def test_the_files_of_beir_are_joined(tmp_path: Path) -> None:
+    run = of_file(tmp_path, beir(tmp_path))
+    check_sources(run.model, run.data)
+    joined = [["how tall", "Houses as a house"], ["how tall", "blue"], ["how wide", "as a street"]]
+    assert texts_of(run, tmp_path) == joined
+    before = open_source(run, tmp_path / "opened").identity
+    (tmp_path / "queries.jsonl").write_text((tmp_path / "queries.jsonl").read_text().replace("tall", "high"))
+    assert open_source(run, tmp_path / "opened").identity != before, "the texts are part of the identity"
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q2", "text": "how wide"}\n')
+    with pytest.raises(DataError, match=r"train.tsv:2: queries.jsonl has no query 'q1'"):
+        prepare(run)
+    (tmp_path / "corpus.jsonl").unlink()
+    with pytest.raises(BadInputError, match=r"train.tsv: BEIR's corpus.jsonl is not next to its folder; put it there"):
+        check_sources(run.model, run.data)
+
+
 @pytest.mark.parametrize("columns", ["0\t10\t20", "how old\tten years and no more than that in the end\tblue"])
 def test_a_table_without_names_of_columns_is_refused(tmp_path: Path, columns: str) -> None:
     (tmp_path / "triples.tsv").write_text(f"{columns}\n{columns}\n")
@@ -252,7 +289,7 @@ BAD: list[tuple[Any, str]] = [
     ({"query": "a", "positive": "b", "label": 0}, "column 'label' holds 0 and is not read; keep right pairs alone"),
     ({"query": "a", "positive": "b", "label": "Contradiction"}, "column 'label' holds 'Contradiction' and is not read"),
     ({"query-id": "1", "corpus-id": "2", "score": "1"}, "is a row of BEIR (query-id, corpus-id), which is no pair"),
-    ({"_id": "1", "title": "", "text": "b"}, "is a row of BEIR (_id), which is no pair of texts; write rows"),
+    ({"_id": "1", "title": "", "text": "b"}, "is a row of BEIR (_id), which is no pair of texts; give the judgements"),
 ]
 
 
@@ -293,6 +330,19 @@ def test_a_bad_row_is_one_line_with_its_place(
 
 
 TAUGHT = ("objective.loss=kl", "data.scores_column=grades")
+
+
+def test_scores_of_flag_embedding_become_a_list(tmp_path: Path) -> None:
+    row = {
+        "query": "how old",
+        "pos": ["ten years", "a decade"],
+        "neg": ["blue"],
+        "pos_scores": [2, 1.5],
+        "neg_scores": [-1],
+    }
+    run = configured(tmp_path, [row], "objective.loss=kl", "data.scores_column=scores")
+    documents = open_source(run, tmp_path / "opened").documents()
+    assert [document.scores for document in documents] == [(2, -1), (1.5, -1)]
 
 
 def test_a_teachers_scores_are_those_of_the_documents_of_a_row(tmp_path: Path) -> None:

@@ -276,6 +276,23 @@ def test_a_pair_without_a_prompt_is_not_told_to_take_the_answer_for_one(column: 
             assert "pairs.jsonl:1: has no prompt" in said and "chosen" not in said.split("its column: ")[-1]
 
 
+@pytest.mark.parametrize(
+    ("source", "row"),
+    [
+        ("chat_jsonl", {"conversations": SHAREGPT}),
+        ("chat_jsonl", {"prompt": "a?", "completion": "b"}),
+        ("preferences_jsonl", {"prompt": "a?", "chosen": "b", "rejected": "c"}),
+        ("unpaired_jsonl", {"messages": [ASKED, SAID], "label": True}),
+    ],
+)
+def test_a_misspelt_column_is_refused_though_another_form_is_there(source: str, row: Any, tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    run = config(tmp_path, source=source, paths=[path], chat_template="plain", messages_column="mesages")
+    with pytest.raises(BadInputError) as refused:
+        check_sources(run.model, run.data)
+    assert ": has no column 'mesages'; set data.messages_column to one that is there: " in str(refused.value)
+
+
 def test_a_role_that_nobody_knows_is_noted() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
     template.conversation(
